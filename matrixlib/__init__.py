@@ -1,0 +1,1 @@
+"""Training AlphaZero-style networks that do not blow up: a workspace driven by notebooks."""

@@ -1,0 +1,360 @@
+"""Strict configuration: YAML in, frozen sections out.
+
+A preset in ``params/`` is complete: the schema holds no defaults, so a value lives in exactly one place.
+Unknown, missing, duplicate and mistyped keys stop the run with a message that names the key and a fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+PARAMS = Path(__file__).resolve().parents[1] / "params"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names each key and what to do."""
+
+
+def _number(value: Any) -> Any:
+    """PyYAML reads ``3e-4`` as a string: accept a string that ``float()`` reads fully, for float fields only."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Positive = Annotated[Real, Field(gt=0)]
+NonNegative = Annotated[Real, Field(ge=0)]
+Fraction = Annotated[Real, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Auto = Literal["auto"]
+SSLHead = Literal["piece", "threat", "pin", "fork", "control"]
+SSL_CHANNELS = {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict types, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataConfig(Section):
+    source: str = Field(description="`sample` (ships with the package) or a folder of shards with a catalogue")
+    limit: CountOrZero = Field(description="use only the first N training positions; 0 = all")
+    window_blocks: CountOrZero = Field(
+        description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
+    )
+    mirror: bool = Field(description="mirror left-right at random where no castling right is left")
+    workers: CountOrZero | Auto = Field(description="loader processes; 0 = in the main process")
+    prefetch: Count | Auto = Field(description="updates prepared ahead by each worker")
+
+
+class NormConfig(Section):
+    blocks: Literal["group", "batch"] = Field(description="normalisation inside residual blocks and features")
+    stem_heads: Literal["group", "batch"] = Field(description="normalisation of the stem and the heads")
+    momentum: Fraction = Field(description="BatchNorm momentum (weight of the new batch)")
+
+
+class AttentionConfig(Section):
+    every: CountOrZero = Field(description="one attention block after every k-th residual block; 0 = none")
+    heads: Count = Field(description="attention heads; must divide `channels`")
+    bias: bool = Field(description="learned additive bias for every head and pair of squares (heads, 64, 64)")
+    mask: bool = Field(description="let a square attend only to squares one queen, knight or king move away")
+    unmasked_mix: Fraction = Field(description="share of unmasked attention blended in where `mask` is on")
+    norm: Literal["pre", "post"] = Field(description="`post` is Matrix0's LayerNorm over the skip path")
+
+
+class PolicyHeadConfig(Section):
+    kind: Literal["conv", "factored", "dense"] = Field(description="how 4,672 move logits are made")
+    channels: Count = Field(description="channels before the logits")
+    rank: Count = Field(description="inner width of the `factored` head")
+    clamp: NonNegative = Field(description="clamp of Matrix0's head (5.0); 0 = none")
+    logit_norm: bool = Field(description="Matrix0's LayerNorm over all logits")
+
+
+class ValueHeadConfig(Section):
+    kind: Literal["wdl", "scalar"] = Field(description="win-draw-loss logits, or one tanh value")
+    pool: Literal["flatten", "pooled"] = Field(description="flatten the squares, or average over them")
+    channels: Count = Field(description="channels before the linear layers")
+    hidden: Count = Field(description="width of the first hidden layer; the second is half of it")
+
+
+class ModelConfig(Section):
+    encoding: Literal["oriented", "matrix0"] = Field(description="input planes and move frame")
+    channels: Count = Field(description="width of the trunk")
+    blocks: CountOrZero = Field(description="residual blocks")
+    block: Literal["basic", "bottleneck"] = Field(description="3x3-3x3, or 1x1-3x3-1x1")
+    bottleneck: Count = Field(description="a bottleneck block's inner width is channels // bottleneck")
+    preact: bool = Field(description="norm and activation before each convolution")
+    activation: Literal["silu", "relu", "gelu", "mish"] = Field(description="activation of trunk and heads")
+    norm: NormConfig
+    se_ratio: Fraction = Field(description="squeeze-and-excitation width as a share of channels; 0 = none")
+    droppath: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        description="probability of dropping a residual branch, per sample (linear in depth)"
+    )
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(description="dropout in attention and heads")
+    chess_features: bool = Field(description="Matrix0's position encoding and feature convolutions")
+    attention: AttentionConfig
+    policy: PolicyHeadConfig
+    value: ValueHeadConfig
+    ssl: tuple[SSLHead, ...] = Field(description="self-supervised heads by name; [] = none")
+    auxiliary: bool = Field(description="Matrix0's from-square and move-type heads (never trained there)")
+    checkpoint_every: CountOrZero = Field(description="activation checkpointing of every k-th block; 0 = off")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists(cls, data: Any) -> Any:
+        """YAML has no tuples."""
+        if isinstance(data, Mapping) and isinstance(data.get("ssl"), list):
+            return {**data, "ssl": tuple(data["ssl"])}
+        return data
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.attention.every and self.channels % self.attention.heads:
+            good = [h for h in range(1, 65) if self.channels % h == 0]
+            raise ValueError(
+                f"attention.heads {self.attention.heads} does not divide channels {self.channels}; use one of {good}"
+            )
+        if len(set(self.ssl)) != len(self.ssl):
+            raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
+        return self
+
+
+class LossConfig(Section):
+    policy: NonNegative = Field(description="weight of the policy cross-entropy")
+    value: NonNegative = Field(description="weight of the value loss")
+    ssl: NonNegative = Field(description="weight of each self-supervised head's loss")
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        description="share of the policy target spread over the legal moves"
+    )
+    result_share: Fraction = Field(
+        description="share of the game result in the value target; the rest is the engine's win-draw-loss"
+    )
+    scalar: Literal["mse", "huber"] = Field(description="loss of the scalar value head")
+    huber_delta: Positive = Field(description="delta of the Huber loss")
+
+
+class OptimConfig(Section):
+    learning_rate: Annotated[Real, Field(ge=0)] = Field(description="peak learning rate of AdamW")
+    schedule: Literal["cosine", "linear", "constant"] = Field(description="decay after the warm-up")
+    final_fraction: Fraction = Field(description="learning rate at the last update as a share of the peak")
+    warmup_steps: CountOrZero = Field(description="updates of linear warm-up (first update: 1/warmup, not 0)")
+    weight_decay: NonNegative = Field(description="decoupled decay; never on norms, biases and embeddings")
+    beta1: Fraction = Field(description="AdamW beta1")
+    beta2: Fraction = Field(description="AdamW beta2")
+    eps: Positive = Field(description="AdamW epsilon")
+    clip_norm: Positive = Field(description="global gradient norm above which gradients are scaled down")
+    ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        description="exponential moving average of the weights, evaluated and exported; 0 = off"
+    )
+
+
+class TrainConfig(Section):
+    steps: Count | Auto = Field(description="updates; `auto` = as many as fit in `minutes`, fixed at the start")
+    minutes: Positive = Field(description="training time aimed at where steps is `auto`")
+    batch_size: Count = Field(description="positions of one update")
+    micro_batch: Count | Auto = Field(description="positions of one forward pass; gradients are summed")
+    statistics_interval: Count = Field(description="updates between output and gradient statistics")
+    heartbeat_seconds: Positive = Field(description="seconds between heartbeat.json writes")
+
+
+class ValidationConfig(Section):
+    interval: Count = Field(description="updates between validations")
+    sample: Count = Field(description="positions of the fixed sample that each validation uses")
+    full_every: Count = Field(description="every k-th validation uses the whole set")
+    batch_size: Count = Field(description="positions of one forward pass in validation")
+    plateau: CountOrZero = Field(description="validations without improvement after which they get rarer; 0 = off")
+    plateau_factor: Count = Field(description="how many times rarer on a plateau")
+    patience: CountOrZero = Field(description="full validations without improvement before stopping; 0 = off")
+    min_delta: NonNegative = Field(description="what counts as an improvement of the validation loss")
+    target_loss: NonNegative = Field(
+        description="stop at this full validation loss (0 = off); refused below the attainable floor"
+    )
+
+
+class CheckpointConfig(Section):
+    interval: Count = Field(description="updates between checkpoints")
+    keep: Annotated[int, Field(ge=2)] = Field(description="newest checkpoints kept (at least two) beside the best")
+
+
+class RuntimeConfig(Section):
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(description="`auto` takes the best that works")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(description="autocast dtype; weights stay fp32")
+    threads: Count | Auto = Field(description="intra-op threads on the CPU; part of what makes runs bit-equal")
+    channels_last: bool | Auto = Field(description="memory format of convolutions")
+    compile: bool | Auto = Field(description="torch.compile the model; `auto` = where it was measured to pay")
+
+
+class Config(Section):
+    """One run's whole configuration."""
+
+    task: Literal["chess"] = Field(description="what is trained")
+    seed: CountOrZero = Field(description="seed of every random stream")
+    data: DataConfig
+    model: ModelConfig
+    loss: LossConfig
+    optim: OptimConfig
+    train: TrainConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    runtime: RuntimeConfig
+
+
+class _UniqueLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a duplicate key: PyYAML silently keeps the last."""
+
+
+def _unique_mapping(loader: _UniqueLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if not isinstance(key, str):
+            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes")
+        line = key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(f"key '{key}' stands twice (lines {seen[key]} and {line}); keep one")
+        seen[key] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(text: str, name: str) -> dict[str, Any]:
+    """Parse YAML text to a mapping; `name` stands in error messages.
+
+    Raises ConfigError on bad YAML, a duplicate key, or anything but a mapping at the top.
+    """
+    try:
+        data = yaml.load(text, _UniqueLoader)  # noqa: S506 - a SafeLoader
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: expected sections like 'model:', got {type(data).__name__}")
+    return data
+
+
+def presets() -> list[str]:
+    """Names of the presets in params/."""
+    return sorted(path.stem for path in PARAMS.glob("*.yaml"))
+
+
+def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a preset by name, or a YAML file by path, and apply nested overrides.
+
+    Raises ConfigError: unknown preset (with the nearest name), unknown, missing or mistyped keys.
+    """
+    path = Path(preset) if preset.endswith((".yaml", ".yml")) else PARAMS / f"{preset}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"unknown preset '{preset}'{nearest(preset, presets())}; presets: {', '.join(presets())}")
+    data = read_yaml(path.read_text(encoding="utf-8"), path.name)
+    return parse(merge(data, overrides or {}), path.name)
+
+
+def parse(data: Mapping[str, Any], name: str = "config") -> Config:
+    """Validate a nested mapping; raises ConfigError naming every bad key."""
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError(f"{name}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the leaves of `overrides` put in their places; neither argument is changed."""
+    out = dict(base)
+    for key, value in overrides.items():
+        inside = out.get(key)
+        out[key] = merge(inside, value) if isinstance(inside, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """', did you mean ...?' for a misspelt word, or an empty string."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean '{close[0]}'?" if close else ""
+
+
+def _explain(item: Any) -> str:
+    where = [str(part) for part in item["loc"]]
+    key = ".".join(where)
+    if item["type"] == "extra_forbidden":
+        known = sorted(_section_at(where[:-1]).model_fields)
+        return f"unknown key '{key}'{nearest(where[-1], known)} (known: {', '.join(known)})"
+    if item["type"] == "missing":
+        return f"key '{key}' is missing; presets are complete, so copy it from another file in params/"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"'{key}': {message}, got {item['input']!r}" if not isinstance(item["input"], Mapping) else f"'{key}': {message}"
+
+
+def _section_at(path: list[str]) -> type[Section]:
+    section: type[Section] = Config
+    for part in path:
+        section = section.model_fields[part].annotation  # type: ignore[assignment]
+    return section
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """Plain nested data that YAML and JSON can hold; parse(dump(c)) == c."""
+    return config.model_dump(mode="json")
+
+
+def to_yaml(config: Config) -> str:
+    """YAML text of a configuration."""
+    return yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True)
+
+
+def difference(new: Config, old: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys that differ, as dotted path -> (old, new)."""
+    before, after = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
+    return {key: (before[key], after[key]) for key in after if before[key] != after[key]}
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def options_table(section: type[Section] = Config, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(dotted key, type, meaning) of every option, in schema order; the README's table is made of it."""
+    rows: list[tuple[str, str, str]] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            rows += options_table(kind, f"{prefix}{name}.")
+        else:
+            rows.append((prefix + name, _kind(kind), field.description or ""))
+    return rows
+
+
+def _kind(kind: Any) -> str:
+    if kind is Ellipsis:
+        return "..."
+    if args := [a for a in get_args(kind) if not hasattr(a, "gt") and type(a).__name__ not in _METADATA]:
+        parts = [repr(a) if isinstance(a, str) else _kind(a) for a in args]
+        return " or ".join(dict.fromkeys(p for p in parts if p != "..."))
+    return str(getattr(kind, "__name__", kind))
+
+
+_METADATA = {"BeforeValidator", "FieldInfo", "Ge", "Gt", "Le", "Lt"}
+
+
+def reports_root() -> Path:
+    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ beside the package."""
+    return Path(os.environ.get("MATRIXLIB_REPORTS", PARAMS.parent / "reports"))

@@ -1,0 +1,1 @@
+"""Bytes on disk: shards, catalogue, loader; the record dtype is given by the task."""

@@ -1,0 +1,1 @@
+"""Tensors, steps and files of a training run; knows no task."""

@@ -1,0 +1,1 @@
+"""Search and matches over a Game."""

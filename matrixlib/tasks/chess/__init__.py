@@ -1,0 +1,1 @@
+"""Chess: records, planes, network, losses, sources."""

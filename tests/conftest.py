@@ -1,0 +1,36 @@
+"""Fixtures that every test file may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Soak tests run only when asked for by `-m soak`."""
+    if "soak" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="soak test: run `make soak`"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of real data beside the checkout ($MATRIXLIB_SHARED); the test skips where it is absent."""
+    folder = Path(os.environ.get("MATRIXLIB_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"shared test data not found at {folder}; set MATRIXLIB_SHARED")
+    return folder
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A reports root of the test's own."""
+    root = tmp_path / "reports"
+    root.mkdir()
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(root))
+    return root
