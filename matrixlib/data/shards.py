@@ -1,0 +1,439 @@
+"""Shards: uncompressed NPZ files of fixed-size records and ragged members, memory-mapped and checked by block.
+
+Plain ``numpy.load`` opens a shard. NumPy's ``mmap_mode`` silently reads NPZ members whole at every access, so here
+each stored member is mapped at its own offset in the zip file. A CRC-32 for every member and block of 4,096 records
+is checked when the block is first read; ``meta`` and ``block_crc`` themselves are checked when a shard is opened.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+BLOCK = 4096  # records in a block
+FORMAT = 1  # version of the container; a layout has a version of its own
+SPLITS = ("train", "validation")
+PROVENANCE = ("source", "generator", "seed", "split")  # what the writer must say about its data
+OFFSET = np.dtype("<i8")
+ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
+PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
+LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+LFS_POINTER = b"version https://git-lfs"
+REMEDY = "restore the file from a copy, make it again, or quarantine it in the catalogue"
+
+Batch = dict[str, np.ndarray]
+
+
+class ShardError(ValueError):
+    """A shard that cannot be used: names the file, the cause and what to do."""
+
+
+class DamagedBlock(ShardError):
+    """One block whose bytes are not those that were written. Attributes: path, block, member."""
+
+    def __init__(self, path: Path | str, block: int, member: str) -> None:
+        super().__init__(
+            path, block, member
+        )  # these arguments, so that it survives pickling between processes
+        self.path, self.block, self.member = Path(path), block, member
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: block {self.block} of '{self.member}' is damaged (checksum or offsets); {REMEDY}"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a task stores: a structured little-endian record, and ragged groups of members that share offsets.
+
+    ``ragged`` maps group -> member -> dtype. Group "g" with member "m" makes the arrays ``g_m`` (K,) and
+    ``g_offset`` (n+1,) int64: row i of the group is ``g_m[g_offset[i]:g_offset[i+1]]``.
+    """
+
+    task: str
+    version: int
+    record: np.dtype
+    ragged: Mapping[str, Mapping[str, np.dtype]]
+
+    def __post_init__(self) -> None:
+        for name, dtype in self.members():
+            if dtype.hasobject or dtype.newbyteorder("<") != dtype:
+                raise ValueError(
+                    f"layout '{self.task}': '{name}' must be little-endian without objects, not {dtype}"
+                )
+
+    def members(self) -> Iterator[tuple[str, np.dtype]]:
+        """(array name, dtype) in the order of the file and of ``block_crc``; a group's offset precedes its members."""
+        yield "records", np.dtype(self.record)
+        for group, members in self.ragged.items():
+            yield f"{group}_offset", OFFSET
+            for member, dtype in members.items():
+                yield f"{group}_{member}", np.dtype(dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """The layout as plain JSON data, stored in every shard and compared when one is opened."""
+        ragged = {g: {m: np.dtype(d).str for m, d in members.items()} for g, members in self.ragged.items()}
+        record = json.loads(json.dumps(npy.dtype_to_descr(np.dtype(self.record))))
+        return {"record": record, "ragged": ragged, "block": BLOCK}
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """Facts of one file: record count, size in bytes, SHA-256 (hex) and the stored meta data."""
+
+    path: Path
+    count: int
+    bytes: int
+    sha256: str
+    meta: Mapping[str, Any]
+
+
+# Batches -----------------------------------------------------------------------------------------------------
+
+
+def ragged_rows(offset: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the rows `indices` (B,) of a ragged group lie: (positions of all their items (K,), new offset (B+1,))."""
+    start = offset[indices]
+    length = offset[indices + 1] - start
+    out = np.zeros(len(indices) + 1, OFFSET)
+    np.cumsum(length, out=out[1:])
+    return np.arange(out[-1], dtype=OFFSET) + np.repeat(start - out[:-1], length), out
+
+
+def select(batch: Batch, indices: np.ndarray, layout: Layout) -> Batch:
+    """Rows `indices` (B,) of a batch, in that order, as copies. Raises IndexError outside 0..len-1."""
+    indices = np.asarray(indices, np.int64)
+    if len(indices) and not (indices.min() >= 0 and indices.max() < len(batch["records"])):
+        raise IndexError(f"row outside 0..{len(batch['records']) - 1}: {indices.min()}..{indices.max()}")
+    out = {"records": batch["records"][indices]}
+    for group, members in layout.ragged.items():
+        positions, out[f"{group}_offset"] = ragged_rows(batch[f"{group}_offset"], indices)
+        for member in members:
+            out[f"{group}_{member}"] = batch[f"{group}_{member}"][positions]
+    return out
+
+
+def concat(batches: Sequence[Batch], layout: Layout) -> Batch:
+    """One batch of the rows of all, in order; no batches give an empty one."""
+    out = {"records": np.concatenate([np.empty(0, layout.record), *(b["records"] for b in batches)])}
+    for group, members in layout.ragged.items():
+        lengths = [np.diff(b[f"{group}_offset"]) for b in batches]
+        out[f"{group}_offset"] = np.cumsum(np.concatenate([np.zeros(1, OFFSET), *lengths]), dtype=OFFSET)
+        for member, dtype in members.items():
+            parts = [b[f"{group}_{member}"] for b in batches]
+            out[f"{group}_{member}"] = np.concatenate([np.empty(0, dtype), *parts])
+    return out
+
+
+def check(batch: Batch, layout: Layout) -> None:
+    """Raises ValueError unless `batch` has exactly the arrays, dtypes and offsets that `layout` declares."""
+    expected = dict(layout.members())
+    if set(batch) != set(expected):
+        raise ValueError(f"batch has {sorted(batch)}, layout '{layout.task}' needs {sorted(expected)}")
+    for name, dtype in expected.items():
+        if batch[name].dtype != dtype or batch[name].ndim != 1:
+            got = f"{batch[name].dtype} {batch[name].shape}"
+            raise ValueError(f"'{name}' must be one-dimensional of dtype {dtype}, not {got}")
+    for group, members in layout.ragged.items():
+        offset = batch[f"{group}_offset"]
+        if len(offset) != len(batch["records"]) + 1 or offset[0] != 0 or (np.diff(offset) < 0).any():
+            raise ValueError(
+                f"'{group}_offset' must rise from 0 and have one entry more than there are records"
+            )
+        for member in members:
+            if len(batch[f"{group}_{member}"]) != offset[-1]:
+                raise ValueError(
+                    f"'{group}_{member}' has {len(batch[f'{group}_{member}'])} items, not {offset[-1]}"
+                )
+
+
+# Checksums ---------------------------------------------------------------------------------------------------
+
+
+def file_hash(path: Path | str) -> str:
+    """SHA-256 of a file, hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _crc(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
+
+
+def _rows_of_block(block: int, count: int) -> tuple[int, int]:
+    return block * BLOCK, min((block + 1) * BLOCK, count)
+
+
+def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(member, the slice that belongs to `block`), in the order of ``layout.members()``.
+
+    An offset slice comes before the members it cuts, so that a reader can check it before it is used.
+    """
+    start, stop = _rows_of_block(block, len(batch["records"]))
+    yield "records", batch["records"][start:stop]
+    for group, members in layout.ragged.items():
+        offset = batch[f"{group}_offset"]
+        yield f"{group}_offset", offset[start : stop + 1]
+        for member in members:
+            yield f"{group}_{member}", batch[f"{group}_{member}"][offset[start] : offset[stop]]
+
+
+def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
+    blocks = -(-len(batch["records"]) // BLOCK)
+    columns = [[_crc(part) for _, part in _block_parts(batch, layout, b)] for b in range(blocks)]
+    return np.ascontiguousarray(np.array(columns, dtype="<u4").T)
+
+
+# Writing -----------------------------------------------------------------------------------------------------
+
+
+def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> ShardInfo:
+    """Write `batch` so that the file appears whole or not at all; an existing file of that name is replaced.
+
+    `meta` is JSON data; it must have source, generator, seed and split ("train" or "validation"), and may have
+    created (UTC, ISO 8601; default now). Task, versions, layout and counts are added. The same data and meta
+    (with created) give the same bytes. Raises ValueError if the batch does not fit the layout or is empty.
+    """
+    path = Path(path)
+    check(batch, layout)
+    full = _full_meta(layout, batch, meta)
+    text = json.dumps(full, sort_keys=True, allow_nan=False).encode()
+    arrays = {name: batch[name] for name, _ in layout.members()}
+    arrays |= {"block_crc": _block_crcs(batch, layout), "meta": np.frombuffer(text, np.uint8)}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                for name, array in arrays.items():
+                    _write_member(archive, file, name, array)
+            file.flush()
+            os.fsync(file.fileno())
+        info = ShardInfo(path, full["count"], temporary.stat().st_size, file_hash(temporary), full)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+    return info
+
+
+def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[str, Any]:
+    if missing := [key for key in PROVENANCE if key not in meta]:
+        raise ValueError(f"shard meta lacks {', '.join(missing)}; say where the data comes from")
+    if meta["split"] not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {meta['split']!r}")
+    if not len(batch["records"]):
+        raise ValueError("a shard needs at least one record")
+    created = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    sizes = {group: int(batch[f"{group}_offset"][-1]) for group in layout.ragged}
+    ours = {"format": FORMAT, "task": layout.task, "version": layout.version, "layout": layout.describe()}
+    ours |= {"count": len(batch["records"]), "sizes": sizes}
+    if clash := sorted(set(ours) & set(meta)):
+        raise ValueError(
+            f"shard meta may not set {', '.join(clash)}: they follow from the data and its layout"
+        )
+    return {"created": created, **meta, **ours}
+
+
+def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np.ndarray) -> None:
+    """Store one array as `name`.npy, its data aligned, with a fixed time stamp so that equal data is equal bytes."""
+    info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+    zip64 = 20  # bytes of the extra field that force_zip64 adds
+    start = file.tell() + LOCAL_HEADER.size + len(info.filename) + zip64 + 4
+    padding = -start % ALIGN
+    info.extra = struct.pack("<HH", PADDING_ID, padding) + bytes(padding)
+    with archive.open(info, "w", force_zip64=True) as member:
+        npy.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; Windows has no directory handles to sync."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# Reading -----------------------------------------------------------------------------------------------------
+
+
+def read_info(path: Path | str) -> ShardInfo:
+    """Facts of a shard without knowing its layout, the file hashed whole. Raises ShardError."""
+    path = Path(path)
+    meta = _guarded(path, lambda archive: _read_meta(path, archive))
+    return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
+
+
+def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
+    """read(open zip file), with every way in which a foreign or damaged file can fail turned into a ShardError."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(LFS_POINTER))
+        if head == LFS_POINTER:
+            raise ShardError(f"{path}: only a Git LFS pointer, not the data; run `git lfs pull`")
+        with zipfile.ZipFile(path) as archive:
+            return read(archive)
+    except FileNotFoundError:
+        raise ShardError(f"{path}: no such file; {REMEDY}") from None
+    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
+        raise ShardError(f"{path}: truncated, damaged or not a shard ({error}); {REMEDY}") from error
+    except (ValueError, KeyError, TypeError, OverflowError, SyntaxError) as error:
+        if isinstance(error, ShardError):
+            raise
+        raise ShardError(f"{path}: damaged or not a shard ({error}); {REMEDY}") from error
+
+
+def _read_small(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """A member read whole, its zip checksum verified."""
+    if f"{name}.npy" not in archive.namelist():
+        raise ShardError(
+            f"{path}: not a shard of ours (no member '{name}'); import it with the matching source"
+        )
+    return npy.read_array(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
+
+
+def _read_meta(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    meta = json.loads(_read_small(path, archive, "meta").tobytes())
+    if not isinstance(meta, dict) or not {"format", "task", "version", "layout", "count", *PROVENANCE} <= set(
+        meta
+    ):
+        raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
+    if meta["format"] > FORMAT:
+        raise ShardError(
+            f"{path}: shard format {meta['format']} is newer than ours ({FORMAT}); update matrixlib"
+        )
+    return meta
+
+
+def _check_layout(path: Path, meta: Mapping[str, Any], layout: Layout) -> None:
+    if meta["task"] != layout.task:
+        raise ShardError(
+            f"{path}: holds data of task '{meta['task']}', not '{layout.task}'; choose another source"
+        )
+    if meta["version"] != layout.version:
+        older = meta["version"] < layout.version
+        remedy = "make the shards again" if older else "update matrixlib"
+        raise ShardError(
+            f"{path}: layout version {meta['version']}, this program has {layout.version}; {remedy}"
+        )
+    if meta["layout"] != layout.describe():
+        raise ShardError(
+            f"{path}: fields differ from layout '{layout.task}' {layout.version}; make the shards again"
+        )
+
+
+def _map_member(
+    path: Path, archive: zipfile.ZipFile, file: np.ndarray, name: str, dtype: np.dtype, n: int
+) -> np.ndarray:
+    """The stored array `name` (n,) as a view of the mapped `file` (bytes,)."""
+    try:
+        info = archive.getinfo(f"{name}.npy")
+    except KeyError:
+        raise ShardError(f"{path}: no member '{name}'; {REMEDY}") from None
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ShardError(f"{path}: '{name}' is compressed and cannot be mapped; write it with write_shard")
+    fixed = LOCAL_HEADER.unpack(file[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes())
+    if fixed[0] != b"PK\x03\x04":
+        raise ShardError(f"{path}: '{name}' is not where the zip directory says; {REMEDY}")
+    start = info.header_offset + LOCAL_HEADER.size + fixed[-2] + fixed[-1]
+    wide = file[start + 6 : start + 7].tobytes() not in (b"\x01", b"")  # NPY 2.0 and 3.0 have a 4-byte length
+    size = file[start + 8 : start + (12 if wide else 10)].tobytes()
+    data = start + 8 + len(size) + int.from_bytes(size, "little")
+    header = file[start:data].tobytes()
+    text = header[8 + len(size) :].decode("latin1").strip()
+    if header[:6] != npy.MAGIC_PREFIX:
+        raise ShardError(f"{path}: '{name}' does not begin like an array; {REMEDY}")
+    if "'|O'" in text:
+        raise ShardError(
+            f"{path}: '{name}' holds Python objects, which are never read; write it with write_shard"
+        )
+    expected = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
+    stop = data + n * dtype.itemsize
+    if ast.literal_eval(text) != expected or stop > len(file) or info.file_size != stop - start:
+        raise ShardError(f"{path}: '{name}' is not {n} items of {dtype} as its meta data says; {REMEDY}")
+    return file[data:stop].view(dtype)
+
+
+class Shard:
+    """A memory-mapped shard; nothing is read before it is asked for, and each block is checked once.
+
+    Raises ShardError when the file is missing, truncated, foreign, of another task or of another version.
+    Pickling carries the path and the layout only.
+    """
+
+    def __init__(self, path: Path | str, layout: Layout) -> None:
+        self.path, self.layout = Path(path), layout
+        _guarded(self.path, self._open)
+
+    def _open(self, archive: zipfile.ZipFile) -> None:
+        self.meta: Mapping[str, Any] = _read_meta(self.path, archive)
+        _check_layout(self.path, self.meta, self.layout)
+        file = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
+        count, sizes = int(self.meta["count"]), self.meta["sizes"]
+        lengths = {"records": count}
+        for group, members in self.layout.ragged.items():
+            lengths |= {f"{group}_{member}": int(sizes[group]) for member in members} | {
+                f"{group}_offset": count + 1
+            }
+        self.arrays: Batch = {
+            name: _map_member(self.path, archive, file, name, dtype, lengths[name])
+            for name, dtype in self.layout.members()
+        }
+        self.blocks = -(-count // BLOCK)
+        self._crc = _read_small(self.path, archive, "block_crc")
+        if self._crc.shape != (len(lengths), self.blocks):
+            raise ShardError(
+                f"{self.path}: checksums of shape {self._crc.shape} do not fit its records; {REMEDY}"
+            )
+        self._checked = np.zeros(self.blocks, bool)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.path, self.layout)
+
+    def __len__(self) -> int:
+        return len(self.arrays["records"])
+
+    def verify_block(self, block: int) -> None:
+        """Check the bytes of one block against their checksums, once. Raises DamagedBlock."""
+        if self._checked[block]:
+            return
+        for row, (member, part) in enumerate(_block_parts(self._safe(block), self.layout, block)):
+            if _crc(part) != self._crc[row, block]:
+                raise DamagedBlock(self.path, block, member)
+        self._checked[block] = True
+
+    def _safe(self, block: int) -> Batch:
+        """The arrays, once this block's offsets are known to rise and to stay inside their members."""
+        start, stop = _rows_of_block(block, len(self))
+        for group, members in self.layout.ragged.items():
+            offset = self.arrays[f"{group}_offset"][start : stop + 1]
+            size = min((len(self.arrays[f"{group}_{member}"]) for member in members), default=0)
+            if offset[0] < 0 or offset[-1] > size or (np.diff(offset) < 0).any():
+                raise DamagedBlock(self.path, block, f"{group}_offset")
+        return self.arrays
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        """Copies of the rows `indices` (B,), in that order; O(B). Raises DamagedBlock, IndexError."""
+        indices = np.asarray(indices, np.int64)
+        if not self._checked.all():
+            for block in np.unique(indices // BLOCK):
+                if 0 <= block < self.blocks:  # an index outside is reported by select
+                    self.verify_block(int(block))
+        return select(self.arrays, indices, self.layout)

@@ -1,0 +1,439 @@
+"""Composition of a run: opens, trains, resumes and evaluates it.
+
+A run is a folder ``reports/<run>/``: run.json (what was asked for, on what), config.yaml (what was resolved from it),
+metrics.jsonl, checkpoints/, summary.json and report.html. One process writes a run at a time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from matrixlib import config as configuration
+from matrixlib import runtime as runtimes
+from matrixlib.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.loader import Loader
+    from matrixlib.engine.trainer import Stats, Trainer
+    from matrixlib.tasks.chess.task import ChessTask
+
+MAY_CHANGE = ("train.steps", "train.minutes", "train.heartbeat_seconds", "validation.", "checkpoint.")
+
+
+class RunError(ValueError):
+    """A run that cannot be opened or continued; the message says what to do."""
+
+
+@dataclass
+class Run:
+    """One run: made by `open_run`; `train` yields its updates, everything else looks at it."""
+
+    folder: Path
+    preset: str
+    config: Config
+    runtime: runtimes.Runtime
+    task: ChessTask
+    catalogue: Catalogue
+    training: Loader
+    held_out: Loader | None
+    requested: Config
+    resumed: bool
+    lock: FileLock
+    messages: list[str] = field(default_factory=list)
+    _trainer: Trainer | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def complete(self) -> bool:
+        """True when the run has reached its last update."""
+        return bool(read_json(self.folder / "summary.json").get("complete"))
+
+    @property
+    def steps(self) -> int:
+        """Updates of the whole run."""
+        assert isinstance(self.config.train.steps, int)
+        return self.config.train.steps
+
+    @property
+    def trainer(self) -> Trainer:
+        """The engine's trainer, built at first use (it holds the model)."""
+        if self._trainer is None:
+            self._trainer = _build_trainer(self)
+        return self._trainer
+
+    @property
+    def model(self) -> nn.Module:
+        return self.trainer.model
+
+    def describe(self) -> str:
+        """What was chosen and why, as text: run, data, runtime, differences from the preset."""
+        counts = {split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")}
+        lines = [
+            f"run          {self.name} ({'resumed' if self.resumed else 'new'}), {self.steps} updates of "
+            f"{self.config.train.batch_size} positions",
+            f"data         {counts['train']} training and {counts['validation']} held-out positions, "
+            f"catalogue {self.catalogue.hash()[:12]}",
+            self.runtime.table(),
+        ]
+        changes = configuration.difference(self.requested, configuration.load(self.preset))
+        lines += ["differences from the preset:"] if changes else [f"no differences from preset '{self.preset}'"]
+        lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
+        return "\n".join(lines + self.messages)
+
+    def train(self) -> Iterator[Stats]:
+        """Train to the last update, from the newest whole checkpoint if there is one; yields after each update."""
+        if self.complete:
+            return
+        started = time.monotonic()
+        for stats in self.trainer.train():
+            yield stats
+        self._finish(time.monotonic() - started)
+
+    def history(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl so far."""
+        from matrixlib.engine import metrics
+
+        path = self.folder / "metrics.jsonl"
+        return metrics.read(path) if path.exists() else []
+
+    def summary(self) -> dict[str, Any]:
+        """Contents of summary.json; empty before the run has ended."""
+        return read_json(self.folder / "summary.json")
+
+    def _finish(self, seconds: float) -> None:
+        from matrixlib import evaluation, report
+        from matrixlib.engine.metrics import write_json
+
+        rows = self.history()
+        figures = evaluation.held_out(self.task, self.trainer.evaluation_model(), self.held_out, self.runtime)
+        throughput = [row["throughput"] for row in rows if row.get("throughput")]
+        write_json(
+            self.folder / "summary.json",
+            {
+                "run": self.name,
+                "preset": self.preset,
+                "complete": True,
+                "steps": self.trainer.step,
+                "stopped_early": self.trainer.stop_reason,
+                "positions": self.trainer.step * self.config.train.batch_size,
+                "seconds": round(seconds, 1),
+                "positions_per_second": round(sorted(throughput)[len(throughput) // 2]) if throughput else None,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "evaluation": figures,
+                "runtime": self.runtime.to_dict(),
+            },
+        )
+        report.write_report(self.folder)
+
+    def close(self) -> None:
+        """Give the run's lock back."""
+        self.lock.release()
+
+
+def open_run(
+    preset: str = "demo",
+    device: str = "auto",
+    seed: int | None = None,
+    run: str = "",
+    steps: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+) -> Run:
+    """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
+
+    preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
+    (``auto``, None, 0 leave it). overrides: nested mapping, checked by the schema.
+    Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
+    """
+    requested = configuration.load(preset, _arguments(device, seed, steps, overrides or {}))
+    folder = _folder(preset, run, requested)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunError(
+            f"run '{folder.name}' is being written by another process; wait for it or give another run name"
+        ) from None
+    try:
+        return _open(folder, preset, requested, lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _arguments(device: str, seed: int | None, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
+    given: dict[str, Any] = {}
+    if device != "auto":
+        given["runtime"] = {"device": device}
+    if seed is not None:
+        given["seed"] = seed
+    if steps:
+        given["train"] = {"steps": steps}
+    return configuration.merge(overrides, given)
+
+
+def _folder(preset: str, run: str, requested: Config) -> Path:
+    """Folder of the named run, of the newest incomplete one with the same configuration, or of a new one."""
+    root = configuration.reports_root()
+    if run:
+        if Path(run).name != run or run.startswith("."):
+            raise RunError(f"run name {run!r} must be a plain folder name, without slashes or a leading dot")
+        return root / run
+    asked = configuration.dump(requested)
+    for path in sorted(root.glob("*/run.json"), key=lambda p: p.parent.name.rsplit("-", 1)[-1], reverse=True):
+        record = read_json(path)
+        done = read_json(path.parent / "summary.json").get("complete")
+        if not done and record.get("preset") == preset and record.get("requested") == asked and not _locked(path.parent):
+            return path.parent
+    stem = f"{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
+    return next(root / name for name in names if not (root / name).exists())
+
+
+def _locked(folder: Path) -> bool:
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _open(folder: Path, preset: str, requested: Config, lock: FileLock) -> Run:
+    from matrixlib.data.catalogue import Catalogue
+
+    source = data_folder(requested.data.source)
+    catalogue = Catalogue(source)
+    record = read_json(folder / "run.json")
+    messages: list[str] = []
+    if record:
+        config = _resume_config(folder, requested, record, messages)
+        if record["catalogue"] != catalogue.hash():
+            messages.append("warning: the data set has changed since this run began; batches will differ")
+        runtime = runtimes.resolve(config.runtime, config.train, config.data)
+    else:
+        runtime = runtimes.resolve(requested.runtime, requested.train, requested.data)
+        config = runtime_config(requested, runtime)
+    runtime.apply()
+    task = _build_task(config)
+    training, held_out = _loaders(config, runtime, task, catalogue, messages)
+    if config.train.steps == "auto":
+        steps = _fit_steps(config, runtime, task, training)
+        config = configuration.parse(configuration.merge(configuration.dump(config), {"train": {"steps": steps}}))
+        messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
+    if not record:
+        _write_new(folder, preset, requested, config, catalogue.hash())
+    return Run(
+        folder, preset, config, runtime, task, catalogue, training, held_out, requested, bool(record), lock, messages
+    )
+
+
+def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
+    """The stored resolved configuration with the permitted changes; anything else is refused by name."""
+    stored = configuration.parse(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml")
+    before = configuration.parse(record["requested"], "run.json")
+    changes = configuration.difference(requested, before)
+    fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
+    if fixed:
+        text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
+        raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
+    data = configuration.dump(stored)
+    for key, (old, new) in changes.items():
+        section, name = key.split(".")
+        if key != "train.steps" or new != "auto":
+            data[section][name] = new
+            messages.append(f"changed on resume: {key} {old} -> {new}")
+    return configuration.parse(data, "config.yaml")
+
+
+def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
+    """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
+    resolved = {
+        "runtime": {
+            "device": runtime.device,
+            "precision": runtime.dtype,
+            "threads": runtime.threads,
+            "channels_last": runtime.channels_last,
+            "compile": runtime.compile,
+        },
+        "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
+        "train": {"micro_batch": runtime.micro_batch},
+    }
+    return configuration.parse(configuration.merge(configuration.dump(config), resolved))
+
+
+def data_folder(source: str) -> Path:
+    """Folder of a data source: the set that ships (unpacked on first use), or a folder with shards.
+
+    Raises ConfigError when the folder is absent.
+    """
+    if source == "sample":
+        from matrixlib.tasks.chess.shipped import unpack_sample
+
+        return unpack_sample()
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"data.source '{source}' is no folder; use 'sample' or a folder of shards")
+    return folder
+
+
+def _build_task(config: Config) -> ChessTask:
+    from matrixlib.tasks.chess.task import ChessTask
+
+    return ChessTask(config)
+
+
+def _loaders(
+    config: Config, runtime: runtimes.Runtime, task: ChessTask, catalogue: Catalogue, messages: list[str]
+) -> tuple[Loader, Loader | None]:
+    from matrixlib.data.loader import Loader
+    from matrixlib.tasks.chess.records import LAYOUT
+
+    def damaged(name: str, block: int, reason: str) -> None:
+        text = f"shard {name}, block {block}: {reason}; its rows are replaced by others"
+        messages.append(text)
+        warnings.warn(text, stacklevel=2)
+
+    rows = {split: catalogue.shards(split) for split in ("train", "validation")}
+    if not rows["train"]:
+        bad = [f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")]
+        raise RunError(
+            f"data set '{config.data.source}' has no healthy training shard left"
+            + (f" ({'; '.join(bad[:3])})" if bad else "")
+            + "; restore the shards or import the data again"
+        )
+    common: dict[str, Any] = {"seed": config.seed, "pin": runtime.device == "cuda", "on_damage": damaged}
+    training = Loader(
+        rows["train"],
+        LAYOUT,
+        config.train.batch_size,
+        prepare=task.prepare,
+        limit=config.data.limit,
+        window_blocks=config.data.window_blocks,
+        workers=runtime.workers,
+        prefetch=runtime.prefetch,
+        **common,
+    )
+    held_out = None
+    if rows["validation"]:
+        held_out = Loader(
+            rows["validation"], LAYOUT, config.validation.batch_size, prepare=task.prepare_plain, **common
+        )
+    return training, held_out
+
+
+def _build_trainer(run: Run) -> Trainer:
+    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.metrics import MetricsLog
+    from matrixlib.engine.trainer import Trainer
+
+    config, held_out = run.config, run.held_out
+    size = config.validation.batch_size
+
+    def validation(kind: str) -> Iterator[Any]:
+        if held_out is None:
+            return iter(())
+        return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
+
+    trainer = Trainer(
+        task=run.task,
+        model=run.task.build_model(),
+        runtime=run.runtime,
+        config=config,
+        batches=run.training.batches,
+        validation=validation,
+        folder=run.folder,
+        checkpoints=Checkpoints(run.folder / "checkpoints", config.checkpoint.keep),
+        metrics=MetricsLog(run.folder / "metrics.jsonl"),
+        steps=run.steps,
+        state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
+    )
+    trainer.resume()
+    return trainer
+
+
+def _fit_steps(config: Config, runtime: runtimes.Runtime, task: ChessTask, training: Loader) -> int:
+    """Updates that fit in `train.minutes`, from timed updates of a throwaway model; random streams are untouched."""
+    import torch
+
+    from matrixlib.engine.trainer import trial_step
+
+    with torch.random.fork_rng(devices=[]):
+        step = trial_step(task, task.build_model(), runtime, config)
+        batches = training.batches(0, 12)
+        times = []
+        for batch in batches:
+            started = time.perf_counter()
+            step(batch)
+            times.append(time.perf_counter() - started)
+    seconds = sorted(times[2:])[len(times[2:]) // 2]
+    return max(20, int(config.train.minutes * 60 / seconds))
+
+
+def _write_new(folder: Path, preset: str, requested: Config, config: Config, catalogue: str) -> None:
+    from matrixlib.engine.metrics import write_json
+
+    (folder / "config.yaml").write_text(configuration.to_yaml(config), encoding="utf-8")
+    write_json(
+        folder / "run.json",
+        {
+            "preset": preset,
+            "requested": configuration.dump(requested),
+            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "commit": git_commit(),
+            "versions": versions(),
+            "catalogue": catalogue,
+        },
+    )
+
+
+def git_commit() -> str:
+    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere."""
+    root = configuration.PARAMS.parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+    except FileNotFoundError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in ("matrixlib", "torch", "numpy", "numba", "chess", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or {} where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
