@@ -1,0 +1,108 @@
+"""The seam between the engine and what is trained: everything the engine asks of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+"""Name -> tensor; every tensor has the same leading dimension B (rows)."""
+
+
+class Task(Protocol):
+    """What the engine trains. One contract test (tests/test_task_contract.py) runs over every task.
+
+    A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or squares, tokens)
+    with a usable target. Losses and metrics leave the task as SUMS over items, never as means: the engine cuts an
+    update into micro-batches, adds the sums and divides once, by the item counts of the whole update. So the
+    gradient is that of the big batch, however rows with missing targets fall into the micro-batches.
+    """
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Weight of each term's mean in the total loss, one per term, >= 0; a term of weight 0 is not computed."""
+        ...
+
+    def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Stored rows to training arrays, augmented; runs in the loader's workers.
+
+        `batch`: what the loader gathered, `records` (B,) structured and the task's ragged members.
+        Returns arrays that ALL have leading dimension B, none structured and none uint16/32/64 (torch can't
+        collate or shift those). Every random choice comes from `rng`: the same `rng` state gives the same arrays.
+        """
+        ...
+
+    def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """The same without augmentation, for validation; may be `prepare` itself where nothing is augmented."""
+        ...
+
+    def build_model(self) -> nn.Module:
+        """A freshly initialised fp32 model on the CPU, from torch's global random stream."""
+        ...
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """Valid items of every term in `batch`. `batch` is on the host, so this waits for no device.
+
+        All terms of `weights` are keys, 0 where no row has a target. Additive: the counts of slices add up.
+        """
+        ...
+
+    def losses(
+        self, model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Forward pass of the terms in `active` over one micro-batch on the model's device.
+
+        Returns (losses, metrics). `losses`: term -> 0-d fp32 tensor, the SUM over that term's valid items, with a
+        gradient; exactly the terms of `active`; a differentiable zero where the micro-batch has no valid item.
+        `metrics`: "term/name" -> 0-d tensor without gradient, the SUM over the same items (a count of hits, an
+        entropy, ...), which the engine divides by counts[term]. Softmax and losses are computed in fp32 whatever
+        the autocast dtype. Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
+        """
+        ...
+
+    def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Per term (chance, floor), both SUMS over the items that `counts` counts, of a batch on the host.
+
+        `chance`: the loss of a freshly initialised network, e.g. ln(number of legal moves) per row. `floor`: the
+        least loss that any network can reach, e.g. the entropy of the (smoothed) targets. The engine compares the
+        first with the first update's losses and refuses a target loss below the second.
+        """
+        ...
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Raw outputs for statistics (name -> tensor of any shape); masked-out entries removed or NaN.
+
+        A masked logit of -1e9 would drown mean and deviation, so it must not be in here.
+        """
+        ...
+
+
+def rows(batch: Mapping[str, Any]) -> int:
+    """Leading dimension B of a batch of tensors or arrays; ValueError when it is empty or they disagree."""
+    sizes = {name: len(value) for name, value in batch.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"every array of a batch needs the same leading dimension, got {sizes}")
+    return next(iter(sizes.values()))
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Rows start..stop-1 of every tensor, as views."""
+    return {name: value[start:stop] for name, value in batch.items()}
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`; the copy runs beside the computation where the host tensors are pinned."""
+    return {name: value.to(device, non_blocking=_overlaps(value, device)) for name, value in batch.items()}
+
+
+def active_terms(task: Task) -> frozenset[str]:
+    """Terms with a weight above 0: those that are computed at all."""
+    return frozenset(term for term, weight in task.weights.items() if weight > 0)
+
+
+def _overlaps(value: Tensor, device: torch.device) -> bool:
+    return device.type == "cuda" and value.device.type == "cpu" and value.is_pinned()
