@@ -1,8 +1,8 @@
-"""Shards: uncompressed NPZ files of fixed-size records and ragged members, memory-mapped and checked by block.
+"""Shards: uncompressed NPZ files of fixed-size records and ragged members, mapped and checked by block.
 
-Plain ``numpy.load`` opens a shard. NumPy's ``mmap_mode`` silently reads NPZ members whole at every access, so here
-each stored member is mapped at its own offset in the zip file. A CRC-32 for every member and block of 4,096 records
-is checked when the block is first read; ``meta`` and ``block_crc`` themselves are checked when a shard is opened.
+Plain ``numpy.load`` opens a shard. NumPy's ``mmap_mode`` silently reads NPZ members whole at every access, so
+here each stored member is mapped at its own offset in the zip file. A CRC-32 for every member and block of
+4,096 records is checked when the block is first read; ``meta`` and ``block_crc`` are checked on opening.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ BLOCK = 4096  # records in a block
 FORMAT = 1  # version of the container; a layout has a version of its own
 SPLITS = ("train", "validation")
 PROVENANCE = ("source", "generator", "seed", "split")  # what the writer must say about its data
+OURS = ("format", "task", "version", "layout", "count", "sizes")  # what follows from the data
 OFFSET = np.dtype("<i8")
 ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
 PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
@@ -46,15 +47,11 @@ class DamagedBlock(ShardError):
     """One block whose bytes are not those that were written. Attributes: path, block, member."""
 
     def __init__(self, path: Path | str, block: int, member: str) -> None:
-        super().__init__(
-            path, block, member
-        )  # these arguments, so that it survives pickling between processes
+        super().__init__(path, block, member)  # what pickling hands to the copy's __init__
         self.path, self.block, self.member = Path(path), block, member
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: block {self.block} of '{self.member}' is damaged (checksum or offsets); {REMEDY}"
-        )
+        return f"{self.path}: block {self.block} of '{self.member}' fails its check (damaged); {REMEDY}"
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name, dtype in self.members():
             if dtype.hasobject or dtype.newbyteorder("<") != dtype:
-                raise ValueError(
-                    f"layout '{self.task}': '{name}' must be little-endian without objects, not {dtype}"
-                )
+                raise ValueError(f"layout '{self.task}': '{name}' must be little-endian, no objects: {dtype}")
 
     def members(self) -> Iterator[tuple[str, np.dtype]]:
-        """(array name, dtype) in the order of the file and of ``block_crc``; a group's offset precedes its members."""
+        """(array name, dtype) in the order of file and ``block_crc``; an offset precedes its members."""
         yield "records", np.dtype(self.record)
         for group, members in self.ragged.items():
             yield f"{group}_offset", OFFSET
@@ -103,11 +98,11 @@ class ShardInfo:
     meta: Mapping[str, Any]
 
 
-# Batches -----------------------------------------------------------------------------------------------------
+# Batches
 
 
 def ragged_rows(offset: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows `indices` (B,) of a ragged group lie: (positions of all their items (K,), new offset (B+1,))."""
+    """Where the rows `indices` (B,) of a group lie: (positions of their items (K,), new offset (B+1,))."""
     start = offset[indices]
     length = offset[indices + 1] - start
     out = np.zeros(len(indices) + 1, OFFSET)
@@ -152,17 +147,13 @@ def check(batch: Batch, layout: Layout) -> None:
     for group, members in layout.ragged.items():
         offset = batch[f"{group}_offset"]
         if len(offset) != len(batch["records"]) + 1 or offset[0] != 0 or (np.diff(offset) < 0).any():
-            raise ValueError(
-                f"'{group}_offset' must rise from 0 and have one entry more than there are records"
-            )
-        for member in members:
-            if len(batch[f"{group}_{member}"]) != offset[-1]:
-                raise ValueError(
-                    f"'{group}_{member}' has {len(batch[f'{group}_{member}'])} items, not {offset[-1]}"
-                )
+            raise ValueError(f"'{group}_offset' must rise from 0 and have one entry more than the records")
+        for name in (f"{group}_{member}" for member in members):
+            if len(batch[name]) != offset[-1]:
+                raise ValueError(f"'{name}' has {len(batch[name])} items, its offset says {offset[-1]}")
 
 
-# Checksums ---------------------------------------------------------------------------------------------------
+# Checksums
 
 
 def file_hash(path: Path | str) -> str:
@@ -172,7 +163,7 @@ def file_hash(path: Path | str) -> str:
 
 
 def _crc(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _rows_of_block(block: int, count: int) -> tuple[int, int]:
@@ -199,15 +190,15 @@ def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
     return np.ascontiguousarray(np.array(columns, dtype="<u4").T)
 
 
-# Writing -----------------------------------------------------------------------------------------------------
+# Writing
 
 
 def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> ShardInfo:
     """Write `batch` so that the file appears whole or not at all; an existing file of that name is replaced.
 
-    `meta` is JSON data; it must have source, generator, seed and split ("train" or "validation"), and may have
-    created (UTC, ISO 8601; default now). Task, versions, layout and counts are added. The same data and meta
-    (with created) give the same bytes. Raises ValueError if the batch does not fit the layout or is empty.
+    `meta` is JSON data; it must have source, generator, seed and split ("train" or "validation"), and may
+    have created (UTC, ISO 8601; default now). Task, versions, layout and counts are added. The same data and
+    meta (with created) give the same bytes. Raises ValueError if the batch is empty or not of this layout.
     """
     path = Path(path)
     check(batch, layout)
@@ -244,14 +235,12 @@ def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[st
     ours = {"format": FORMAT, "task": layout.task, "version": layout.version, "layout": layout.describe()}
     ours |= {"count": len(batch["records"]), "sizes": sizes}
     if clash := sorted(set(ours) & set(meta)):
-        raise ValueError(
-            f"shard meta may not set {', '.join(clash)}: they follow from the data and its layout"
-        )
+        raise ValueError(f"shard meta may not set {', '.join(clash)}: they follow from the data")
     return {"created": created, **meta, **ours}
 
 
 def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np.ndarray) -> None:
-    """Store one array as `name`.npy, its data aligned, with a fixed time stamp so that equal data is equal bytes."""
+    """Store one array as `name`.npy, aligned, with a fixed time stamp so that equal data is equal bytes."""
     info = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
     zip64 = 20  # bytes of the extra field that force_zip64 adds
     start = file.tell() + LOCAL_HEADER.size + len(info.filename) + zip64 + 4
@@ -271,7 +260,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-# Reading -----------------------------------------------------------------------------------------------------
+# Reading
 
 
 def read_info(path: Path | str) -> ShardInfo:
@@ -282,7 +271,7 @@ def read_info(path: Path | str) -> ShardInfo:
 
 
 def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
-    """read(open zip file), with every way in which a foreign or damaged file can fail turned into a ShardError."""
+    """read(open zip file); every way in which a foreign or damaged file can fail becomes a ShardError."""
     try:
         with open(path, "rb") as file:
             head = file.read(len(LFS_POINTER))
@@ -300,55 +289,49 @@ def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
         raise ShardError(f"{path}: damaged or not a shard ({error}); {REMEDY}") from error
 
 
+def _stored(path: Path, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    """The directory entry of a member, which must be there, uncompressed, and no larger than the file."""
+    if f"{name}.npy" not in archive.namelist():
+        raise ShardError(f"{path}: not a shard of ours (no member '{name}'); write it with write_shard")
+    info = archive.getinfo(f"{name}.npy")
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ShardError(f"{path}: '{name}' is compressed and cannot be mapped; write it with write_shard")
+    if max(info.file_size, info.compress_size) > path.stat().st_size:
+        raise ShardError(f"{path}: '{name}' is said to be larger than the file; {REMEDY}")
+    return info
+
+
 def _read_small(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """A member read whole, its zip checksum verified."""
-    if f"{name}.npy" not in archive.namelist():
-        raise ShardError(
-            f"{path}: not a shard of ours (no member '{name}'); import it with the matching source"
-        )
+    _stored(path, archive, name)
     return npy.read_array(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
 
 
 def _read_meta(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     meta = json.loads(_read_small(path, archive, "meta").tobytes())
-    if not isinstance(meta, dict) or not {"format", "task", "version", "layout", "count", *PROVENANCE} <= set(
-        meta
-    ):
+    if not isinstance(meta, dict) or not {*OURS, *PROVENANCE} <= set(meta):
         raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
     if meta["format"] > FORMAT:
-        raise ShardError(
-            f"{path}: shard format {meta['format']} is newer than ours ({FORMAT}); update matrixlib"
-        )
+        raise ShardError(f"{path}: shard format {meta['format']} is newer than {FORMAT}; update matrixlib")
     return meta
 
 
 def _check_layout(path: Path, meta: Mapping[str, Any], layout: Layout) -> None:
     if meta["task"] != layout.task:
-        raise ShardError(
-            f"{path}: holds data of task '{meta['task']}', not '{layout.task}'; choose another source"
-        )
+        raise ShardError(f"{path}: data of task '{meta['task']}', not '{layout.task}'; choose another source")
     if meta["version"] != layout.version:
-        older = meta["version"] < layout.version
-        remedy = "make the shards again" if older else "update matrixlib"
-        raise ShardError(
-            f"{path}: layout version {meta['version']}, this program has {layout.version}; {remedy}"
-        )
+        remedy = "make the shards again" if meta["version"] < layout.version else "update matrixlib"
+        versions = f"layout version {meta['version']}, this program has {layout.version}"
+        raise ShardError(f"{path}: {versions}; {remedy}")
     if meta["layout"] != layout.describe():
-        raise ShardError(
-            f"{path}: fields differ from layout '{layout.task}' {layout.version}; make the shards again"
-        )
+        raise ShardError(f"{path}: its fields are not those of layout '{layout.task}'; make the shards again")
 
 
 def _map_member(
     path: Path, archive: zipfile.ZipFile, file: np.ndarray, name: str, dtype: np.dtype, n: int
 ) -> np.ndarray:
     """The stored array `name` (n,) as a view of the mapped `file` (bytes,)."""
-    try:
-        info = archive.getinfo(f"{name}.npy")
-    except KeyError:
-        raise ShardError(f"{path}: no member '{name}'; {REMEDY}") from None
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise ShardError(f"{path}: '{name}' is compressed and cannot be mapped; write it with write_shard")
+    info = _stored(path, archive, name)
     fixed = LOCAL_HEADER.unpack(file[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes())
     if fixed[0] != b"PK\x03\x04":
         raise ShardError(f"{path}: '{name}' is not where the zip directory says; {REMEDY}")
@@ -361,9 +344,7 @@ def _map_member(
     if header[:6] != npy.MAGIC_PREFIX:
         raise ShardError(f"{path}: '{name}' does not begin like an array; {REMEDY}")
     if "'|O'" in text:
-        raise ShardError(
-            f"{path}: '{name}' holds Python objects, which are never read; write it with write_shard"
-        )
+        raise ShardError(f"{path}: '{name}' holds Python objects, which are never read; {REMEDY}")
     expected = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
     stop = data + n * dtype.itemsize
     if ast.literal_eval(text) != expected or stop > len(file) or info.file_size != stop - start:
@@ -389,9 +370,8 @@ class Shard:
         count, sizes = int(self.meta["count"]), self.meta["sizes"]
         lengths = {"records": count}
         for group, members in self.layout.ragged.items():
-            lengths |= {f"{group}_{member}": int(sizes[group]) for member in members} | {
-                f"{group}_offset": count + 1
-            }
+            lengths[f"{group}_offset"] = count + 1
+            lengths |= {f"{group}_{member}": int(sizes[group]) for member in members}
         self.arrays: Batch = {
             name: _map_member(self.path, archive, file, name, dtype, lengths[name])
             for name, dtype in self.layout.members()
@@ -399,9 +379,7 @@ class Shard:
         self.blocks = -(-count // BLOCK)
         self._crc = _read_small(self.path, archive, "block_crc")
         if self._crc.shape != (len(lengths), self.blocks):
-            raise ShardError(
-                f"{self.path}: checksums of shape {self._crc.shape} do not fit its records; {REMEDY}"
-            )
+            raise ShardError(f"{self.path}: its checksums do not fit its records; {REMEDY}")
         self._checked = np.zeros(self.blocks, bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -422,10 +400,9 @@ class Shard:
     def _safe(self, block: int) -> Batch:
         """The arrays, once this block's offsets are known to rise and to stay inside their members."""
         start, stop = _rows_of_block(block, len(self))
-        for group, members in self.layout.ragged.items():
+        for group in self.layout.ragged:
             offset = self.arrays[f"{group}_offset"][start : stop + 1]
-            size = min((len(self.arrays[f"{group}_{member}"]) for member in members), default=0)
-            if offset[0] < 0 or offset[-1] > size or (np.diff(offset) < 0).any():
+            if offset[0] < 0 or offset[-1] > self.meta["sizes"][group] or (np.diff(offset) < 0).any():
                 raise DamagedBlock(self.path, block, f"{group}_offset")
         return self.arrays
 
