@@ -1,0 +1,217 @@
+"""Metrics of a run: one JSON object a line, and JSON files that are whole or absent.
+
+Only standard JSON is written. A number that is not finite becomes the string "nan", "inf" or "-inf", so that a
+blow-up can be told from a missing value; `read` turns these strings back into floats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsError(ValueError):
+    """A metrics file that cannot be read; the message names the line."""
+
+
+class MetricsLog:
+    """Append-only log of one run; each line is flushed, so that a crash loses at most the line being written.
+
+    A torn last line (the crash came in the middle of a write) is cut off when the log is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added if absent.
+
+        Values: numbers, strings, None, and mappings or lists of them; tensors and arrays of one element count as
+        numbers. Anything else raises TypeError naming its key.
+        """
+        assert "step" in row, "a metrics row needs its update step"
+        head = {"time": utc_now(), "step": row["step"], "micro_step": None}
+        self._file.write(json.dumps(plain(head | dict(row)), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def truncate_to(self, step: int) -> int:
+        """Cut every row beyond `step` (a resumed run writes them again); returns how many were cut.
+
+        The file is replaced atomically: a crash leaves either the old or the new one.
+        """
+        self._file.close()
+        kept: list[str] = []
+        cut = 0
+        for line, row in _lines(self.path):
+            if row["step"] <= step:
+                kept.append(line)
+            else:
+                cut += 1
+        if cut:
+            write_text(self.path, "".join(kept))
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        return cut
+
+    def close(self) -> None:
+        """Close the file; a closed log cannot be written to."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file in order; a torn last line is left out.
+
+    Raises MetricsError naming the line where any other line is not a row, FileNotFoundError without a file.
+    """
+    return [_unplain(row) for _, row in _lines(Path(path))]
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Flattened columns: `{"losses": {"policy": 2.0}}` goes to "losses/policy"; None where a row lacks it.
+
+    Every column has as many entries as there are rows.
+    """
+    out: dict[str, list[Any]] = {}
+    count = 0
+    for row in rows:
+        for key, value in flatten(row):
+            out.setdefault(key, [None] * count).append(value)
+        count += 1
+        for column in out.values():
+            column.extend([None] * (count - len(column)))
+    return out
+
+
+def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings as ("outer/inner", value)."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def plain(value: Any, where: str = "row") -> Any:
+    """`value` as standard JSON data: numbers that are not finite become strings, one-element tensors numbers.
+
+    Raises TypeError naming the place of anything that JSON cannot hold.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        if bad := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{where}: key {bad[0]!r} is not a string")
+        return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+    item: Callable[[], Any] | None = getattr(value, "item", None)
+    if item is not None and getattr(value, "size", None) == 1:  # NumPy
+        return plain(item(), where)
+    if item is not None and callable(getattr(value, "numel", None)) and value.numel() == 1:  # torch
+        return plain(item(), where)
+    raise TypeError(f"{where}: {type(value).__name__} is not a number, string, list or mapping")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` (see `plain`) as indented JSON, atomically: readers see the old file or the new one."""
+    text = json.dumps(plain(data, Path(path).name), allow_nan=False, ensure_ascii=False, indent=1)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically and durably: temporary name, fsync, rename, fsync of the folder."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable. Windows cannot open folders; its renames need no such call."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def utc_now() -> str:
+    """UTC time as ISO-8601 with milliseconds: 2026-01-31T12:00:00.000Z."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _unplain(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _unplain(inner) for key, inner in value.items()}
+    return [_unplain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line with its newline, row). Only a line without a newline at the end of the file is torn."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                line = raw.decode()
+                row = json.loads(line)
+            except ValueError as error:
+                raise MetricsError(
+                    f"{path.name} line {number} is not JSON ({error}); delete that line to go on without it"
+                ) from None
+            if (
+                not isinstance(row, dict)
+                or isinstance(row.get("step"), bool)
+                or not isinstance(row.get("step"), int)
+            ):
+                raise MetricsError(
+                    f"{path.name} line {number} has no integer 'step'; delete that line to go on without it"
+                )
+            yield line, row
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Shorten the file to its last newline, reading backwards (the file may be long)."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        size = end
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
