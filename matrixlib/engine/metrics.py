@@ -1,7 +1,7 @@
 """Metrics of a run: one JSON object a line, and JSON files that are whole or absent.
 
-Only standard JSON is written. A number that is not finite becomes the string "nan", "inf" or "-inf", so that a
-blow-up can be told from a missing value; `read` turns these strings back into floats.
+Only standard JSON is written. A number that is not finite becomes the string "nan", "inf" or "-inf", so that
+a blow-up can be told from a missing value; `read` turns these strings back into floats.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added if absent.
+        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added.
 
-        Values: numbers, strings, None, and mappings or lists of them; tensors and arrays of one element count as
-        numbers. Anything else raises TypeError naming its key.
+        Values: numbers, strings, None, and mappings or lists of them; tensors and arrays of one element count
+        as numbers. Anything else raises TypeError naming its key.
         """
         assert "step" in row, "a metrics row needs its update step"
         head = {"time": utc_now(), "step": row["step"], "micro_step": None}
@@ -90,13 +90,11 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     Every column has as many entries as there are rows.
     """
     out: dict[str, list[Any]] = {}
-    count = 0
-    for row in rows:
+    for index, row in enumerate(rows):
         for key, value in flatten(row):
-            out.setdefault(key, [None] * count).append(value)
-        count += 1
+            out.setdefault(key, [None] * index).append(value)
         for column in out.values():
-            column.extend([None] * (count - len(column)))
+            column.extend([None] * (index + 1 - len(column)))
     return out
 
 
@@ -187,11 +185,8 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise MetricsError(
                     f"{path.name} line {number} is not JSON ({error}); delete that line to go on without it"
                 ) from None
-            if (
-                not isinstance(row, dict)
-                or isinstance(row.get("step"), bool)
-                or not isinstance(row.get("step"), int)
-            ):
+            step = row.get("step") if isinstance(row, dict) else None
+            if not isinstance(step, int) or isinstance(step, bool):
                 raise MetricsError(
                     f"{path.name} line {number} has no integer 'step'; delete that line to go on without it"
                 )
