@@ -1,0 +1,273 @@
+"""Parts of the chess network's tower: normalisation, residual blocks, attention over the 64 squares.
+
+Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Every block keeps (B, C, 8, 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from matrixlib.config import ModelConfig
+
+SQUARES = 64
+GROUP = 16  # channels in one GroupNorm group, as in Matrix0
+SCORE_LIMIT = 50.0  # Matrix0's clamp of attention scores
+MASKED_SCORE = -1e4  # finite in float16, and far below every score
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "mish": F.mish}
+
+
+def se_width(channels: int, ratio: float) -> int:
+    """Hidden width of squeeze-and-excitation (at least 8, as in Matrix0)."""
+    return max(8, int(channels * ratio))
+
+
+def block_convolutions(config: ModelConfig) -> list[tuple[int, int, int]]:
+    """(inputs, outputs, kernel) of a residual block's convolutions; ValueError for an empty bottleneck."""
+    width = config.channels
+    if config.block == "basic":
+        return [(width, width, 3), (width, width, 3)]
+    inner = width // config.bottleneck
+    if inner == 0:
+        raise ValueError(f"bottleneck {config.bottleneck} leaves no channel of {width}; use at most {width}")
+    return [(width, inner, 1), (inner, inner, 3), (inner, width, 1)]
+
+
+def board_mask() -> Tensor:
+    """(64, 64) bool: the square itself and those one queen, knight or king move away on an empty board.
+
+    1,856 pairs. The same for both encodings, because turning the rows round maps the relation onto itself.
+    """
+    square = torch.arange(SQUARES)
+    rows = (square[:, None] // 8 - square[None, :] // 8).abs()
+    columns = (square[:, None] % 8 - square[None, :] % 8).abs()
+    return (rows == 0) | (columns == 0) | (rows == columns) | (rows * columns == 2)
+
+
+def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
+    """BatchNorm2d, or GroupNorm in groups of about 16 channels.
+
+    `momentum` is the weight of the new batch (torch's meaning; Matrix0's is 0.9). Raises ValueError where the
+    groups do not divide the channels.
+    """
+    if kind == "batch":
+        return nn.BatchNorm2d(channels, momentum=momentum)
+    groups = max(1, channels // GROUP)
+    if channels % groups:
+        raise ValueError(
+            f"GroupNorm: {groups} groups do not divide {channels} channels; let every width of the network "
+            f"be a multiple of {GROUP}, or less than {2 * GROUP}"
+        )
+    return nn.GroupNorm(groups, channels)
+
+
+def recomputed(block: nn.Module, x: Tensor) -> Tensor:
+    """Activation checkpointing of one block: its activations are made again in the backward pass."""
+    norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
+    if not norms:
+        return checkpoint(block, x, use_reentrant=False)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _untracked(norms)
+
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _untracked(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
+    """While a block is run again, its batch must not enter the running statistics a second time."""
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+
+
+class ConvNorm(nn.Module):
+    """Convolution without bias, normalisation, activation: (B, inputs, 8, 8) -> (B, outputs, 8, 8)."""
+
+    def __init__(self, config: ModelConfig, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+        self.norm = make_norm(config.norm.stem_heads, outputs, config.norm.momentum)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(self.conv(x)))
+
+
+class ChessFeatures(nn.Module):
+    """Matrix0's position encoding and two convolutions, each added to the stream after a ReLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, norm = config.channels, partial(make_norm, config.norm.blocks, momentum=config.norm.momentum)
+        self.position_encoding = nn.Parameter(torch.randn(1, width, 8, 8) * 0.1)
+        self.square_conv = nn.Conv2d(width, width, 1, bias=False)
+        self.square_norm = norm(width)
+        self.neighbour_conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.neighbour_norm = norm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.position_encoding
+        x = x + F.relu(self.square_norm(self.square_conv(x)))
+        return x + F.relu(self.neighbour_norm(self.neighbour_conv(x)))
+
+
+class SqueezeExcite(nn.Module):
+    """Gate for each channel from the mean over the board; the sigmoid in fp32."""
+
+    def __init__(self, channels: int, ratio: float, activation: Activation) -> None:
+        super().__init__()
+        hidden = se_width(channels, ratio)
+        self.reduce = nn.Linear(channels, hidden)
+        self.expand = nn.Linear(hidden, channels)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.expand(self.activation(self.reduce(x.mean((2, 3)))))
+        return x * torch.sigmoid(gate.float()).to(x.dtype)[:, :, None, None]
+
+
+class DropPath(nn.Module):
+    """Drop a sample's whole residual branch with probability `rate` in training; the skip path stays."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return branch
+        keep = torch.rand(branch.shape[0], *[1] * (branch.dim() - 1), device=branch.device) >= self.rate
+        return branch * (keep.to(branch.dtype) / (1.0 - self.rate))
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:.3f}"
+
+
+class ResidualBlock(nn.Module):
+    """3x3-3x3 (`basic`) or 1x1-3x3-1x1 (`bottleneck`) with squeeze-and-excitation; (B, C, 8, 8) to the same.
+
+    `preact`: x + SE(conv(act(norm(...)))) with nothing after the sum; else conv-norm-act and an activation
+    after it.
+    """
+
+    def __init__(self, config: ModelConfig, drop: float, scale: float) -> None:
+        super().__init__()
+        shapes = block_convolutions(config)
+        self.preact = config.preact
+        self.convs = nn.ModuleList(
+            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+            for inputs, outputs, kernel in shapes
+        )
+        self.norms = nn.ModuleList(
+            make_norm(config.norm.blocks, inputs if config.preact else outputs, config.norm.momentum)
+            for inputs, outputs, _ in shapes
+        )
+        self.activation = ACTIVATIONS[config.activation]
+        self.se = (
+            SqueezeExcite(config.channels, config.se_ratio, self.activation) if config.se_ratio else None
+        )
+        self.drop = DropPath(drop)
+        self.scale = scale
+
+    def initialise(self) -> None:
+        """Scale what ends the branch, so that the sum of all branches starts at about the size of one."""
+        end = (self.convs if self.preact else self.norms)[-1]
+        with torch.no_grad():
+            end.get_parameter("weight").mul_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = x
+        last = len(self.convs) - 1
+        for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            if self.preact:
+                branch = conv(self.activation(norm(branch)))
+            else:
+                branch = norm(conv(branch))
+                branch = branch if index == last else self.activation(branch)
+        if self.se is not None:
+            branch = self.se(branch)
+        x = x + self.drop(branch)
+        return x if self.preact else self.activation(x)
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over the 64 squares; (B, C, 8, 8) to the same.
+
+    `norm: pre`: x + proj(attention(LayerNorm(x))). `norm: post` is Matrix0's: LayerNorm(x +
+    proj(attention(x))), with scores clamped to +-50. With `mask`, `unmasked_mix` is the share of the
+    attention over all squares that is blended into the attention over the squares of `board_mask`. LayerNorm
+    runs over the channels of a square.
+    """
+
+    mask: Tensor | None
+
+    def __init__(self, config: ModelConfig, drop: float, scale: float) -> None:
+        super().__init__()
+        width, options = config.channels, config.attention
+        self.heads, self.post, self.mix = options.heads, options.norm == "post", options.unmasked_mix
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.bias = nn.Parameter(torch.zeros(1, options.heads, SQUARES, SQUARES)) if options.bias else None
+        self.register_buffer("mask", board_mask() if options.mask else None, persistent=False)
+        self.dropout = config.dropout
+        self.drop = DropPath(drop)
+        self.scale = scale
+
+    def initialise(self) -> None:
+        """As ResidualBlock.initialise; a post-norm block has no branch to scale."""
+        if not self.post:
+            with torch.no_grad():
+                self.proj.weight.mul_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, width = x.shape[:2]
+        tokens = x.flatten(2).transpose(1, 2)
+        qkv = self.qkv(tokens if self.post else self.norm(tokens))
+        query, key, value = qkv.view(batch, SQUARES, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = self._clamped(query, key, value) if self.post else self._attend(query, key, value)
+        branch = self.drop(self.proj(mixed.transpose(1, 2).reshape(batch, SQUARES, width)))
+        if not self.post:
+            return x + branch.transpose(1, 2).unflatten(2, (8, 8))
+        out = self.norm(tokens + branch).transpose(1, 2).unflatten(2, (8, 8))
+        return out.contiguous() if x.is_contiguous() else out  # keep the memory format of the stream
+
+    def _clamped(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Matrix0's attention, scores in fp32: both softmaxes share one product with the values."""
+        scores = (query @ key.transpose(-2, -1)).float() * query.shape[-1] ** -0.5
+        if self.bias is not None:
+            scores = scores + self.bias
+        scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
+        if self.mask is None or self.mix == 1:
+            shares = scores.softmax(-1)
+        else:
+            shares = scores.masked_fill(~self.mask, MASKED_SCORE).softmax(-1)
+            if self.mix > 0:
+                shares = torch.lerp(shares, scores.softmax(-1), self.mix)
+        return F.dropout(shares, self.dropout, self.training).to(value.dtype) @ value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0)
+        bias = None if self.bias is None else self.bias.to(query.dtype)
+        if self.mask is None or self.mix == 1:
+            return attend(query, key, value, attn_mask=bias)
+        near: Tensor = self.mask
+        if bias is not None:
+            near = bias.masked_fill(~self.mask, MASKED_SCORE)
+        masked = attend(query, key, value, attn_mask=near)
+        if self.mix == 0:
+            return masked
+        return torch.lerp(masked, attend(query, key, value, attn_mask=bias), self.mix)

@@ -1,0 +1,279 @@
+"""The chess network: one residual tower with policy, value and self-supervised heads.
+
+Matrix0's 53-million-parameter network is a set of option values of it (`params/matrix0_53m.yaml`); the other
+presets use what is better: no clamp or LayerNorm over the logits, no LayerNorm over the skip path, DropPath
+on the branch only and for each sample by itself.
+
+Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is rank 1 of the side to move
+(`encoding: oriented`) or rank 8 of White's board (`encoding: matrix0`); column 0 is the a-file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from matrixlib.config import SSL_CHANNELS, ModelConfig
+from matrixlib.tasks.chess.blocks import (
+    SQUARES,
+    AttentionBlock,
+    ChessFeatures,
+    ConvNorm,
+    ResidualBlock,
+    block_convolutions,
+    recomputed,
+    se_width,
+)
+
+PLANES = 19
+MOVE_PLANES = 73
+MOVES = SQUARES * MOVE_PLANES
+AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
+AUXILIARY_WIDTH = 32
+HEAD_INIT = 0.1  # last layer of each head: outputs start near zero, so losses start at chance level
+PLAY_HEADS = frozenset({"policy", "value"})
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters (shared ones once), frozen ones included, buffers not."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def ssl_width(channels: int) -> int:
+    """Inner channels of a self-supervised head."""
+    return max(1, channels // 2)
+
+
+def shrink(layer: nn.Module) -> None:
+    """Let a head's last layer start near zero; exact zeros would cut the trunk off from the gradient."""
+    with torch.no_grad():
+        layer.get_parameter("weight").mul_(HEAD_INIT)
+        if isinstance(getattr(layer, "bias", None), Tensor):
+            layer.get_parameter("bias").zero_()
+
+
+def forward_flops(config: ModelConfig, heads: frozenset[str] | None = None) -> int:
+    """Floating-point operations of one forward pass for ONE position (a multiply-add is two).
+
+    Convolutions, linear layers and attention products; norms, activations and sums are left out. `heads` as
+    in PolicyValueNet.forward.
+    """
+    wanted = PLAY_HEADS if heads is None else heads
+    width = config.channels
+    total = _conv(PLANES, width, 3)
+    if config.chess_features:
+        total += _conv(width, width, 1) + _conv(width, width, 3)
+    block = sum(_conv(*shape) for shape in block_convolutions(config))
+    if config.se_ratio:
+        block += 2 * 2 * width * se_width(width, config.se_ratio)
+    total += config.blocks * block
+    options = config.attention
+    if options.every:
+        passes = 2 if options.norm == "pre" and options.mask and 0 < options.unmasked_mix < 1 else 1
+        products = passes * 2 * 2 * SQUARES * SQUARES * width
+        total += config.blocks // options.every * (_conv(width, 4 * width, 1) + products)
+    if "policy" in wanted:
+        inner, flat = config.policy.channels, config.policy.channels * SQUARES
+        total += _conv(width, inner, 1)
+        if config.policy.kind == "conv":
+            total += _conv(inner, MOVE_PLANES, 1)
+        elif config.policy.kind == "dense":
+            total += 2 * flat * MOVES
+        else:
+            total += 2 * config.policy.rank * (flat + MOVES)
+    if "value" in wanted:
+        inner, hidden = config.value.channels, config.value.hidden
+        half = max(1, hidden // 2)
+        flat = inner * (1 if config.value.pool == "pooled" else SQUARES)
+        total += _conv(width, inner, 1) + 2 * (
+            flat * hidden + hidden * half + half * (1 if config.value.kind == "scalar" else 3)
+        )
+    for name in config.ssl:
+        if f"ssl_{name}" in wanted:
+            total += _conv(width, ssl_width(width), 1) + _conv(ssl_width(width), SSL_CHANNELS[name], 1)
+    return total
+
+
+def _conv(inputs: int, outputs: int, kernel: int) -> int:
+    return 2 * SQUARES * inputs * outputs * kernel * kernel
+
+
+class PolicyHead(nn.Module):
+    """(B, C, 8, 8) -> (B, 4672) logits, index = from-square * 73 + plane; illegal moves are not masked here.
+
+    `conv` gives each square its 73 planes; `dense` and `factored` (through `rank` numbers) mix all squares.
+    With `clamp` c the inputs and logits are clamped to +-c and the inner values to +-2c, as Matrix0 does;
+    this is the only place where logits are clamped.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        options = config.policy
+        self.input = ConvNorm(config, config.channels, options.channels, 1)
+        self.dropout = nn.Dropout(config.dropout)
+        self.kind, self.clamp = options.kind, options.clamp
+        self.flip = config.encoding == "matrix0"  # there the rows of the planes run against the squares
+        flat = options.channels * SQUARES
+        if options.kind == "conv":
+            self.planes = nn.Conv2d(options.channels, MOVE_PLANES, 1)
+        elif options.kind == "dense":
+            self.dense = nn.Linear(flat, MOVES)
+        else:
+            self.reduce = nn.Linear(flat, options.rank)
+            self.expand = nn.Linear(options.rank, MOVES)
+        self.logit_norm = nn.LayerNorm(MOVES) if options.logit_norm else None
+
+    def initialise(self) -> None:
+        last = {"conv": "planes", "dense": "dense", "factored": "expand"}[self.kind]
+        shrink(self.get_submodule(last if self.logit_norm is None else "logit_norm"))
+
+    def limit(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return x.clamp(-factor * self.clamp, factor * self.clamp) if self.clamp else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.limit(self.input(x)))
+        if self.kind == "conv":
+            planes = self.planes(x)
+            logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
+        elif self.kind == "dense":
+            logits = self.limit(self.dense(x.flatten(1)), 2)
+        else:
+            logits = self.limit(self.expand(self.limit(F.relu(self.reduce(x.flatten(1))), 2)), 2)
+        if self.logit_norm is not None:
+            logits = self.logit_norm(logits.float())
+        return self.limit(logits.float())
+
+
+class ValueHead(nn.Module):
+    """(B, C, 8, 8) -> (B, 3) win-draw-loss logits of the side to move, or (B,) a value in -1..1."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        options = config.value
+        self.input = ConvNorm(config, config.channels, options.channels, 1)
+        self.dropout = nn.Dropout(config.dropout)
+        self.scalar, self.pooled = options.kind == "scalar", options.pool == "pooled"
+        half = max(1, options.hidden // 2)
+        self.fc1 = nn.Linear(options.channels * (1 if self.pooled else SQUARES), options.hidden)
+        self.fc2 = nn.Linear(options.hidden, half)
+        self.fc3 = nn.Linear(half, 1 if self.scalar else 3)
+
+    def initialise(self) -> None:
+        shrink(self.fc3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.input(x))
+        x = x.mean((2, 3)) if self.pooled else x.flatten(1)
+        out = self.fc3(F.relu(self.fc2(F.relu(self.fc1(x))))).float()
+        return torch.tanh(out).squeeze(1) if self.scalar else out
+
+
+class SquareHead(nn.Module):
+    """1x1 convolution, norm, activation, 1x1 convolution: (B, C, 8, 8) -> (B, outputs, 8, 8) logits per
+    square.
+    """
+
+    def __init__(self, config: ModelConfig, width: int, outputs: int) -> None:
+        super().__init__()
+        self.input = ConvNorm(config, config.channels, width, 1)
+        self.out = nn.Conv2d(width, outputs, 1, bias=False)
+
+    def initialise(self) -> None:
+        shrink(self.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.input(x)).float()
+
+
+class PolicyValueNet(nn.Module):
+    """The network that `config` describes.
+
+    The auxiliary heads are there for the parameter count of Matrix0's checkpoints alone: they are frozen and
+    no output comes from them. Raises ValueError for widths that GroupNorm cannot divide.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.channels
+        self.stem = ConvNorm(config, PLANES, width, 3)
+        self.features = ChessFeatures(config) if config.chess_features else None
+        self.tower = nn.ModuleList(_tower(config))
+        self.policy_head = PolicyHead(config)
+        self.value_head = ValueHead(config)
+        self.ssl_heads = nn.ModuleDict(
+            {name: SquareHead(config, ssl_width(width), SSL_CHANNELS[name]) for name in config.ssl}
+        )
+        auxiliary = AUXILIARY_CHANNELS if config.auxiliary else {}
+        self.auxiliary = nn.ModuleDict(
+            {name: SquareHead(config, AUXILIARY_WIDTH, outputs) for name, outputs in auxiliary.items()}
+        )
+        self.auxiliary.requires_grad_(False)
+        _initialise(self)
+
+    def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
+        """Outputs for `planes` (B, 19, 8, 8).
+
+        `heads` names what is wanted: "policy", "value", "ssl_<name>", "features"; None means policy and
+        value. Returns {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B,
+        c, 8, 8) logits}, "features": (B, C, 8, 8)}, all fp32 but the features, with only what was asked for.
+        Raises ValueError for a head that the network does not have.
+        """
+        wanted = PLAY_HEADS if heads is None else heads
+        known = {"policy", "value", "features", *(f"ssl_{name}" for name in self.ssl_heads)}
+        if unknown := sorted(wanted - known):
+            raise ValueError(
+                f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+            )
+        x = self.trunk(planes)
+        out: dict[str, Any] = {}
+        if "policy" in wanted:
+            out["policy"] = self.policy_head(x)
+        if "value" in wanted:
+            out["value"] = self.value_head(x)
+        if "features" in wanted:
+            out["features"] = x
+        asked = {name: head for name, head in self.ssl_heads.items() if f"ssl_{name}" in wanted}
+        if asked:
+            out["ssl"] = {name: head(x) for name, head in asked.items()}
+        return out
+
+    def trunk(self, planes: Tensor) -> Tensor:
+        """Features (B, C, 8, 8) that all heads share."""
+        x = self.stem(planes)
+        if self.features is not None:
+            x = self.features(x)
+        every = self.config.checkpoint_every if self.training and torch.is_grad_enabled() else 0
+        for number, block in enumerate(self.tower, start=1):
+            x = recomputed(block, x) if every and number % every == 0 else block(x)
+        return x
+
+
+def _tower(config: ModelConfig) -> list[nn.Module]:
+    """Residual blocks, an attention block after every k-th; DropPath grows linearly from 0 to its rate."""
+    every = config.attention.every
+    kinds: list[type[ResidualBlock] | type[AttentionBlock]] = []
+    for index in range(config.blocks):
+        kinds.append(ResidualBlock)
+        if every and index % every == every - 1:
+            kinds.append(AttentionBlock)
+    last = max(1, len(kinds) - 1)
+    scale = max(1, len(kinds)) ** -0.5
+    return [kind(config, config.droppath * index / last, scale) for index, kind in enumerate(kinds)]
+
+
+def _initialise(net: PolicyValueNet) -> None:
+    """He-normal convolutions and Xavier linear layers; then branches and heads as their own rules say."""
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for module in net.modules():
+        if isinstance(module, ResidualBlock | AttentionBlock | PolicyHead | ValueHead | SquareHead):
+            module.initialise()
