@@ -1,0 +1,870 @@
+"""Numba-compiled bitboard core: legal moves, make-move, attacks, perft and SSL target maps for whole batches.
+
+Everything is seen from the side to move ("us", the ORIENTED frame): we always move up the board; for Black
+the ranks are mirrored and the colours swapped, the files kept. Squares: a1 = 0, b1 = 1 ... h8 = 63. Position:
+
+* pieces: uint8 (32,), square s in nibble s & 1 (low nibble first) of byte s >> 1; 0-5 our P N B R Q K,
+  6-11 theirs, 12 empty. Inside the kernels: 12 uint64 bitboards in the same order.
+* castling: 1 our king's side, 2 our queen's side, 4 theirs king's side, 8 theirs queen's side.
+* en passant: file 0-7 of a pawn that may be captured, -1 for none.
+* half-move clock.
+
+A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none, 1 N, 2 B, 3 R, 4 Q; castling is the
+king's two-square move. The policy index is from * 73 + plane (`POLICY_INDEX` and `policy_index_of`).
+
+Public functions take and return NumPy arrays with a leading batch axis N; they trust that every position has
+one king a side, which `records` checks. Kernels release the GIL. They and all they call stay in this file
+because numba's cache does not see changes made elsewhere. Chess960 castling is not supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import ArrayLike, NDArray
+
+U8 = NDArray[np.uint8]
+I8 = NDArray[np.int8]
+U16 = NDArray[np.uint16]
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+# Scalars inside a kernel: int64 and uint64. mypy would tell NumPy's from Python's, numba does not.
+Int: TypeAlias = Any
+Bits: TypeAlias = Any
+
+EMPTY = 12
+PLANES = 73
+POLICY_SIZE = 64 * PLANES
+PAWN, KNIGHT, BISHOP, ROOK, QUEEN, KING = range(6)
+NO_MOVE = 0xFFFF
+
+# Policy planes 0-55: ray d * 7 + steps - 1; 56-63: knight jumps; 64-72: 64 + piece (N B R) * 3 + direction.
+RAYS = (
+    (0, 1),
+    (0, -1),
+    (1, 0),
+    (-1, 0),
+    (1, 1),
+    (-1, 1),
+    (1, -1),
+    (-1, -1),
+)  # (dfile, drank): N S E W NE NW SE SW
+JUMPS = ((-1, -2), (1, -2), (-2, -1), (2, -1), (-2, 1), (2, 1), (-1, 2), (1, 2))  # (dfile, drank)
+UNDER_FILES = (0, -1, 1)  # direction 0, 1, 2 of an under-promotion: file change
+
+
+# --- constant tables (plain Python, a few milliseconds) -------------------------------------------
+
+
+def _walk(square: int, dfile: int, drank: int) -> list[int]:
+    file, rank, path = square % 8 + dfile, square // 8 + drank, []
+    while 0 <= file < 8 and 0 <= rank < 8:
+        path.append(rank * 8 + file)
+        file, rank = file + dfile, rank + drank
+    return path
+
+
+def _mask(squares: list[int]) -> int:
+    return sum(1 << s for s in squares)
+
+
+def _leaper_table(steps: tuple[tuple[int, int], ...]) -> U64:
+    return np.array([_mask([p for d in steps for p in _walk(s, *d)[:1]]) for s in range(64)], np.uint64)
+
+
+def _line_tables() -> tuple[U64, U64]:
+    """Squares (4, 64) below and above each square on its file, rank, diagonal and antidiagonal."""
+    up = ((0, 1), (1, 0), (1, 1), (-1, 1))  # the direction of growing square number
+    above = [[_mask(_walk(s, df, dr)) for s in range(64)] for df, dr in up]
+    below = [[_mask(_walk(s, -df, -dr)) for s in range(64)] for df, dr in up]
+    return np.array(below, np.uint64), np.array(above, np.uint64)
+
+
+def _pair_tables() -> tuple[U64, U64]:
+    """(64, 64): squares strictly between two squares on a line, and that whole line (else 0)."""
+    between, line = np.zeros((64, 64), np.uint64), np.zeros((64, 64), np.uint64)
+    for s in range(64):
+        for df, dr in RAYS:
+            path = _walk(s, df, dr)
+            whole = _mask([*path, s, *_walk(s, -df, -dr)])
+            for steps, target in enumerate(path):
+                between[s, target] = _mask(path[:steps])
+                line[s, target] = whole
+    return between, line
+
+
+def _policy_tables() -> tuple[NDArray[np.int16], U16]:
+    """POLICY_INDEX (64, 64) by from and to (-1: no such move) and POLICY_MOVE (4672,), the inverse.
+
+    POLICY_INDEX holds all moves but under-promotions. POLICY_MOVE holds from | to << 6 | promotion << 12, with
+    the promotion only for under-promotions (a ray to the last rank is a queen promotion if a pawn makes it),
+    NO_MOVE for an index that leads off the board or under-promotes from elsewhere than the seventh rank.
+    """
+    index, move = np.full((64, 64), -1, np.int16), np.full(POLICY_SIZE, NO_MOVE, np.uint16)
+    for s in range(64):
+        for d, (df, dr) in enumerate(RAYS):
+            for steps, target in enumerate(_walk(s, df, dr)):
+                index[s, target] = s * PLANES + d * 7 + steps
+        for j, (df, dr) in enumerate(JUMPS):
+            for target in _walk(s, df, dr)[:1]:
+                index[s, target] = s * PLANES + 56 + j
+        if s // 8 == 6:
+            for direction, df in enumerate(UNDER_FILES):
+                for target in _walk(s, df, 1):
+                    for piece in range(3):
+                        under = s * PLANES + 64 + piece * 3 + direction
+                        move[under] = s | target << 6 | (piece + 1) << 12
+    origin, target_square = np.nonzero(index >= 0)
+    move[index[origin, target_square]] = origin | target_square << 6
+    return index, move
+
+
+KNIGHT_ATTACKS = _leaper_table(JUMPS)
+KING_ATTACKS = _leaper_table(RAYS)
+LINE_BELOW, LINE_ABOVE = _line_tables()
+BETWEEN, LINE = _pair_tables()
+POLICY_INDEX, POLICY_MOVE = _policy_tables()
+
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+_NOT_FILE_A = np.uint64(0xFEFEFEFEFEFEFEFE)
+_NOT_FILE_H = np.uint64(0x7F7F7F7F7F7F7F7F)
+_PAWN_RANKS = np.uint64(0x00FFFFFFFFFFFF00)
+_7 = np.uint64(7)
+_9 = np.uint64(9)
+_SHORT_EMPTY = np.uint64(0x60)  # f1 g1
+_LONG_EMPTY = np.uint64(0x0E)  # b1 c1 d1
+_SHORT_SAFE = np.uint64(0x70)  # e1 f1 g1
+_LONG_SAFE = np.uint64(0x1C)  # c1 d1 e1
+_E1, _A1, _H1 = np.uint64(1 << 4), np.uint64(1), np.uint64(1 << 7)
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+def _lower_ctz(typing_context: Any, x: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), build
+
+
+def _lower_clz(typing_context: Any, x: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), build
+
+
+def _lower_flip(typing_context: Any, x: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bswap(args[0])
+
+    return types.uint64(types.uint64), build
+
+
+_ctz: Any = intrinsic(_lower_ctz)  # index of the lowest set bit (64 for 0)
+_clz: Any = intrinsic(_lower_clz)  # number of leading zero bits (64 for 0)
+_flip: Any = intrinsic(_lower_flip)  # the board upside down (byte swap)
+
+
+@njit(cache=True, nogil=True)
+def _bit(s: Int) -> Bits:
+    return _ONE << np.uint64(s)
+
+
+@njit(cache=True, nogil=True)
+def _several(x: Bits) -> bool:
+    return x & (x - _ONE) != _ZERO
+
+
+@njit(cache=True, nogil=True)
+def _unpack(pieces: U8, bb: U64) -> None:
+    """Nibbles (32,) to 12 bitboards; a 13th element of bb collects the empty squares (and anything above)."""
+    for j in range(13):
+        bb[j] = _ZERO
+    for byte in range(32):
+        low, high = np.int64(pieces[byte]) & 15, np.int64(pieces[byte]) >> 4
+        bb[low if low < EMPTY else EMPTY] |= _bit(2 * byte)
+        bb[high if high < EMPTY else EMPTY] |= _bit(2 * byte + 1)
+
+
+@njit(cache=True, nogil=True)
+def _pack(bb: U64, pieces: U8) -> None:
+    for byte in range(32):
+        pieces[byte] = EMPTY | EMPTY << 4
+    for j in range(12):
+        rest = bb[j]
+        while rest != _ZERO:
+            s = _ctz(rest)
+            rest &= rest - _ONE
+            old = np.int64(pieces[s >> 1])
+            pieces[s >> 1] = (old & 0x0F) | j << 4 if s & 1 else (old & 0xF0) | j
+
+
+# --- attacks --------------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _line_attacks(line: Int, s: Int, occupied: Bits) -> Bits:
+    """Attacks along one line, up to and including the first piece each way (obstruction difference)."""
+    below = LINE_BELOW[line, s]
+    above = LINE_ABOVE[line, s]
+    upper = above & occupied
+    from_lower = _ALL << np.uint64(63 - _clz((below & occupied) | _ONE))
+    nearest_upper = upper & (_ZERO - upper)
+    return (nearest_upper + nearest_upper + from_lower) & (below | above)
+
+
+@njit(cache=True, nogil=True)
+def _rook_attacks(s: Int, occupied: Bits) -> Bits:
+    return _line_attacks(0, s, occupied) | _line_attacks(1, s, occupied)
+
+
+@njit(cache=True, nogil=True)
+def _bishop_attacks(s: Int, occupied: Bits) -> Bits:
+    return _line_attacks(2, s, occupied) | _line_attacks(3, s, occupied)
+
+
+@njit(cache=True, nogil=True)
+def _pawn_west(pawns: Bits, up: bool) -> Bits:
+    """Squares that pawns (ours go up, theirs down) attack towards the a-file."""
+    x = pawns & _NOT_FILE_A
+    return x << _7 if up else x >> _9
+
+
+@njit(cache=True, nogil=True)
+def _pawn_east(pawns: Bits, up: bool) -> Bits:
+    x = pawns & _NOT_FILE_H
+    return x << _9 if up else x >> _7
+
+
+@njit(cache=True, nogil=True)
+def _piece_attacks(kind: Int, s: Int, occupied: Bits) -> Bits:
+    """Attacks of a piece other than a pawn (kind 1-5)."""
+    if kind == KNIGHT:
+        return KNIGHT_ATTACKS[s]
+    if kind == KING:
+        return KING_ATTACKS[s]
+    attacks = _ZERO
+    if kind != BISHOP:
+        attacks |= _rook_attacks(s, occupied)
+    if kind != ROOK:
+        attacks |= _bishop_attacks(s, occupied)
+    return attacks
+
+
+@njit(cache=True, nogil=True)
+def _attackers(bb: U64, s: Int, occupied: Bits, side: Int) -> Bits:
+    """Pieces of a side (0 us, 1 them) that attack square s, pins ignored."""
+    o = 6 * side
+    origin = _bit(s)
+    # A pawn of ours attacks s from where a pawn of theirs on s would attack, and the other way round.
+    pawns = _pawn_west(origin, side == 1) | _pawn_east(origin, side == 1)
+    return (
+        (pawns & bb[o])
+        | (KNIGHT_ATTACKS[s] & bb[o + KNIGHT])
+        | (_bishop_attacks(s, occupied) & (bb[o + BISHOP] | bb[o + QUEEN]))
+        | (_rook_attacks(s, occupied) & (bb[o + ROOK] | bb[o + QUEEN]))
+        | (KING_ATTACKS[s] & bb[o + KING])
+    )
+
+
+@njit(cache=True, nogil=True)
+def _attacked(bb: U64, occupied: Bits, side: Int) -> Bits:
+    """Every square that a side attacks."""
+    o = 6 * side
+    attacks = _pawn_west(bb[o], side == 0) | _pawn_east(bb[o], side == 0)
+    for kind in range(1, 6):
+        rest = bb[o + kind]
+        while rest != _ZERO:
+            attacks |= _piece_attacks(kind, _ctz(rest), occupied)
+            rest &= rest - _ONE
+    return attacks
+
+
+@njit(cache=True, nogil=True)
+def _occupied(bb: U64, side: Int) -> Bits:
+    o = 6 * side
+    return bb[o] | bb[o + 1] | bb[o + 2] | bb[o + 3] | bb[o + 4] | bb[o + 5]
+
+
+@njit(cache=True, nogil=True)
+def _pinned(bb: U64, side: Int) -> Bits:
+    """Pieces of a side pinned to their own king."""
+    if bb[6 * side + KING] == _ZERO:
+        return _ZERO
+    king = _ctz(bb[6 * side + KING])
+    own = _occupied(bb, side)
+    their = _occupied(bb, 1 - side)
+    e = 6 - 6 * side
+    # With only the enemy as obstacle, a slider that is met has nothing but own pieces before it.
+    snipers = _rook_attacks(king, their) & (bb[e + ROOK] | bb[e + QUEEN])
+    snipers |= _bishop_attacks(king, their) & (bb[e + BISHOP] | bb[e + QUEEN])
+    pinned = _ZERO
+    while snipers != _ZERO:
+        blockers = BETWEEN[king, _ctz(snipers)] & own
+        snipers &= snipers - _ONE
+        if blockers != _ZERO and not _several(blockers):
+            pinned |= blockers
+    return pinned
+
+
+# --- legal moves ----------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _en_passant_capturers(bb: U64, file: Int) -> Bits:
+    """Our pawns that may legally capture en passant on a file (-1: none)."""
+    if file < 0 or bb[KING] == _ZERO:
+        return _ZERO
+    target, victim = _bit(40 + file), _bit(32 + file)
+    occupied = _occupied(bb, 0) | _occupied(bb, 1)
+    if bb[6] & victim == _ZERO or occupied & target != _ZERO:
+        return _ZERO
+    king = _ctz(bb[KING])
+    capturers = (_pawn_west(target, False) | _pawn_east(target, False)) & bb[PAWN]
+    legal = _ZERO
+    while capturers != _ZERO:
+        origin = capturers & (_ZERO - capturers)
+        capturers ^= origin
+        # Two pawns leave a rank at once, which no pin mask covers: look at the board as it will be.
+        after = (occupied ^ origin ^ victim) | target
+        if _attackers(bb, king, after, 1) & ~victim == _ZERO:
+            legal |= origin
+    return legal
+
+
+@njit(cache=True, nogil=True)
+def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
+    """Write the legal moves in ascending order of from-square; return how many."""
+    if bb[KING] == _ZERO:
+        return 0
+    n = 0
+    king = _ctz(bb[KING])
+    own = _occupied(bb, 0)
+    their = _occupied(bb, 1)
+    occupied = own | their
+    danger = _attacked(bb, occupied ^ bb[KING], 1)  # without our king: it can't hide behind itself
+    pinned = _pinned(bb, 0)
+    en_passant = _en_passant_capturers(bb, file)
+    allowed = _ALL
+    if danger & bb[KING] != _ZERO:
+        checkers = _attackers(bb, king, occupied, 1)
+        allowed = _ZERO if _several(checkers) else checkers | BETWEEN[king, _ctz(checkers)]
+    rest = own
+    while rest != _ZERO:
+        s = _ctz(rest)
+        origin = rest & (_ZERO - rest)
+        rest ^= origin
+        mask = allowed
+        if pinned & origin != _ZERO:
+            mask &= LINE[king, s]
+        if origin & bb[PAWN] != _ZERO:
+            if origin & _PAWN_RANKS == _ZERO:
+                continue
+            targets = (_pawn_west(origin, True) | _pawn_east(origin, True)) & their
+            if occupied & _bit(s + 8) == _ZERO:
+                targets |= _bit(s + 8)
+                if s < 16 and occupied & _bit(s + 16) == _ZERO:
+                    targets |= _bit(s + 16)
+            targets &= mask
+            if en_passant & origin != _ZERO:
+                targets |= _bit(40 + file)
+            while targets != _ZERO:
+                move = s | _ctz(targets) << 6
+                targets &= targets - _ONE
+                if s >= 48:
+                    for promotion in range(1, 5):
+                        moves[n] = move | promotion << 12
+                        n += 1
+                else:
+                    moves[n] = move
+                    n += 1
+            continue
+        if s == king:
+            targets = KING_ATTACKS[s] & ~own & ~danger
+            if origin == _E1 and danger & _E1 == _ZERO:
+                if (
+                    castling & 1
+                    and bb[ROOK] & _H1 != _ZERO
+                    and (occupied & _SHORT_EMPTY) | (danger & _SHORT_SAFE) == _ZERO
+                ):
+                    targets |= _bit(6)
+                if (
+                    castling & 2
+                    and bb[ROOK] & _A1 != _ZERO
+                    and (occupied & _LONG_EMPTY) | (danger & _LONG_SAFE) == _ZERO
+                ):
+                    targets |= _bit(2)
+        else:
+            targets = _ZERO
+            if origin & bb[KNIGHT] != _ZERO:
+                targets = KNIGHT_ATTACKS[s]
+            if origin & (bb[ROOK] | bb[QUEEN]) != _ZERO:
+                targets |= _rook_attacks(s, occupied)
+            if origin & (bb[BISHOP] | bb[QUEEN]) != _ZERO:
+                targets |= _bishop_attacks(s, occupied)
+            targets &= mask & ~own
+        while targets != _ZERO:
+            moves[n] = s | _ctz(targets) << 6
+            n += 1
+            targets &= targets - _ONE
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _make(bb: U64, castling: Int, file: Int, clock: Int, move: Int, after: U64) -> tuple[Int, Int, Int]:
+    """Play a legal move; `after` (12,) gets the board as the next mover sees it, the result its state."""
+    s, t, promotion = move & 63, move >> 6 & 63, move >> 12
+    origin, target = _bit(s), _bit(t)
+    kind = 0
+    capture = False
+    for j in range(6):
+        if bb[j] & origin != _ZERO:
+            kind = j
+        if bb[6 + j] & target != _ZERO:
+            capture = True
+        after[6 + j] = bb[j]
+        after[j] = bb[6 + j] & ~target
+    after[6 + kind] ^= origin
+    after[6 + (promotion if promotion > 0 else kind)] |= target
+    pushed = -1
+    if kind == PAWN:
+        if file >= 0 and t == 40 + file and not capture and (t - s) != 8:
+            after[PAWN] &= ~_bit(32 + file)
+        if t - s == 16:
+            pushed = s & 7
+    if kind == KING:
+        castling &= ~3
+        if s == 4 and t == 6:
+            after[6 + ROOK] ^= _bit(7) | _bit(5)
+        elif s == 4 and t == 2:
+            after[6 + ROOK] ^= _bit(0) | _bit(3)
+    if s == 7:
+        castling &= ~1
+    elif s == 0:
+        castling &= ~2
+    if t == 63:
+        castling &= ~4
+    elif t == 56:
+        castling &= ~8
+    for j in range(12):
+        after[j] = _flip(after[j])
+    if pushed >= 0 and _en_passant_capturers(after, pushed) == _ZERO:
+        pushed = -1
+    clock = 0 if capture or kind == PAWN else min(clock + 1, 255)
+    return (castling & 3) << 2 | castling >> 2, pushed, clock
+
+
+@njit(cache=True, nogil=True)
+def _index_of(move: Int) -> Int:
+    s, t, promotion = move & 63, move >> 6 & 63, move >> 12
+    if 1 <= promotion <= 3:
+        turn = t - s - 8
+        return s * PLANES + 64 + (promotion - 1) * 3 + (0 if turn == 0 else 1 if turn < 0 else 2)
+    return np.int64(POLICY_INDEX[s, t])
+
+
+@njit(cache=True, nogil=True)
+def _sort_moves(moves: U16, keys: U16, n: Int) -> None:
+    """Insertion sort by policy index; moves come grouped by from-square, so this is nearly linear."""
+    for i in range(n):
+        keys[i] = _index_of(np.int64(moves[i]))
+    for i in range(1, n):
+        key, move = keys[i], moves[i]
+        j = i - 1
+        while j >= 0 and keys[j] > key:
+            keys[j + 1], moves[j + 1] = keys[j], moves[j]
+            j -= 1
+        keys[j + 1], moves[j + 1] = key, move
+
+
+@njit(cache=True, nogil=True)
+def _grown(old: U16, used: Int, need: Int) -> U16:
+    new = np.empty(max(2 * old.shape[0], used + need), np.uint16)
+    new[:used] = old[:used]
+    return new
+
+
+@njit(cache=True, nogil=True)
+def _legal_batch(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
+    n = pieces.shape[0]
+    moves, indices = np.empty(40 * n + 64, np.uint16), np.empty(40 * n + 64, np.uint16)
+    offsets = np.zeros(n + 1, np.int64)
+    # No two moves share a policy index, so this can't overflow, whatever the board.
+    row_moves, row_keys = np.empty(POLICY_SIZE, np.uint16), np.empty(POLICY_SIZE, np.uint16)
+    bb = np.empty(13, np.uint64)
+    used = 0
+    for i in range(n):
+        _unpack(pieces[i], bb)
+        count = _legal(bb, np.int64(castling[i]), np.int64(file[i]), row_moves)
+        _sort_moves(row_moves, row_keys, count)
+        if used + count > moves.shape[0]:
+            moves, indices = _grown(moves, used, count), _grown(indices, used, count)
+        for j in range(count):
+            moves[used + j] = row_moves[j]
+            indices[used + j] = row_keys[j]
+        used += count
+        offsets[i + 1] = used
+    return moves[:used].copy(), indices[:used].copy(), offsets
+
+
+@njit(cache=True, nogil=True)
+def _make_batch(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tuple[U8, U8, I8, U8, Int]:
+    n = pieces.shape[0]
+    out_pieces, out_castling = np.empty((n, 32), np.uint8), np.empty(n, np.uint8)
+    out_file, out_clock = np.empty(n, np.int8), np.empty(n, np.uint8)
+    bb, after = np.empty(13, np.uint64), np.empty(12, np.uint64)
+    bad = -1
+    for i in range(n):
+        _unpack(pieces[i], bb)
+        move = np.int64(moves[i])
+        own = _occupied(bb, 0)
+        if own & _bit(move & 63) == _ZERO or own & _bit(move >> 6 & 63) != _ZERO or move >> 12 > 4:
+            bad = i
+            break
+        c, f, h = _make(bb, np.int64(castling[i]), np.int64(file[i]), np.int64(clock[i]), move, after)
+        _pack(after, out_pieces[i])
+        out_castling[i], out_file[i], out_clock[i] = c, f, h
+    return out_pieces, out_castling, out_file, out_clock, bad
+
+
+@njit(cache=True, nogil=True)
+def _perft(boards: U64, moves: U16, castling: Int, file: Int, depth: Int) -> Int:
+    n = _legal(boards[depth], castling, file, moves[depth])
+    if depth == 1:
+        return n
+    total = 0
+    for i in range(n):
+        c, f, _ = _make(boards[depth], castling, file, 0, np.int64(moves[depth, i]), boards[depth - 1])
+        total += _perft(boards, moves, c, f, depth - 1)
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _perft_root(pieces: U8, castling: Int, file: Int, depth: Int) -> Int:
+    boards, moves = np.empty((depth + 1, 13), np.uint64), np.empty((depth + 1, POLICY_SIZE), np.uint16)
+    _unpack(pieces, boards[depth])
+    return _perft(boards, moves, castling, file, depth)
+
+
+# --- batched queries ------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _bitboards_batch(pieces: U8) -> U64:
+    out, bb = np.empty((pieces.shape[0], 12), np.uint64), np.empty(13, np.uint64)
+    for i in range(pieces.shape[0]):
+        _unpack(pieces[i], bb)
+        out[i] = bb[:12]
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _pieces_batch(boards: U64) -> U8:
+    out = np.empty((boards.shape[0], 32), np.uint8)
+    for i in range(boards.shape[0]):
+        _pack(boards[i], out[i])
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _legal_files_batch(pieces: U8, file: I8) -> I8:
+    out, bb = np.empty(pieces.shape[0], np.int8), np.empty(13, np.uint64)
+    for i in range(pieces.shape[0]):
+        out[i] = -1
+        if file[i] >= 0:
+            _unpack(pieces[i], bb)
+            if _en_passant_capturers(bb, np.int64(file[i])) != _ZERO:
+                out[i] = file[i]
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _check_batch(pieces: U8) -> NDArray[np.bool_]:
+    out, bb = np.zeros(pieces.shape[0], np.bool_), np.empty(13, np.uint64)
+    for i in range(pieces.shape[0]):
+        _unpack(pieces[i], bb)
+        if bb[KING] != _ZERO:
+            occupied = _occupied(bb, 0) | _occupied(bb, 1)
+            out[i] = _attackers(bb, _ctz(bb[KING]), occupied, 1) != _ZERO
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _attack_sets_batch(pieces: U8) -> U64:
+    out, bb = np.zeros((pieces.shape[0], 64), np.uint64), np.empty(13, np.uint64)
+    for i in range(pieces.shape[0]):
+        _unpack(pieces[i], bb)
+        occupied = _occupied(bb, 0) | _occupied(bb, 1)
+        for j in range(12):
+            rest = bb[j]
+            while rest != _ZERO:
+                s = _ctz(rest)
+                origin = rest & (_ZERO - rest)
+                rest ^= origin
+                if j % 6 == PAWN:
+                    out[i, s] = _pawn_west(origin, j == 0) | _pawn_east(origin, j == 0)
+                else:
+                    out[i, s] = _piece_attacks(j % 6, s, occupied)
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _attack_counts_batch(pieces: U8) -> U8:
+    sets = _attack_sets_batch(pieces)
+    out = np.zeros((pieces.shape[0], 2, 64), np.uint8)
+    for i in range(pieces.shape[0]):
+        for s in range(64):
+            piece = np.int64(pieces[i, s >> 1]) >> 4 * (s & 1) & 15
+            rest = sets[i, s]
+            while rest != _ZERO:
+                out[i, piece // 6, _ctz(rest)] += 1
+                rest &= rest - _ONE
+    return out
+
+
+# --- SSL targets ----------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _count(c: tuple[Bits, Bits, Bits, Bits, Bits], x: Bits) -> tuple[Bits, Bits, Bits, Bits, Bits]:
+    """Add a set to 64 counters of five bits each, held bit-sliced (a square has at most 8 + 8 attackers)."""
+    c0, c1, c2, c3, c4 = c
+    c0, x = c0 ^ x, c0 & x
+    c1, x = c1 ^ x, c1 & x
+    c2, x = c2 ^ x, c2 & x
+    c3, x = c3 ^ x, c3 & x
+    return c0, c1, c2, c3, c4 ^ x
+
+
+@njit(cache=True, nogil=True)
+def _pawn_forks(pawns: Bits, up: bool, prey: Bits) -> Bits:
+    """Pawns both of whose attacked squares are in prey, found by going back from prey towards each side."""
+    return pawns & _pawn_east(prey, not up) & _pawn_west(prey, not up)
+
+
+@njit(cache=True, nogil=True)
+def _ssl_batch(pieces: U8) -> U64:
+    n = pieces.shape[0]
+    out, bb = np.empty((n, 5), np.uint64), np.empty(13, np.uint64)
+    sets, squares = np.empty((2, 64), np.uint64), np.empty((2, 64), np.int64)
+    attacked, own = np.empty(2, np.uint64), np.empty(2, np.uint64)
+    starts = np.empty((2, 7), np.int64)
+    for i in range(n):
+        _unpack(pieces[i], bb)
+        own[0], own[1] = _occupied(bb, 0), _occupied(bb, 1)
+        occupied = own[0] | own[1]
+        ours = theirs = (_ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
+        for side in range(2):
+            o = 6 * side
+            west, east = _pawn_west(bb[o], side == 0), _pawn_east(bb[o], side == 0)
+            counts = _count(_count((_ZERO, _ZERO, _ZERO, _ZERO, _ZERO), west), east)
+            union = west | east
+            m = 0
+            for kind in range(1, 6):
+                starts[side, kind] = m
+                rest = bb[o + kind]
+                while rest != _ZERO:
+                    s = _ctz(rest)
+                    rest &= rest - _ONE
+                    attacks = _piece_attacks(kind, s, occupied)
+                    counts = _count(counts, attacks)
+                    union |= attacks
+                    sets[side, m], squares[side, m] = attacks, s
+                    m += 1
+            starts[side, 6] = m
+            attacked[side] = union
+            if side == 0:
+                ours = counts
+            else:
+                theirs = counts
+        forks = _ZERO
+        for side in range(2):
+            e = 6 - 6 * side
+            prey = (own[1 - side] & ~attacked[1 - side]) | bb[
+                e + KING
+            ]  # undefended, or the king: for every attacker
+            kings = prey
+            queens = kings | bb[e + QUEEN]
+            rooks = queens | bb[e + ROOK]
+            minors = rooks | bb[e + KNIGHT] | bb[e + BISHOP]
+            forks |= _pawn_forks(bb[6 * side], side == 0, minors)
+            for kind in range(1, 6):
+                if kind <= BISHOP:
+                    prey = rooks
+                elif kind == ROOK:
+                    prey = queens
+                else:
+                    prey = kings
+                for j in range(starts[side, kind], starts[side, kind + 1]):
+                    if _several(sets[side, j] & prey):
+                        forks |= _bit(squares[side, j])
+        more = less = _ZERO
+        same = _ALL
+        for bit in range(4, -1, -1):
+            a, b = ours[bit], theirs[bit]
+            more |= same & a & ~b
+            less |= same & b & ~a
+            same &= ~(a ^ b)
+        out[i, 0] = attacked[1]
+        out[i, 1] = _pinned(bb, 0) | _pinned(bb, 1)
+        out[i, 2] = forks
+        out[i, 3] = more
+        out[i, 4] = less
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _mirror_rows(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
+    """Map the policy indices of the chosen rows through a table, in place, and sort each row again."""
+    for i in range(rows.shape[0]):
+        if not rows[i]:
+            continue
+        start = offsets[i]
+        for k in range(start, offsets[i + 1]):
+            key, weight = table[indices[k]], weights[k]
+            j = k - 1
+            while j >= start and indices[j] > key:
+                indices[j + 1], weights[j + 1] = indices[j], weights[j]
+                j -= 1
+            indices[j + 1], weights[j + 1] = key, weight
+
+
+# --- public ---------------------------------------------------------------------------------------
+
+
+def _dense(array: ArrayLike, dtype: Any) -> Any:
+    """C-ordered and writeable, so that every call meets the one compiled signature."""
+    return np.require(array, dtype, ["C", "W"])
+
+
+def _boards(pieces: ArrayLike) -> U8:
+    dense: U8 = _dense(pieces, np.uint8)
+    if dense.ndim != 2 or dense.shape[1] != 32:
+        raise ValueError(f"pieces must have shape (N, 32), not {dense.shape}")
+    return dense
+
+
+def _columns(n: int, **columns: tuple[ArrayLike, Any]) -> list[Any]:
+    dense = [_dense(value, dtype) for value, dtype in columns.values()]
+    for name, column in zip(columns, dense, strict=True):
+        if column.shape != (n,):
+            raise ValueError(f"{name} must have shape ({n},) like pieces, not {column.shape}")
+    return dense
+
+
+def policy_index_of(move: int) -> int:
+    """Policy index (0-4671) of a uint16 move; -1 where no piece moves like that."""
+    s, t, promotion = move & 63, move >> 6 & 63, move >> 12
+    if promotion and (s // 8 != 6 or t // 8 != 7 or abs(s % 8 - t % 8) > 1):
+        return -1
+    if 1 <= promotion <= 3:
+        return s * PLANES + 64 + (promotion - 1) * 3 + UNDER_FILES.index(t - s - 8)
+    return int(POLICY_INDEX[s, t]) if promotion in (0, 4) else -1
+
+
+def bitboards(pieces: ArrayLike) -> U64:
+    """Nibbles (N, 32) to bitboards (N, 12) uint64 in the order of the piece classes."""
+    return _bitboards_batch(_boards(pieces))
+
+
+def pieces_of(boards: ArrayLike) -> U8:
+    """Bitboards (N, 12) uint64 to nibbles (N, 32) uint8; the inverse of `bitboards`."""
+    dense = _dense(boards, np.uint64)
+    if dense.ndim != 2 or dense.shape[1] != 12:
+        raise ValueError(f"bitboards must have shape (N, 12), not {dense.shape}")
+    return _pieces_batch(dense)
+
+
+def legal_moves(pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike) -> tuple[U16, U16, I64]:
+    """All legal moves of N positions, in each position in ascending order of policy index.
+
+    pieces (N, 32), castling (N,), en_passant (N,) -> moves (K,) uint16, policy indices (K,) uint16 and
+    offsets (N + 1,) int64: position i owns [offsets[i]:offsets[i + 1]].
+    """
+    dense = _boards(pieces)
+    columns = _columns(len(dense), castling=(castling, np.uint8), en_passant=(en_passant, np.int8))
+    return _legal_batch(dense, *columns)
+
+
+def legal_policy_indices(pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike) -> tuple[U16, I64]:
+    """Policy indices (K,) uint16 of all legal moves, ascending in each position; offsets (N + 1,) int64."""
+    _, indices, offsets = legal_moves(pieces, castling, en_passant)
+    return indices, offsets
+
+
+def make_moves(
+    pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike, halfmove: ArrayLike, moves: ArrayLike
+) -> tuple[U8, U8, I8, U8]:
+    """Play one legal move (N,) uint16 in each position; the result is oriented for the next mover.
+
+    Returns pieces (N, 32), castling, en_passant (set only where the capture is legal) and halfmove (N,).
+    Legality is the caller's; a move without an own piece to move, or onto an own piece, raises ValueError.
+    """
+    dense = _boards(pieces)
+    columns = _columns(
+        len(dense),
+        castling=(castling, np.uint8),
+        en_passant=(en_passant, np.int8),
+        halfmove=(halfmove, np.uint8),
+        moves=(moves, np.uint16),
+    )
+    *state, bad = _make_batch(dense, *columns)
+    if bad >= 0:
+        raise ValueError(
+            f"move {int(columns[-1][bad])} of row {bad} can't be played there: take it from legal_moves"
+        )
+    return tuple(state)  # type: ignore[return-value]
+
+
+def legal_en_passant(pieces: ArrayLike, en_passant: ArrayLike) -> I8:
+    """The en-passant files (N,) int8, -1 where no capture is legal."""
+    dense = _boards(pieces)
+    return _legal_files_batch(dense, *_columns(len(dense), en_passant=(en_passant, np.int8)))
+
+
+def in_check(pieces: ArrayLike) -> NDArray[np.bool_]:
+    """Whether the side to move is in check, (N,) bool."""
+    return _check_batch(_boards(pieces))
+
+
+def attack_sets(pieces: ArrayLike) -> U64:
+    """(N, 64) uint64: the squares that the piece on each square attacks (0 where empty), pins ignored."""
+    return _attack_sets_batch(_boards(pieces))
+
+
+def attack_counts(pieces: ArrayLike) -> U8:
+    """(N, 2, 64) uint8: how many pieces of ours (0) and of theirs (1) attack each square, pins ignored."""
+    return _attack_counts_batch(_boards(pieces))
+
+
+def ssl_maps(pieces: ArrayLike) -> U64:
+    """Self-supervised target maps (N, 5) uint64: threat, pin, fork, control_ours, control_theirs.
+
+    Attacks are python-chess's `attackers_mask` (pins ignored). threat: attacked by the opponent. pin: pieces of
+    either side pinned to their own king. fork: pieces of either side that attack two or more enemy
+    pieces each of which is the king, worth more (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
+    control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
+    """
+    return _ssl_batch(_boards(pieces))
+
+
+def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
+    """Map the policy entries of the rows (B,) bool through a table (4672,), in place, and sort each again."""
+    _mirror_rows(indices, weights, offsets, rows, table)
+
+
+def perft(pieces: ArrayLike, castling: int, en_passant: int, depth: int) -> int:
+    """Number of leaves of the tree of legal moves of one position (pieces (32,)); depth >= 0."""
+    if depth < 0:
+        raise ValueError(f"perft depth must be 0 or more, not {depth}")
+    dense = _boards(np.asarray(pieces)[None])
+    return int(_perft_root(dense[0], int(castling), int(en_passant), depth)) if depth else 1
