@@ -264,10 +264,16 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_info(path: Path | str) -> ShardInfo:
-    """Facts of a shard without knowing its layout, the file hashed whole. Raises ShardError."""
+    """Facts of a shard, without knowing its layout; the file is hashed. Raises ShardError."""
     path = Path(path)
     meta = _guarded(path, lambda archive: _read_meta(path, archive))
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
+
+
+def find_damage(path: Path | str) -> str:
+    """The first member that fails its zip checksum, or an empty string. Raises ShardError."""
+    damaged = _guarded(Path(path), lambda archive: archive.testzip())
+    return (damaged or "").removesuffix(".npy")
 
 
 def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
