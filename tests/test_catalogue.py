@@ -1,0 +1,226 @@
+"""The catalogue: rows, order, quarantine, and repair of all that can happen to it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy_shards import LAYOUT, META, toy_batch, toy_shards
+
+from matrixlib.data.catalogue import MISSING, NAME, Catalogue, CatalogueError
+from matrixlib.data.shards import write_shard
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def filled(folder: Path) -> Catalogue:
+    """Shards b, a (train) and v (validation) in a catalogue, added in that order."""
+    catalogue = Catalogue(folder)
+    for info in reversed(toy_shards(folder, [30, 20])):
+        catalogue.add(info, "train", "made", {"records": info.count})
+    info = write_shard(folder / "v.npz", LAYOUT, toy_batch(10), META | {"split": "validation"})
+    catalogue.add(info, "validation", "made", {})
+    return catalogue
+
+
+def names(catalogue: Catalogue, **chosen: str | None) -> list[str]:
+    return [row.name for row in catalogue.shards(**chosen)]  # type: ignore[arg-type]
+
+
+def edit(folder: Path, statement: str) -> None:
+    with sqlite3.connect(folder / NAME) as db:
+        db.execute(statement)
+    db.close()
+
+
+def test_rows_in_a_fixed_order(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    assert catalogue.messages == []
+    assert names(catalogue) == ["a.npz", "b.npz", "v.npz"]
+    assert names(catalogue, split="train") == ["a.npz", "b.npz"]
+    row = catalogue.shards("train")[0]
+    assert (row.count, row.source, row.quality, row.path) == (30, "made", {"records": 30}, tmp_path / "a.npz")
+    assert catalogue.verify() == {}
+    again = Catalogue(tmp_path)
+    assert again.messages == []
+    assert again.shards() == catalogue.shards()
+    assert again.hash() == catalogue.hash()
+    with pytest.raises(CatalogueError, match="unknown split"):
+        catalogue.shards("test")
+
+
+def test_write_ahead_log(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with sqlite3.connect(tmp_path / NAME) as db:
+        assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    db.close()
+
+
+def test_quarantine_and_release(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    before = catalogue.hash()
+    catalogue.quarantine("a.npz", "skewed labels")
+    assert names(catalogue) == ["b.npz", "v.npz"]
+    assert catalogue.hash() != before
+    (row,) = Catalogue(tmp_path).shards(state="quarantined")
+    assert (row.name, row.reason) == ("a.npz", "skewed labels")
+    catalogue.release("a.npz")
+    assert catalogue.hash() == before
+    with pytest.raises(CatalogueError, match=r"no shard 'x\.npz'"):
+        catalogue.quarantine("x.npz", "?")
+
+
+def test_quality_is_kept(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    catalogue.set_quality("b.npz", {"entropy_mean": 1.5})
+    assert Catalogue(tmp_path).shards()[1].quality == {"entropy_mean": 1.5}
+
+
+def test_add_refuses(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (info,) = toy_shards(tmp_path, [5])
+    with pytest.raises(CatalogueError, match="outside"):
+        Catalogue(tmp_path / "in").add(info, "train", "made", {})
+    with pytest.raises(CatalogueError, match="the shard itself says 'train'"):
+        Catalogue(tmp_path).add(info, "validation", "made", {})
+    with pytest.raises(CatalogueError, match="no such folder"):
+        Catalogue(tmp_path / "nowhere")
+
+
+def test_folder_can_move(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    before = filled(tmp_path / "old").hash()
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = Catalogue(tmp_path / "new")
+    assert (moved.hash(), moved.messages) == (before, [])
+    assert moved.verify() == {}
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "truncated", "half", "other table"])
+def test_rebuilt_from_the_shards(tmp_path: Path, damage: str) -> None:
+    before, path = filled(tmp_path).hash(), tmp_path / NAME
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "other table":
+        edit(tmp_path, "ALTER TABLE shards ADD COLUMN colour TEXT")
+    else:
+        middle = len(whole) // 2
+        overwritten = whole[:middle] + b"\xff" * (len(whole) - middle)
+        path.write_bytes({"garbage": b"x" * 5000, "truncated": whole[:700], "half": overwritten}[damage])
+    with pytest.warns(UserWarning, match="rebuilt from 3 shards"):
+        catalogue = Catalogue(tmp_path)
+    assert len(catalogue.messages) == 1
+    assert catalogue.hash() == before
+    assert (tmp_path / f"{NAME}.damaged").exists() == (damage != "missing")
+    assert Catalogue(tmp_path).messages == []
+
+
+def test_newer_version_is_left_alone(tmp_path: Path) -> None:
+    filled(tmp_path)
+    edit(tmp_path, "PRAGMA user_version=99")
+    with pytest.raises(CatalogueError, match="newer version; update"):
+        Catalogue(tmp_path)
+
+
+def test_locked_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "database is locked" is a DatabaseError too: it must not throw the catalogue away."""
+    filled(tmp_path)
+    edit(tmp_path, "PRAGMA journal_mode=DELETE")
+    monkeypatch.setattr("matrixlib.data.catalogue.BUSY_SECONDS", 0.05)
+    holder = sqlite3.connect(tmp_path / NAME)
+    holder.execute("BEGIN EXCLUSIVE")
+    try:
+        with pytest.raises(CatalogueError, match="locked"):
+            Catalogue(tmp_path)
+    finally:
+        holder.close()
+    assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
+
+
+def test_tampered_row_is_rebuilt(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    before = catalogue.hash()
+    edit(tmp_path, "UPDATE shards SET count = 31, split = 'validation' WHERE name = 'a.npz'")
+    with pytest.warns(UserWarning, match=r"row 'a\.npz' was changed"):
+        assert names(catalogue, split="train") == ["a.npz", "b.npz"]
+    assert catalogue.hash() == before
+    assert len(catalogue.messages) == 1
+
+
+def test_tampering_does_not_lift_a_quarantine_or_leave_the_folder(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    catalogue.quarantine("a.npz", "bad")
+    edit(tmp_path, "UPDATE shards SET reason = '' WHERE name = 'a.npz'")
+    edit(tmp_path, "UPDATE shards SET name = '../../etc/x.npz' WHERE name = 'b.npz'")
+    assert names(catalogue) == ["v.npz"]
+    assert names(catalogue, state="quarantined") == ["a.npz"]
+    assert "removed" in " ".join(catalogue.messages)
+    assert names(Catalogue(tmp_path)) == ["b.npz", "v.npz"]  # taken in again from its file
+
+
+def test_orphans(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    write_shard(tmp_path / "c.npz", LAYOUT, toy_batch(7), META)  # as after a crash before add()
+    (tmp_path / "d.npz").write_bytes(b"no shard at all")
+    (tmp_path / "e.npz.tmp").write_bytes(b"half a shard")
+    taken = Catalogue(tmp_path)
+    assert names(taken) == ["a.npz", "b.npz", "c.npz", "v.npz"]
+    assert any("c.npz: was not in the catalogue" in message for message in taken.messages)
+    assert any("d.npz" in message and "left out" in message for message in taken.messages)
+    assert names(catalogue) == names(taken)
+
+
+def test_file_lost_and_found(tmp_path: Path) -> None:
+    before = filled(tmp_path).hash()
+    (tmp_path / "a.npz").rename(tmp_path / "elsewhere")
+    lost = Catalogue(tmp_path)
+    assert names(lost) == ["b.npz", "v.npz"]
+    assert lost.shards(state="quarantined")[0].reason == MISSING
+    (tmp_path / "elsewhere").rename(tmp_path / "a.npz")
+    found = Catalogue(tmp_path)
+    assert found.hash() == before
+    assert "back and whole" in found.messages[0]
+
+
+def test_verify_finds_changed_bytes_and_a_rebuild_quarantines_them(tmp_path: Path) -> None:
+    catalogue, path = filled(tmp_path), tmp_path / "b.npz"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1  # in the records
+    path.write_bytes(data)
+    problems = catalogue.verify()
+    assert list(problems) == ["b.npz"]
+    catalogue.quarantine("b.npz", problems["b.npz"])
+    with pytest.raises(CatalogueError, match="restore the file"):
+        catalogue.release("b.npz")
+    (tmp_path / NAME).unlink()
+    (row,) = Catalogue(tmp_path).shards(state="quarantined")
+    assert (row.name, row.reason) == ("b.npz", "'records' is damaged (zip checksum)")
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+    before = filled(tmp_path).hash()
+    if not present:
+        (tmp_path / NAME).unlink()
+    write_shard(tmp_path / "c.npz", LAYOUT, toy_batch(7), META)
+    files = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may write anywhere
+    catalogue = Catalogue(tmp_path)
+    assert names(catalogue) == ["a.npz", "b.npz", "c.npz", "v.npz"]
+    catalogue.quarantine("c.npz", "for this process")
+    assert catalogue.hash() == before
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == files
+
+
+def test_connections_do_not_cross_processes(tmp_path: Path) -> None:
+    """A reader in another process while this one has the catalogue open and writes."""
+    catalogue = filled(tmp_path)
+    code = f"from matrixlib.data.catalogue import Catalogue; print(Catalogue({str(tmp_path)!r}).hash())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == catalogue.hash()
+    assert not any(isinstance(value, sqlite3.Connection) for value in vars(catalogue).values())
