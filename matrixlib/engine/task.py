@@ -41,7 +41,7 @@ class Task(Protocol):
         ...
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """The same without augmentation, for validation; may be `prepare` itself where nothing is augmented."""
+        """The same without augmentation, for validation; `prepare` itself where nothing is augmented."""
         ...
 
     def build_model(self) -> nn.Module:

@@ -1,0 +1,255 @@
+"""Optimiser, learning-rate schedule and averaged weights: AdamW, a pure function, EMA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from matrixlib.config import OptimConfig
+
+DECAYED = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.MultiheadAttention,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+"""Module types whose matrices get weight decay: those that multiply activations by them."""
+FUSED = frozenset({"cpu", "cuda", "mps"})
+"""Devices with a fused AdamW kernel in torch 2.11 and later."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper, whose state dict has plain names (no `_orig_mod.`)."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the unwrapped model, detached, sharing its memory.
+
+    A tensor registered under several names stands once, under the first (safetensors refuses shared memory).
+    """
+    seen: set[int] = set()
+    out: dict[str, Tensor] = {}
+    for name, value in unwrap(model).state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            out[name] = value.detach()
+    return out
+
+
+@torch.no_grad()
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "model") -> None:
+    """Copy `tensors` (names as `named_tensors` gives them) into the model in place.
+
+    Raises ValueError naming what is missing, unknown or of another shape.
+    """
+    own = named_tensors(model)
+    if odd := sorted(set(own) ^ set(tensors)):
+        raise ValueError(f"{what}: names differ from this model's in {len(odd)} places: {', '.join(odd[:5])}")
+    for name, value in own.items():
+        if value.shape != tensors[name].shape:
+            given = tuple(tensors[name].shape)
+            raise ValueError(f"{what}: {name} has shape {given}, the model's {tuple(value.shape)}")
+    for name, value in own.items():
+        value.copy_(tensors[name])
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups for AdamW: decayed, and not decayed (weight_decay 0). Frozen parameters are in neither.
+
+    Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and
+    convolution kernels. Everything else is not: biases, norms, embeddings, and parameters that a module of
+    our own holds directly, such as position encodings and attention biases. A parameter shared with one that
+    must not decay (tied embeddings) does not decay.
+    """
+    parameters: dict[int, nn.Parameter] = {}
+    decays: dict[int, bool] = {}
+    for module in unwrap(model).modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                allowed = isinstance(module, DECAYED) and parameter.ndim >= 2
+                parameters[id(parameter)] = parameter
+                decays[id(parameter)] = allowed and decays.get(id(parameter), True)
+    groups: list[dict[str, object]] = []
+    for decayed, value in ((True, weight_decay), (False, 0.0)):
+        members = [parameter for key, parameter in parameters.items() if decays[key] is decayed]
+        if members:
+            groups.append({"params": members, "weight_decay": value})
+    return groups
+
+
+def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over `model`, which must already be on `device`: the fused kernel where there is one, else
+    foreach.
+
+    The step sets the learning rate of each update; `describe` says which kernel was taken.
+    Raises ValueError when no parameter can be trained.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    if not groups:
+        raise ValueError("the model has no trainable parameter; every requires_grad is False")
+    fused = device.type in FUSED
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused,
+        foreach=None if fused else True,
+    )
+
+
+def describe(optimiser: torch.optim.AdamW) -> str:
+    """One line: kernel and number of parameters with and without weight decay."""
+    count = [0, 0]
+    for group in optimiser.param_groups:
+        count[group["weight_decay"] == 0] += sum(parameter.numel() for parameter in group["params"])
+    kernel = "fused" if optimiser.defaults["fused"] else "foreach"
+    return f"AdamW ({kernel}), {count[0]:,} parameters with weight decay, {count[1]:,} without"
+
+
+def optimiser_tensors(optimiser: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:
+    """The optimiser's state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first
+    update.
+    """
+    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
+        for group in optimiser.param_groups
+        for parameter in group["params"]
+        for key, value in optimiser.state.get(parameter, {}).items()
+    }
+
+
+def load_optimiser(optimiser: torch.optim.AdamW, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `optimiser_tensors` gave. Raises ValueError when a name is not a trainable parameter's."""
+    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, entry = key.rpartition("/")
+        by_name.setdefault(name, {})[entry] = value
+    state: dict[int, dict[str, Tensor]] = {}
+    index = 0
+    for group in optimiser.param_groups:
+        for parameter in group["params"]:
+            entries = by_name.pop(names[id(parameter)], {})
+            if entries:
+                state[index] = {k: _like(parameter, v) if v.ndim else v.clone() for k, v in entries.items()}
+            index += 1
+    if by_name:
+        raise ValueError(
+            f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}"
+        )
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` in the memory format of `parameter`, as the optimiser itself would have made it."""
+    if value.shape != parameter.shape:
+        raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).detach().copy_(value)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate as a pure function of the update index, so that nothing about it needs saving.
+
+    Update i (from 0) of `warmup`: peak * (i + 1) / warmup, so the first is peak / warmup and never 0. Then
+    `kind` runs from peak to exactly peak * final_fraction at the last update (`constant` stays at peak).
+    Skipped updates count: rate and data stay aligned. A warm-up longer than half the run is cut to half of it
+    (smoke runs).
+    """
+
+    peak: float
+    kind: str
+    final_fraction: float
+    warmup: int
+    steps: int
+
+    @classmethod
+    def of(cls, config: OptimConfig, steps: int) -> Schedule:
+        """The schedule of a run of `steps` updates."""
+        if steps < 1:
+            raise ValueError(f"a run needs at least one update, got {steps}")
+        warmup = min(config.warmup_steps, steps // 2)
+        return cls(config.learning_rate, config.schedule, config.final_fraction, warmup, steps)
+
+    def __call__(self, update: int) -> float:
+        """Learning rate of update `update` (0 = first); beyond the end it stays at the last value."""
+        if update < self.warmup:
+            return self.peak * ((update + 1) / self.warmup)
+        if self.kind == "constant":
+            return self.peak
+        first = max(self.warmup - 1, 0)
+        span = self.steps - 1 - first
+        progress = min((update - first) / span, 1.0) if span > 0 else 0.0
+        shape = 1 - progress if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
+
+
+class EMA:
+    """Exponential moving average of a model's weights, evaluated and exported in place of them.
+
+    Floating buffers (BatchNorm statistics) are averaged like the weights: the raw statistics belong to the
+    raw weights. Integer buffers are copied. The decay is min(decay, (1 + t) / (10 + t)) at the t-th average,
+    so that the start does not weigh in for long. Averaged only after updates that moved the weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """Start from the model's present weights; `decay` in [0, 1)."""
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay must be in [0, 1), got {decay}")
+        self.decay = decay
+        self.averages = 0
+        self._tensors = {name: value.clone() for name, value in named_tensors(model).items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Average the present weights in; call once per optimiser step."""
+        decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
+        self.averages += 1
+        average: list[Tensor] = []
+        present: list[Tensor] = []
+        for name, value in named_tensors(model).items():
+            if value.is_floating_point():
+                average.append(self._tensors[name])
+                present.append(value)
+            else:
+                self._tensors[name].copy_(value)
+        get_ema_multi_avg_fn(decay)(tuple(average), tuple(present), None)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """The averaged weights stand in `model` inside the context; the exact raw ones come back after it."""
+        raw = {name: value.clone() for name, value in named_tensors(model).items()}
+        try:
+            load_tensors(model, self._tensors, "EMA")
+            yield
+        finally:
+            load_tensors(model, raw)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
+        return dict(self._tensors)
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
+        """Restore; `averages` is the number of averages so far. ValueError when the names differ."""
+        if odd := sorted(set(tensors) ^ set(self._tensors)):
+            raise ValueError(f"EMA: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
+        for name, value in self._tensors.items():
+            value.copy_(tensors[name])
+        self.averages = averages

@@ -1,0 +1,248 @@
+"""Parameter groups, schedule, averaged weights, state by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy_task import ToyNet
+
+from matrixlib import config as configuration
+from matrixlib.config import OptimConfig
+from matrixlib.engine import optim
+from matrixlib.engine.optim import EMA, Schedule
+
+CPU = torch.device("cpu")
+
+
+def settings(**changes: object) -> OptimConfig:
+    return configuration.load("demo").optim.model_copy(update=changes)
+
+
+class Wrapper(nn.Module):
+    """What torch.compile puts around a module, without compiling."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x: Tensor) -> object:
+        return self._orig_mod(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 12)
+        self.bias = nn.Parameter(torch.zeros(2, 8, 8))
+        self.position = nn.Parameter(torch.zeros(1, 4, 8, 8))
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Zoo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.batch_norm = nn.BatchNorm2d(4)
+        self.group_norm = nn.GroupNorm(2, 4)
+        self.layer_norm = nn.LayerNorm((4, 8, 8))  # an affine norm with three dimensions
+        self.attention = Attention()
+        self.packed = nn.MultiheadAttention(4, 2)
+        self.embedding = nn.Embedding(5, 4)
+        self.tied = nn.Linear(4, 5)
+        self.tied.weight = self.embedding.weight
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+
+def test_weight_decay_only_on_matrices_and_kernels() -> None:
+    model = Zoo()
+    groups = optim.parameter_groups(model, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    plain = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
+    assert decayed == {
+        "convolution.weight",
+        "attention.project.weight",
+        "packed.in_proj_weight",
+        "packed.out_proj.weight",
+    }
+    assert {"attention.bias", "attention.position", "embedding.weight", "layer_norm.weight"} <= plain
+    assert decayed | plain == {name for name in names.values() if not name.startswith("frozen")}
+    assert sum(len(group["params"]) for group in groups) == len(decayed | plain)
+
+
+def test_adamw_is_fused_on_the_cpu_and_says_so() -> None:
+    adamw = optim.optimiser(ToyNet(), settings(), CPU)
+    assert adamw.defaults["fused"] is True
+    assert not adamw.defaults["foreach"]
+    assert "fused" in optim.describe(adamw)
+    foreach = optim.optimiser(ToyNet().to("meta"), settings(), torch.device("meta"))
+    assert foreach.defaults["foreach"] is True
+    assert "foreach" in optim.describe(foreach)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="requires_grad"):
+        optim.optimiser(ToyNet().requires_grad_(False), settings(), CPU)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(100, 10), (100, 0), (100, 1), (2, 10), (1, 10), (7, 3), (60, 59)]
+)
+def test_schedule_shape(kind: str, steps: int, warmup: int) -> None:
+    peak, final = 3e-3, 0.05
+    schedule = Schedule.of(
+        settings(learning_rate=peak, schedule=kind, final_fraction=final, warmup_steps=warmup), steps
+    )
+    rates = [schedule(update) for update in range(steps)]
+    assert all(0 < rate <= peak for rate in rates)
+    assert max(rates) == peak
+    if steps > 1:
+        assert rates[-1] == (peak if kind == "constant" else peak * final)
+    top = rates.index(peak)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert schedule(steps + 50) == rates[-1]
+
+
+def test_warm_up_starts_at_one_part_of_the_peak() -> None:
+    schedule = Schedule.of(settings(learning_rate=1.0, warmup_steps=10), 100)
+    assert [schedule(update) for update in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert schedule(55) == pytest.approx(0.05 + 0.95 * 0.5, abs=0.02)  # half-way down, not at 0
+
+
+def test_ema_by_hand_with_decay_warm_up() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    ema = EMA(model, 0.5)
+    expected = 1.0
+    for update, value in enumerate([2.0, 5.0, -1.0, 4.0, 0.0, 7.0, 7.0, 1.0, 1.0, 2.0]):
+        nn.init.constant_(model.weight, value)
+        ema.update(model)
+        decay = min(0.5, (1 + update) / (10 + update))
+        expected = decay * expected + (1 - decay) * value
+    assert ema.state_dict()["weight"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_ema_averages_batchnorm_statistics_and_copies_integers() -> None:
+    """torch's AveragedModel copies raw statistics, which do not belong to averaged weights."""
+    model = ToyNet(norm="batch")
+    ema = EMA(model, 0.9)
+    mean, counter = model.norm.running_mean, model.norm.num_batches_tracked
+    with torch.no_grad():
+        for value in (1.0, 2.0):
+            mean.fill_(value)
+            counter.fill_(int(value))
+            ema.update(model)
+    second = 2 / 11
+    expected = second * (0.1 * 0 + 0.9 * 1.0) + (1 - second) * 2.0
+    assert ema.state_dict()["norm.running_mean"][0].item() == pytest.approx(expected)
+    assert ema.state_dict()["norm.num_batches_tracked"].item() == 2
+
+
+def test_applied_swaps_and_restores_exactly_even_after_an_error() -> None:
+    model = ToyNet(norm="batch")
+    ema = EMA(model, 0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    raw = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = {}
+
+    def inside() -> None:
+        with ema.applied(model):
+            seen.update({name: value.clone() for name, value in model.state_dict().items()})
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        inside()
+    assert all(torch.equal(value, ema.state_dict()[name]) for name, value in seen.items())
+    assert not torch.equal(seen["inner.weight"], raw["inner.weight"])
+    assert all(torch.equal(value, raw[name]) for name, value in model.state_dict().items())
+
+
+def test_names_are_plain_under_a_compiled_wrapper() -> None:
+    model = ToyNet()
+    wrapped = Wrapper(model)
+    assert all(name.startswith("_orig_mod.") for name in wrapped.state_dict())  # the trap
+    ema = EMA(wrapped, 0.9)
+    ema.update(wrapped)
+    adamw = optim.optimiser(wrapped, settings(), CPU)
+    wrapped(torch.randn(4, 6))["class"].sum().backward()
+    adamw.step()
+    names = set(model.state_dict())
+    assert set(optim.named_tensors(wrapped)) == set(ema.state_dict()) == names
+    states = optim.optimiser_tensors(adamw, wrapped)
+    assert {key.rpartition("/")[0] for key in states} == {"classes.weight", "classes.bias"} | {
+        n for n in names if n.startswith(("inner", "norm"))
+    }
+
+
+def test_aliases_stand_once() -> None:
+    model = Zoo()
+    tensors = optim.named_tensors(model)
+    assert "embedding.weight" in tensors
+    assert "tied.weight" not in tensors
+    other = Zoo()
+    optim.load_tensors(other, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_loading_other_tensors_is_refused_and_changes_nothing(change: str) -> None:
+    model = ToyNet()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tensors = {name: value + 1 for name, value in before.items()}
+    if change == "missing":
+        del tensors["inner.weight"]
+    elif change == "unknown":
+        tensors["extra"] = torch.zeros(1)
+    else:
+        tensors["plane.bias"] = torch.zeros(2)
+    with pytest.raises(
+        ValueError, match={"missing": "inner.weight", "unknown": "extra", "shape": "plane"}[change]
+    ):
+        optim.load_tensors(model, tensors)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_optimiser_state_by_name_continues_bit_for_bit(layout: torch.memory_format) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).to(
+            memory_format=layout
+        )
+
+    def go(model: nn.Module, adamw: torch.optim.Optimizer, start: int, stop: int) -> None:
+        for index in range(start, stop):
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(index))
+            adamw.zero_grad()
+            model(x).square().sum().backward()
+            adamw.step()
+
+    whole = build()
+    go(whole, optim.optimiser(whole, settings(), CPU), 0, 6)
+    first = build()
+    adamw = optim.optimiser(first, settings(), CPU)
+    go(first, adamw, 0, 3)
+    tensors = {k: v.clone().contiguous() for k, v in optim.named_tensors(first).items()}
+    states = {k: v.clone().contiguous() for k, v in optim.optimiser_tensors(adamw, first).items()}
+    second = build()
+    optim.load_tensors(second, tensors)
+    again = optim.optimiser(second, settings(), CPU)
+    optim.load_optimiser(again, second, states)
+    assert states.keys() == optim.optimiser_tensors(again, second).keys()
+    go(second, again, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_optimiser_state_of_another_model_is_refused() -> None:
+    model = ToyNet()
+    adamw = optim.optimiser(model, settings(), CPU)
+    with pytest.raises(ValueError, match=r"trunk\.weight"):
+        optim.load_optimiser(adamw, model, {"trunk.weight/exp_avg": torch.zeros(2)})
+    with pytest.raises(ValueError, match="state"):
+        optim.load_optimiser(adamw, model, {"inner.weight/exp_avg": torch.zeros(2)})

@@ -1,0 +1,152 @@
+"""A task with no chess in it: the class of a point and a noisy plane over it, with targets missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matrixlib.engine.task import Batch
+from matrixlib.runtime import Runtime
+
+FEATURES, CLASSES = 6, 3
+ROW = np.dtype([("x", "<f4", (FEATURES,)), ("label", "i1"), ("target", "<f4"), ("known", "u1")])
+
+
+class ToyNet(nn.Module):
+    """Two layers and two heads; `norm` is "layer", "batch" or "none"."""
+
+    def __init__(self, width: int = 12, dropout: float = 0.0, norm: str = "layer") -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, width)
+        norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+        self.norm = norms[norm](width) if norm in norms else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.classes = nn.Linear(width, CLASSES)
+        self.plane = nn.Linear(width, 1)
+        nn.init.zeros_(self.classes.weight)
+        nn.init.zeros_(self.classes.bias)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.dropout(torch.relu(self.norm(self.inner(x))))
+        return {"class": self.classes(hidden), "plane": self.plane(hidden).squeeze(1)}
+
+
+@dataclass
+class ToyTask:
+    """Terms: "class" (cross-entropy; label -1 = none) and "plane" (squared error; known 0 = none)."""
+
+    width: int = 12
+    dropout: float = 0.0
+    norm: str = "layer"
+    noise: float = 0.1
+    class_weight: float = 1.0
+    plane_weight: float = 0.5
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        return {"class": self.class_weight, "plane": self.plane_weight}
+
+    def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        out = self.prepare_plain(batch, rng)
+        return out | {"x": (out["x"] + rng.normal(0, 0.01, out["x"].shape)).astype(np.float32)}
+
+    def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        records = batch["records"]
+        return {
+            "x": np.ascontiguousarray(records["x"]),
+            "label": records["label"].astype(np.int64),
+            "target": np.ascontiguousarray(records["target"]),
+            "known": np.ascontiguousarray(records["known"]),
+        }
+
+    def build_model(self) -> nn.Module:
+        return ToyNet(self.width, self.dropout, self.norm)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"class": int((batch["label"] >= 0).sum()), "plane": int(batch["known"].sum())}
+
+    def losses(
+        self, model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        out = model(batch["x"])
+        losses, metrics = {}, {}
+        if "class" in active:
+            logits, label = wide(out["class"]), batch["label"]
+            losses["class"] = nn.functional.cross_entropy(logits, label, ignore_index=-1, reduction="sum")
+            metrics["class/hits"] = ((logits.argmax(1) == label) & (label >= 0)).sum()
+        if "plane" in active:
+            error = torch.where(batch["known"] > 0, wide(out["plane"]) - batch["target"], 0.0)
+            losses["plane"] = (error * error).sum()
+            metrics["plane/absolute"] = error.detach().abs().sum()
+        return losses, metrics
+
+    def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        counts = self.counts(batch)
+        power = float((batch["target"].double().square() * batch["known"]).sum())
+        return {
+            "class": (counts["class"] * math.log(CLASSES), 0.0),
+            "plane": (power, counts["plane"] * self.noise**2),
+        }
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        out = model(batch["x"])
+        return {"class": out["class"], "plane": torch.where(batch["known"] > 0, out["plane"], torch.nan)}
+
+
+def wide(value: Tensor) -> Tensor:
+    """At least fp32, whatever the autocast dtype."""
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def toy_records(count: int, seed: int = 0, noise: float = 0.1) -> np.ndarray:
+    """`count` rows; about a third of the labels and a quarter of the planes are missing."""
+    rng = np.random.default_rng(seed)
+    out = np.zeros(count, ROW)
+    x = rng.normal(size=(count, FEATURES)).astype(np.float32)
+    out["x"] = x
+    out["label"] = np.where(rng.random(count) < 0.33, -1, x[:, :CLASSES].argmax(1))
+    out["target"] = x[:, 3] - 0.5 * x[:, 4] + noise * rng.normal(size=count)
+    out["known"] = rng.random(count) >= 0.25
+    return out
+
+
+def toy_batch(count: int, seed: int = 0) -> Batch:
+    """Prepared host tensors, B = count."""
+    arrays = ToyTask().prepare_plain({"records": toy_records(count, seed)}, np.random.default_rng(0))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def toy_batches(size: int, seed: int = 0) -> Callable[[int, int], Iterator[Batch]]:
+    """A loader's `batches(start, stop)`: batch i depends on (seed, i) alone."""
+
+    def batches(start: int, stop: int) -> Iterator[Batch]:
+        for index in range(start, stop):
+            yield toy_batch(size, seed=1000 * seed + index)
+
+    return batches
+
+
+def toy_runtime(micro_batch: int = 8, **changes: Any) -> Runtime:
+    """A real Runtime on the CPU in fp32, eager, one thread."""
+    return Runtime(
+        **{
+            "device": "cpu",
+            "dtype": "fp32",
+            "scaler": False,
+            "tf32": False,
+            "channels_last": False,
+            "compile": False,
+            "threads": 1,
+            "workers": 0,
+            "prefetch": 2,
+            "micro_batch": micro_batch,
+            "reasons": (),
+            **changes,
+        }
+    )
