@@ -44,17 +44,9 @@ PAWN, KNIGHT, BISHOP, ROOK, QUEEN, KING = range(6)
 NO_MOVE = 0xFFFF
 
 # Policy planes 0-55: ray d * 7 + steps - 1; 56-63: knight jumps; 64-72: 64 + piece (N B R) * 3 + direction.
-RAYS = (
-    (0, 1),
-    (0, -1),
-    (1, 0),
-    (-1, 0),
-    (1, 1),
-    (-1, 1),
-    (1, -1),
-    (-1, -1),
-)  # (dfile, drank): N S E W NE NW SE SW
-JUMPS = ((-1, -2), (1, -2), (-2, -1), (2, -1), (-2, 1), (2, 1), (-1, 2), (1, 2))  # (dfile, drank)
+# Steps as (dfile, drank), the rays N S E W NE NW SE SW.
+RAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
+JUMPS = ((-1, -2), (1, -2), (-2, -1), (2, -1), (-2, 1), (2, 1), (-1, 2), (1, 2))
 UNDER_FILES = (0, -1, 1)  # direction 0, 1, 2 of an under-promotion: file change
 
 
@@ -101,8 +93,8 @@ def _pair_tables() -> tuple[U64, U64]:
 def _policy_tables() -> tuple[NDArray[np.int16], U16]:
     """POLICY_INDEX (64, 64) by from and to (-1: no such move) and POLICY_MOVE (4672,), the inverse.
 
-    POLICY_INDEX holds all moves but under-promotions. POLICY_MOVE holds from | to << 6 | promotion << 12, with
-    the promotion only for under-promotions (a ray to the last rank is a queen promotion if a pawn makes it),
+    POLICY_INDEX holds all moves but under-promotions. POLICY_MOVE: from | to << 6 | promotion << 12, with the
+    promotion only for under-promotions (a ray to the last rank is a queen promotion if a pawn makes it),
     NO_MOVE for an index that leads off the board or under-promotes from elsewhere than the seventh rank.
     """
     index, move = np.full((64, 64), -1, np.int16), np.full(POLICY_SIZE, NO_MOVE, np.uint16)
@@ -849,9 +841,10 @@ def attack_counts(pieces: ArrayLike) -> U8:
 def ssl_maps(pieces: ArrayLike) -> U64:
     """Self-supervised target maps (N, 5) uint64: threat, pin, fork, control_ours, control_theirs.
 
-    Attacks are python-chess's `attackers_mask` (pins ignored). threat: attacked by the opponent. pin: pieces of
-    either side pinned to their own king. fork: pieces of either side that attack two or more enemy
-    pieces each of which is the king, worth more (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
+    Attacks are python-chess's `attackers_mask` (pins ignored).
+    threat: attacked by the opponent. pin: pieces of either side pinned to their own king.
+    fork: pieces of either side that attack two or more enemy pieces each of which is the king, worth more (P 1,
+    N 3, B 3, R 5, Q 9, K above all) or undefended.
     control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
     """
     return _ssl_batch(_boards(pieces))

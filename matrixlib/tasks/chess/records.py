@@ -1,0 +1,283 @@
+"""The chess record: a position and what is known about it, 55 bytes, always seen from the side to move.
+
+For Black the ranks are mirrored, the files kept and the colours swapped (`chess.Board.mirror`), so "ours" is
+always the side to move and always moves up. Policy indices are on that same oriented board: from-square * 73 +
+plane, planes as in Matrix0's encoder read as White: 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63 knight
+jumps, 64-72 under-promotions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import chess
+import numpy as np
+from numpy.typing import NDArray
+
+from matrixlib.data.shards import Layout
+from matrixlib.tasks.chess import bitboard
+
+RECORD = np.dtype(
+    [
+        (
+            "pieces",
+            "u1",
+            32,
+        ),  # square s in nibble s & 1 (low first) of byte s >> 1; 0-5 ours, 6-11 theirs, 12 empty
+        ("castling", "u1"),  # 1 our king's side, 2 our queen's side, 4 and 8 theirs
+        ("en_passant", "i1"),  # file 0-7 where a capture is legal, else -1
+        ("halfmove", "u1"),  # half moves since a capture or pawn move, at most 255
+        ("repetition", "u1"),  # earlier occurrences of the position: 0, 1, 2 (or more)
+        ("side", "u1"),  # 0 White to move, 1 Black
+        ("result", "i1"),  # of the game, from the side to move: 1 win, 0 draw, -1 loss, 2 unknown
+        ("ply", "<u2"),  # half moves since the start of the game
+        ("wdl", "<u2", 3),  # win, draw, loss of the side to move, sum 65535; all 0 unknown
+        ("source", "u1"),
+        ("game", "<u8"),  # id of the game, for splits by game
+    ]
+)
+LAYOUT = Layout("chess", 1, RECORD, {"policy": {"index": np.dtype("<u2"), "weight": np.dtype("<u2")}})
+UNKNOWN = 2  # result
+WDL_SUM = 65535
+POLICY_SIZE = bitboard.POLICY_SIZE
+
+Batch = dict[str, np.ndarray]
+Records = NDArray[np.void]
+
+_CORNERS = (chess.BB_H1, chess.BB_A1, chess.BB_H8, chess.BB_A8)
+_UNPLAYABLE = (
+    chess.STATUS_NO_WHITE_KING
+    | chess.STATUS_NO_BLACK_KING
+    | chess.STATUS_TOO_MANY_KINGS
+    | chess.STATUS_PAWNS_ON_BACKRANK
+    | chess.STATUS_OPPOSITE_CHECK
+)
+
+
+# Positions
+
+
+def parse_fen(fen: str) -> chess.Board:
+    """The board of a FEN. ValueError, naming it, if it is not a FEN or the position can't be played."""
+    try:
+        board = chess.Board(fen)
+    except ValueError as error:
+        raise ValueError(f"not a FEN: '{fen}' ({error})") from error
+    problems = board.status() & _UNPLAYABLE
+    if problems:
+        raise ValueError(f"FEN '{fen}' is not a position of chess: {problems!r}")
+    return board
+
+
+def _castling(board: chess.Board) -> int:
+    rights = board.clean_castling_rights()
+    if not rights:
+        return 0
+    if board.chess960:
+        raise ValueError(f"Chess960 castling is not supported: '{board.fen()}'; set board.chess960 = False")
+    own, other = (_CORNERS[:2], _CORNERS[2:]) if board.turn else (_CORNERS[2:], _CORNERS[:2])
+    return sum(1 << bit for bit, corner in enumerate((*own, *other)) if rights & corner)
+
+
+def _repetition(board: chess.Board) -> int:
+    # Four reversible half moves are the shortest way back to a position.
+    if board.halfmove_clock < 4 or len(board.move_stack) < 4 or not board.is_repetition(2):
+        return 0
+    return 2 if board.is_repetition(3) else 1
+
+
+def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
+    """Records (N,) of N boards; `fields` set other columns (a scalar, or N values each).
+
+    Unless given, result is unknown, wdl, source and game are 0, ply follows from the full-move number, and
+    repetition from the board's move stack. ValueError names the FEN of a board that can't be played.
+    """
+    boards = list(boards)
+    unknown = set(fields) - (set(RECORD.names or ()) - {"pieces"})
+    if unknown:
+        raise ValueError(f"no such field of a record: {sorted(unknown)}")
+    records = np.zeros(len(boards), RECORD)
+    if not boards:
+        return records
+    masks = np.array(
+        [(b.pawns, b.knights, b.bishops, b.rooks, b.queens, b.kings, *b.occupied_co) for b in boards],
+        np.uint64,
+    )
+    black = np.array([not b.turn for b in boards])
+    own, other = np.where(black, (masks[:, 6], masks[:, 7]), (masks[:, 7], masks[:, 6]))
+    oriented = np.concatenate([masks[:, :6] & own[:, None], masks[:, :6] & other[:, None]], axis=1)
+    oriented[black] = oriented[black].byteswap()  # a byte is a rank
+    _check(boards, oriented)
+    records["pieces"] = bitboard.pieces_of(oriented)
+    records["castling"] = [_castling(b) for b in boards]
+    last = (chess.BB_RANK_3, chess.BB_RANK_6)
+    files = [
+        chess.square_file(b.ep_square)
+        if b.ep_square is not None and chess.BB_SQUARES[b.ep_square] & last[b.turn]
+        else -1
+        for b in boards
+    ]
+    records["en_passant"] = bitboard.legal_en_passant(records["pieces"], files)
+    records["halfmove"] = [min(b.halfmove_clock, 255) for b in boards]
+    records["side"] = black
+    records["result"] = UNKNOWN
+    if "ply" not in fields:
+        records["ply"] = [min(b.ply(), 65535) for b in boards]
+    if "repetition" not in fields:
+        records["repetition"] = [_repetition(b) for b in boards]
+    for name, value in fields.items():
+        records[name] = value
+    return records
+
+
+def _check(boards: Sequence[chess.Board], oriented: NDArray[np.uint64]) -> None:
+    kings = np.bitwise_count(oriented[:, [5, 11]])
+    backrank = np.uint64(chess.BB_BACKRANKS)
+    bad = (kings != 1).any(1) | ((oriented[:, 0] | oriented[:, 6]) & backrank != 0)
+    turned = np.concatenate([oriented[:, 6:], oriented[:, :6]], axis=1).byteswap()
+    bad |= bitboard.in_check(bitboard.pieces_of(turned))
+    if bad.any():
+        board = boards[int(bad.argmax())]
+        raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
+
+
+def from_board(board: chess.Board, **fields: Any) -> np.void:
+    """The record of one board; see `from_boards`."""
+    record: np.void = from_boards([board], **fields)[0]
+    return record
+
+
+def to_board(record: np.void | Records) -> chess.Board:
+    """The board, in real colours, of one record; full-move number from ply, no move stack."""
+    row = np.atleast_1d(record)[0]
+    masks = bitboard.bitboards(row["pieces"][None])[0]
+    black, castling, file = bool(row["side"]), int(row["castling"]), int(row["en_passant"])
+    if black:
+        masks = np.concatenate([masks[6:], masks[:6]]).byteswap()
+    values = [int(m) for m in masks]
+    white, dark = values[:6], values[6:]
+    board = chess.Board(None)
+    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings = (
+        a | b for a, b in zip(white, dark, strict=True)
+    )
+    board.occupied_co[chess.WHITE], board.occupied_co[chess.BLACK] = sum(white), sum(dark)
+    board.occupied = sum(values)
+    board.turn = not black
+    corners = _CORNERS[2:] + _CORNERS[:2] if black else _CORNERS
+    board.castling_rights = sum(corner for bit, corner in enumerate(corners) if castling >> bit & 1)
+    board.ep_square = None if file < 0 else chess.square(file, 2 if black else 5)
+    board.halfmove_clock = int(row["halfmove"])
+    board.fullmove_number = int(row["ply"]) // 2 + 1
+    return board
+
+
+# Moves
+
+
+def policy_index(move: chess.Move, turn: chess.Color) -> int:
+    """Policy index 0-4671 of a move made by `turn`, on the oriented board. ValueError if nothing moves so."""
+    flip = 0 if turn else 56
+    promotion = 0 if move.promotion is None else move.promotion - 1
+    index = -1
+    if move and move.drop is None and promotion <= 4:
+        code = (move.from_square ^ flip) | (move.to_square ^ flip) << 6 | promotion << 12
+        index = bitboard.policy_index_of(code)
+    if index < 0:
+        raise ValueError(f"move '{move.uci()}' of {chess.COLOR_NAMES[turn]} has no policy index")
+    return index
+
+
+def move_from_index(index: int, board: chess.Board) -> chess.Move:
+    """The legal move of a policy index for the side to move of a board. ValueError if there is none."""
+    code = int(bitboard.POLICY_MOVE[index]) if 0 <= index < POLICY_SIZE else bitboard.NO_MOVE
+    if code == bitboard.NO_MOVE:
+        raise ValueError(f"policy index {index} leads to no square of the board")
+    flip = 0 if board.turn else 56
+    origin, target, promotion = (code & 63) ^ flip, (code >> 6 & 63) ^ flip, code >> 12
+    if promotion:
+        move = chess.Move(origin, target, promotion + 1)
+    elif (code >> 6 & 63) >= 56 and board.pawns & chess.BB_SQUARES[origin]:
+        move = chess.Move(origin, target, chess.QUEEN)
+    else:
+        move = chess.Move(origin, target)
+    if not board.is_legal(move):
+        raise ValueError(f"policy index {index}, move '{move.uci()}', is not legal in '{board.fen()}'")
+    return move
+
+
+def legal_indices(records: np.void | Records) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Policy indices of all legal moves: values (K,) uint16, ascending in a row; offsets (N + 1,) int64."""
+    rows = np.atleast_1d(records)
+    return bitboard.legal_policy_indices(rows["pieces"], rows["castling"], rows["en_passant"])
+
+
+def play(records: Records, moves: NDArray[np.uint16]) -> Records:
+    """Play one legal move (N,) (`bitboard.legal_moves` codes) in each record: the positions that arise.
+
+    ply, side and clock move on; repetition needs the game's history, so it is 0; wdl, an estimate of the old
+    position, is dropped; result is turned to the new side to move; source and game are kept.
+    """
+    after = records.copy()
+    state = bitboard.make_moves(
+        records["pieces"], records["castling"], records["en_passant"], records["halfmove"], moves
+    )
+    for name, column in zip(("pieces", "castling", "en_passant", "halfmove"), state, strict=True):
+        after[name] = column
+    after["repetition"], after["wdl"] = 0, 0
+    after["side"] = 1 - records["side"]
+    after["ply"] = np.minimum(records["ply"].astype(np.int64) + 1, 65535)
+    after["result"] = np.where(records["result"] == UNKNOWN, UNKNOWN, -records["result"])
+    return after
+
+
+# Left-right mirror
+
+
+def _mirror_table() -> NDArray[np.uint16]:
+    rays, jumps = bitboard.RAYS, bitboard.JUMPS
+    plane = np.zeros(bitboard.PLANES, np.int64)
+    for d, (file, rank) in enumerate(rays):
+        plane[d * 7 : d * 7 + 7] = rays.index((-file, rank)) * 7 + np.arange(7)
+    for j, (file, rank) in enumerate(jumps):
+        plane[56 + j] = 56 + jumps.index((-file, rank))
+    for piece in range(3):
+        for direction, file in enumerate(bitboard.UNDER_FILES):
+            plane[64 + piece * 3 + direction] = 64 + piece * 3 + bitboard.UNDER_FILES.index(-file)
+    squares = np.arange(64)[:, None] ^ 7
+    return (squares * bitboard.PLANES + plane).reshape(-1).astype(np.uint16)
+
+
+mirror_index = _mirror_table()  # (4672,): the policy index after mirroring left and right; its own inverse
+
+
+def mirrorable(records: Records) -> NDArray[np.bool_]:
+    """Rows (N,) for which mirroring is an exact symmetry: those where no castling right is left."""
+    return np.asarray(records["castling"] == 0)
+
+
+def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Nibble maps (N, 32) with the files a-h turned to h-a."""
+    ranks = pieces.reshape(-1, 8, 4)[:, :, ::-1]
+    swapped: NDArray[np.uint8] = (ranks >> 4) | (ranks << 4)
+    return swapped.reshape(-1, 32)
+
+
+def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
+    """Mirror the chosen rows (B,) bool of a batch left and right: pieces, en-passant file and policy.
+
+    The policy entries of each row are sorted again, so indices stay ascending, with their weights. Returns a
+    new batch. ValueError if a chosen row has castling rights left: its mirror image is no position of chess.
+    """
+    records = batch["records"].copy()
+    refused = np.flatnonzero(rows & ~mirrorable(records))
+    if len(refused):
+        raise ValueError(
+            f"row {refused[0]} has castling rights left, so it can't be mirrored: use mirrorable(records)"
+        )
+    records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
+    files = records["en_passant"]
+    records["en_passant"] = np.where(rows & (files >= 0), 7 - files, files)
+    index, weight = batch["policy_index"].copy(), batch["policy_weight"].copy()
+    bitboard.mirror_policy(index, weight, batch["policy_offset"], rows, mirror_index)
+    return {**batch, "records": records, "policy_index": index, "policy_weight": weight}
