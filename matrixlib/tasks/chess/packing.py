@@ -1,0 +1,238 @@
+"""From generated chunks to training records: policy and win-draw-loss targets, duplicates out, split by game.
+
+Everything here is integer arithmetic on what the engine said, so packing again gives the same bytes
+everywhere. The policy target is kept as levels: level k means exp(-k / 10) times the best move's weight, that
+is a softmax at 50 centipawns in steps of 5; levels are also what the shipped sample set stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matrixlib.data.shards import Batch, ShardInfo, concat, select, write_shard
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.records import LAYOUT, RECORD
+from matrixlib.tasks.chess.sources import chunks
+from matrixlib.tasks.chess.stockfish import CENTIPAWN_LIMIT, MATE
+
+PACKING = 1  # version of the rules in this file
+SOURCE = 1  # RECORD's source: played and labelled by Stockfish
+SHARD = 32768  # records in a shard
+TEMPERATURE = 50  # centipawns
+STEP = 5  # centipawns of a level
+NO_WEIGHT = 81  # levels from here on (more than 400 centipawns behind) have no weight
+MARGIN = 10  # centipawns by which a move outside the deep lines is at least behind the last of them
+CENTIPAWNS = 2000  # scores are cut here: beyond, the rank of winning moves is noise
+MATE_VALUE, MATE_STEP, MATE_MOVES = 3000, 50, 15  # a mate in k counts 3000 - 50 min(k, 15) centipawns
+VALIDATION = 50  # per mille of the games
+WEIGHTS = np.array(
+    [int((Decimal(-k * STEP) / TEMPERATURE).exp() * 10**6) for k in range(NO_WEIGHT)] + [0], dtype=np.int64
+)
+
+
+@dataclass
+class Seen:
+    """Keys of the positions that were taken, from all games of both splits."""
+
+    keys: set[bytes] = field(default_factory=set)
+    duplicates: int = 0
+
+
+def values(scores: np.ndarray) -> np.ndarray:
+    """Stored scores (see stockfish.MATE) as centipawns: a shorter mate is better, any mate best."""
+    scores = scores.astype(np.int64)
+    moves = np.minimum(MATE - np.abs(scores), MATE_MOVES)
+    mates = np.sign(scores) * (MATE_VALUE - MATE_STEP * moves)
+    return np.where(np.abs(scores) > CENTIPAWN_LIMIT, mates, np.clip(scores, -CENTIPAWNS, CENTIPAWNS))
+
+
+def levels(chunk: Batch) -> np.ndarray:
+    """(K,) u1 policy levels of all legal moves, in the order of the chunk's `legal`.
+
+    The deep search decides about its own lines. It also says that every other move is worse than the last of
+    them, so the shallow score of the others is cut there (less MARGIN): without that, a blunder that only
+    the shallow search likes would keep its weight.
+    """
+    offset = chunk["legal_offset"].astype(np.int64)
+    value = values(chunk["score"])
+    rows = np.repeat(np.arange(len(offset) - 1), np.diff(offset))
+    deep, deep_value = chunk["deep"].astype(np.int64), values(chunk["deep_score"])
+    valid = deep != 255
+    last = np.where(valid, deep_value, np.iinfo(np.int64).max).min(axis=1)
+    value = np.minimum(value, (last - MARGIN)[rows])
+    for line in range(deep.shape[1]):
+        mask = valid[:, line]
+        value[offset[:-1][mask] + deep[mask, line]] = deep_value[mask, line]
+    best = np.maximum.reduceat(value, offset[:-1]) if len(rows) else value
+    return np.minimum((best[rows] - value + STEP // 2) // STEP, NO_WEIGHT).astype(np.uint8)
+
+
+def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2 that sum to 65535 in each row."""
+    if not len(level):
+        return np.zeros(0, "<u2")
+    raw = WEIGHTS[level]
+    length = np.diff(offset)
+    total = np.add.reduceat(raw, offset[:-1])
+    weight = raw * 65535 // np.repeat(total, length)
+    missing = 65535 - np.add.reduceat(weight, offset[:-1])
+    row = np.repeat(np.arange(len(length)), length)
+    best = np.flatnonzero(level == np.repeat(np.minimum.reduceat(level, offset[:-1]), length))
+    first = best[np.unique(row[best], return_index=True)[1]]
+    weight[first] += missing
+    return weight.astype("<u2")
+
+
+def wdl_of(per_mille: np.ndarray) -> np.ndarray:
+    """(n, 3) per mille to (n, 3) u2 that sum to 65535; the remainder goes to the likeliest."""
+    scaled = per_mille.astype(np.int64) * 65535 // 1000
+    scaled[np.arange(len(scaled)), scaled.argmax(axis=1)] += 65535 - scaled.sum(axis=1)
+    return scaled.astype("<u2")
+
+
+def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Policy index (K,) u2 ascending in each row, the levels in that order, and offsets (n+1,) int64.
+
+    Raises ValueError where the engine's moves are not the legal moves.
+    """
+    moves, index, offset = bitboard.legal_moves(chunk["pieces"], chunk["castling"], chunk["en_passant"])
+    theirs = chunk["legal_offset"].astype(np.int64)
+    if not np.array_equal(offset, theirs):
+        raise ValueError("the engine lists other numbers of moves than are legal: delete the chunk")
+    rows = np.repeat(np.arange(len(offset) - 1), np.diff(offset)) << 16
+    code = chunk["legal"].astype(np.int64)
+    code -= np.where(code >> 12, 1 << 12, 0)  # python-chess counts the knight as 2, bitboard as 1
+    ours, found = np.argsort(rows + moves), np.argsort(rows + code)
+    if not np.array_equal((rows + moves)[ours], (rows + code)[found]):
+        raise ValueError("the engine lists moves that are not legal: delete the chunk")
+    placed = np.empty_like(level)
+    placed[ours] = level[found]
+    return index.astype("<u2"), placed, offset.astype("<i8")
+
+
+def keys_of(records: np.ndarray) -> list[bytes]:
+    """A key for each record that equal positions share: orientation has taken the colours out, and where no
+    castling right is left, the left-right mirror image counts as equal."""
+    pieces = records["pieces"]
+    squares = np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 32, 2)
+    mirrored = squares[:, :, 0] | squares[:, :, 1] << 4
+    file = records["en_passant"]
+    keys = []
+    for plain, image, ep, castling in zip(pieces, mirrored, file, records["castling"], strict=True):
+        key = plain.tobytes() + bytes((castling, ep + 1))
+        if not castling:
+            key = min(key, image.tobytes() + bytes((0, 8 - ep if ep >= 0 else 0)))
+        keys.append(hashlib.blake2b(key, digest_size=16).digest())
+    return keys
+
+
+def is_validation(game: np.ndarray) -> np.ndarray:
+    """Which split each game id (n,) u8, itself a hash, belongs to."""
+    return game // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
+
+
+def convert(chunk: Batch, seen: Seen) -> tuple[Batch, np.ndarray, np.ndarray]:
+    """A chunk's new positions as a batch, their levels (K,) u1, and win and loss per mille (n, 2) u2."""
+    n = len(chunk["ply"])
+    game = chunk["game"].astype(np.int64)
+    records = np.zeros(n, RECORD)
+    for name in ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply"):
+        records[name] = chunk[name]
+    white = chunk["result"][game]
+    records["result"] = np.where((chunk["side"] == 1) & (white != 2), -white, white)
+    records["wdl"] = wdl_of(chunk["wdl"])
+    records["source"] = SOURCE
+    records["game"] = chunk["game_id"][game]
+    index, level, offset = ordered(chunk, levels(chunk))
+    weight = weights_of(level, offset)
+    keep = []
+    for row, key in enumerate(keys_of(records)):
+        if key in seen.keys:
+            seen.duplicates += 1
+        else:
+            seen.keys.add(key)
+            keep.append(row)
+    rows = np.array(keep, dtype=np.int64)
+    batch: Batch = {
+        "records": records,
+        "policy_offset": offset,
+        "policy_index": index,
+        "policy_weight": weight,
+    }
+    kept = np.zeros(n, bool)
+    kept[rows] = True
+    wdl = chunk["wdl"][rows][:, [0, 2]]
+    return select(batch, rows, LAYOUT), level[np.repeat(kept, np.diff(offset))], wdl
+
+
+def converted(folder: Path, limit: int | None = None) -> Iterator[Batch]:
+    """Batches of new positions, chunk by chunk in order, `limit` positions in all."""
+    seen, count = Seen(), 0
+    for number, chunk in chunks(folder):
+        try:
+            batch = convert(chunk, seen)[0]
+        except ValueError as error:
+            raise ValueError(f"chunk {number} of {folder}: {error}") from error
+        if limit is not None and count + len(batch["records"]) > limit:
+            batch = select(batch, np.arange(limit - count), LAYOUT)
+        count += len(batch["records"])
+        yield batch
+        if count == limit:
+            return
+
+
+def provenance(work: Path, created: str | None = None) -> dict[str, Any]:
+    """The meta data of shards made from a work folder, but the split. `created`: by default when it began."""
+    path = work / "generator.json"
+    if not path.exists():
+        raise ValueError(f"{work} holds no generated games: call sources.generate first")
+    generator = json.loads(path.read_text())
+    began = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
+    rules = {"version": PACKING, "temperature": TEMPERATURE, "step": STEP, "margin": MARGIN}
+    return {
+        "source": "stockfish",
+        "generator": {**generator, "packing": rules},
+        "seed": generator["parameters"]["seed"],
+        "created": created or began.isoformat(timespec="seconds").replace("+00:00", "Z"),
+    }
+
+
+def write_split(folder: Path, split: str, batch: Batch, meta: dict[str, Any]) -> list[ShardInfo]:
+    """Writes a split as shards of SHARD records, game order kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    infos = []
+    for number, start in enumerate(range(0, len(batch["records"]), SHARD)):
+        rows = np.arange(start, min(start + SHARD, len(batch["records"])))
+        path = folder / f"{meta['source']}_{split}_{number:03d}.npz"
+        infos.append(write_shard(path, LAYOUT, select(batch, rows, LAYOUT), {**meta, "split": split}))
+    return infos
+
+
+def pack(
+    work: Path | str, out: Path | str, limit: int | None = None, created: str | None = None
+) -> list[ShardInfo]:
+    """Packs the finished chunks of `work` into shards in `out`; at most `limit` positions.
+
+    A position is in one split only and there once, its mirror image and its colour-swapped image included;
+    games are whole in one split, about 5 % of them in validation. Opening the folder as a catalogue takes the
+    shards in. Raises ValueError for an empty or damaged work folder.
+    """
+    work, out = Path(work), Path(out)
+    meta = provenance(work, created)
+    batch = concat(list(converted(work, limit)), LAYOUT)
+    if not len(batch["records"]):
+        raise ValueError(f"{work} holds no finished chunk: call sources.generate first")
+    validation = is_validation(batch["records"]["game"])
+    infos = []
+    for split, mask in (("train", ~validation), ("validation", validation)):
+        infos += write_split(out, split, select(batch, np.flatnonzero(mask), LAYOUT), meta)
+    return infos
