@@ -83,14 +83,21 @@ def recomputed(block: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def _untracked(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
-    """While a block is run again, its batch must not enter the running statistics a second time."""
+    """While a block is run again, its batch must not enter the running statistics a second time.
+
+    A momentum of 0 keeps them bit for bit; `track_running_stats` off would change what autograd saves.
+    """
+    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum = 0.0
+        norm.num_batches_tracked = (
+            norm.num_batches_tracked.clone() if norm.num_batches_tracked is not None else None
+        )
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, momentum, counter in kept:
+            norm.momentum, norm.num_batches_tracked = momentum, counter
 
 
 class ConvNorm(nn.Module):
@@ -183,7 +190,13 @@ class ResidualBlock(nn.Module):
         self.scale = scale
 
     def initialise(self) -> None:
-        """Scale what ends the branch, so that the sum of all branches starts at about the size of one."""
+        """Scale what ends the branch, so that the sum of all branches starts at about the size of one.
+
+        Not where an activation other than ReLU follows the sum: it shrinks the stream at every block, and
+        needs the whole branch to fill it up again.
+        """
+        if not self.preact and self.activation is not F.relu:
+            return
         end = (self.convs if self.preact else self.norms)[-1]
         with torch.no_grad():
             end.get_parameter("weight").mul_(self.scale)

@@ -1,0 +1,321 @@
+"""Reading networks of Matrix0 (github.com/lukifer23/Matrix0): its options and its checkpoints.
+
+Loading is strict: every key of the file is used exactly once or is a listed alias, and every parameter and
+buffer of ours is filled. The outputs of its network are reproduced to float error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matrixlib.config import (
+    AttentionConfig,
+    ModelConfig,
+    NormConfig,
+    PolicyHeadConfig,
+    ValueHeadConfig,
+)
+from matrixlib.tasks.chess.model import MOVES, PLANES, PolicyValueNet
+
+DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
+    "planes": PLANES,
+    "channels": 160,
+    "blocks": 14,
+    "policy_size": MOVES,
+    "se": True,
+    "se_ratio": 0.25,
+    "attention": True,
+    "attention_heads": 8,
+    "attention_unmasked_mix": 0.2,
+    "attention_relbias": True,
+    "attention_every_k": 3,
+    "chess_features": True,
+    "self_supervised": True,
+    "piece_square_tables": True,
+    "wdl": False,
+    "policy_factor_rank": 0,
+    "norm": "batch",
+    "activation": "relu",
+    "preact": False,
+    "droppath": 0.0,
+    "aux_policy_from_square": False,
+    "aux_policy_move_type": False,
+    "enable_visual": False,
+    "ssl_tasks": ["piece"],
+}
+IGNORED = frozenset(  # of no effect on the network at the commits that this module reads
+    {"visual_encoder_channels", "ssl_curriculum", "ssrl_tasks", "enable_llm_tutor", "llm_model_path"}
+)
+SCHEMAS = ("model_ema", "model", "model_state_dict")
+"""Where weights stand in a checkpoint, best first; Matrix0's training and matches read them in this order."""
+ALIASES = {"ssl_head.": "ssl_piece_head."}
+"""Keys that repeat the tensors of other keys."""
+PREFIXES = ("_orig_mod.", "module.")
+"""Put before every key by torch.compile and DataParallel."""
+COUNTER = "num_batches_tracked"
+NAMES = (  # our name -> its name, first match wins
+    (r"stem\.conv\.", "stem.0."),
+    (r"stem\.norm\.", "stem.1."),
+    (r"features\.square_(conv|norm)\.", r"chess_features.pst_\1."),
+    (r"features\.neighbour_(conv|norm)\.", r"chess_features.interaction_\1."),
+    (r"features\.", "chess_features."),
+    (r"tower\.(\d+)\.convs\.0\.", r"tower.\1.conv1."),
+    (r"tower\.(\d+)\.convs\.1\.", r"tower.\1.conv2."),
+    (r"tower\.(\d+)\.norms\.0\.", r"tower.\1.bn1."),
+    (r"tower\.(\d+)\.norms\.1\.", r"tower.\1.bn2."),
+    (r"tower\.(\d+)\.se\.reduce\.", r"tower.\1.se_fc1."),
+    (r"tower\.(\d+)\.se\.expand\.", r"tower.\1.se_fc2."),
+    (r"tower\.(\d+)\.bias", r"tower.\1.rel_bias"),
+    (r"policy_head\.input\.conv\.", "policy_head.0."),
+    (r"policy_head\.input\.norm\.", "policy_head.1."),
+    (r"policy_head\.reduce\.", "policy_fc1."),
+    (r"policy_head\.expand\.", "policy_fc2."),
+    (r"policy_head\.dense\.", "policy_fc."),
+    (r"policy_head\.logit_norm\.", "policy_fc_norm."),
+    (r"value_head\.input\.conv\.", "value_head.0."),
+    (r"value_head\.input\.norm\.", "value_head.1."),
+    (r"value_head\.fc([123])\.", r"value_fc\1."),
+    (r"ssl_heads\.piece\.input\.conv\.", "ssl_piece_head.0."),
+    (r"ssl_heads\.piece\.input\.norm\.", "ssl_piece_head.1."),
+    (r"ssl_heads\.piece\.out\.", "ssl_piece_head.3."),
+    (r"auxiliary\.(\w+)\.input\.conv\.", r"aux_\1.0."),
+    (r"auxiliary\.(\w+)\.input\.norm\.", r"aux_\1.1."),
+    (r"auxiliary\.(\w+)\.out\.", r"aux_\1.3."),
+)
+_POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions there, linear layers here
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_matrix0` did. `used`: its key -> our name; `aliases`: its keys that repeat another; `keys`:
+    all keys of the file's state dict; `schema`: where they stood; `messages`: what a person should know.
+    """
+
+    schema: str
+    keys: int
+    used: Mapping[str, str]
+    aliases: tuple[str, ...]
+    messages: tuple[str, ...]
+
+
+def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
+    """Our options for a NetConfig of Matrix0 (missing fields have its defaults).
+
+    Its blocks never read `norm` (BatchNorm always) and use momentum 0.9; its mix of 1 or more means masked
+    attention alone, 0 or less unmasked alone. Raises ValueError naming unknown fields and options that we do
+    not have.
+    """
+    if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED):
+        raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
+    given = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED}
+    wanted: dict[str, Any] = {"planes": PLANES, "policy_size": MOVES, "wdl": False, "enable_visual": False}
+    if given["chess_features"]:
+        wanted["piece_square_tables"] = True
+    if given["self_supervised"]:
+        given["ssl_tasks"] = list(given["ssl_tasks"])
+        wanted["ssl_tasks"] = ["piece"]
+    if bad := [
+        f"{key} {given[key]!r} (only {value!r})" for key, value in wanted.items() if given[key] != value
+    ]:
+        raise ValueError(f"options of Matrix0's network that are not supported: {', '.join(bad)}")
+    if given["aux_policy_from_square"] != given["aux_policy_move_type"]:
+        raise ValueError("aux_policy_from_square and aux_policy_move_type must both be on or both off")
+    mix, rank, channels = given["attention_unmasked_mix"], given["policy_factor_rank"], given["channels"]
+    return ModelConfig(
+        encoding="matrix0",
+        channels=channels,
+        blocks=given["blocks"],
+        block="basic",
+        bottleneck=2,
+        preact=given["preact"],
+        activation=given["activation"],
+        norm=NormConfig(blocks="batch", stem_heads=given["norm"], momentum=0.9),
+        se_ratio=given["se_ratio"] if given["se"] else 0.0,
+        droppath=given["droppath"],
+        dropout=0.1,
+        chess_features=given["chess_features"],
+        attention=AttentionConfig(
+            every=given["attention_every_k"] if given["attention"] else 0,
+            heads=given["attention_heads"],
+            bias=given["attention_relbias"],
+            mask=mix > 0,
+            unmasked_mix=mix if 0 < mix < 1 else 0.0,
+            norm="post",
+        ),
+        policy=PolicyHeadConfig(
+            kind="factored" if rank else "dense", channels=64, rank=max(1, rank), clamp=5.0, logit_norm=True
+        ),
+        value=ValueHeadConfig(kind="scalar", pool="flatten", channels=64, hidden=channels),
+        ssl=("piece",) if given["self_supervised"] else (),
+        auxiliary=given["aux_policy_from_square"],
+        checkpoint_every=0,
+    )
+
+
+def matrix0_name(name: str) -> str:
+    """Matrix0's key for a parameter or buffer of ours (unchanged where both agree)."""
+    for pattern, replacement in NAMES:
+        new, hits = re.subn(rf"^{pattern}", replacement, name)
+        if hits:
+            return new
+    return name
+
+
+def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
+    """The model's state dict under Matrix0's keys and shapes, aliases included (474 keys for the 53M
+    network).
+    """
+    state = {}
+    for name, tensor in model.state_dict().items():
+        state[matrix0_name(name)] = tensor[:, :, None, None] if _POINTWISE.fullmatch(name) else tensor
+    for alias, original in ALIASES.items():
+        state |= {
+            alias + key.removeprefix(original): state[key] for key in list(state) if key.startswith(original)
+        }
+    return state
+
+
+def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> LoadReport:
+    """Fill `model` in place from a checkpoint of Matrix0: a file, or the dict that it holds.
+
+    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged
+    weights (`model_ema`) lack BatchNorm's batch counters, which then come from the raw weights beside them.
+    Files are read with `weights_only=True`: nothing in them is executed. Raises ValueError naming missing,
+    surplus, misshapen and non-finite keys, aliases that differ, and files that hold no weights; the model is
+    untouched then.
+    """
+    data = source if isinstance(source, Mapping) else _read(source)
+    schema, state, messages = _choose(data)
+    count = len(state)
+    own = model.state_dict()
+    names = {matrix0_name(name): name for name in own}
+    assert len(names) == len(own), "two of our names map to one key"
+    aliases, problems = _take_aliases(state)
+    if schema == "model_ema":
+        messages += _add_counters(state, names, data)
+    problems += _listed("missing", [key for key in names if key not in state])
+    problems += _listed("not known to this network", [key for key in state if key not in names])
+    loaded, shapes, odd = {}, [], []
+    for key in names.keys() & state.keys():
+        name, tensor = names[key], state[key]
+        shape = tuple(own[name].shape)
+        expected = (*shape, 1, 1) if _POINTWISE.fullmatch(name) else shape
+        if tuple(tensor.shape) != expected:
+            shapes.append(f"{key} {tuple(tensor.shape)}, expected {expected}")
+        elif not torch.isfinite(tensor).all():
+            odd.append(key)
+        else:
+            loaded[name] = tensor.reshape(shape)
+    problems += _listed("of another shape", sorted(shapes)) + _listed(
+        "with values that are not finite", sorted(odd)
+    )
+    if problems:
+        hint = _hint(state, names)
+        raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(problems)}{hint}")
+    model.load_state_dict(loaded, strict=True)
+    return LoadReport(schema, count, names, tuple(aliases), tuple(messages))
+
+
+def _numbers() -> list[Any]:
+    """What torch's safe unpickler must know to read a numpy number, under numpy 2's and numpy 1's names."""
+    scalar = np.float64(0).__reduce__()[0]
+    kinds = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
+    return [scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *kinds]
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The dict in a file; numpy numbers (Matrix0's scheduler leaves some) are allowed beside tensors."""
+    try:
+        with torch.serialization.safe_globals(_numbers()):
+            data = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{Path(path).name} holds more than tensors and numbers, so it is not read: {reason}"
+        ) from None
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{Path(path).name} is no whole torch file: {str(error).splitlines()[0]}") from None
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{Path(path).name} holds a {type(data).__name__}, not a dict of weights")
+    return data
+
+
+def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]:
+    """(where, weights without wrappers' prefixes, messages) by the precedence of SCHEMAS."""
+    present = [key for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]]
+    messages = []
+    if present:
+        schema, found = present[0], data[present[0]]
+        if present[1:]:
+            messages.append(f"took {schema}; the file also holds {', '.join(present[1:])}")
+    elif data and all(isinstance(value, Tensor) for value in data.values()):
+        schema, found = "state dict", data
+    else:
+        held = ", ".join(sorted(map(str, data))[:8]) or "nothing"
+        raise ValueError(
+            f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors; the file holds {held}"
+        )
+    if bad := [str(key) for key, value in found.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{schema} holds more than tensors: {', '.join(bad[:8])}")
+    state = {str(key): value for key, value in found.items()}
+    while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None):
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+        messages.append(f"removed the prefix '{prefix}' that a wrapper had put before every key")
+    return schema, state, messages
+
+
+def _take_aliases(state: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """(aliases removed from `state`, problems): an alias must equal the tensor that it repeats."""
+    aliases, different = [], []
+    for alias, original in ALIASES.items():
+        for key in [key for key in state if key.startswith(alias)]:
+            twin = state.get(original + key.removeprefix(alias))
+            if twin is None:
+                continue  # stays in and is reported as unknown
+            if not torch.equal(state.pop(key), twin):
+                different.append(f"{key} and {original}{key.removeprefix(alias)}")
+            aliases.append(key)
+    return aliases, _listed("repeated with other values", different)
+
+
+def _add_counters(state: dict[str, Tensor], names: Mapping[str, str], data: Mapping[str, Any]) -> list[str]:
+    """BatchNorm's batch counters for averaged weights, from the raw weights where the file has them, else
+    zero.
+
+    With the fixed momentum that we use nothing reads them.
+    """
+    absent = [key for key in names if key.endswith(COUNTER) and key not in state]
+    if not absent:
+        return []
+    others = {key: value for key, value in data.items() if key in SCHEMAS and key != "model_ema"}
+    raw = _choose(others)[1] if any(isinstance(value, Mapping) and value for value in others.values()) else {}
+    state |= {key: raw.get(key, torch.zeros((), dtype=torch.int64)) for key in absent}
+    where = "the raw weights" if all(key in raw for key in absent) else "zero: the file has none"
+    return [f"{len(absent)} batch counters, which averaged weights lack, are from {where}"]
+
+
+def _listed(what: str, keys: list[str]) -> list[str]:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return [f"{len(keys)} {what} ({', '.join(keys[:8])}{more})"] if keys else []
+
+
+def _hint(state: Mapping[str, Tensor], names: Mapping[str, str]) -> str:
+    """What else the file may be, from keys that other versions of Matrix0's network have (or lack)."""
+    if any("policy_logit_scale" in key or key.startswith("value_gate") for key in state):
+        return ". It is of Matrix0's network of 27 August 2025 or after, which is another network"
+    if any(key.startswith("policy_conv_") for key in state):
+        return ". It is of Matrix0's network of before 22 August 2025, 20:00, which has another policy branch"
+    means = [key for key in names if key.startswith("tower.") and key.endswith("running_mean")]
+    if means and not any(key in state for key in means):
+        return ". Its blocks have GroupNorm: build the network with norm.blocks 'group'"
+    return ""

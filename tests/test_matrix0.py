@@ -1,0 +1,327 @@
+"""Reading Matrix0's networks: every key accounted for, outputs as its own code gave them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from matrixlib.config import load
+from matrixlib.tasks.chess.matrix0 import (
+    load_matrix0,
+    matrix0_config,
+    matrix0_name,
+    matrix0_state,
+)
+from matrixlib.tasks.chess.model import PolicyValueNet, parameter_count
+
+SMALL: dict[str, Any] = {
+    "channels": 16,
+    "blocks": 3,
+    "attention_heads": 2,
+    "norm": "group",
+    "activation": "silu",
+    "preact": True,
+    "policy_factor_rank": 2,
+    "aux_policy_from_square": True,
+    "aux_policy_move_type": True,
+}
+BIG: dict[str, Any] = SMALL | {  # config.yaml of Matrix0 on 22 August 2025
+    "planes": 19,
+    "channels": 320,
+    "blocks": 24,
+    "attention_heads": 20,
+    "policy_size": 4672,
+    "droppath": 0.1,
+    "policy_factor_rank": 128,
+    "ssl_curriculum": True,
+    "self_supervised": True,
+    "ssl_tasks": ["piece"],
+    "ssrl_tasks": ["position", "material", "rotation"],
+}
+Weights = dict[str, Tensor]
+
+
+def small() -> PolicyValueNet:
+    return PolicyValueNet(matrix0_config(SMALL))
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    torch.manual_seed(1)
+    net = small()
+    with torch.no_grad():
+        for value in net.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.rand(value.shape))
+            else:
+                value.fill_(7)
+    return {key: value.clone() for key, value in matrix0_state(net).items()}
+
+
+def averaged(weights: Mapping[str, Tensor]) -> Weights:
+    """As Matrix0 keeps its moving average: floating-point tensors only, here with other values."""
+    return {key: value * 0.5 for key, value in weights.items() if value.is_floating_point()}
+
+
+@pytest.fixture(scope="module")
+def parity(shared: Path) -> tuple[PolicyValueNet, Any]:
+    folder = shared / "parity"
+    config = matrix0_config(json.loads((folder / "small_cfg.json").read_text())["netconfig_full"])
+    net = PolicyValueNet(config).eval()
+    report = load_matrix0(folder / "small_ckpt.pt", net)
+    assert report.schema == "state dict"
+    assert report.keys == 103
+    assert len(report.used) + len(report.aliases) == 103
+    return net, np.load(folder / "parity.npz")
+
+
+def test_small_configuration(shared: Path) -> None:
+    given = json.loads((shared / "parity" / "small_cfg.json").read_text())
+    assert matrix0_config(given["netconfig_given"]) == matrix0_config(given["netconfig_full"])
+    assert parameter_count(PolicyValueNet(matrix0_config(given["netconfig_full"]))) == 303_823
+
+
+@pytest.mark.parametrize("name", ["policy", "value", "ssl_piece", "feats_first4"])
+def test_outputs_equal_matrix0s(parity: tuple[PolicyValueNet, Any], name: str) -> None:
+    net, expected = parity
+    with torch.no_grad():
+        planes = torch.from_numpy(expected["planes"])
+        out = net(planes, frozenset({"policy", "value", "features", "ssl_piece"}))
+    mine = {**out, "ssl_piece": out["ssl"]["piece"], "feats_first4": out["features"][:4]}[name]
+    assert np.abs(mine.numpy() - expected[name]).max() < 1e-4
+
+
+def test_layers_equal_matrix0s(parity: tuple[PolicyValueNet, Any]) -> None:
+    """Where two networks part: stem, features, each block of the tower and the unused auxiliary heads."""
+    net, expected = parity
+    with torch.no_grad():
+        x = net.stem(torch.from_numpy(expected["planes"][:2]))
+        seen = {"stem": x}
+        assert net.features is not None
+        seen["chess_features"] = x = net.features(x)
+        for index, block in enumerate(net.tower):
+            seen[f"tower_{index}"] = x = block(x)
+        for name, value in seen.items():
+            assert np.abs(value.numpy() - expected[f"act_{name}_first2"]).max() < 1e-4, name
+        for name, head in net.auxiliary.items():
+            assert np.abs(head(x).numpy() - expected[f"aux_{name}_first4"][:2]).max() < 1e-4, name
+
+
+def test_the_preset_is_matrix0s_network() -> None:
+    assert load("matrix0_53m").model == matrix0_config(BIG)
+
+
+def test_474_keys_of_the_53m_network() -> None:
+    """320 parameters, 150 buffers of 50 BatchNorms, 4 aliases; shapes of the fact sheet's table."""
+    with torch.device("meta"):
+        net = PolicyValueNet(load("matrix0_53m").model)
+        state = matrix0_state(net)
+    assert len(state) == 474
+    aliases = [key for key in state if key.startswith("ssl_head.")]
+    statistics = [
+        key
+        for key in state
+        if key.rsplit(".", 1)[1] in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    assert len(aliases) == 4
+    assert len(statistics) == 150
+    assert len(list(net.parameters())) == 320
+    shapes = {
+        "stem.0.weight": (320, 19, 3, 3),
+        "chess_features.position_encoding": (1, 320, 8, 8),
+        "chess_features.pst_conv.weight": (320, 320, 1, 1),
+        "chess_features.interaction_norm.running_var": (320,),
+        "tower.0.conv1.weight": (320, 320, 3, 3),
+        "tower.2.bn2.num_batches_tracked": (),
+        "tower.30.se_fc1.weight": (80, 320),
+        "tower.3.rel_bias": (1, 20, 64, 64),
+        "tower.31.qkv.weight": (960, 320, 1, 1),
+        "tower.31.proj.weight": (320, 320, 1, 1),
+        "tower.31.norm.bias": (320,),
+        "ssl_piece_head.0.weight": (160, 320, 1, 1),
+        "ssl_head.3.weight": (13, 160, 1, 1),
+        "policy_head.0.weight": (64, 320, 1, 1),
+        "policy_fc1.weight": (128, 4096),
+        "policy_fc2.bias": (4672,),
+        "policy_fc_norm.weight": (4672,),
+        "value_fc1.weight": (320, 4096),
+        "value_fc3.weight": (1, 160),
+        "aux_from_square.3.weight": (64, 32, 1, 1),
+        "aux_move_type.1.bias": (32,),
+    }
+    assert {key: tuple(state[key].shape) for key in shapes} == shapes
+
+
+@pytest.mark.parametrize("schema", ["model_ema", "model", "model_state_dict", "state dict"])
+def test_every_schema_fills_every_tensor(weights: Weights, schema: str, tmp_path: Path) -> None:
+    net = small()
+    path = tmp_path / "net.pt"
+    torch.save(weights if schema == "state dict" else {schema: weights, "step": 3}, path)
+    report = load_matrix0(path, net)
+    assert (report.schema, report.keys) == (schema, len(weights))
+    for key, value in matrix0_state(net).items():
+        assert torch.equal(value, weights[key]), key
+    assert set(report.used) | set(report.aliases) == set(weights)
+    assert set(report.used.values()) == set(net.state_dict())
+
+
+def test_precedence_and_counters_of_averaged_weights(weights: Weights) -> None:
+    net = small()
+    report = load_matrix0(
+        {"model_state_dict": weights, "model": weights, "model_ema": averaged(weights)}, net
+    )
+    assert report.schema == "model_ema"
+    assert "took model_ema; the file also holds model, model_state_dict" in report.messages
+    state = matrix0_state(net)
+    assert torch.equal(state["stem.0.weight"], weights["stem.0.weight"] * 0.5)
+    assert int(state["tower.0.bn1.num_batches_tracked"]) == 7
+    assert any("batch counters" in message and "raw weights" in message for message in report.messages)
+    report = load_matrix0({"model_ema": averaged(weights), "model": None}, net)
+    assert int(net.state_dict()["tower.0.norms.0.num_batches_tracked"]) == 0
+    assert any("zero" in message for message in report.messages)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_prefixes_of_wrappers(weights: Weights, prefix: str) -> None:
+    net = small()
+    report = load_matrix0({"model": {prefix + key: value for key, value in weights.items()}}, net)
+    assert any("prefix" in message for message in report.messages)
+    assert torch.equal(net.stem.conv.weight, weights["stem.0.weight"])
+
+
+def changed(weights: Weights, **change: Tensor | None) -> Weights:
+    out = weights | {key: value for key, value in change.items() if value is not None}
+    return {key: value for key, value in out.items() if change.get(key, value) is not None}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"value_fc3.bias": None}, r"1 missing \(value_fc3\.bias\)"),
+        ({"tower.0.bn1.num_batches_tracked": None}, r"missing \(tower\.0\.bn1\.num_batches_tracked\)"),
+        ({"extra.weight": torch.zeros(3)}, r"1 not known to this network \(extra\.weight\)"),
+        ({"value_fc3.bias": torch.zeros(2)}, r"value_fc3\.bias \(2,\), expected \(1,\)"),
+        ({"tower.3.qkv.weight": torch.zeros(48, 16)}, r"qkv\.weight \(48, 16\), expected \(48, 16, 1, 1\)"),
+        ({"stem.1.bias": torch.full((16,), float("nan"))}, r"not finite \(stem\.1\.bias\)"),
+        ({"ssl_head.1.bias": torch.full((8,), 9.0)}, r"repeated with other values \(ssl_head\.1\.bias"),
+        ({"ssl_piece_head.1.bias": None}, r"missing \(ssl_piece_head\.1\.bias\).*ssl_head\.1\.bias"),
+        ({"_policy_logit_scale_raw": torch.zeros(())}, "of 27 August 2025 or after"),
+        ({"policy_conv_out.weight": torch.zeros(73, 64, 1, 1)}, "before 22 August 2025"),
+    ],
+)
+def test_whatever_does_not_fit_is_named_and_nothing_is_loaded(
+    weights: Weights, change: dict[str, Tensor | None], message: str
+) -> None:
+    net = small()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_matrix0({"model": changed(weights, **change)}, net)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
+def test_an_absent_alias_is_fine(weights: Weights) -> None:
+    report = load_matrix0(
+        {key: value for key, value in weights.items() if not key.startswith("ssl_head.")}, small()
+    )
+    assert report.aliases == ()
+
+
+def test_group_norm_files_are_recognised(weights: Weights) -> None:
+    grouped = {
+        k: v for k, v in weights.items() if not k.rsplit(".", 1)[1].startswith(("running", "num_batches"))
+    }
+    with pytest.raises(ValueError, match=r"norm\.blocks 'group'"):
+        load_matrix0({"model": grouped}, small())
+    config = matrix0_config(SMALL)
+    net = PolicyValueNet(
+        config.model_copy(update={"norm": config.norm.model_copy(update={"blocks": "group"})})
+    )
+    assert load_matrix0({"model": grouped}, net).keys == len(grouped)
+
+
+def test_training_checkpoints_hold_numpy_numbers(weights: Weights, tmp_path: Path) -> None:
+    """After its warm-up Matrix0's scheduler holds numpy float64, which torch's safe unpickler refuses."""
+    path = tmp_path / "step.pt"
+    torch.save({"model": weights, "scheduler": {"_last_lr": [np.float64(1e-3)], "step": np.int64(4)}}, path)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        torch.load(path, weights_only=True)
+    assert load_matrix0(path, small()).schema == "model"
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
+
+
+def test_code_in_a_file_is_never_executed(
+    weights: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "evil.pt"
+    torch.save({"model": weights, "note": Payload()}, path)
+    with pytest.raises(ValueError, match=r"evil\.pt holds more than tensors and numbers"):
+        load_matrix0(path, small())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"optimizer": {}, "step": 1}, "no weights found.*optimizer, step"),
+        ({}, "no weights found"),
+        ({"model": {"stem.0.weight": 1.0}}, "holds more than tensors: stem.0.weight"),
+    ],
+)
+def test_files_without_weights(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_matrix0(content, small())
+
+
+def test_broken_files(tmp_path: Path, weights: Weights) -> None:
+    path = tmp_path / "cut.pt"
+    torch.save(weights, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=r"cut\.pt"):
+        load_matrix0(path, small())
+    torch.save([1, 2], path)
+    with pytest.raises(ValueError, match="holds a list"):
+        load_matrix0(path, small())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"wdl": True}, "wdl True"),
+        ({"enable_visual": True}, "enable_visual True"),
+        ({"policy_size": 1858}, "policy_size 1858"),
+        ({"ssl_tasks": ["piece", "threat"]}, "ssl_tasks"),
+        ({"infer_attention_stride": 2}, "unknown fields.*infer_attention_stride"),
+        ({"aux_policy_move_type": False}, "both be on or both off"),
+    ],
+)
+def test_unsupported_options_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        matrix0_config(SMALL | change)
+
+
+def test_mix_of_attention_is_translated() -> None:
+    """Matrix0 reads 1 or more as masked alone and 0 or less as unmasked alone."""
+    for mix, mask, ours in ((0.2, True, 0.2), (1.0, True, 0.0), (True, True, 0.0), (0.0, False, 0.0)):
+        options = matrix0_config(SMALL | {"attention_unmasked_mix": mix}).attention
+        assert (options.mask, options.unmasked_mix) == (mask, ours)
+
+
+def test_options_that_change_the_network() -> None:
+    config = matrix0_config(
+        {"se": False, "attention": False, "chess_features": False, "self_supervised": False}
+    )
+    net = PolicyValueNet(config.model_copy(update={"channels": 16, "blocks": 1}))
+    assert config.policy.kind == "dense"
+    assert matrix0_name("policy_head.dense.weight") == "policy_fc.weight"
+    assert not any(key.startswith(("chess_features", "ssl")) for key in matrix0_state(net))

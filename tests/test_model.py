@@ -1,0 +1,422 @@
+"""The network: every option, Matrix0's size, and the traps of each part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from matrixlib.config import SSL_CHANNELS, ModelConfig, dump, load, merge
+from matrixlib.tasks.chess import blocks
+from matrixlib.tasks.chess.model import (
+    AUXILIARY_CHANNELS,
+    MOVES,
+    PLANES,
+    PolicyValueNet,
+    forward_flops,
+    parameter_count,
+)
+
+C, BLOCKS, HIDDEN = 32, 3, 24
+BASE = merge(
+    dump(load("demo"))["model"],
+    {
+        "channels": C,
+        "blocks": BLOCKS,
+        "se_ratio": 0.0,
+        "attention": {
+            "every": 0,
+            "heads": 4,
+            "bias": True,
+            "mask": False,
+            "unmasked_mix": 0.0,
+            "norm": "pre",
+        },
+        "policy": {"kind": "conv", "channels": 32, "rank": 5},
+        "value": {"kind": "wdl", "pool": "pooled", "channels": 16, "hidden": HIDDEN},
+    },
+)
+ALL_SSL = list(SSL_CHANNELS)
+ATTENTION = {"every": 2, "heads": 4}
+S = 8  # squeeze-and-excitation width at 32 channels and ratio 0.25
+FLAT = 32 * 64
+CONV_HEAD = 32 * 73 + 73
+ATTENDED = 3 * C * C + C * C + 2 * C  # qkv, proj, LayerNorm of one attention block
+OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
+    # name: (options changed, parameters more than in BASE)
+    "base": ({}, 0),
+    "matrix0 encoding": ({"encoding": "matrix0"}, 0),
+    "no blocks": ({"blocks": 0}, -BLOCKS * (2 * 9 * C * C + 4 * C)),
+    "post-activation": ({"preact": False}, 0),
+    "bottleneck": (
+        {"block": "bottleneck", "bottleneck": 2},
+        BLOCKS * (2 * C * 16 + 9 * 16 * 16 + 2 * (C + 16 + 16) - 2 * 9 * C * C - 4 * C),
+    ),
+    "bottleneck post-activation": (
+        {"block": "bottleneck", "bottleneck": 2, "preact": False},
+        BLOCKS * (2 * C * 16 + 9 * 16 * 16 + 2 * (16 + 16 + C) - 2 * 9 * C * C - 4 * C),
+    ),
+    "relu": ({"activation": "relu"}, 0),
+    "gelu": ({"activation": "gelu"}, 0),
+    "mish": ({"activation": "mish"}, 0),
+    "batch norm": ({"norm": {"blocks": "batch", "stem_heads": "batch"}}, 0),
+    "squeeze-excite": ({"se_ratio": 0.25}, BLOCKS * (2 * C * S + S + C)),
+    "droppath and dropout": (
+        {"droppath": 0.3, "dropout": 0.2, "attention": ATTENTION},
+        ATTENDED + 4 * 64 * 64,
+    ),
+    "chess features": ({"chess_features": True}, 64 * C + C * C + 9 * C * C + 4 * C),
+    "attention": ({"attention": ATTENTION}, ATTENDED + 4 * 64 * 64),
+    "attention every block": ({"attention": ATTENTION | {"every": 1}}, BLOCKS * (ATTENDED + 4 * 64 * 64)),
+    "attention without bias": ({"attention": ATTENTION | {"bias": False}}, ATTENDED),
+    "masked attention": ({"attention": ATTENTION | {"mask": True}}, ATTENDED + 4 * 64 * 64),
+    "masked attention without bias": ({"attention": ATTENTION | {"mask": True, "bias": False}}, ATTENDED),
+    "blended attention": (
+        {"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.3}},
+        ATTENDED + 4 * 64 * 64,
+    ),
+    "post-norm attention": (
+        {"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.2, "norm": "post"}},
+        ATTENDED + 4 * 64 * 64,
+    ),
+    "dense policy": ({"policy": {"kind": "dense"}}, FLAT * MOVES + MOVES - CONV_HEAD),
+    "factored policy": ({"policy": {"kind": "factored"}}, 5 * (FLAT + 1) + MOVES * (5 + 1) - CONV_HEAD),
+    "logit norm and clamp": ({"policy": {"clamp": 5.0, "logit_norm": True}}, 2 * MOVES),
+    "flat value": ({"value": {"pool": "flatten"}}, 63 * 16 * HIDDEN),
+    "scalar value": ({"value": {"kind": "scalar"}}, -2 * (HIDDEN // 2 + 1)),
+    "ssl heads": (
+        {"ssl": ALL_SSL},
+        sum(C * 16 + 2 * 16 + 16 * channels for channels in SSL_CHANNELS.values()),
+    ),
+    "auxiliary heads": (
+        {"auxiliary": True},
+        sum(C * 32 + 2 * 32 + 32 * channels for channels in AUXILIARY_CHANNELS.values()),
+    ),
+    "activation checkpointing": ({"checkpoint_every": 2, "attention": ATTENTION}, ATTENDED + 4 * 64 * 64),
+}
+
+
+def options(**changes: Any) -> ModelConfig:
+    return ModelConfig.model_validate(merge(BASE, changes))
+
+
+def build(seed: int = 0, **changes: Any) -> PolicyValueNet:
+    torch.manual_seed(seed)
+    return PolicyValueNet(options(**changes))
+
+
+def planes(rows: int = 4, seed: int = 1) -> torch.Tensor:
+    return torch.rand(rows, PLANES, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def every_head(net: PolicyValueNet) -> frozenset[str]:
+    return frozenset({"policy", "value", "features", *(f"ssl_{name}" for name in net.config.ssl)})
+
+
+def randomise(net: nn.Module, seed: int = 2) -> None:
+    """Weights that make every part matter (biases and attention biases start at zero)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in net.parameters():
+            value.add_(torch.randn(value.shape, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_option_gives_shapes_gradients_and_its_parameter_count(name: str) -> None:
+    changes, more = OPTIONS[name]
+    net = build(**changes).train()
+    assert parameter_count(net) == parameter_count(build()) + more
+    out = net(planes(), every_head(net))
+    assert out["policy"].shape == (4, MOVES)
+    assert out["value"].shape == ((4,) if net.config.value.kind == "scalar" else (4, 3))
+    assert out["features"].shape == (4, C, 8, 8)
+    maps = out.get("ssl", {})
+    assert {name: tuple(value.shape) for name, value in maps.items()} == {
+        name: (4, SSL_CHANNELS[name], 8, 8) for name in net.config.ssl
+    }
+    loss = (
+        out["policy"].square().sum()
+        + out["value"].square().sum()
+        + sum(m.square().sum() for m in maps.values())
+    )
+    assert torch.isfinite(loss)
+    loss.backward()
+    for parameter_name, parameter in net.named_parameters():
+        if parameter_name.startswith("auxiliary"):
+            assert not parameter.requires_grad
+            continue
+        assert parameter.grad is not None, parameter_name
+        assert torch.isfinite(parameter.grad).all(), parameter_name
+        assert parameter.grad.any(), parameter_name
+
+
+def test_matrix0_size() -> None:
+    config = load("matrix0_53m").model
+    with torch.device("meta"):
+        net = PolicyValueNet(config)
+    assert parameter_count(net) == 53_161_185
+    assert sum(p.numel() for p in net.auxiliary.parameters()) == 12_352 + 10_688
+
+
+def test_presets_use_the_better_choices() -> None:
+    config = load("demo").model
+    assert (config.policy.clamp, config.policy.logit_norm, config.attention.norm) == (0.0, False, "pre")
+
+
+@pytest.mark.parametrize("in_blocks", ["group", "batch"])
+@pytest.mark.parametrize("in_heads", ["group", "batch"])
+def test_norm_is_honoured_in_every_block_and_head(in_blocks: str, in_heads: str) -> None:
+    net = build(
+        norm={"blocks": in_blocks, "stem_heads": in_heads, "momentum": 0.25},
+        chess_features=True,
+        ssl=ALL_SSL,
+        auxiliary=True,
+        attention=ATTENTION,
+    )
+    kinds = {"group": nn.GroupNorm, "batch": nn.BatchNorm2d}
+    seen = {"group": 0, "batch": 0}
+    for name, module in net.named_modules():
+        if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
+            wanted = in_blocks if name.startswith(("tower.", "features.")) else in_heads
+            assert type(module) is kinds[wanted], name
+            seen[wanted] += 1
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.momentum == 0.25
+            else:
+                assert module.num_groups == max(1, module.num_channels // 16)
+    assert sum(seen.values()) == 2 * BLOCKS + 2 + 3 + len(ALL_SSL) + 2
+
+
+def test_a_width_that_groups_do_not_divide_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"3 groups do not divide 56 channels.*multiple of 16"):
+        build(channels=56)
+    assert build(channels=24) is not None  # one group
+
+
+def test_an_empty_bottleneck_is_explained() -> None:
+    with pytest.raises(ValueError, match="bottleneck 40 leaves no channel of 32"):
+        build(block="bottleneck", bottleneck=40)
+
+
+def test_heads_are_computed_only_when_asked_for() -> None:
+    net = build(ssl=["threat", "pin"])
+    ran: list[str] = []
+    for name, module in net.named_children():
+        if name in ("policy_head", "value_head"):
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    for name, module in net.ssl_heads.items():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    assert set(net(planes())) == {"policy", "value"}
+    assert ran == ["policy_head", "value_head"]
+    ran.clear()
+    out = net(planes(), frozenset({"ssl_pin"}))
+    assert set(out) == {"ssl"}
+    assert set(out["ssl"]) == {"pin"}
+    assert ran == ["pin"]
+    with pytest.raises(
+        ValueError, match=r"no head ssl_fork; it has features, policy, ssl_pin, ssl_threat, value"
+    ):
+        net(planes(), frozenset({"ssl_fork"}))
+
+
+def test_outputs_start_near_zero() -> None:
+    for changes in ({}, {"policy": {"kind": "dense"}}, {"policy": {"kind": "factored", "logit_norm": True}}):
+        net = build(ssl=ALL_SSL, **changes).eval()
+        with torch.no_grad():
+            out = net(planes(16), every_head(net))
+        for value in (out["policy"], out["value"], *out["ssl"].values()):
+            assert value.abs().max() < 0.6
+            assert value.std() < 0.15
+
+
+def test_the_stream_keeps_its_size_in_a_deep_net() -> None:
+    changes: dict[str, Any] = {"blocks": 24, "attention": ATTENTION, "se_ratio": 0.25}
+    for preact, activation in ((True, "silu"), (False, "silu"), (False, "relu")):
+        net = build(preact=preact, activation=activation, **changes).eval()
+        with torch.no_grad():
+            x, stem = net(planes(), frozenset({"features"}))["features"], net.stem(planes())
+        assert 0.5 < float(x.std() / stem.std()) < 4
+
+
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_convolutional_policy_keeps_squares_in_order(encoding: str) -> None:
+    """Square s has the row of rank s // 8: row 0 is rank 1, or rank 8 in Matrix0's frame."""
+    head = build(encoding=encoding).policy_head.eval()
+    marks = torch.arange(73 * 64.0).view(1, 73, 8, 8)  # plane p, row r, column c -> p*64 + r*8 + c
+    head.input, head.planes = nn.Identity(), nn.Identity()
+    logits = head(marks)[0].view(64, 73)
+    for square in (0, 7, 12, 56, 63):
+        row = square // 8 if encoding == "oriented" else 7 - square // 8
+        assert logits[square].tolist() == [plane * 64.0 + row * 8 + square % 8 for plane in range(73)]
+
+
+@pytest.mark.parametrize("kind", ["conv", "dense", "factored"])
+def test_clamp_only_where_asked(kind: str) -> None:
+    for clamp in (0.0, 5.0):
+        net = build(policy={"kind": kind, "clamp": clamp}).eval()
+        with torch.no_grad():
+            for parameter in net.policy_head.parameters():
+                parameter.mul_(40)
+            top = net(planes())["policy"].abs().max()
+        assert (top == 5.0) if clamp else (top > 20)
+
+
+def test_droppath_drops_the_branch_of_single_samples_and_leaves_the_skip_path() -> None:
+    torch.manual_seed(3)
+    block = blocks.ResidualBlock(options(), drop=0.5, scale=1.0).train()
+    x = torch.randn(64, C, 8, 8)
+    branch = block.eval()(x) - x
+    out = block.train()(x)
+    dropped = [torch.equal(out[row], x[row]) for row in range(64)]
+    assert 16 < sum(dropped) < 48
+    kept = [row for row in range(64) if not dropped[row]]
+    torch.testing.assert_close(out[kept] - x[kept], 2 * branch[kept], rtol=1e-4, atol=1e-4)
+    assert torch.equal(block.eval()(x), x + branch) or torch.allclose(block(x), x + branch)
+
+
+def test_droppath_grows_linearly_over_the_tower() -> None:
+    net = build(blocks=4, droppath=0.3, attention={"every": 4, "heads": 4})
+    rates = [module.rate for module in net.modules() if isinstance(module, blocks.DropPath)]
+    assert rates == pytest.approx([0.0, 0.075, 0.15, 0.225, 0.3])
+    assert build(blocks=1, droppath=0.3).tower[0].drop.rate == 0.0
+
+
+def test_board_mask_is_queen_knight_and_king_moves() -> None:
+    mask = blocks.board_mask()
+    assert int(mask.sum()) == 1856
+    assert torch.equal(mask, mask.T)
+    near = {square for square in range(64) if mask[0, square]}
+    assert near == {0, *range(1, 8), *range(8, 64, 8), *range(9, 64, 9), 10, 17}
+
+
+def slow_attention(block: blocks.AttentionBlock, x: torch.Tensor, mask: bool, mix: float) -> torch.Tensor:
+    """Attention square by square, as written in the fact sheet."""
+    rows, width = x.shape[:2]
+    tokens = x.reshape(rows, width, 64).transpose(1, 2)
+    inputs = tokens if block.post else F.layer_norm(tokens, (width,), block.norm.weight, block.norm.bias)
+    query, key, value = (inputs @ block.qkv.weight.T).split(width, dim=2)
+    size = width // block.heads
+    parts = []
+    for head in range(block.heads):
+        span = slice(head * size, (head + 1) * size)
+        scores = query[..., span] @ key[..., span].transpose(1, 2) / size**0.5
+        scores = scores + block.bias[0, head]
+        scores = scores.clamp(-50, 50) if block.post else scores
+        near = scores.masked_fill(~blocks.board_mask(), -1e4).softmax(-1) @ value[..., span]
+        far = scores.softmax(-1) @ value[..., span]
+        parts.append((1 - mix) * near + mix * far if mask else far)
+    branch = torch.cat(parts, 2) @ block.proj.weight.T
+    out = (
+        F.layer_norm(tokens + branch, (width,), block.norm.weight, block.norm.bias)
+        if block.post
+        else tokens + branch
+    )
+    return out.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("mask, mix", [(False, 0.0), (True, 0.0), (True, 0.2), (True, 1.0)])
+def test_attention_equals_a_slow_reference(norm: str, mask: bool, mix: float) -> None:
+    config = options(attention=ATTENTION | {"mask": mask, "unmasked_mix": mix, "norm": norm})
+    torch.manual_seed(4)
+    block = blocks.AttentionBlock(config, 0.0, 1.0).eval()
+    randomise(block)
+    with torch.no_grad():
+        block.bias.mul_(20)
+        x = torch.randn(3, C, 8, 8)
+        torch.testing.assert_close(block(x), slow_attention(block, x, mask, mix), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["group", "batch"])
+def test_checkpointing_changes_neither_gradients_nor_running_statistics(kind: str) -> None:
+    """The trap: the second forward pass of a checkpointed block would update BatchNorm's statistics twice."""
+    nets = [
+        build(norm={"blocks": kind}, attention=ATTENTION, droppath=0.2, dropout=0.1, checkpoint_every=every)
+        for every in (0, 1)
+    ]
+    grads = []
+    for net in nets:
+        torch.manual_seed(5)
+        out = net.train()(planes())
+        (out["policy"].square().sum() + out["value"].sum()).backward()
+        grads.append({name: p.grad for name, p in net.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
+    for (name, one), two in zip(nets[0].named_buffers(), nets[1].buffers(), strict=True):
+        torch.testing.assert_close(two, one, msg=name)
+    assert all(m.momentum == 0.1 for m in nets[1].modules() if isinstance(m, nn.BatchNorm2d))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base",
+        "bottleneck",
+        "squeeze-excite",
+        "chess features",
+        "attention",
+        "blended attention",
+        "post-norm attention",
+        "dense policy",
+        "factored policy",
+        "flat value",
+        "scalar value",
+        "ssl heads",
+    ],
+)
+def test_flops_agree_with_torch(name: str) -> None:
+    net = build(**OPTIONS[name][0]).eval()
+    heads = every_head(net)
+    # the counter knows the fused attention kernels of GPUs but not the CPU's: let it see plain products
+    with (
+        torch.no_grad(),
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        net(planes(2), heads)
+    assert forward_flops(net.config, heads) == pytest.approx(counter.get_total_flops() / 2, rel=0.02)
+
+
+def test_flops_of_the_reference_network() -> None:
+    assert forward_flops(load("matrix0_53m").model) == pytest.approx(6.27e9, rel=0.01)
+
+
+def test_samples_do_not_influence_each_other_in_evaluation() -> None:
+    net = build(norm={"blocks": "batch", "stem_heads": "batch"}, attention=ATTENTION, ssl=ALL_SSL).eval()
+    x = planes(5)
+    with torch.no_grad():
+        whole, alone = net(x, every_head(net)), net(x[2:3], every_head(net))
+    for name in ("policy", "value", "features"):
+        torch.testing.assert_close(whole[name][2:3], alone[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_memory_format_changes_nothing(norm: str) -> None:
+    net = build(attention=ATTENTION | {"norm": norm}, chess_features=True, se_ratio=0.25).eval()
+    x = planes()
+    with torch.no_grad():
+        plain = net(x)
+        last = net.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    for name in plain:
+        torch.testing.assert_close(last[name], plain[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str) -> None:
+    net = build(attention=ATTENTION | {"norm": norm, "mask": True}, se_ratio=0.25, ssl=ALL_SSL).eval()
+    randomise(net)
+    heads = every_head(net) - {"features"}
+    with torch.no_grad():
+        exact = net(planes(), heads)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = net(planes(), heads)
+    for name in ("policy", "value"):
+        assert out[name].dtype == torch.float32
+        torch.testing.assert_close(
+            out[name], exact[name], rtol=0.1, atol=0.1 * float(exact[name].abs().max())
+        )
+    assert all(value.dtype == torch.float32 for value in out["ssl"].values())
