@@ -843,8 +843,8 @@ def ssl_maps(pieces: ArrayLike) -> U64:
 
     Attacks are python-chess's `attackers_mask` (pins ignored).
     threat: attacked by the opponent. pin: pieces of either side pinned to their own king.
-    fork: pieces of either side that attack two or more enemy pieces each of which is the king, worth more (P 1,
-    N 3, B 3, R 5, Q 9, K above all) or undefended.
+    fork: pieces of either side that attack two or more enemy pieces each of which is the king, worth more
+    (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
     control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
     """
     return _ssl_batch(_boards(pieces))

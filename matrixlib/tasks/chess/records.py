@@ -1,9 +1,9 @@
 """The chess record: a position and what is known about it, 55 bytes, always seen from the side to move.
 
 For Black the ranks are mirrored, the files kept and the colours swapped (`chess.Board.mirror`), so "ours" is
-always the side to move and always moves up. Policy indices are on that same oriented board: from-square * 73 +
-plane, planes as in Matrix0's encoder read as White: 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63 knight
-jumps, 64-72 under-promotions.
+always the side to move and always moves up. Policy indices are on that same oriented board: from-square * 73
++ plane, planes as in Matrix0's encoder read as White: 0-55 rays (N S E W NE NW SE SW by 1-7 steps), 56-63
+knight jumps, 64-72 under-promotions.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def mirrorable(records: Records) -> NDArray[np.bool_]:
 def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Nibble maps (N, 32) with the files a-h turned to h-a."""
     ranks = pieces.reshape(-1, 8, 4)[:, :, ::-1]
-    swapped: NDArray[np.uint8] = (ranks >> 4) | (ranks << 4)
+    swapped: NDArray[np.uint8] = (ranks >> np.uint8(4)) | (ranks << np.uint8(4))
     return swapped.reshape(-1, 32)
 
 

@@ -1,0 +1,104 @@
+"""From packed positions to input planes on the device, and the tables that go with each encoding.
+
+`oriented`: the board of the side to move, row 0 = its rank 1. `matrix0`: the absolute board of Matrix0's
+checkpoints, row 0 = rank 8, White's pieces first. Integers are uint8, int16 and int32, whose operations exist on
+CPU, CUDA and MPS alike, and nothing is copied from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matrixlib.tasks.chess import bitboard
+
+PLANES = 19
+ENCODINGS = ("oriented", "matrix0")
+CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, PLY = range(6)  # columns of `state`
+
+
+def unpack_pieces(pieces: Tensor) -> Tensor:
+    """Nibbles (B, 32) uint8 to piece classes (B, 64) uint8 by oriented square, 12 = empty."""
+    return torch.stack((pieces & 15, pieces >> 4), dim=2).flatten(1)
+
+
+def unpack_maps(maps: Tensor) -> Tensor:
+    """Bit maps (..., 8) uint8, a byte a rank and a bit a file (a lowest), to (..., 8, 8) float32 0 or 1."""
+    files = torch.arange(8, dtype=torch.uint8, device=maps.device)
+    return (maps.unsqueeze(-1) >> files & 1).float()
+
+
+def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
+    """Input planes (B, 19, 8, 8) float32 on the device of the batch.
+
+    batch: `pieces` (B, 32) uint8; `state` (B, 6) int16: castling, en_passant, halfmove, repetition, side, ply;
+    optionally `hidden` (B, 8) uint8, a bit map of oriented squares whose piece planes are zero.
+
+    oriented: 0-5 our P N B R Q K, 6-11 theirs; 12 repetition / 2; 13-16 castling (our K, Q, their K, Q); 17 the
+    en-passant square; 18 half-move clock / 100.
+    matrix0: 0-5 White's, 6-11 Black's; 12 White to move; 13-16 castling (White K, Q, Black K, Q);
+    17 min(half-move clock, 99) / 99; 18 min(full move, 199) / 199. No repetition, no en passant.
+    """
+    if encoding not in ENCODINGS:
+        raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
+    pieces, state = batch["pieces"], batch["state"]
+    device = pieces.device
+    classes = torch.arange(12, dtype=torch.uint8, device=device)
+    board = unpack_pieces(pieces).unsqueeze(1).eq(classes[:, None]).float().unflatten(2, (8, 8))
+    if "hidden" in batch:
+        board = board * (1 - unpack_maps(batch["hidden"])).unsqueeze(1)
+    rights = torch.arange(4, dtype=torch.int16, device=device)
+    castling = (state[:, CASTLING, None] >> rights & 1).float()
+    if encoding == "oriented":
+        scalars = torch.cat([state[:, REPETITION, None].float() / 2, castling], dim=1)
+        file = torch.arange(8, dtype=torch.int16, device=device)
+        en_passant = board.new_zeros(len(board), 1, 8, 8)
+        en_passant[:, 0, 5] = state[:, EN_PASSANT, None].eq(file).float()
+        clock = state[:, HALFMOVE, None].float() / 100
+        return torch.cat([board, _whole(scalars), en_passant, _whole(clock)], dim=1)
+    black = state[:, SIDE].ne(0)
+    # Rows run from rank 8: White's board is turned over; Black's, mirrored already, only swaps colours.
+    turned = torch.cat([board[:, 6:], board[:, :6]], dim=1)
+    board = torch.where(black[:, None, None, None], turned, board.flip(2))
+    castling = torch.where(black[:, None], castling.roll(2, dims=1), castling)
+    full_move = torch.div(state[:, PLY, None].int() & 0xFFFF, 2, rounding_mode="floor") + 1
+    scalars = torch.cat(
+        [
+            (~black)[:, None].float(),
+            castling,
+            state[:, HALFMOVE, None].float().clamp(max=99) / 99,
+            full_move.float().clamp(max=199) / 199,
+        ],
+        dim=1,
+    )
+    return torch.cat([board, _whole(scalars)], dim=1)
+
+
+def _whole(values: Tensor) -> Tensor:
+    return values[:, :, None, None].expand(-1, -1, 8, 8)
+
+
+def move_map(encoding: str) -> Tensor:
+    """Table (2, 4672) int64: row side (0 White, 1 Black), oriented policy index -> index of the encoding.
+
+    matrix0: absolute squares. For Black, ranks change sign; its under-promotion directions are mover-relative
+    (direction 1 is dfile +1 for Black), so there they swap. oriented: the identity, twice.
+    """
+    if encoding not in ENCODINGS:
+        raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
+    identity = np.arange(bitboard.POLICY_SIZE)
+    if encoding == "oriented":
+        return torch.from_numpy(np.stack([identity, identity]))
+    rays, jumps, plane = bitboard.RAYS, bitboard.JUMPS, np.arange(bitboard.PLANES)
+    for d, (file, rank) in enumerate(rays):
+        plane[d * 7 : d * 7 + 7] = rays.index((file, -rank)) * 7 + np.arange(7)
+    for j, (file, rank) in enumerate(jumps):
+        plane[56 + j] = 56 + jumps.index((file, -rank))
+    for piece in range(3):
+        plane[65 + piece * 3], plane[66 + piece * 3] = 66 + piece * 3, 65 + piece * 3
+    squares = np.arange(64)[:, None] ^ 56
+    black = (squares * bitboard.PLANES + plane).reshape(-1)
+    return torch.from_numpy(np.stack([identity, black]))

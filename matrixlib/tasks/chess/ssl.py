@@ -1,0 +1,37 @@
+"""Self-supervised targets of the chess task, made on the host: tactical bit maps, and squares to hide.
+
+Maps follow the definitions in `bitboard.ssl_maps`; they are computed after mirroring, on the oriented board.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from matrixlib.tasks.chess import bitboard
+
+MAPS = ("threat", "pin", "fork", "control_ours", "control_theirs")  # axis 1 of `targets`
+
+
+def targets(records: NDArray[np.void]) -> NDArray[np.uint8]:
+    """Bit maps (B, 5, 8) uint8 of B records: axis 1 as `MAPS`, a byte a rank, a bit a file (a lowest)."""
+    maps = bitboard.ssl_maps(records["pieces"])
+    return maps.astype("<u8", copy=False).view(np.uint8).reshape(-1, len(MAPS), 8)
+
+
+def hide(rng: np.random.Generator, rows: int, rows_share: float, squares_share: float) -> NDArray[np.uint8]:
+    """Squares (B, 8) uint8 to hide at the input, bit maps like `targets`.
+
+    Each of the B rows is chosen with probability rows_share; in a chosen row each square is hidden with
+    probability squares_share, and (unless that is 0) at least one is. The other rows are all 0. Rows with hidden
+    squares give only the piece loss.
+    """
+    for name, share in (("rows_share", rows_share), ("squares_share", squares_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {share}")
+    # All numbers are drawn whatever the shares, so a row's squares do not depend on the choice of the others.
+    chosen, draws, one = rng.random(rows), rng.random((rows, 64), np.float32), rng.integers(64, size=rows)
+    squares = draws < squares_share
+    squares[np.arange(rows), one] |= squares_share > 0
+    squares &= (chosen < rows_share)[:, None]
+    return np.packbits(squares.reshape(rows, 8, 8), axis=2, bitorder="little")[:, :, 0]
