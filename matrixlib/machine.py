@@ -1,0 +1,334 @@
+"""What this machine is and how fast: facts for the policy in runtime.py, a description for people.
+
+Reading never guesses from model names, and reports what this process may use rather than what the host has.
+torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is Arm's
+INSTRUCTIONS = (
+    *("avx", "avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512_vnni", "avx512_fp16"),
+    *("amx_int8", "amx_fp16", "asimd", "sve", "sve2", "i8mm", *BF16_INSTRUCTIONS),
+)
+VCACHE_BYTES = (64 * 2**20, 128 * 2**20)  # an AMD die with V-Cache has 96 MiB, one without has 16 or 32
+VCACHE_SHARERS = 16  # logical processors of one die; a virtual machine may report one huge L3 for all
+CPU_TREE = Path("/sys/devices/system/cpu")
+CGROUP_TREE = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured speed of one core in GFLOP/s; bf16 is 0 where the processor has no such instructions.
+
+    `matrix_*`: product of two square matrices. `conv_*`: 3x3 convolution over 8x8 boards, forward and
+    backward, contiguous and (`_last`) channels_last.
+    """
+
+    matrix_fp32: float
+    matrix_bf16: float
+    conv_fp32: float
+    conv_fp32_last: float
+    conv_bf16: float
+    conv_bf16_last: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a CUDA (or ROCm) device says of itself; memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    bf16: bool  # in hardware: Turing emulates it and would say yes
+    memory: int
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The processor as the operating system describes it."""
+
+    vendor: str = ""
+    family: int = 0
+    model: int = 0
+    name: str = ""
+    instructions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """All that the policy needs to know of a machine, as plain values: a test can make up any machine."""
+
+    platform: str = "linux"  # as sys.platform
+    instructions: tuple[str, ...] = ()
+    cores: int = 1  # physical cores that this process may use (affinity and cgroup quota)
+    thread_limit: int = 0  # OMP_NUM_THREADS; 0 = not set
+    memory: int = 0  # bytes that this process may use
+    vcache: bool = False
+    gpu: Gpu | None = None
+    gpu_problem: str = "no CUDA device was found"  # why gpu is None
+    mps: bool = False
+    mps_problem: str = "no Apple GPU was found"  # why mps is False
+    macos: tuple[int, int] = (0, 0)
+    rates: Rates | None = None
+
+    @property
+    def bf16(self) -> bool:
+        """Whether the processor multiplies bf16 in hardware."""
+        return any(name in self.instructions for name in BF16_INSTRUCTIONS)
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads to use: the cores, unless the person's OMP_NUM_THREADS is less."""
+        return min(self.cores, self.thread_limit or self.cores)
+
+
+def facts() -> DeviceFacts:
+    """Read this machine; nothing is measured (`rates` is None)."""
+    gpu, gpu_problem = _gpu()
+    mps, mps_problem = _mps()
+    cpu = processor()
+    version = [int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdigit()]
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return DeviceFacts(
+        platform=sys.platform,
+        instructions=cpu.instructions,
+        cores=cores(),
+        thread_limit=int(limit) if limit.isdigit() else 0,
+        memory=memory(),
+        vcache=vcache(cpu.vendor, l3_caches()),
+        gpu=gpu,
+        gpu_problem=gpu_problem,
+        mps=mps,
+        mps_problem=mps_problem,
+        macos=(version[0], version[1]) if len(version) == 2 else (0, 0),
+    )
+
+
+def _gpu() -> tuple[Gpu | None, str]:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return None, f"this build of torch ({torch.__version__}) has no CUDA"
+    if not torch.cuda.is_available():
+        return None, "no CUDA device was found (driver, or CUDA_VISIBLE_DEVICES?)"
+    try:
+        torch.ones(2, device="cuda").sum().item()  # a build can lack the kernels of an old or a very new GPU
+    except RuntimeError as error:
+        return None, f"the CUDA device does not work: {str(error).splitlines()[0]}"
+    about = torch.cuda.get_device_properties(0)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Gpu(about.name, (about.major, about.minor), bf16, about.total_memory), ""
+
+
+def _mps() -> tuple[bool, str]:
+    import torch
+
+    if not torch.backends.mps.is_built():
+        return False, "this build of torch has no MPS"
+    if not torch.backends.mps.is_available():
+        return False, "MPS needs an Apple GPU and a newer macOS"
+    return True, ""
+
+
+def processor(cpuinfo: str | None = None) -> Processor:
+    """Describe the processor; `cpuinfo` is the text of /proc/cpuinfo (read where None)."""
+    if cpuinfo is None and sys.platform == "darwin":
+        bf16 = _sysctl("hw.optional.arm.FEAT_BF16") == "1"
+        return Processor(
+            "Apple", name=_sysctl("machdep.cpu.brand_string"), instructions=("bf16",) if bf16 else ()
+        )
+    path = Path("/proc/cpuinfo")
+    if cpuinfo is None:
+        cpuinfo = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    first: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        first.setdefault(key.strip().lower(), value.strip())
+    flags = set((first.get("flags") or first.get("features", "")).split())
+    return Processor(
+        vendor=first.get("vendor_id") or first.get("cpu implementer", ""),
+        family=int(first.get("cpu family", "0")),
+        model=int(first.get("model", "0")),
+        name=first.get("model name", platform.machine()),
+        instructions=tuple(name for name in INSTRUCTIONS if name in flags),
+    )
+
+
+def _sysctl(name: str) -> str:
+    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def usable() -> list[int]:
+    """Logical processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, mine: Iterable[int] | None = None) -> int:
+    """Physical cores that this process may use: affinity without hyper-threads, and the cgroup's quota."""
+    logical = usable() if mine is None else list(mine)
+    siblings = {_read(tree / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in logical}
+    count = len(siblings)
+    if mine is None and sys.platform == "darwin":
+        import psutil
+
+        count = psutil.cpu_count(logical=False) or count
+    limit = quota(cgroups)
+    return max(1, min(count, int(limit))) if limit else count
+
+
+def quota(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Processors that the cgroup (version 1 or 2, or one above it) grants; 0.0 = no limit."""
+    found = []
+    for folder in _groups(cgroups, membership, ("cpu", "cpu,cpuacct")):
+        most, _, period = _read(folder / "cpu.max").partition(" ")
+        if not period:
+            most, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if most.isdigit() and period.isdigit():
+            found.append(int(most) / int(period))
+    return min(found, default=0.0)
+
+
+def memory(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes of memory that this process may use."""
+    import psutil
+
+    found = [int(psutil.virtual_memory().total)]
+    for folder in _groups(cgroups, membership, ("memory",)):
+        texts = (_read(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
+        found += [int(text) for text in texts if text.isdigit()]
+    return min(found)
+
+
+def _groups(cgroups: Path, membership: Path, controllers: tuple[str, ...]) -> list[Path]:
+    """Folders of this process's cgroups and of all above them; in a container the path is often not there."""
+    folders: list[Path] = []
+    for line in [*_read(membership).splitlines(), "0::/"]:
+        _, names, path = line.split(":", 2)
+        roots = [cgroups / name for name in controllers if name in (names, *names.split(","))]
+        for root in roots if names else [cgroups]:
+            folder = root / path.lstrip("/")
+            folders += [folder, *(up for up in folder.parents if up.is_relative_to(root))]
+    folders += [cgroups / name for name in controllers]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def l3_caches(tree: Path = CPU_TREE, mine: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    """(bytes, logical processors sharing it) of each L3 instance below the usable processors, largest first.
+
+    lscpu prints the SUM over all instances, which makes any EPYC look as if it had V-Cache.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for number in usable() if mine is None else mine:
+        for folder in (tree / f"cpu{number}/cache").glob("index*"):
+            size, shared = _read(folder / "size"), _read(folder / "shared_cpu_list")
+            if _read(folder / "level") == "3" and size.endswith("K"):
+                found[shared] = (int(size[:-1]) * 1024, len(_numbers(shared)))
+    return sorted(found.values(), reverse=True)
+
+
+def vcache(vendor: str, caches: list[tuple[int, int]]) -> bool:
+    """Whether an AMD die with stacked cache is among the L3 instances."""
+    low, high = VCACHE_BYTES
+    return vendor == "AuthenticAMD" and any(low < size < high and n <= VCACHE_SHARERS for size, n in caches)
+
+
+def _numbers(text: str) -> list[int]:
+    """Read a list as the kernel writes it: 0-2,8 is [0, 1, 2, 8]."""
+    out: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        out += range(int(first), int(last or first) + 1)
+    return out
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+
+
+def measure(bf16: bool, seconds: float = 0.8) -> Rates:
+    """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
+
+    Made to compare, and to come to the same end on a busy machine: pieces of a millisecond or two take turns
+    on one thread, and the best of each counts.
+    """
+    import torch
+
+    kinds: dict[str, tuple[float, Callable[[], object]]] = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
+            kinds[f"matrix_{name}"] = product("cpu", dtype, 512)
+            kinds[f"conv_{name}"] = _convolution(dtype, last=False)
+            kinds[f"conv_{name}_last"] = _convolution(dtype, last=True)
+        best = best_rates(kinds, seconds)
+    finally:
+        torch.set_num_threads(before)
+    return Rates(**{name: round(best.get(name, 0.0), 1) for name in Rates.__dataclass_fields__})
+
+
+def best_rates(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: float) -> dict[str, float]:
+    """name -> the best rate (work / 1e9 a second) seen in turns; `seconds` in all, but one turn at least."""
+    for _, call in kinds.values():
+        call()
+    best = dict.fromkeys(kinds, 0.0)
+    end = time.perf_counter() + seconds
+    while True:
+        for name, (work, call) in kinds.items():
+            start = time.perf_counter()
+            call()
+            best[name] = max(best[name], work / 1e9 / (time.perf_counter() - start))
+        if time.perf_counter() > end:
+            return best
+
+
+def product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
+    """(FLOP, call) of a square matrix product that has ended when the call returns."""
+    import torch
+
+    a, b = torch.ones(n, n, device=device, dtype=dtype), torch.ones(n, n, device=device, dtype=dtype)
+    repeat = 1 if device == "cpu" else 10
+
+    def call() -> None:
+        for _ in range(repeat):
+            torch.mm(a, b)
+        wait(device)
+
+    return 2.0 * n**3 * repeat, call
+
+
+def _convolution(dtype: torch.dtype, last: bool) -> tuple[float, Callable[[], object]]:
+    """(FLOP, call) of a 3x3 convolution over 32 boards with 96 channels, forward and backward."""
+    import torch
+    from torch.nn import functional
+
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    x = torch.ones(32, 96, 8, 8, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+    w = torch.ones(96, 96, 3, 3, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+
+    def call() -> None:
+        functional.conv2d(x, w, padding=1).sum().backward()
+
+    return 3 * 2.0 * 32 * 64 * 96 * 96 * 9, call
+
+
+def wait(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()
