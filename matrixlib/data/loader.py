@@ -1,0 +1,449 @@
+"""The loader: batch i is a pure function of (seed, phase, i, skipped ranges), whatever the number of workers.
+
+The rows of an epoch are a counter-based permutation (a Feistel network with cycle walking), so there is no
+list of N, the state is one cursor, and going on in the middle costs nothing. Batches are cut from the endless
+stream of epochs, so each is full. Rows of a damaged block are replaced by others, from the next sound one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import pickle
+import struct
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from matrixlib.data.catalogue import ShardRow
+from matrixlib.data.shards import BLOCK, Batch, DamagedBlock, Layout, Shard, concat, select
+
+Arrays = dict[str, np.ndarray]
+Tensors = dict[str, torch.Tensor]
+Prepare = Callable[[Batch, np.random.Generator], Arrays]
+OnDamage = Callable[[str, int, str], None]  # (shard name, block, reason)
+Damage = tuple[str, int, str]
+
+ROUNDS = 8
+ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
+ENDLESS = 2**62
+MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
+
+
+class LoaderError(RuntimeError):
+    """A batch that could not be made, and why."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an error in a worker, as text: the cause of the LoaderError in this process."""
+
+
+# Order
+
+
+def make_key(*parts: int) -> bytes:
+    """64 bytes that depend on every part (signed 64-bit integers)."""
+    return hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts)).digest()
+
+
+def generator(*parts: int) -> np.random.Generator:
+    """A random stream of its own for these parts (counter-based Philox)."""
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(make_key(*parts)[:16], "little")))
+
+
+def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
+    """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64.
+
+    O(1) memory beside the argument. A Feistel network (Luby and Rackoff 1988) on the smallest power of two
+    that holds n, with the finaliser of SplitMix64 as round function; results of n or more are sent through it
+    again until they fall inside (cycle walking: Black and Rogaway 2002), for n > 2 under two passes each.
+    """
+    assert n >= 1
+    keys = np.frombuffer(key, "<u8", ROUNDS).astype(np.uint64)
+    bits = max(2, (n - 1).bit_length())
+    out = _feistel(np.asarray(index).astype(np.uint64).ravel(), bits, keys)
+    outside = np.flatnonzero(out >= n)
+    while len(outside):
+        out[outside] = _feistel(out[outside], bits, keys)
+        outside = outside[out[outside] >= n]
+    return out.astype(np.int64).reshape(np.shape(index))
+
+
+def _feistel(value: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+    """A bijection of 0..2**bits-1: each round adds to one half (xor) a hash of the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
+    low, high = value & low_mask, value >> low_bits
+    for i, key in enumerate(keys):
+        if i % 2:
+            high = high ^ (_mix(low, key) & high_mask)
+        else:
+            low = low ^ (_mix(high, key) & low_mask)
+    return low | high << low_bits
+
+
+def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
+    value = (value + key) * MIX[0]
+    value = (value ^ value >> np.uint64(30)) * MIX[1]
+    value = (value ^ value >> np.uint64(27)) * MIX[2]
+    return value ^ value >> np.uint64(31)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which row comes at each place of the endless stream.
+
+    `first` (blocks+1,) is the first row of each block and, last, N. With `window` 0 an epoch is one
+    permutation of all rows; else the blocks are permuted, and the rows inside each `window` consecutive ones.
+    """
+
+    first: np.ndarray
+    seed: int
+    phase: int
+    window: int
+    _blocks: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        """Rows (B,) at the ascending `places` (B,) of the stream: t is position t % N of epoch t // N."""
+        n = int(self.first[-1])
+        epochs = places // n
+        return np.concatenate([self._epoch(int(e), places[epochs == e] % n) for e in np.unique(epochs)])
+
+    def _epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        if not self.window:
+            key = make_key(ORDER, self.seed, self.phase, epoch)
+            return permute(positions, int(self.first[-1]), key)
+        order, start = self._permuted_blocks(epoch)
+        edges = np.append(start[:-1][:: self.window], start[-1])
+        windows = np.searchsorted(edges, positions, side="right") - 1
+        out = np.empty(len(positions), np.int64)
+        for w in np.unique(windows):
+            mine, size = windows == w, int(edges[w + 1] - edges[w])
+            key = make_key(WINDOW, self.seed, self.phase, epoch, int(w))
+            inside = edges[w] + permute(positions[mine] - edges[w], size, key)
+            place = np.searchsorted(start, inside, side="right") - 1
+            out[mine] = self.first[order[place]] + inside - start[place]
+        return out
+
+    def _permuted_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks in the order of an epoch, and the position where each starts; the latest are kept."""
+        if epoch not in self._blocks:
+            blocks = len(self.first) - 1
+            order = permute(np.arange(blocks), blocks, make_key(ORDER, self.seed, self.phase, epoch))
+            if len(self._blocks) > 1:
+                self._blocks.clear()
+            self._blocks[epoch] = order, np.concatenate([[0], np.cumsum(np.diff(self.first)[order])])
+        return self._blocks[epoch]
+
+
+def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges (start, stop) sorted, overlapping ones joined. Raises ValueError unless 0 <= start < stop."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted((int(a), int(b)) for a, b in skip):
+        if not 0 <= start < stop:
+            raise ValueError(
+                f"cannot skip batches ({start}, {stop}): start must be at least 0 and below stop"
+            )
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(stop, out[-1][1]))
+        else:
+            out.append((start, stop))
+    return tuple(out)
+
+
+# Rows
+
+
+class Reader:
+    """Rows of several shards by one running number, damaged blocks replaced. Workers open their own maps.
+
+    A row of a bad block becomes the row at the same place of the next sound block (cyclic), so what a batch
+    holds depends on the files alone and not on who found the damage first.
+    """
+
+    def __init__(self, names: Sequence[str], paths: Sequence[Path], layout: Layout, limit: int) -> None:
+        self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
+        self._shards: dict[int, Shard] = {}
+        counts = [len(self._shard(i)) for i in range(len(paths))]
+        self.start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # first row of each shard
+        self.count = min(limit, int(self.start[-1])) if limit else int(self.start[-1])
+        firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
+        first = np.concatenate([np.empty(0, np.int64), *firsts])
+        self.first = np.append(first[first < self.count], self.count)  # first row of each block, and N
+        self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
+        self._bad = np.zeros(len(self._sound), bool)
+        self.fresh: list[Damage] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_shards": {}, "fresh": []}
+
+    def _shard(self, i: int) -> Shard:
+        if i not in self._shards:
+            self._shards[i] = Shard(self.paths[i], self.layout)
+        return self._shards[i]
+
+    def gather(self, rows: np.ndarray) -> Batch:
+        """Copies of the rows (B,). Raises LoaderError when no block is sound, ShardError for a lost file."""
+        while True:
+            blocks = np.searchsorted(self.first, rows, side="right") - 1
+            sound = self._sound[blocks]
+            size = self.first[sound + 1] - self.first[sound]
+            actual = self.first[sound] + (rows - self.first[blocks]) % size
+            try:
+                return self._read(actual)
+            except DamagedBlock as error:
+                self._replace(error)
+
+    def _read(self, rows: np.ndarray) -> Batch:
+        where = np.searchsorted(self.start, rows, side="right") - 1
+        by_shard = np.argsort(where, kind="stable")
+        touched, begin = np.unique(where[by_shard], return_index=True)
+        groups = np.split(by_shard, begin[1:])
+        parts = [
+            self._shard(int(i)).gather(rows[group] - self.start[i])
+            for i, group in zip(touched, groups, strict=True)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        back = np.empty(len(rows), np.int64)
+        back[by_shard] = np.arange(len(rows))
+        return select(concat(parts, self.layout), back, self.layout)
+
+    def _replace(self, error: DamagedBlock) -> None:
+        i = self.paths.index(error.path)
+        self._bad[np.searchsorted(self.first, self.start[i] + error.block * BLOCK)] = True
+        self.fresh.append((self.names[i], error.block, str(error)))
+        good = np.flatnonzero(~self._bad)
+        if not len(good):
+            raise LoaderError(f"all {len(self._bad)} blocks are damaged, the last one: {error}") from error
+        self._sound = good[np.searchsorted(good, np.arange(len(self._bad))) % len(good)]
+
+    def take_fresh(self) -> list[Damage]:
+        """Damage found since the last call."""
+        found, self.fresh = self.fresh, []
+        return found
+
+
+def checked(arrays: Arrays, rows: int) -> Arrays:
+    """What `prepare` returned, contiguous and writable. Raises LoaderError unless torch can take it."""
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.dtype.str[1:] not in TENSOR_KINDS:
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise LoaderError(f"prepare: '{name}' is {kind}; return arrays of bool, uint8, signed or float")
+        if array.ndim == 0 or len(array) != rows:
+            raise LoaderError(f"prepare: '{name}' has shape {array.shape}; its first size must be {rows}")
+    return {name: np.require(array, requirements=["C", "W"]) for name, array in arrays.items()}
+
+
+# Batches
+
+
+@dataclass
+class Item:
+    """What a worker sends: tensors and the damage it met, or why there are none."""
+
+    tensors: Tensors
+    damage: list[Damage]
+    error: str = ""
+    trace: str = ""
+
+    def pin_memory(self) -> Item:
+        """The tensors in page-locked memory; DataLoader calls this by name."""
+        return replace(self, tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()})
+
+
+class Batches(Dataset[Item]):
+    """The batches as a dataset for DataLoader(batch_size=None)."""
+
+    def __init__(
+        self, reader: Reader, order: Order, size: int, prepare: Prepare, skip: Sequence[tuple[int, int]]
+    ) -> None:
+        self.reader, self.order, self.size, self.prepare = reader, order, size, prepare
+        self.skip = merge_ranges(skip)
+
+    def raw(self, i: int) -> int:
+        """The number of the i-th batch that is not skipped, in the stream with nothing skipped."""
+        for start, stop in self.skip:
+            i += stop - start if i >= start else 0
+        return i
+
+    def arrays(self, i: int) -> Arrays:
+        raw = self.raw(i)
+        first = raw * self.size
+        rows = self.order.rows(np.arange(first, first + self.size))
+        epoch = first // self.reader.count
+        stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, raw)
+        return checked(self.prepare(self.reader.gather(rows), stream), self.size)
+
+    def __getitem__(self, i: int) -> Item:
+        try:
+            tensors = to_tensors(self.arrays(i))
+        except Exception as error:  # noqa: BLE001 - raised again in the training process
+            text = f"batch {i} could not be made: {type(error).__name__}: {error}"
+            return Item({}, self.reader.take_fresh(), text, traceback.format_exc())
+        return Item(tensors, self.reader.take_fresh())
+
+
+def to_tensors(arrays: Arrays) -> Tensors:
+    """The same memory as tensors."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def as_is(item: Any) -> Any:
+    """Collation: an item is a whole batch already."""
+    return item
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Processes started inside compute on one thread each: workers are the parallelism."""
+    before = {name: os.environ.get(name) for name in THREADS}
+    os.environ.update(dict.fromkeys(THREADS, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class Loader:
+    """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
+
+    `shards` are catalogue rows or paths, in catalogue order; `limit` keeps the first N rows of them (0: all);
+    `window_blocks` is the shuffle window (0: everything). `skip` holds ranges (start, stop) of batch numbers
+    that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
+    reason)` is called in this process once for every damaged block. Raises ShardError, LoaderError.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardRow | Path | str],
+        layout: Layout,
+        batch_size: int,
+        seed: int,
+        prepare: Prepare,
+        *,
+        limit: int = 0,
+        window_blocks: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        phase: int = 0,
+        skip: Sequence[tuple[int, int]] = (),
+        pin: bool = False,
+        on_damage: OnDamage | None = None,
+    ) -> None:
+        if not shards:
+            raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
+        if batch_size < 1 or min(limit, window_blocks, workers) < 0 or prefetch < 1:
+            raise ValueError(
+                "batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0"
+            )
+        names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
+        paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
+        self._reader = Reader(names, paths, layout, limit)
+        order = Order(self._reader.first, seed, phase, window_blocks)
+        self._batches = Batches(self._reader, order, batch_size, prepare, skip)
+        self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
+        self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
+        self.batch_size = batch_size
+        self.count = self._reader.count
+        self.per_epoch = -(-self.count // batch_size)
+
+    def raw(self, i: int) -> int:
+        """Number of batch i in the stream with nothing skipped: what a range in `skip` counts."""
+        return self._batches.raw(i)
+
+    def epoch(self, i: int) -> int:
+        """Epoch of the first row of batch i."""
+        return self.raw(i) * self.batch_size // self.count
+
+    def batch(self, i: int) -> Arrays:
+        """Batch i, made here; every array (B, ...)."""
+        arrays = self._batches.arrays(i)
+        self._report(self._reader.take_fresh())
+        return arrays
+
+    def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
+        """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers.
+
+        One iterator is meant to live as long as the training; closing it ends the workers.
+        """
+        numbers = range(start, ENDLESS if stop is None else stop)
+        if not self._workers:
+            for i in numbers:
+                item = self._batches[i]
+                yield self._open(item.pin_memory() if self._pin else item)
+            return
+        iterator = self._start(numbers)
+        for i in numbers:
+            try:
+                item = next(iterator)
+            except RuntimeError as error:  # DataLoader's word for a worker that is gone
+                cause = f"{str(error).splitlines()[0]}; was it killed, or out of memory? use fewer workers"
+                raise LoaderError(f"batch {i} never came: {cause}") from error
+            yield self._open(item)
+
+    def _start(self, numbers: range) -> Iterator[Item]:
+        """Worker processes; never by fork, which copies locks and threads of this process in any state."""
+        try:
+            pickle.dumps(self._batches)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            remedy = "use a module's function or a method, or no workers"
+            raise LoaderError(f"prepare cannot be sent to workers ({error}); {remedy}") from error
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        if "forkserver" in methods:
+            context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
+        loader = DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch,
+            collate_fn=as_is,
+            pin_memory=self._pin,
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # else starting would draw from, and so change, the global stream
+        )
+        with one_thread():
+            return iter(loader)
+
+    def sequential(self, batch_size: int, sample: int = 0) -> Iterator[Tensors]:
+        """Every row once, in order (validation); the last batch may be short. `sample` > 0: so many rows,
+        always the same for a seed. The random stream depends on the seed and the batch's number alone."""
+        rows = np.arange(self.count)
+        if 0 < sample < self.count:
+            rows = np.sort(permute(np.arange(sample), self.count, make_key(SAMPLE, self._seed)))
+        for i, start in enumerate(range(0, len(rows), batch_size)):
+            chosen = rows[start : start + batch_size]
+            batch = self._reader.gather(chosen)
+            arrays = checked(self._batches.prepare(batch, generator(SEQUENTIAL, self._seed, i)), len(chosen))
+            self._report(self._reader.take_fresh())
+            yield to_tensors(arrays)
+
+    def _open(self, item: Item) -> Tensors:
+        self._report(item.damage)
+        if item.error:
+            raise LoaderError(item.error) from WorkerTraceback(item.trace)
+        return item.tensors
+
+    def _report(self, damage: Sequence[Damage]) -> None:
+        """Pass on what was not said before: every worker finds the same damage for itself."""
+        for name, block, reason in damage:
+            if (name, block) not in self._reported:
+                self._reported.add((name, block))
+                if self._on_damage:
+                    self._on_damage(name, block, reason)
