@@ -1,0 +1,296 @@
+"""The chess task: what the engine trains, from stored rows to losses.
+
+Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the model. Batches stay packed
+until the device: see `ChessTask.prepare` for the arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matrixlib.config import Config
+from matrixlib.engine.task import Batch
+from matrixlib.tasks.chess import bitboard, losses, records, ssl
+from matrixlib.tasks.chess.losses import Sums
+from matrixlib.tasks.chess.model import PolicyValueNet
+from matrixlib.tasks.chess.planes import (
+    CASTLING,
+    EN_PASSANT,
+    SIDE,
+    move_map,
+    planes,
+    unpack_maps,
+    unpack_pieces,
+)
+
+HIDDEN_ROWS = 0.25  # share of the rows that have squares hidden at the input, where there is a piece head
+HIDDEN_SQUARES = 0.30  # share of the squares hidden in such a row
+MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
+STEP_MOVES = 32
+MAP_NUMBERS = {name: number for number, name in enumerate(ssl.MAPS)}
+STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
+_SWAPPED = [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12]  # piece classes with the colours exchanged
+
+
+@dataclass(frozen=True)
+class ChessTask:
+    """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy."""
+
+    config: Config
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each term."""
+        weights = self.config.loss
+        heads = {f"ssl_{name}": weights.ssl for name in self.config.model.ssl}
+        return {"policy": weights.policy, "value": weights.value} | heads
+
+    def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Stored rows to packed training arrays, all with leading dimension B.
+
+        `pieces` u8 (B, 32); `state` i16 (B, 6): castling, en-passant file (-1 none), half-move clock,
+        repetition, side, ply; `policy_index` i16 (B, L) on the oriented board, -1 in pads; `policy_weight`
+        f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32 (B, 3) likewise; `result` i8 (B,), 2
+        unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as `ssl.MAPS`; with the piece head
+        `hidden` u8 (B, 8).
+
+        Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right,
+        before anything else is made of them. Every random number is drawn whether it is used or not.
+        """
+        rows = len(batch["records"])
+        mirrored = rng.random(rows) < 0.5
+        hidden = ssl.hide(rng, rows, HIDDEN_ROWS, HIDDEN_SQUARES)
+        if self.config.data.mirror:
+            batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
+        return self._packed(batch, hidden)
+
+    def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value."""
+        return self._packed(batch, np.zeros((len(batch["records"]), 8), np.uint8))
+
+    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
+        rows = batch["records"]
+        index, weight = _padded(batch["policy_index"], batch["policy_weight"], batch["policy_offset"])
+        out = {
+            "pieces": np.ascontiguousarray(rows["pieces"]),
+            # ply wraps in int16; planes() reads it back as unsigned
+            "state": np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE], axis=1),
+            "policy_index": index,
+            "policy_weight": weight,
+            "wdl": _shares(rows["wdl"].astype(np.float32)),
+            "result": np.ascontiguousarray(rows["result"]),
+        }
+        if self.config.model.ssl:
+            out["maps"] = ssl.targets(rows)
+        if "piece" in self.config.model.ssl:
+            out["hidden"] = hidden
+        return out
+
+    def build_model(self) -> PolicyValueNet:
+        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left
+        untouched.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.config.seed)
+            return PolicyValueNet(self.config.model)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """Valid items of each term: rows, or squares for the self-supervised heads."""
+        rows = _plain_rows(batch)
+        valid = {
+            "policy": losses.policy_rows(batch["policy_index"], batch["policy_weight"], rows),
+            "value": self._value_target(batch)[1],
+        }
+        for name in self.config.model.ssl:
+            valid[f"ssl_{name}"] = _squares(batch, name)
+        return {term: int(items.sum()) for term, items in valid.items()}
+
+    def losses(
+        self, model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Sums of the active terms and their metrics (see losses.py); rows with hidden squares give only
+        `ssl_piece`.
+        """
+        out = model(planes(batch, self.config.model.encoding), active)
+        sums: Sums = {}
+        metrics: Sums = {}
+        with torch.autocast(batch["pieces"].device.type, enabled=False):
+            for term in sorted(active):
+                sums[term], found = self._term(term, out, batch)
+                metrics |= {f"{term}/{name}": value for name, value in found.items()}
+        return sums, metrics
+
+    def _term(self, term: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        options = self.config.loss
+        if term == "policy":
+            index, weight = self._policy_index(batch), batch["policy_weight"]
+            return losses.policy_loss(
+                out["policy"], index, weight, _plain_rows(batch), options.label_smoothing
+            )
+        if term == "value":
+            target, rows = self._value_target(batch)
+            if self.config.model.value.kind == "scalar":
+                return losses.scalar_loss(out["value"], target, rows, options.scalar, options.huber_delta)
+            return losses.wdl_loss(out["value"], target, rows)
+        name = term.removeprefix("ssl_")
+        # Outputs are turned to the oriented board, where the targets are.
+        logits, squares = self._oriented(out["ssl"][name], batch, name), _squares(batch, name)
+        loss = losses.class_loss if logits.shape[1] > 1 else losses.binary_loss
+        return loss(logits, ssl_target(batch, name), squares)
+
+    def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Per term (chance, floor) as sums over the items of `counts`: see losses.py; a self-supervised head
+        starts at ln(classes) per square and can reach 0.
+        """
+        options, counts = self.config.loss, self.counts(batch)
+        target, rows = self._value_target(batch)
+        scalar = self.config.model.value.kind == "scalar"
+        out = {
+            "policy": losses.policy_bounds(
+                batch["policy_index"], batch["policy_weight"], _plain_rows(batch), options.label_smoothing
+            ),
+            "value": losses.value_bounds(target, rows, scalar, options.scalar, options.huber_delta),
+        }
+        classes = {"piece": 13, "control": 3}
+        for name in self.config.model.ssl:
+            out[f"ssl_{name}"] = (counts[f"ssl_{name}"] * math.log(classes.get(name, 2)), 0.0)
+        return out
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits."""
+        out = model(planes(batch, self.config.model.encoding), frozenset(self.weights))
+        index = self._policy_index(batch)
+        legal = torch.where(index != losses.PAD, losses.legal_logits(out["policy"], index), math.nan)
+        return {"policy": legal, "value": out["value"]} | {
+            f"ssl_{k}": v for k, v in out.get("ssl", {}).items()
+        }
+
+    def predict(
+        self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()
+    ) -> dict[str, Tensor]:
+        """What the network says, on the oriented board.
+
+        `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in pads; `value` (B,)
+        expected result in -1..1; `wdl` (B, 3) probabilities, if the head gives them; `ssl/<head>` (B, c, 8,
+        8) probabilities for each of `heads`.
+        """
+        wanted = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
+        out = model(planes(batch, self.config.model.encoding), wanted)
+        said = {"policy": losses.legal_logits(out["policy"], self._policy_index(batch)).log_softmax(1)}
+        if self.config.model.value.kind == "scalar":
+            said["value"] = out["value"]
+        else:
+            said["wdl"] = out["value"].softmax(1)
+            said["value"] = said["wdl"][:, 0] - said["wdl"][:, 2]
+        for name in heads:
+            logits = self._oriented(out["ssl"][name], batch, name)
+            said[f"ssl/{name}"] = logits.softmax(1) if logits.shape[1] > 1 else logits.sigmoid()
+        return said
+
+    def illegal_mass(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        """(B,) f32: share of each row's policy target on moves that are not legal, of a batch of `prepare`;
+        0 is right.
+
+        For checks of the data: the losses trust the list of moves.
+        """
+        state = batch["state"]
+        castling, en_passant = state[:, CASTLING].astype(np.uint8), state[:, EN_PASSANT].astype(np.int8)
+        legal, offset = bitboard.legal_policy_indices(batch["pieces"], castling, en_passant)
+        table = np.zeros((len(state), bitboard.POLICY_SIZE), bool)
+        table[np.repeat(np.arange(len(state)), np.diff(offset)), legal] = True
+        index, weight = batch["policy_index"], batch["policy_weight"]
+        weight = np.where(index >= 0, weight, 0)
+        good = np.take_along_axis(table, np.maximum(index, 0).astype(np.int64), axis=1)
+        total = weight.sum(1)
+        mass: np.ndarray = np.where(good, 0, weight).sum(1) / np.where(total > 0, total, 1)
+        return mass.astype(np.float32)
+
+    def _value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
+        return target, known & _plain_rows(batch)
+
+    def _policy_index(self, batch: Batch) -> Tensor:
+        """(B, L) policy indices in the network's frame, PAD kept."""
+        index = batch["policy_index"]
+        if self.config.model.encoding == "oriented":
+            return index
+        table = _move_table(self.config.model.encoding, str(index.device))
+        moved = table[batch["state"][:, SIDE, None].long(), index.clamp(min=0).long()]
+        return torch.where(index != losses.PAD, moved, losses.PAD)
+
+    def _oriented(self, maps: Tensor, batch: Batch, name: str) -> Tensor:
+        """Head outputs (B, c, 8, 8) turned from the network's frame to the oriented board."""
+        if self.config.model.encoding == "oriented":
+            return maps
+        # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows
+        # do, but its own pieces are the second six classes.
+        black = batch["state"][:, SIDE, None, None, None].ne(0)
+        return torch.where(black, maps[:, _SWAPPED] if name == "piece" else maps, maps.flip(2))
+
+
+def ssl_target(batch: Batch, name: str) -> Tensor:
+    """(B, 8, 8) target of a self-supervised head on the oriented board: classes, or 0 and 1 (DESIGN: chess
+    facts).
+
+    control: 0, 1, 2 = sign(our attackers - theirs) + 1.
+    """
+    if name == "piece":
+        return unpack_pieces(batch["pieces"]).unflatten(1, (8, 8))
+    if name == "control":
+        ours, theirs = (_map(batch, f"control_{side}") for side in ("ours", "theirs"))
+        return 1 + ours - theirs
+    return _map(batch, name)
+
+
+def _map(batch: Batch, name: str) -> Tensor:
+    return unpack_maps(batch["maps"][:, MAP_NUMBERS[name]])
+
+
+def _plain_rows(batch: Batch) -> Tensor:
+    """(B,) bool: rows whose whole board is shown."""
+    if "hidden" not in batch:
+        return torch.ones(len(batch["pieces"]), dtype=torch.bool, device=batch["pieces"].device)
+    return batch["hidden"].eq(0).all(1)
+
+
+def _squares(batch: Batch, name: str) -> Tensor:
+    """(B, 8, 8) bool: squares that count for a head: the hidden ones for `piece`, all of plain rows for the
+    others.
+    """
+    if name == "piece":
+        return unpack_maps(batch["hidden"]).bool()
+    return _plain_rows(batch)[:, None, None].expand(-1, 8, 8)
+
+
+@functools.cache
+def _move_table(encoding: str, device: str) -> Tensor:
+    """`move_map` on a device, copied there once."""
+    return move_map(encoding).to(device)
+
+
+def _padded(index: np.ndarray, weight: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ragged policy rows to (B, L) int16 and float32, L a multiple of STEP_MOVES; weights of a row sum to 1
+    or 0.
+    """
+    length = np.diff(offset)
+    width = max(MIN_MOVES, -(-int(length.max(initial=0)) // STEP_MOVES) * STEP_MOVES)
+    places = np.arange(width) < length[:, None]
+    indices = np.full(places.shape, losses.PAD, np.int16)
+    weights = np.zeros(places.shape, np.float32)
+    indices[places] = index  # both row by row
+    weights[places] = weight
+    return indices, _shares(weights)
+
+
+def _shares(weights: np.ndarray) -> np.ndarray:
+    """Rows (B, n) float32 divided by their sums; rows of zeros stay."""
+    total = weights.sum(1, keepdims=True, dtype=np.float64)
+    shares: np.ndarray = (weights / np.where(total > 0, total, 1)).astype(np.float32)
+    return shares
