@@ -1,0 +1,403 @@
+"""Pictures of a training run: a live panel in JupyterLab, one static PNG everywhere else.
+
+Only Figure objects are used, never pyplot's global state: nothing leaks and no backend is chosen for anyone.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from matrixlib.engine.metrics import flatten
+
+POINTS = 2000  # per curve
+_ACCURACY = ("top", "accuracy")  # a metric whose last name starts so is drawn as a share
+_TRAIN = " (train)"
+
+
+class Stats(Protocol):
+    """What the trainer yields after each update, as far as the plot reads it."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def losses(self) -> Mapping[str, float]: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def throughput(self) -> float: ...
+    @property
+    def validation(self) -> Mapping[str, Any] | None: ...
+
+
+class Curve:
+    """Points (step, value) of one quantity in bounded memory.
+
+    When there are 2,000, neighbours are averaged in pairs, so that a long run is drawn from the means of
+    2, 4, 8 ... successive values.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.values: list[float] = []
+        self._each = 1
+        self._waiting: list[tuple[float, float]] = []
+
+    def add(self, step: float, value: float) -> None:
+        """Append one value; steps rise."""
+        self._waiting.append((step, value))
+        if len(self._waiting) < self._each:
+            return
+        self.steps.append(sum(step for step, _ in self._waiting) / self._each)
+        self.values.append(sum(value for _, value in self._waiting) / self._each)
+        self._waiting.clear()
+        if len(self.values) >= POINTS:
+            self.steps = [sum(pair) / 2 for pair in zip(self.steps[::2], self.steps[1::2], strict=True)]
+            self.values = [sum(pair) / 2 for pair in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._each *= 2
+
+    def points(self) -> tuple[list[float], list[float]]:
+        """Steps and values, with the mean of those not yet averaged as the last point."""
+        if not self._waiting:
+            return self.steps, self.values
+        count = len(self._waiting)
+        step, value = (sum(column) / count for column in zip(*self._waiting, strict=True))
+        return [*self.steps, step], [*self.values, value]
+
+
+class History:
+    """Curves by name of everything that is drawn, gathered from stats or from rows of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, Curve] = {}
+        self.validation: dict[str, Curve] = {}
+        self.accuracy: dict[str, Curve] = {}
+        self.single: dict[str, Curve] = {}  # learning_rate, grad_norm, throughput
+        self.not_finite = 0  # updates with a loss or gradient norm that is not finite
+        self.step = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One row: `step` and any of `losses`, `metrics`, `learning_rate`, `grad_norm`, `throughput`,
+        `validation` (a mapping like losses and metrics together, nested or flat)."""
+        self.step = step = int(row["step"])
+        finite = True
+        for name, value in _numbers(row.get("losses")):
+            self.losses.setdefault(name, Curve()).add(step, value)
+            finite = finite and math.isfinite(value)
+        for name, value in _numbers(row.get("metrics")):
+            if _is_accuracy(name):
+                self.accuracy.setdefault(f"{name}{_TRAIN}", Curve()).add(step, value)
+        for name, value in _numbers(row.get("validation")):
+            name = name.removeprefix("losses/").removeprefix("metrics/")
+            if _is_accuracy(name):
+                self.accuracy.setdefault(name, Curve()).add(step, value)
+            elif name in self.losses or name.rsplit("/", 1)[-1] == "loss":
+                self.validation.setdefault(name, Curve()).add(step, value)
+        for name, value in _numbers(
+            {key: row.get(key) for key in ("learning_rate", "grad_norm", "throughput")}
+        ):
+            self.single.setdefault(name, Curve()).add(step, value)
+            finite = finite and math.isfinite(value)
+        self.not_finite += not finite
+
+
+class LivePlot:
+    """Panel of a run: losses, learning rate, gradient norm, throughput and validation accuracy.
+
+    In JupyterLab a progress bar, a line of text and the picture are redrawn at most every `every` seconds
+    (and for at most an eighth of the time); at the end they are replaced in place by one static PNG. Headless
+    (papermill, nbval, nbconvert) no widget is made: only the final PNG is shown, and lines of text at most
+    every ten seconds if `progress` is "text". Outside IPython nothing is displayed. MATRIXLIB_LIVE=0 or 1
+    overrides.
+
+    Use it as a context manager: an exception leaves the picture of what came before it.
+    `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run goes on with its curve.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        title: str = "training",
+        *,
+        history: Iterable[Mapping[str, Any]] = (),
+        progress: Literal["none", "text"] = "none",
+        live: bool | None = None,
+        every: float = 0.5,
+    ) -> None:
+        self.total = total
+        self.title = title
+        self.progress = progress
+        self.every = every
+        self.live = interactive() if live is None else live
+        self.history = History()
+        for row in history:
+            self.history.add(row)
+        self.draws = 0
+        self._began = time.perf_counter()
+        self._first = self.history.step
+        self._next = 0.0
+        self._closed = False
+        self._figure = Figure(figsize=(10, 5.6))
+        self._handle: Any = None
+        if self.live:
+            self._open()
+
+    def update(self, stats: Stats) -> None:
+        """Take in one update's stats; cheap unless a redraw is due."""
+        row = {
+            "step": stats.step,
+            "losses": stats.losses,
+            "metrics": stats.metrics,
+            "learning_rate": stats.learning_rate,
+            "grad_norm": stats.grad_norm,
+            "throughput": stats.throughput,
+            "validation": stats.validation,
+        }
+        self.history.add(row)
+        now = time.perf_counter()
+        if now < self._next:
+            return
+        if self.live:
+            self._bar.value = min(stats.step, self.total)
+            self._label.value = self._line(row, now)
+            self._image.value = self._png(72)
+            spent = time.perf_counter() - now
+            self._next = now + max(self.every, 7 * spent)  # a slow machine trains, it does not draw
+        elif self.progress == "text":
+            print(self._line(row, now), flush=True)
+            self._next = now + 10.0
+
+    def close(self) -> None:
+        """Show the final picture: in place of the panel, or as an output of a headless notebook."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.live and not in_notebook():
+            return
+        from IPython.display import Image, display
+
+        image = Image(data=self._png(100), format="png", alt=f"Curves of {self.title}", width=1000)
+        if self._handle is not None:
+            self._handle.update(image)
+            self._box.close()
+        else:
+            display(image)
+
+    def figure(self) -> Figure:
+        """The picture as it is now."""
+        draw(self._figure, self.history, self.title, self.total)
+        return self._figure
+
+    def __enter__(self) -> LivePlot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        import ipywidgets as widgets
+        from IPython.display import display
+
+        self._bar = widgets.FloatProgress(value=self._first, max=self.total)
+        self._label = widgets.Label(value=f"step {self._first:,}/{self.total:,}")
+        # without an initial picture the browser shows a broken one; without fit-content it is stretched
+        self._image = widgets.Image(
+            value=self._png(72), format="png", layout=widgets.Layout(width="fit-content")
+        )
+        self._box = widgets.VBox([widgets.HBox([self._bar, self._label]), self._image])
+        self._handle = display(self._box, display_id=True)
+
+    def _png(self, dpi: int) -> bytes:
+        self.draws += 1
+        return png(self.figure(), dpi)
+
+    def _line(self, row: Mapping[str, Any], now: float) -> str:
+        step = row["step"]
+        losses = " ".join(f"{name} {value:.3f}" for name, value in _numbers(row["losses"]))
+        parts = [f"step {step:,}/{self.total:,} ({step / max(self.total, 1):.0%})", losses]
+        parts += [f"learning rate {row['learning_rate']:.2g}", f"{row['throughput']:,.0f} positions/s"]
+        done = step - self._first
+        if done > 0:
+            each = (now - self._began) / done
+            parts += [f"{duration(each)} a step", f"{duration(max(0.0, each * (self.total - step)))} left"]
+        return " | ".join(part for part in parts if part)
+
+
+def interactive() -> bool:
+    """Whether a Jupyter front end started this kernel.
+
+    jupyter-server sets JPY_SESSION_NAME; papermill, nbconvert and nbval do not. MATRIXLIB_LIVE=0 or 1
+    overrides; any other value raises ValueError.
+    """
+    forced = os.environ.get("MATRIXLIB_LIVE")
+    if forced is not None:
+        if forced not in ("0", "1"):
+            raise ValueError(f"MATRIXLIB_LIVE is '{forced}'; set it to 0 or 1, or leave it out")
+        return forced == "1"
+    return "JPY_SESSION_NAME" in os.environ
+
+
+def in_notebook() -> bool:
+    """Whether this runs in an IPython kernel (a notebook), where displayed pictures go somewhere."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") -> Figure:
+    """Curves of a run from the rows of its metrics.jsonl (see `metrics.read`), resumed or not."""
+    history = History()
+    for row in rows:
+        history.add(row)
+    figure = Figure(figsize=(10, 5.6))
+    draw(figure, history, title)
+    return figure
+
+
+def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
+    """Fill `figure` with one small picture for each quantity; `total` > 0 sets the step axis."""
+    figure.clear()
+    note = f" - {history.not_finite:,} updates not finite" if history.not_finite else ""
+    figure.suptitle(title + note, fontsize=11, color="#b3261e" if note else "black")
+    # fixed margins: matplotlib's constrained layout takes half of the drawing time
+    grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, bottom=0.085, top=0.92, wspace=0.28, hspace=0.3)
+    losses = figure.add_subplot(grid[:, 0])
+    _losses(losses, history)
+    rest = [figure.add_subplot(grid[row, column]) for row in (0, 1) for column in (1, 2)]
+    _accuracy(rest[0], history.accuracy)
+    for axes, name, label in zip(
+        rest[1:],
+        ("learning_rate", "grad_norm", "throughput"),
+        ("learning rate", "gradient norm before clipping", "positions/s"),
+        strict=True,
+    ):
+        curve = history.single.get(name)
+        if curve is None:
+            _nothing(axes, label)
+            continue
+        axes.plot(*curve.points(), color="#1f77b4", linewidth=1)
+        axes.set_ylabel(label, fontsize=8)
+        if name == "grad_norm":
+            _log_axis(axes, curve.points()[1])
+        else:
+            axes.set_ylim(bottom=0)
+    for axes in (losses, *rest):
+        axes.set_xlabel("update step", fontsize=8)
+        axes.tick_params(labelsize=8, which="both")
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        if total:
+            axes.set_xlim(0, max(total, history.step))
+
+
+def png(figure: Figure, dpi: int = 100) -> bytes:
+    """PNG file of a figure; `dpi` dots an inch."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def duration(seconds: float) -> str:
+    """Time in the unit that fits: "840 µs", "5.2 ms", "12.3 s", "3 min 20 s", "2 h 05 min", "3 d 4 h".
+
+    "?" where it is not finite; ValueError where negative.
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 0:
+        raise ValueError(f"a duration cannot be negative: {seconds}")
+    for scale, unit in ((1e6, "µs"), (1e3, "ms"), (1.0, "s")):
+        scaled = seconds * scale
+        if scaled < (59.95 if unit == "s" else 999.5):
+            return f"{scaled:.1f} {unit}" if scaled < 99.95 else f"{scaled:.0f} {unit}"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def _numbers(values: Mapping[str, Any] | None) -> list[tuple[str, float]]:
+    """Numeric leaves by "outer/inner" name; None and text are left out."""
+    leaves = flatten(values) if values else ()
+    return [(name, float(value)) for name, value in leaves if isinstance(value, (int, float))]
+
+
+def _is_accuracy(name: str) -> bool:
+    return name.rsplit("/", 1)[-1].startswith(_ACCURACY)
+
+
+def _losses(axes: Axes, history: History) -> None:
+    """Training losses as lines, validation losses as dots of the same colour."""
+    drawn: list[float] = []
+    names = list(dict.fromkeys([*history.losses, *history.validation]))
+    for index, name in enumerate(names):
+        for curves, style, label in (
+            (history.losses, "-", name),
+            (history.validation, "o--", f"{name} (validation)"),
+        ):
+            if name in curves:
+                steps, values = curves[name].points()
+                axes.plot(steps, values, style, markersize=3, linewidth=1, color=f"C{index}", label=label)
+                drawn += values
+    if not names:
+        _nothing(axes, "loss [nat]")
+        return
+    axes.set_ylabel("loss [nat]", fontsize=8)
+    _log_axis(axes, drawn)
+    axes.legend(fontsize=7)
+
+
+def _accuracy(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    """Training accuracies as lines, validation ones as dots of the same colour."""
+    if not curves:
+        _nothing(axes, "accuracy [%]")
+        return
+    names = list(dict.fromkeys(name.removesuffix(_TRAIN) for name in curves))
+    for name in sorted(curves, key=lambda name: names.index(name.removesuffix(_TRAIN))):
+        steps, values = curves[name].points()
+        style = "-" if name.endswith(_TRAIN) else "o--"
+        colour = f"C{names.index(name.removesuffix(_TRAIN))}"
+        shares = [100 * value for value in values]
+        axes.plot(steps, shares, style, markersize=3, linewidth=1, color=colour, label=name)
+    axes.set_ylabel("accuracy [%]", fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+
+
+def _log_axis(axes: Axes, values: Iterable[float]) -> None:
+    """Logarithmic where all values are positive, with labels that read as plain numbers."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) <= 0:
+        return
+    axes.set_yscale("log")
+    wide = max(finite) > 100 * min(finite)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _nothing(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label, fontsize=8)
+    axes.text(
+        0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, color="grey", transform=axes.transAxes
+    )
