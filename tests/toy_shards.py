@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,29 @@ def same(left: Batch, right: Batch) -> bool:
     return left.keys() == right.keys() and all(
         left[k].dtype == right[k].dtype and left[k].tobytes() == right[k].tobytes() for k in left
     )
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A task's `prepare`: rows, a random draw for each, and the sum of the ragged member."""
+
+    fail_at: int = -1
+    pid_file: str = ""
+
+    def prepare(self, batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        rows = batch["records"]["row"].astype(np.int64)
+        if self.fail_at in rows:
+            raise KeyError(f"label of row {self.fail_at}")
+        if self.pid_file:
+            Path(self.pid_file).write_text(str(os.getpid()))
+        running = np.concatenate([[0], np.cumsum(batch["target_weight"].astype(np.int64))])
+        sums = running[batch["target_offset"]]
+        noise = rng.random((len(rows), 3), np.float32)
+        return {"row": rows, "noise": noise, "sum": np.diff(sums), "pixels": batch["records"]["pixels"]}
+
+
+def count_threads(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """How many threads torch uses where this runs."""
+    import torch  # the tests of shards and catalogue need none
+
+    return {"threads": np.full(len(batch["records"]), torch.get_num_threads())}

@@ -1,0 +1,446 @@
+"""The loader: the order, the same batches whatever the workers, damage, and errors that say what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from toy_shards import LAYOUT, META, Toy, count_threads, toy_batch, toy_shards
+
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import (
+    Loader,
+    LoaderError,
+    WorkerTraceback,
+    generator,
+    make_key,
+    merge_ranges,
+    permute,
+)
+from matrixlib.data.shards import BLOCK, Batch, ShardError, write_shard
+
+COUNTS = [BLOCK + 900, 700, 2 * BLOCK + 5]
+N = sum(COUNTS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shards")
+    toy_shards(path, COUNTS)
+    return path
+
+
+def open_loader(folder: Path, size: int = 1000, seed: int = 3, **chosen: Any) -> Loader:
+    prepare = chosen.pop("prepare", Toy().prepare)
+    return Loader(sorted(folder.glob("*.npz")), LAYOUT, size, seed, prepare, **chosen)
+
+
+def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        np.asarray(left[k]).tobytes() == np.asarray(right[k]).tobytes() for k in left
+    )
+
+
+def rows_of(loader: Loader, batches: range) -> np.ndarray:
+    return np.concatenate([loader.batch(i)["row"] for i in batches])
+
+
+# Order
+
+
+@settings(max_examples=150, deadline=None)
+@given(n=st.integers(1, 3000), seed=st.integers(-(2**63), 2**63 - 1))
+@example(n=1, seed=0)
+@example(n=2, seed=0)
+@example(n=1024, seed=0)
+@example(n=1025, seed=0)
+def test_permute_is_a_bijection(n: int, seed: int) -> None:
+    out = permute(np.arange(n), n, make_key(seed))
+    assert out.dtype == np.int64
+    assert (np.sort(out) == np.arange(n)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 2**62), seed=st.integers(0, 999), data=st.data())
+def test_permute_of_any_size_stays_inside_and_keeps_apart(n: int, seed: int, data: st.DataObject) -> None:
+    index = np.array(data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=50)), np.int64)
+    out = permute(index, n, make_key(seed))
+    assert len(np.unique(out)) == len(index)
+    assert ((out >= 0) & (out < n)).all()
+    assert [int(permute(np.array(i), n, make_key(seed))) for i in index[:5]] == out[:5].tolist()
+
+
+def test_permute_looks_random() -> None:
+    """Every place is about equally likely for each index, and neighbours do not stay together."""
+    n, keys = 7, 2100
+    places = np.array([permute(np.arange(n), n, make_key(k)) for k in range(keys)])
+    expected = keys / n
+    for column in places.T:
+        chi_square = ((np.bincount(column, minlength=n) - expected) ** 2 / expected).sum()
+        assert chi_square < 30  # 6 degrees of freedom: 4e-5
+    out = permute(np.arange(100_000), 100_000, make_key(5))
+    assert abs(np.corrcoef(out, np.arange(100_000))[0, 1]) < 0.01
+    assert abs(np.corrcoef(out[1:], out[:-1])[0, 1]) < 0.01
+    assert (np.abs(np.diff(out)) == 1).sum() < 15  # 2 expected
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize("size", [997, 2048])
+def test_every_row_exactly_once_per_epoch(folder: Path, window: int, size: int) -> None:
+    loader = open_loader(folder, size, window_blocks=window)
+    assert loader.count == N
+    assert loader.per_epoch == -(-N // size)
+    stream = rows_of(loader, range(-(-3 * N // size)))
+    epochs = [stream[e * N : (e + 1) * N] for e in range(3)]
+    for epoch in epochs:
+        assert (np.sort(epoch) == np.arange(N)).all()
+    assert (epochs[0] != epochs[1]).any()
+    other = rows_of(open_loader(folder, size, seed=4, window_blocks=window), range(3))
+    assert (other != stream[: 3 * size]).any()
+    phase = rows_of(open_loader(folder, size, phase=1, window_blocks=window), range(3))
+    assert (phase != stream[: 3 * size]).any()
+
+
+def test_window_reads_few_blocks_at_a_time(folder: Path) -> None:
+    """A batch touches the blocks of a window or two; without a window it touches most blocks."""
+    starts = np.concatenate(
+        [np.arange(a, a + n, BLOCK) for a, n in zip([0, 4996, 5696], COUNTS, strict=True)]
+    )
+    narrow = open_loader(folder, 256, window_blocks=1).batch(2)["row"]
+    wide = open_loader(folder, 256).batch(2)["row"]
+    assert len(np.unique(np.searchsorted(starts, narrow, side="right"))) <= 2
+    assert len(np.unique(np.searchsorted(starts, wide, side="right"))) >= 4
+    assert (np.diff(narrow) < 0).sum() > 100  # and is shuffled inside
+
+
+@settings(max_examples=25, deadline=None)
+@given(limit=st.integers(1, N + 5), size=st.integers(1, 3000), window=st.integers(0, 4))
+def test_limit_is_the_first_rows(folder: Path, limit: int, size: int, window: int) -> None:
+    loader = open_loader(folder, size, limit=limit, window_blocks=window)
+    count = min(limit, N)
+    assert loader.count == count
+    stream = rows_of(loader, range(min(-(-count // size), 20)))[:count]
+    assert stream.max() < count
+    assert len(np.unique(stream)) == len(stream)
+
+
+def test_batch_larger_than_the_data(folder: Path) -> None:
+    loader = open_loader(folder, 100, limit=16)
+    rows = loader.batch(0)["row"]
+    assert (np.bincount(rows) >= 6).all()
+    assert (loader.per_epoch, loader.epoch(1)) == (1, 6)
+
+
+def test_arrays_follow_their_rows(folder: Path) -> None:
+    """Records and ragged members stay together across shards and shuffling."""
+    whole = [toy_batch(n, seed=i) for i, n in enumerate(COUNTS)]
+    slices = [(b["target_weight"], a, z) for b in whole for a, z in pairwise(b["target_offset"])]
+    sums = np.array([weight[a:z].sum(dtype=np.int64) for weight, a, z in slices])
+    pixels = np.concatenate([b["records"]["pixels"] for b in whole])
+    batch = open_loader(folder).batch(5)
+    assert (batch["sum"] == sums[batch["row"]]).all()
+    assert (batch["pixels"] == pixels[batch["row"]]).all()
+
+
+# Skipping
+
+
+RANGES = st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda pair: (pair[0], sum(pair)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(RANGES, max_size=6))
+def test_skipped_batches_are_left_out(folder: Path, skip: list[tuple[int, int]]) -> None:
+    left = [i for i in range(100) if not any(a <= i < b for a, b in skip)]
+    loader = Loader([folder / "b.npz"], LAYOUT, 10, 3, Toy().prepare, skip=skip)
+    assert [loader.raw(i) for i in range(30)] == left[:30]
+
+
+def test_skipping_changes_nothing_else(folder: Path) -> None:
+    plain, skipping = open_loader(folder), open_loader(folder, skip=((2, 4), (3, 7)))
+    assert [equal(skipping.batch(i), plain.batch(j)) for i, j in enumerate([0, 1, 7, 8])] == [True] * 4
+    for bad in ((3, 3), (-1, 2), (5, 2)):
+        with pytest.raises(ValueError, match="cannot skip"):
+            merge_ranges([bad])
+
+
+# Random streams
+
+
+def test_random_streams_differ_and_repeat(folder: Path) -> None:
+    """The trap: a generator held by the dataset repeats in every worker and every epoch."""
+    loader = open_loader(folder, 64, limit=64)
+    noise = [loader.batch(i)["noise"].tobytes() for i in range(6)]  # each batch is one epoch
+    assert len(set(noise)) == 6
+    assert open_loader(folder, 64, limit=64).batch(4)["noise"].tobytes() == noise[4]
+    assert open_loader(folder, 64, limit=64, phase=1).batch(4)["noise"].tobytes() != noise[4]
+    assert open_loader(folder, 64, limit=64, seed=9).batch(4)["noise"].tobytes() != noise[4]
+    assert generator(1, 2).random() == generator(1, 2).random() != generator(2, 1).random()
+
+
+# Workers
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_same_bits_with_any_workers_and_from_any_start(folder: Path) -> None:
+    count, skip = 9, ((4, 6),)
+    reference = [open_loader(folder, skip=skip).batch(i) for i in range(count)]
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for workers in (0, 1, 2, 4):
+        loader = open_loader(folder, skip=skip, workers=workers)
+        got = list(loader.batches(0, count))
+        assert len(got) == count
+        assert all(equal(a, b) for a, b in zip(got, reference, strict=True)), workers
+    assert torch.equal(torch.get_rng_state(), before)  # the model's stream is not drawn from
+    loader = open_loader(folder, skip=skip)
+    for start in range(count):  # stop anywhere, go on
+        assert all(equal(a, b) for a, b in zip(loader.batches(start), reference[start:], strict=False))
+    workers_on = open_loader(folder, skip=skip, workers=1).batches(5)  # endless
+    assert all(equal(a, b) for a, b in zip(islice(workers_on, 4), reference[5:], strict=True))
+
+
+def test_workers_compute_on_one_thread(folder: Path) -> None:
+    loader = open_loader(folder, 8, workers=1, prepare=count_threads)
+    before = dict(os.environ)
+    (batch,) = loader.batches(0, 1)
+    assert batch["threads"].unique().tolist() == [1]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_error_in_prepare_surfaces_with_its_cause(folder: Path, workers: int) -> None:
+    plain = open_loader(folder)
+    fail_at = int(plain.batch(3)["row"][7])
+    iterator = open_loader(folder, workers=workers, prepare=Toy(fail_at).prepare).batches(0)
+    assert all(equal(next(iterator), plain.batch(i)) for i in range(3))
+    with pytest.raises(
+        LoaderError, match=f"batch 3 could not be made: KeyError: 'label of row {fail_at}'"
+    ) as error:
+        next(iterator)
+    assert isinstance(error.value.__cause__, WorkerTraceback)
+    assert "in prepare" in str(error.value.__cause__)
+
+
+def test_killed_worker_is_an_error_not_a_hang(folder: Path, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    iterator = open_loader(
+        folder, workers=1, prefetch=1, prepare=Toy(pid_file=str(pid_file)).prepare
+    ).batches(0)
+    next(iterator)
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(LoaderError, match=r"batch \d+ never came: .*exited unexpectedly.*fewer workers"):
+        list(islice(iterator, 10))
+    assert time.monotonic() - started < 30
+
+
+def test_closing_ends_the_workers(folder: Path, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    iterator = open_loader(folder, workers=1, prepare=Toy(pid_file=str(pid_file)).prepare).batches(0)
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 20
+    while _alive(int(pid_file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_prepare_that_cannot_be_sent(folder: Path) -> None:
+    lock = threading.Lock()
+    loader = open_loader(folder, workers=1, prepare=lambda batch, rng: {"lock": lock})
+    with pytest.raises(LoaderError, match="cannot be sent to workers"):
+        next(loader.batches(0))
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (lambda b: b["records"], "return arrays of bool"),
+        (lambda b: b["records"]["label"], "uint16"),
+        (lambda b: [1.0] * len(b["records"]), "list"),
+        (lambda b: b["target_weight"].astype(np.float32), "first size must be 10"),
+        (lambda b: np.float64(3), "return arrays|first size"),
+    ],
+)
+def test_prepare_must_return_what_torch_can_slice(
+    folder: Path, bad: Callable[[Batch], Any], message: str
+) -> None:
+    with pytest.raises(LoaderError, match=message):
+        open_loader(folder, 10, prepare=lambda b, rng: {"x": bad(b)}).batch(0)
+
+
+def test_views_become_contiguous_tensors(folder: Path) -> None:
+    loader = open_loader(folder, 10, prepare=lambda b, rng: {"x": b["records"]["row"][::-1]})
+    (batch,) = loader.batches(0, 1)
+    assert batch["x"].is_contiguous()
+    assert batch["x"].tolist() == loader.batch(0)["x"].tolist()
+
+
+# Damage
+
+
+def damaged(folder: Path, positions: dict[str, list[int]]) -> Path:
+    """Flip a bit in the records at these row numbers of the named shards."""
+    toy_shards(folder, COUNTS)
+    for name, rows in positions.items():
+        i = ord(name[0]) - ord("a")
+        data = bytearray((folder / name).read_bytes())
+        begin = data.index(toy_batch(2, sum(COUNTS[:i]), seed=0)["records"]["row"][:1].tobytes(), 64)
+        with np.load(folder / name) as archive:
+            begin = data.index(archive["records"][:3].tobytes())
+        for row in rows:
+            data[begin + row * LAYOUT.record.itemsize + 9] ^= 4
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_damaged_blocks_are_replaced_alike_by_all(tmp_path: Path) -> None:
+    """Blocks: a has 0, 1 (short); b has 0 (short); c has 0, 1, 2 (short). Bad: a/1, b/0, c/2."""
+    folder = damaged(tmp_path, {"a.npz": [BLOCK + 10], "b.npz": [3], "c.npz": [2 * BLOCK + 1]})
+    told: list[list[tuple[str, int]]] = []
+    streams = []
+    for workers in (0, 2):
+        found: list[tuple[str, int]] = []
+        loader = open_loader(
+            folder, workers=workers, on_damage=lambda name, block, reason, f=found: f.append((name, block))
+        )
+        assert loader.count == N
+        streams.append(list(loader.batches(0, loader.per_epoch)))
+        told.append(found)
+    assert all(equal(a, b) for a, b in zip(*streams, strict=True))
+    for found in told:
+        assert sorted(found) == [("a.npz", 1), ("b.npz", 0), ("c.npz", 2)]
+    got = np.concatenate([batch["row"].numpy() for batch in streams[0]])[:N]
+    bad = np.r_[BLOCK : COUNTS[0] + 700, N - 5 : N]
+    assert not np.isin(got, bad).any()
+    repeats = np.bincount(got, minlength=N)
+    assert repeats.max() <= 3  # spread over the next block, not one row again and again
+    expected = np.ones(N, int)
+    expected[bad] = 0
+    expected[5696 : 5696 + 900] += 1  # rows of a/1 become those of c/0
+    expected[5696 : 5696 + 700] += 1  # and those of b/0 too
+    expected[:5] += 1  # c/2 wraps around to a/0
+    assert (repeats == expected).all()
+
+
+def test_sound_rows_do_not_move(tmp_path: Path, folder: Path) -> None:
+    whole, broken = open_loader(folder), open_loader(damaged(tmp_path, {"b.npz": [3]}))
+    for i in range(4):
+        before, after = whole.batch(i)["row"], broken.batch(i)["row"]
+        in_bad_block = (before >= COUNTS[0]) & (before < COUNTS[0] + 700)
+        assert (before == after)[~in_bad_block].all()
+        assert (before != after)[in_bad_block].all()
+
+
+def test_the_same_after_going_on_in_the_middle(tmp_path: Path) -> None:
+    """A fresh loader has not met the damage yet, and still makes the same batches."""
+    folder = damaged(tmp_path, {"a.npz": [5], "c.npz": [5]})
+    reference = [open_loader(folder, 500, window_blocks=1).batch(i) for i in range(20)]
+    for start in (0, 7, 19):
+        going_on = open_loader(folder, 500, window_blocks=1).batches(start, 20)
+        assert all(equal(a, b) for a, b in zip(going_on, reference[start:], strict=True))
+
+
+def test_nothing_sound_left(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.npz", LAYOUT, toy_batch(100), META)
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[data.index(toy_batch(100)["records"].tobytes())] ^= 1
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(LoaderError, match="all 1 blocks are damaged"):
+        open_loader(tmp_path).batch(0)
+    with pytest.raises(LoaderError, match="no healthy shard"):
+        Loader([], LAYOUT, 10, 0, Toy().prepare)
+    (tmp_path / "a.npz").write_bytes(b"")
+    with pytest.raises(ShardError, match=r"a\.npz: truncated"):
+        open_loader(tmp_path)
+
+
+@pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_flipped_bits_never_reach_a_batch(tmp_path: Path, flips: int) -> None:
+    """Detected, or every batch is equal bit for bit; where rows are replaced, they are rows of the data."""
+    counts, path = [BLOCK + 50, 60], tmp_path / "a.npz"
+    toy_shards(tmp_path, counts)
+    clean = [open_loader(tmp_path, 1400).batch(i) for i in range(3)]
+    rows = {
+        (int(r), int(s), p.tobytes())
+        for b in clean
+        for r, s, p in zip(b["row"], b["sum"], b["pixels"], strict=True)
+    }
+    whole, rng, detected = path.read_bytes(), np.random.default_rng(11), 0
+    for bit in rng.integers(0, len(whole) * 8, flips):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << int(bit % 8)
+        path.write_bytes(data)
+        found: list[str] = []
+        try:
+            loader = open_loader(tmp_path, 1400, on_damage=lambda *facts, f=found: f.append(str(facts)))
+            got = [loader.batch(i) for i in range(3)]
+        except ShardError:
+            detected += 1
+            continue
+        if found:
+            detected += 1
+            assert {
+                (int(r), int(s), p.tobytes())
+                for b in got
+                for r, s, p in zip(b["row"], b["sum"], b["pixels"], strict=True)
+            } <= rows, bit
+        else:
+            assert all(equal(a, b) for a, b in zip(got, clean, strict=True)), bit
+    assert detected > flips / 2
+
+
+# Validation
+
+
+def test_sequential(folder: Path) -> None:
+    loader = open_loader(folder)
+    batches = list(loader.sequential(4000))
+    assert [len(batch["row"]) for batch in batches] == [4000, 4000, 4000, N - 12000]
+    assert (np.concatenate([batch["row"] for batch in batches]) == np.arange(N)).all()
+    again = list(loader.sequential(4000))
+    assert all(equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert not torch.equal(batches[0]["noise"], batches[1]["noise"])
+
+
+def test_sequential_sample(folder: Path) -> None:
+    def sample(size: int, **chosen: Any) -> np.ndarray:
+        return np.concatenate([b["row"] for b in open_loader(folder, **chosen).sequential(64, size)])
+
+    chosen = sample(500)
+    assert len(np.unique(chosen)) == 500
+    assert (np.diff(chosen) > 0).all()
+    assert chosen.max() > N - N / 20  # from everywhere, not the first ones
+    assert (sample(500) == chosen).all()
+    assert (sample(500, phase=2) == chosen).all()  # comparable over phases
+    assert not np.array_equal(sample(500, seed=8), chosen)
+    assert len(sample(N + 10)) == N
+
+
+def test_catalogue_rows(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    catalogue = Catalogue(tmp_path)
+    for info in toy_shards(tmp_path / "in", [40, 30]):
+        catalogue.add(info, "train", "made")
+    loader = Loader(catalogue.shards("train"), LAYOUT, 7, 0, Toy().prepare)
+    assert (np.sort(rows_of(loader, range(10))) == np.arange(70)).all()
