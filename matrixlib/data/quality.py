@@ -1,0 +1,64 @@
+"""Quality figures of a shard that mean something for every task; the catalogue stores them as JSON."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from matrixlib.data.shards import Batch, Layout
+
+Figures = dict[str, float | int]
+
+
+def figures(batch: Batch, layout: Layout, *, keys: np.ndarray | None = None, weight: str = "") -> Figures:
+    """Figures of a whole shard (its batch, or the mapped ``shard.arrays``): JSON data.
+
+    `keys` (n,) tells rows apart: equal keys are duplicates. `weight` names a ragged array of non-negative
+    weights ("target_weight"), whose rows give entropies and the share of rows without any weight.
+
+    records: rows. duplicates: rows whose key came before. <group>_min, _mean, _max: items in a row.
+    <weight>_entropy_mean, _entropy_std: nats, over the rows that have weight. <weight>_zero: share of rows
+    whose weights are all zero. Raises ValueError for an unknown weight or keys of another length.
+    """
+    count = len(batch["records"])
+    if not count:
+        raise ValueError("no records, so there is nothing to measure")
+    out: Figures = {"records": count}
+    if keys is not None:
+        if len(keys) != count:
+            raise ValueError(f"{len(keys)} keys for {count} records; give one for each")
+        out["duplicates"] = count - len(np.unique(keys))
+    for group in layout.ragged:
+        length = np.diff(batch[f"{group}_offset"])
+        out |= {f"{group}_min": int(length.min()), f"{group}_max": int(length.max())}
+        out[f"{group}_mean"] = float(length.mean())
+    if weight:
+        group = _group(layout, weight)
+        entropy, has_weight = row_entropy(batch[weight], batch[f"{group}_offset"])
+        known = entropy[has_weight]
+        out[f"{weight}_entropy_mean"] = float(known.mean()) if len(known) else 0.0
+        out[f"{weight}_entropy_std"] = float(known.std()) if len(known) else 0.0
+        out[f"{weight}_zero"] = float(1 - has_weight.mean())
+    return out
+
+
+def row_entropy(weights: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(entropy (n,) in nats, has weight (n,) bool) of the rows of `weights` (K,) cut by `offset` (n+1,).
+
+    Each row is divided by its sum W: H = ln W - (1/W) sum w ln w, and 0 for a row without weight.
+    """
+    count = len(offset) - 1
+    row = np.repeat(np.arange(count), np.diff(offset))
+    value = np.asarray(weights, np.float64)
+    total = np.bincount(row, value, count)
+    own = np.bincount(row, value * np.log(np.where(value > 0, value, 1.0)), count)
+    has_weight = total > 0
+    safe = np.where(has_weight, total, 1.0)
+    return np.where(has_weight, np.maximum(np.log(safe) - own / safe, 0.0), 0.0), has_weight
+
+
+def _group(layout: Layout, weight: str) -> str:
+    for group, members in layout.ragged.items():
+        if weight in {f"{group}_{member}" for member in members}:
+            return group
+    known = [f"{group}_{member}" for group, members in layout.ragged.items() for member in members]
+    raise ValueError(f"layout '{layout.task}' has no ragged array '{weight}'; it has {', '.join(known)}")
