@@ -1,8 +1,8 @@
 """From packed positions to input planes on the device, and the tables that go with each encoding.
 
 `oriented`: the board of the side to move, row 0 = its rank 1. `matrix0`: the absolute board of Matrix0's
-checkpoints, row 0 = rank 8, White's pieces first. Integers are uint8, int16 and int32, whose operations exist on
-CPU, CUDA and MPS alike, and nothing is copied from the host.
+checkpoints, row 0 = rank 8, White's pieces first. Integers are uint8, int16 and int32, whose operations
+exist on CPU, CUDA and MPS alike, and nothing is copied from the host.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def unpack_maps(maps: Tensor) -> Tensor:
 def planes(batch: Mapping[str, Tensor], encoding: str) -> Tensor:
     """Input planes (B, 19, 8, 8) float32 on the device of the batch.
 
-    batch: `pieces` (B, 32) uint8; `state` (B, 6) int16: castling, en_passant, halfmove, repetition, side, ply;
-    optionally `hidden` (B, 8) uint8, a bit map of oriented squares whose piece planes are zero.
+    batch: `pieces` (B, 32) uint8; `state` (B, 6) int16: castling, en_passant, halfmove, repetition, side,
+    ply; optionally `hidden` (B, 8) uint8, a bit map of oriented squares whose piece planes are zero.
 
-    oriented: 0-5 our P N B R Q K, 6-11 theirs; 12 repetition / 2; 13-16 castling (our K, Q, their K, Q); 17 the
-    en-passant square; 18 half-move clock / 100.
+    oriented: 0-5 our P N B R Q K, 6-11 theirs; 12 repetition / 2; 13-16 castling (our K, Q, their K, Q); 17
+    the en-passant square; 18 half-move clock / 100.
     matrix0: 0-5 White's, 6-11 Black's; 12 White to move; 13-16 castling (White K, Q, Black K, Q);
     17 min(half-move clock, 99) / 99; 18 min(full move, 199) / 199. No repetition, no en passant.
     """

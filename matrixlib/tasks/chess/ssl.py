@@ -23,8 +23,8 @@ def hide(rng: np.random.Generator, rows: int, rows_share: float, squares_share: 
     """Squares (B, 8) uint8 to hide at the input, bit maps like `targets`.
 
     Each of the B rows is chosen with probability rows_share; in a chosen row each square is hidden with
-    probability squares_share, and (unless that is 0) at least one is. The other rows are all 0. Rows with hidden
-    squares give only the piece loss.
+    probability squares_share, and (unless that is 0) at least one is. The other rows are all 0. Rows with
+    hidden squares give only the piece loss.
     """
     for name, share in (("rows_share", rows_share), ("squares_share", squares_share)):
         if not 0 <= share <= 1:
@@ -32,6 +32,7 @@ def hide(rng: np.random.Generator, rows: int, rows_share: float, squares_share: 
     # All numbers are drawn whatever the shares, so a row's squares do not depend on the choice of the others.
     chosen, draws, one = rng.random(rows), rng.random((rows, 64), np.float32), rng.integers(64, size=rows)
     squares = draws < squares_share
-    squares[np.arange(rows), one] |= squares_share > 0
+    none = ~squares.any(axis=1)
+    squares[none, one[none]] = squares_share > 0
     squares &= (chosen < rows_share)[:, None]
     return np.packbits(squares.reshape(rows, 8, 8), axis=2, bitorder="little")[:, :, 0]

@@ -1,0 +1,208 @@
+"""The bitboard core against python-chess."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import chess
+import numpy as np
+import pytest
+from positions import KIWIPETE, hard_positions, random_positions
+
+from matrixlib.tasks.chess import bitboard, records
+
+PERFT = (
+    # Known counts: chessprogramming.org/Perft_Results, positions 1 to 6, and en-passant and promotion traps.
+    (chess.STARTING_FEN, 5, 4865609),
+    (KIWIPETE, 4, 4085603),
+    ("8/2p5/3p4/KP5r/1R3p1k/8/4P1P1/8 w - - 0 1", 5, 674624),
+    ("r3k2r/Pppp1ppp/1b3nbN/nP6/BBP1P3/q4N2/Pp1P2PP/R2Q1RK1 w kq - 0 1", 4, 422333),
+    ("rnbq1k1r/pp1Pbppp/2p5/8/2B5/8/PPP1NnPP/RNBQK2R w KQ - 1 8", 4, 2103487),
+    ("r4rk1/1pp1qppp/p1np1n2/2b1p1B1/2B1P1b1/P1NP1N2/1PP1QPPP/R4RK1 w - - 0 10", 4, 3894594),
+    ("n1n5/PPPk4/8/8/8/8/4Kppp/5N1N b - - 0 1", 5, 3605103),
+)
+
+
+@cache
+def boards() -> list[chess.Board]:
+    return hard_positions() + random_positions(400, seed=11)
+
+
+def moves_of(rows: records.Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return bitboard.legal_moves(rows["pieces"], rows["castling"], rows["en_passant"])
+
+
+def to_chess(code: int, turn: chess.Color) -> chess.Move:
+    flip = 0 if turn else 56
+    return chess.Move((code & 63) ^ flip, (code >> 6 & 63) ^ flip, (code >> 12) + 1 if code >> 12 else None)
+
+
+def row_state(row: np.void) -> tuple[bytes, int, int, int]:
+    return row["pieces"].tobytes(), int(row["castling"]), int(row["en_passant"]), int(row["halfmove"])
+
+
+@pytest.mark.parametrize("fen, depth, count", PERFT)
+def test_perft(fen: str, depth: int, count: int) -> None:
+    for board in (chess.Board(fen), chess.Board(fen).mirror()):
+        row = records.from_board(board)
+        assert bitboard.perft(row["pieces"], row["castling"], row["en_passant"], depth) == count
+
+
+def test_perft_of_depth_zero_is_one_and_negative_is_refused() -> None:
+    row = records.from_board(chess.Board())
+    assert bitboard.perft(row["pieces"], 15, -1, 0) == 1
+    with pytest.raises(ValueError, match="depth"):
+        bitboard.perft(row["pieces"], 15, -1, -1)
+
+
+def test_legal_moves_and_the_positions_after_them() -> None:
+    """Every legal move of every position, and the record after it, equal python-chess's."""
+    some = boards()
+    rows = records.from_boards(some)
+    codes, indices, offsets = moves_of(rows)
+    assert (len(offsets), offsets[0], offsets[-1]) == (len(some) + 1, 0, len(codes))
+    parent = np.repeat(np.arange(len(some)), np.diff(offsets))
+    after = records.play(rows[parent], codes)
+    expected = []
+    for i, board in enumerate(some):
+        found = {to_chess(int(c), board.turn) for c in codes[offsets[i] : offsets[i + 1]]}
+        assert found == set(board.legal_moves), board.fen()
+        keys = indices[offsets[i] : offsets[i + 1]].astype(int)
+        assert (np.diff(keys) > 0).all(), board.fen()
+        for k in range(offsets[i], offsets[i + 1]):
+            board.push(to_chess(int(codes[k]), board.turn))
+            expected.append(board.copy(stack=False))
+            board.pop()
+    wanted = records.from_boards(expected)
+    for i, (got, want) in enumerate(zip(after, wanted, strict=True)):
+        assert row_state(got) == row_state(want), (some[parent[i]].fen(), expected[i].fen())
+    assert (after["side"] == wanted["side"]).all()
+    assert (after["ply"] == wanted["ply"]).all()
+
+
+def test_legal_policy_indices_are_those_of_the_moves() -> None:
+    rows = records.from_boards(hard_positions())
+    _, indices, offsets = moves_of(rows)
+    values, again = bitboard.legal_policy_indices(rows["pieces"], rows["castling"], rows["en_passant"])
+    assert values.dtype == np.uint16
+    assert again.dtype == np.int64
+    assert (values == indices).all()
+    assert (again == offsets).all()
+
+
+def test_the_longest_list_of_moves_of_chess() -> None:
+    row = np.atleast_1d(
+        records.from_board(chess.Board("R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1"))
+    )
+    rows = np.repeat(row, 50)  # more than the buffer's first size
+    assert (np.diff(moves_of(rows)[2]) == 218).all()
+
+
+def test_a_board_full_of_queens_overruns_nothing() -> None:
+    board = chess.Board(None)
+    for square in chess.SQUARES:
+        board.set_piece_at(square, chess.Piece(chess.QUEEN, (square // 8 + square) % 2 == 0))
+    board.set_piece_at(chess.A1, chess.Piece(chess.KING, chess.WHITE))
+    board.set_piece_at(chess.C4, chess.Piece(chess.KING, chess.BLACK))
+    masks = [
+        board.pieces_mask(kind, colour) for colour in (chess.WHITE, chess.BLACK) for kind in chess.PIECE_TYPES
+    ]
+    pieces = bitboard.pieces_of(np.array([masks], np.uint64))
+    assert len(bitboard.legal_moves(pieces, [0], [-1])[0]) == board.legal_moves.count()
+    assert bitboard.ssl_maps(pieces).shape == (1, 5)
+
+
+def test_pieces_and_bitboards_are_inverse() -> None:
+    rows = records.from_boards(boards())
+    masks = bitboard.bitboards(rows["pieces"])
+    assert (bitboard.pieces_of(masks) == rows["pieces"]).all()
+    first = bitboard.bitboards(records.from_boards([chess.Board()])["pieces"])[0]
+    assert int(first[bitboard.PAWN]) == chess.BB_RANK_2
+    assert int(first[6 + bitboard.KING]) == chess.BB_E8
+
+
+def test_attack_sets_counts_and_checks() -> None:
+    some = hard_positions() + random_positions(150, seed=12)
+    rows = records.from_boards(some)
+    sets, counts = bitboard.attack_sets(rows["pieces"]), bitboard.attack_counts(rows["pieces"])
+    checks = bitboard.in_check(rows["pieces"])
+    for i, board in enumerate(some):
+        assert checks[i] == board.is_check()
+        seen = board if board.turn else board.mirror()  # White to move
+        for s in chess.SQUARES:
+            assert int(sets[i, s]) == seen.attacks_mask(s), (board.fen(), s)
+            for side, colour in enumerate((chess.WHITE, chess.BLACK)):
+                assert counts[i, side, s] == seen.attackers_mask(colour, s).bit_count(), (board.fen(), s)
+
+
+def test_pawns_attack_forwards() -> None:
+    """A reversed pawn must fail: ours attack upwards, theirs downwards, for either colour to move."""
+    for colour in (chess.WHITE, chess.BLACK):
+        board = chess.Board("4k3/3p4/8/8/8/8/4P3/4K3 w - - 0 1")
+        board.turn = colour
+        sets = bitboard.attack_sets(records.from_boards([board])["pieces"])[0]
+        ours, theirs = (chess.E2, chess.D7) if colour else (chess.D2, chess.E7)
+        assert chess.SquareSet(int(sets[ours])) == {ours + 7, ours + 9}
+        assert chess.SquareSet(int(sets[theirs])) == {theirs - 7, theirs - 9}
+
+
+def test_en_passant_is_kept_only_where_legal() -> None:
+    start = chess.Board("4k3/3p4/8/K3P2r/8/8/8/8 b - - 0 1")  # after d7d5 e5xd6 would lay the king bare
+    rows = records.from_boards([start])
+    code = next(c for c in moves_of(rows)[0] if to_chess(int(c), chess.BLACK) == chess.Move.from_uci("d7d5"))
+    assert records.play(rows, np.array([code], np.uint16))["en_passant"][0] == -1
+    start.remove_piece_at(chess.H5)
+    rows = records.from_boards([start])
+    assert records.play(rows, np.array([code], np.uint16))["en_passant"][0] == 3
+    row = records.from_board(chess.Board("8/8/8/1KPp3r/8/8/8/7k w - d6 0 50"))
+    assert bitboard.legal_en_passant(row["pieces"][None], [3])[0] == -1
+
+
+def test_the_clock_stops_at_its_limit() -> None:
+    row = np.atleast_1d(records.from_board(chess.Board("4k3/8/8/8/8/8/8/R3K3 w - - 255 300")))
+    code = np.array([chess.A1 | chess.A2 << 6], np.uint16)
+    assert records.play(row, code)["halfmove"][0] == 255
+
+
+@pytest.mark.parametrize(
+    "code", [chess.E4 | chess.E5 << 6, chess.A1 | chess.A2 << 6, chess.E2 | chess.E4 << 6 | 5 << 12]
+)
+def test_impossible_moves_are_refused(code: int) -> None:
+    row = np.atleast_1d(records.from_board(chess.Board()))
+    with pytest.raises(ValueError, match=f"move {code} of row 0"):
+        records.play(row, np.array([code], np.uint16))
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"\(N, 32\)"):
+        bitboard.ssl_maps(np.zeros(32, np.uint8))
+    with pytest.raises(ValueError, match="castling"):
+        bitboard.legal_moves(np.full((2, 32), 0xCC, np.uint8), [0], [-1, -1])
+    with pytest.raises(ValueError, match=r"\(N, 12\)"):
+        bitboard.pieces_of(np.zeros((1, 13), np.uint64))
+
+
+def test_empty_batches_and_read_only_views() -> None:
+    rows = records.from_boards([])
+    codes, _, offsets = moves_of(rows)
+    assert (len(codes), offsets.tolist()) == (0, [0])
+    frozen = records.from_boards([chess.Board()])
+    frozen.flags.writeable = False
+    assert len(moves_of(frozen)[0]) == 20
+
+
+def test_policy_tables_are_inverse() -> None:
+    valid = np.flatnonzero(bitboard.POLICY_MOVE != bitboard.NO_MOVE)
+    assert [bitboard.policy_index_of(int(bitboard.POLICY_MOVE[i])) for i in valid] == valid.tolist()
+    assert len(valid) == 1792 + 66  # queen's and knight's moves; 22 under-promotions of 3 pieces
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_legal_moves_of_many_positions() -> None:
+    some = random_positions(50_000, seed=13)
+    rows = records.from_boards(some)
+    codes, _, offsets = moves_of(rows)
+    for i, board in enumerate(some):
+        found = {to_chess(int(c), board.turn) for c in codes[offsets[i] : offsets[i + 1]]}
+        assert found == set(board.legal_moves), board.fen()

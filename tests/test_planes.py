@@ -1,0 +1,187 @@
+"""Input planes of both encodings against slow, independent constructions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import chess
+import numpy as np
+import pytest
+import torch
+from positions import hard_positions, random_positions
+
+from matrixlib.tasks.chess import planes, records
+
+STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
+
+
+def packed(rows: records.Records) -> dict[str, torch.Tensor]:
+    """Tensors of the packed batch."""
+    state = np.stack([rows[name].astype(np.int16) for name in STATE], axis=1)
+    return {"pieces": torch.from_numpy(rows["pieces"].copy()), "state": torch.from_numpy(state)}
+
+
+def boards() -> list[chess.Board]:
+    return hard_positions() + random_positions(300, seed=41)
+
+
+def oriented(board: chess.Board, repetition: int) -> np.ndarray:
+    """(19, 8, 8) of the board of the side to move, which `Board.mirror` turns into White's."""
+    seen = board if board.turn else board.mirror()
+    x = np.zeros((19, 8, 8), np.float32)
+    for square, piece in seen.piece_map().items():
+        plane = piece.piece_type - 1 + (0 if piece.color else 6)
+        x[plane, chess.square_rank(square), chess.square_file(square)] = 1
+    x[12] = repetition / 2
+    x[13] = seen.has_kingside_castling_rights(chess.WHITE)
+    x[14] = seen.has_queenside_castling_rights(chess.WHITE)
+    x[15] = seen.has_kingside_castling_rights(chess.BLACK)
+    x[16] = seen.has_queenside_castling_rights(chess.BLACK)
+    if seen.has_legal_en_passant():
+        assert seen.ep_square is not None
+        x[17, chess.square_rank(seen.ep_square), chess.square_file(seen.ep_square)] = 1
+    x[18] = np.float32(board.halfmove_clock) / np.float32(100)
+    return x
+
+
+def matrix0(board: chess.Board) -> np.ndarray:
+    """(19, 8, 8) of the absolute board, row 0 = rank 8."""
+    x = np.zeros((19, 8, 8), np.float32)
+    for square, piece in board.piece_map().items():
+        plane = piece.piece_type - 1 + (0 if piece.color else 6)
+        x[plane, 7 - chess.square_rank(square), chess.square_file(square)] = 1
+    x[12] = board.turn
+    x[13] = board.has_kingside_castling_rights(chess.WHITE)
+    x[14] = board.has_queenside_castling_rights(chess.WHITE)
+    x[15] = board.has_kingside_castling_rights(chess.BLACK)
+    x[16] = board.has_queenside_castling_rights(chess.BLACK)
+    x[17] = np.float32(min(board.halfmove_clock, 99)) / np.float32(99)
+    x[18] = np.float32(min(board.fullmove_number, 199)) / np.float32(199)
+    return x
+
+
+def matrix0_index(move: chess.Move, turn: chess.Color) -> int:
+    """Matrix0's index of a move, on the absolute board, as its encoder defines it."""
+    df = chess.square_file(move.to_square) - chess.square_file(move.from_square)
+    dr = chess.square_rank(move.to_square) - chess.square_rank(move.from_square)
+    knight = [(-2, -1), (-2, 1), (-1, -2), (-1, 2), (1, -2), (1, 2), (2, -1), (2, 1)]  # (drank, dfile)
+    if (dr, df) in knight:
+        plane = 56 + knight.index((dr, df))
+    elif move.promotion and move.promotion != chess.QUEEN:
+        direction = 0 if df == 0 else 1 if df == (-1 if turn else 1) else 2
+        plane = 64 + (move.promotion - 2) * 3 + direction
+    else:
+        rays = [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)]
+        steps = max(abs(df), abs(dr))
+        plane = rays.index((dr // steps, df // steps)) * 7 + steps - 1
+    return move.from_square * 73 + plane
+
+
+def test_oriented_planes() -> None:
+    some = boards()
+    repetition = [i % 3 for i in range(len(some))]
+    x = planes.planes(packed(records.from_boards(some, repetition=repetition)), "oriented")
+    assert x.shape == (len(some), planes.PLANES, 8, 8)
+    assert x.dtype == torch.float32
+    for i, board in enumerate(some):
+        assert np.array_equal(x[i].numpy(), oriented(board, repetition[i])), board.fen()
+
+
+def test_matrix0_planes() -> None:
+    some = boards()
+    x = planes.planes(packed(records.from_boards(some)), "matrix0")
+    assert x.shape == (len(some), planes.PLANES, 8, 8)
+    assert x.dtype == torch.float32
+    for i, board in enumerate(some):
+        assert np.array_equal(x[i].numpy(), matrix0(board)), board.fen()
+
+
+def test_matrix0_parity(shared: Path) -> None:
+    """The recorded output of Matrix0's own encoder, to the last bit, and its legal moves."""
+    fens = (shared / "parity" / "positions.fen").read_text().splitlines()
+    recorded = np.load(shared / "parity" / "parity.npz")
+    rows = records.from_boards([chess.Board(fen) for fen in fens])
+    assert np.array_equal(planes.planes(packed(rows), "matrix0").numpy(), recorded["planes"])
+    table = planes.move_map("matrix0").numpy()
+    index, offset = records.legal_indices(rows)
+    ends = recorded["legal_offsets"]
+    assert np.array_equal(offset, ends)
+    for i, row in enumerate(rows):
+        ours = table[row["side"]][index[offset[i] : offset[i + 1]]]
+        assert sorted(ours) == sorted(recorded["legal_flat"][ends[i] : ends[i + 1]].tolist()), fens[i]
+
+
+def test_move_maps() -> None:
+    for encoding in planes.ENCODINGS:
+        table = planes.move_map(encoding)
+        assert table.shape == (2, 4672)
+        assert table.dtype == torch.int64
+        for side in range(2):
+            assert torch.equal(table[side].sort().values, torch.arange(4672))
+    assert torch.equal(planes.move_map("oriented")[1], torch.arange(4672))
+    table = planes.move_map("matrix0")
+    for board in boards():
+        for move in board.legal_moves:
+            index = records.policy_index(move, board.turn)
+            expected = matrix0_index(move, board.turn)
+            assert table[int(not board.turn), index] == expected, (board.fen(), move.uci())
+
+
+@pytest.mark.parametrize("encoding", planes.ENCODINGS)
+def test_hidden_squares_vanish_from_the_piece_planes_alone(encoding: str) -> None:
+    some = boards()
+    batch = packed(records.from_boards(some))
+    rng = np.random.default_rng(42)
+    bits = rng.random((len(some), 8, 8)) < 0.3
+    bits[::2] = False
+    hidden = torch.from_numpy(np.packbits(bits, axis=2, bitorder="little")[:, :, 0])
+    full, masked = planes.planes(batch, encoding), planes.planes({**batch, "hidden": hidden}, encoding)
+    for i, board in enumerate(some):
+        # bits are by oriented rank; Matrix0's rows run from rank 8 of the absolute board
+        seen = bits[i, ::-1] if encoding == "matrix0" and board.turn else bits[i]
+        assert torch.equal(masked[i, :12], full[i, :12] * torch.from_numpy(~seen)), board.fen()
+    assert torch.equal(masked[:, 12:], full[:, 12:])
+
+
+def test_a_reversed_rank_would_be_seen() -> None:
+    """White's pawns start on row 1 in the oriented planes and on row 6 in Matrix0's, for either side to move."""
+    start, black = chess.Board(), chess.Board()
+    black.turn = chess.BLACK
+    batch = packed(records.from_boards([start, black]))
+    x, y = planes.planes(batch, "oriented"), planes.planes(batch, "matrix0")
+    for i in range(2):
+        assert x[i, 0].sum(1).tolist() == [0, 8, 0, 0, 0, 0, 0, 0]
+        assert y[i, 0].sum(1).tolist() == [0, 0, 0, 0, 0, 0, 8, 0]
+        assert y[i, 12].unique().tolist() == [1 - i]
+
+
+def test_long_games_and_clocks_are_clipped_as_matrix0_does() -> None:
+    rows = records.from_boards([chess.Board("4k3/8/8/8/8/8/8/4K2R w - - 250 400")] * 2, ply=[799, 65535])
+    x = planes.planes(packed(rows), "matrix0")
+    assert x[:, 17].unique().tolist() == [1]
+    assert x[:, 18].unique().tolist() == [1]  # ply 65535 is -1 as int16
+    assert planes.planes(packed(rows), "oriented")[0, 18].unique().item() == pytest.approx(2.5)
+
+
+def test_bit_maps_unpack_by_rank_and_file() -> None:
+    maps = torch.tensor([[1, 128, 0, 0, 0, 0, 0, 6]], dtype=torch.uint8)
+    x = planes.unpack_maps(maps)
+    assert x.shape == (1, 8, 8)
+    assert x.dtype == torch.float32
+    assert x.nonzero().tolist() == [[0, 0, 0], [0, 1, 7], [0, 7, 1], [0, 7, 2]]
+    assert planes.unpack_maps(maps[:, None].expand(1, 5, 8)).shape == (1, 5, 8, 8)
+
+
+def test_unpacked_pieces_are_classes_by_square() -> None:
+    classes = planes.unpack_pieces(packed(records.from_boards([chess.Board()]))["pieces"])[0]
+    assert classes[:8].tolist() == [3, 1, 2, 4, 5, 2, 1, 3]
+    assert classes[56:].tolist() == [9, 7, 8, 10, 11, 8, 7, 9]
+    assert classes[16:48].unique().tolist() == [12]
+
+
+@pytest.mark.parametrize("encoding", ["", "Oriented"])
+def test_unknown_encodings_are_refused(encoding: str) -> None:
+    with pytest.raises(ValueError, match="oriented, matrix0"):
+        planes.planes(packed(records.from_boards([chess.Board()])), encoding)
+    with pytest.raises(ValueError, match="oriented, matrix0"):
+        planes.move_map(encoding)

@@ -1,0 +1,282 @@
+"""Chess records: boards to records and back, policy indices, the mirror."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import chess
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from positions import hard_positions, random_positions
+
+from matrixlib.tasks.chess import records
+
+
+def batch_of(rows: records.Records) -> records.Batch:
+    index, offset = records.legal_indices(rows)
+    weight = (np.arange(len(index)) % 1000 + 1).astype(np.uint16)
+    return {"records": rows, "policy_index": index, "policy_weight": weight, "policy_offset": offset}
+
+
+def left_right(board: chess.Board) -> chess.Board:
+    mirrored = board.transform(chess.flip_horizontal)
+    mirrored.ep_square = None if board.ep_square is None else board.ep_square ^ 7
+    return mirrored
+
+
+@st.composite
+def played_boards(draw: st.DrawFn) -> chess.Board:
+    """A board with its move stack, after random moves of the drawn stream."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    board = chess.Board(rng.choice(hard_positions()).fen())
+    for _ in range(draw(st.integers(0, 60))):
+        moves = list(board.legal_moves)
+        if not moves:
+            break
+        board.push(rng.choice(moves))
+    return board
+
+
+def test_the_record_is_small_and_little_endian() -> None:
+    assert records.RECORD.itemsize == 55
+    assert records.LAYOUT.record == records.RECORD
+    assert records.RECORD.newbyteorder("<") == records.RECORD
+
+
+@settings(max_examples=150, deadline=None)
+@given(played_boards())
+def test_boards_come_back_from_records(board: chess.Board) -> None:
+    row = records.from_board(board)
+    again = records.to_board(row)
+    assert again.fen() == board.fen()
+    assert again.is_valid() == board.is_valid()
+    assert records.from_board(again, repetition=row["repetition"]) == row
+
+
+def test_a_position_is_the_same_for_both_colours() -> None:
+    for board in random_positions(200, seed=21):
+        a, b = records.from_boards([board, board.mirror()])
+        assert a["side"] != b["side"]
+        for name in ("pieces", "castling", "en_passant", "halfmove"):
+            assert np.array_equal(a[name], b[name]), name
+
+
+def test_the_layout_of_a_known_position() -> None:
+    row = records.from_board(chess.Board("rnbqkbnr/pppp1ppp/8/8/3Pp3/8/PPP1PPPP/RNBQKBNR b KQkq d3 7 3"))
+    # Black's rook on a8 is ours on a1 (class 3), the knight beside it (1) is in the high nibble.
+    assert row["pieces"][0] == 3 | 1 << 4
+    assert row["pieces"][31] == 7 | 9 << 4
+    assert (row["castling"], row["en_passant"], row["halfmove"], row["side"], row["ply"]) == (15, 3, 7, 1, 5)
+    assert (row["result"], row["repetition"], row["source"], row["game"]) == (records.UNKNOWN, 0, 0, 0)
+    half = records.from_board(chess.Board("r3k2r/8/8/8/8/8/8/R3K2R b Qk - 0 1"))
+    assert half["castling"] == 1 | 8  # Black's own king's side, White's queen's side
+
+
+def test_fields_are_set_and_unknown_ones_refused() -> None:
+    rows = records.from_boards(
+        [chess.Board()] * 2, result=[1, -1], wdl=[(65535, 0, 0), (0, 0, 65535)], game=2**63
+    )
+    assert rows["result"].tolist() == [1, -1]
+    assert rows["wdl"].sum(1).tolist() == [records.WDL_SUM] * 2
+    assert rows["game"].tolist() == [2**63] * 2
+    with pytest.raises(ValueError, match="score"):
+        records.from_board(chess.Board(), score=1)
+    with pytest.raises(ValueError, match="pieces"):
+        records.from_board(chess.Board(), pieces=0)
+
+
+def test_repetitions_are_counted_from_the_move_stack() -> None:
+    board, seen = chess.Board(), []
+    for _ in range(3):
+        for move in ("g1f3", "g8f6", "f3g1", "f6g8"):
+            seen.append(int(records.from_board(board)["repetition"]))
+            board.push_uci(move)
+    assert seen == [0] * 4 + [1] * 4 + [2] * 4
+    board.push_uci("e2e4")
+    assert records.from_board(board)["repetition"] == 0
+
+
+def test_en_passant_is_stored_only_where_the_capture_is_legal() -> None:
+    for board in hard_positions():
+        expected = chess.square_file(board.ep_square) if board.has_legal_en_passant() else -1
+        assert records.from_board(board)["en_passant"] == expected
+    pinned = chess.Board("8/8/8/1KPp3r/8/8/8/7k w - - 0 50")
+    pinned.ep_square = chess.D6
+    assert records.from_board(pinned)["en_passant"] == -1
+
+
+@pytest.mark.parametrize(
+    "fen",
+    [
+        "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBN w KQkq - 0 1",
+        "hello",
+        "8/8/8/8/8/8/8/K7 w - - 0 1",
+        "k7/8/8/8/8/8/8/K6K w - - 0 1",
+        "k6P/8/8/8/8/8/8/K7 w - - 0 1",
+        "k6R/8/8/8/8/8/8/K7 w - - 0 1",
+    ],
+)
+def test_bad_fens_are_named(fen: str) -> None:
+    with pytest.raises(ValueError, match=fen):
+        records.parse_fen(fen)
+
+
+@pytest.mark.parametrize(
+    "placement", ["8/8/8/8/8/8/8/K7", "k7/8/8/8/8/8/8/K6K", "k6P/8/8/8/8/8/8/K7", "k6R/8/8/8/8/8/8/K7"]
+)
+def test_unplayable_boards_are_named(placement: str) -> None:
+    for board in (chess.Board(f"{placement} w - - 0 1"), chess.Board(f"{placement} w - - 0 1").mirror()):
+        with pytest.raises(ValueError, match=board.board_fen()):
+            records.from_boards([chess.Board(), board])
+
+
+def test_chess960_castling_is_refused() -> None:
+    with pytest.raises(ValueError, match="Chess960"):
+        records.from_board(chess.Board.from_chess960_pos(0))
+
+
+def test_every_legal_move_has_an_index_and_comes_back() -> None:
+    """Both sides, every promotion, castling and en passant among them."""
+    kinds = set()
+    for board in hard_positions() + random_positions(500, seed=22):
+        seen = set()
+        for move in board.legal_moves:
+            index = records.policy_index(move, board.turn)
+            assert 0 <= index < records.POLICY_SIZE
+            assert records.move_from_index(index, board) == move
+            seen.add(index)
+            kinds.add((board.turn, move.promotion, board.is_castling(move), board.is_en_passant(move)))
+        assert len(seen) == board.legal_moves.count()
+        values, offsets = records.legal_indices(records.from_board(board))
+        assert values.tolist() == sorted(seen)
+        assert offsets.tolist() == [0, len(seen)]
+    for turn in (chess.WHITE, chess.BLACK):
+        assert {(turn, kind, False, False) for kind in (None, 2, 3, 4, 5)} <= kinds
+        assert {(turn, None, True, False), (turn, None, False, True)} <= kinds
+
+
+@pytest.mark.parametrize(
+    "uci, white, index",
+    [
+        ("e2e4", True, 12 * 73 + 1),
+        ("e7e5", False, 12 * 73 + 1),
+        ("g1f3", True, 6 * 73 + 62),
+        ("e1g1", True, 4 * 73 + 15),
+        ("e8c8", False, 4 * 73 + 22),
+        ("a7a8q", True, 48 * 73),
+        ("a7b8q", True, 48 * 73 + 28),
+        ("b7a8n", True, 49 * 73 + 65),
+        ("b2a1n", False, 49 * 73 + 65),  # files are kept: for Black too, towards the a-file is direction 1
+        ("b2c1r", False, 49 * 73 + 72),
+        ("b2b1b", False, 49 * 73 + 67),
+    ],
+)
+def test_known_policy_indices(uci: str, white: bool, index: int) -> None:
+    assert records.policy_index(chess.Move.from_uci(uci), white) == index
+
+
+@pytest.mark.parametrize(
+    "uci, white", [("a1b4", True), ("0000", True), ("a2a8n", True), ("a7a8q", False), ("e4e5q", True)]
+)
+def test_moves_without_an_index_are_named(uci: str, white: bool) -> None:
+    with pytest.raises(ValueError, match=uci):
+        records.policy_index(chess.Move.from_uci(uci), white)
+
+
+def test_indices_without_a_legal_move_are_refused() -> None:
+    """Never another move instead, as Matrix0 gives."""
+    board = chess.Board("8/8/8/1KPp3r/8/8/8/7k w - d6 0 50")
+    legal = {records.policy_index(m, board.turn) for m in board.legal_moves}
+    for index in [*range(records.POLICY_SIZE), -1, records.POLICY_SIZE, 10**9]:
+        if index not in legal:
+            with pytest.raises(ValueError, match=f"index {index}[ ,]"):
+                records.move_from_index(index, board)
+    with pytest.raises(ValueError, match=r"'c5d6', is not legal"):
+        records.move_from_index(records.policy_index(chess.Move.from_uci("c5d6"), True), board)
+
+
+def test_the_mirror_is_an_exact_symmetry_where_no_castling_is_left() -> None:
+    some = [b for b in hard_positions() + random_positions(1200, seed=23) if not b.clean_castling_rights()]
+    assert len(some) > 300
+    rows = records.from_boards(some)
+    batch = batch_of(rows)
+    chosen = np.arange(len(some)) % 4 != 0
+    mirrored = records.mirror(batch, chosen)
+    expected = records.from_boards([left_right(b) if c else b for b, c in zip(some, chosen, strict=True)])
+    for name in ("pieces", "castling", "en_passant"):
+        assert (mirrored["records"][name] == expected[name]).all(), name
+    index, offset = records.legal_indices(expected)
+    assert (mirrored["policy_offset"] == offset).all()
+    assert (mirrored["policy_index"] == index).all()
+    for i, board in enumerate(
+        some
+    ):  # python-chess's own moves of the mirrored board, and the weights go along
+        here = slice(offset[i], offset[i + 1])
+        image = left_right(board) if chosen[i] else board
+        assert {records.policy_index(m, image.turn) for m in image.legal_moves} == set(index[here].tolist())
+        table = records.mirror_index if chosen[i] else np.arange(records.POLICY_SIZE)
+        before = {
+            int(table[k]): w
+            for k, w in zip(batch["policy_index"][here], batch["policy_weight"][here], strict=True)
+        }
+        assert before == dict(zip(index[here].tolist(), mirrored["policy_weight"][here], strict=True))
+    twice = records.mirror(mirrored, chosen)
+    for name, array in batch.items():
+        assert np.array_equal(twice[name], array), name
+
+
+def test_mirroring_leaves_its_input_alone() -> None:
+    batch = batch_of(records.from_boards([chess.Board("4k3/P7/8/8/8/8/8/1K6 w - - 0 1")]))
+    copies = {name: array.copy() for name, array in batch.items()}
+    records.mirror(batch, np.array([True]))
+    for name, array in copies.items():
+        assert np.array_equal(batch[name], array), name
+
+
+def test_mirroring_with_castling_rights_is_refused() -> None:
+    rows = records.from_boards([chess.Board("4k3/8/8/8/8/8/8/1K6 w - - 0 1"), chess.Board()])
+    assert records.mirrorable(rows).tolist() == [True, False]
+    records.mirror(batch_of(rows), np.array([True, False]))
+    with pytest.raises(ValueError, match="row 1 has castling rights"):
+        records.mirror(batch_of(rows), np.array([True, True]))
+
+
+def test_the_mirror_table_is_an_involution_without_fixed_points() -> None:
+    table = records.mirror_index.astype(int)
+    assert sorted(table) == list(range(records.POLICY_SIZE))
+    assert (table[table] == np.arange(records.POLICY_SIZE)).all()
+    assert (table != np.arange(records.POLICY_SIZE)).all()
+
+
+def test_half_a_turn_is_not_a_symmetry() -> None:
+    """Matrix0 turned a quarter of its batches by 180 degrees; pawns then walk backwards."""
+    differs = 0
+    some = [b for b in random_positions(300, seed=24) if not b.clean_castling_rights() and b.pawns]
+    for board in some:
+        turned = board.transform(chess.flip_horizontal).transform(chess.flip_vertical)
+        turned.ep_square = None
+        images = {(m.from_square ^ 63, m.to_square ^ 63, m.promotion) for m in board.legal_moves}
+        differs += images != {(m.from_square, m.to_square, m.promotion) for m in turned.legal_moves}
+    assert differs > 0.8 * len(some)
+    # No mirror of ours ever moves a piece to another rank.
+    assert (records.mirror_index // 73 // 8 == np.arange(records.POLICY_SIZE) // 73 // 8).all()
+
+
+def test_playing_turns_the_result() -> None:
+    rows = records.from_boards([chess.Board()] * 4, result=[1, 0, -1, 2], wdl=(65535, 0, 0), source=3, game=9)
+    after = records.play(rows, np.full(4, chess.E2 | chess.E4 << 6, np.uint16))
+    assert after["result"].tolist() == [-1, 0, 1, 2]
+    assert not after["wdl"].any()
+    assert set(after["source"]) == {3}
+    assert set(after["game"]) == {9}
+    assert set(after["ply"]) == {1}
+    assert records.to_board(after[0]).board_fen() == "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR"
+
+
+def test_matrix0_parity_positions(shared: Path) -> None:
+    for fen in (shared / "parity" / "positions.fen").read_text().splitlines():
+        board = records.parse_fen(fen)
+        assert records.to_board(records.from_board(board)).fen() == board.fen()

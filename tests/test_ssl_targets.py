@@ -1,0 +1,207 @@
+"""Self-supervised targets against definitions written out with python-chess, in real colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import chess
+import numpy as np
+import pytest
+from positions import hard_positions, random_positions
+
+from matrixlib.tasks.chess import records, ssl
+
+VALUE = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9, chess.KING: 1000}
+
+
+def forks(board: chess.Board, square: chess.Square) -> bool:
+    piece = board.piece_at(square)
+    if piece is None:
+        return False
+    count = 0
+    for target in board.attacks(square):
+        victim = board.piece_at(target)
+        if victim is None or victim.color == piece.color:
+            continue
+        undefended = not board.attackers_mask(victim.color, target)
+        worth_more = VALUE[victim.piece_type] > VALUE[piece.piece_type]
+        count += victim.piece_type == chess.KING or worth_more or undefended
+    return count >= 2
+
+
+def truth(board: chess.Board) -> np.ndarray:
+    """(5, 64) bool by oriented square, straight from the definitions."""
+    us, them = board.turn, not board.turn
+    out = np.zeros((5, 64), bool)
+    for square in chess.SQUARES:
+        s = square if us else square ^ 56
+        ours = board.attackers_mask(us, square).bit_count()
+        theirs = board.attackers_mask(them, square).bit_count()
+        piece = board.piece_at(square)
+        out[0, s] = board.is_attacked_by(them, square)
+        if piece is not None and piece.piece_type != chess.KING:
+            out[1, s] = board.is_pinned(piece.color, square)
+        out[2, s] = forks(board, square)
+        out[3, s] = ours > theirs
+        out[4, s] = theirs > ours
+    return out
+
+
+def found(boards: list[chess.Board]) -> np.ndarray:
+    maps = ssl.targets(records.from_boards(boards))
+    assert maps.shape == (len(boards), 5, 8)
+    assert maps.dtype == np.uint8
+    return np.unpackbits(maps, axis=2, bitorder="little").astype(bool)
+
+
+def compare(boards: list[chess.Board]) -> np.ndarray:
+    """No difference in any map; returns how often each map is set."""
+    maps = found(boards)
+    for i, board in enumerate(boards):
+        expected = truth(board)
+        differs = np.argwhere(maps[i] != expected)
+        assert not len(differs), (board.fen(), [(ssl.MAPS[m], chess.square_name(s)) for m, s in differs])
+    return np.asarray(maps.sum((0, 2)))
+
+
+def squares(fen: str, name: str) -> set[str]:
+    """Names, in real colours, of the squares set in one map."""
+    board = chess.Board(fen)
+    flags = found([board])[0, ssl.MAPS.index(name)]
+    return {chess.square_name(s if board.turn else s ^ 56) for s in np.flatnonzero(flags)}
+
+
+def test_every_map_is_exact() -> None:
+    counts = compare(hard_positions() + random_positions(1500, seed=31))
+    assert (counts > 200).all()  # each of them does fire
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_map_is_exact_on_many_positions() -> None:
+    compare(random_positions(100_000, seed=32))
+
+
+@pytest.mark.parametrize("turn", "wb")
+def test_pins_fire_for_both_sides(turn: str) -> None:
+    """A white knight pinned on the e-file, a black one on a diagonal; Matrix0's pin maps never fired."""
+    fen = f"4r1k1/5n2/8/8/2B5/8/4N3/4K3 {turn} - - 0 1"
+    assert squares(fen, "pin") == {"e2", "f7"}
+
+
+def test_neither_empty_squares_nor_two_blockers_are_pins() -> None:
+    """Board.is_pinned is true for empty squares of a checking ray too; the target is not."""
+    assert squares("4r1k1/8/8/8/8/8/8/4K3 w - - 0 1", "pin") == set()
+    assert squares("4r1k1/8/8/4N3/8/8/4B3/4K3 w - - 0 1", "pin") == set()
+    assert squares("4r1k1/8/8/4n3/8/8/8/4K3 w - - 0 1", "pin") == set()
+
+
+@pytest.mark.parametrize("turn", "wb")
+def test_pawns_attack_in_the_right_direction(turn: str) -> None:
+    fen = f"7k/8/3p4/8/8/4P3/8/K7 {turn} - - 0 1"
+    kings = {"w": {"g8", "g7", "h7"}, "b": {"a2", "b1", "b2"}}
+    pawns = {"w": {"c5", "e5"}, "b": {"d4", "f4"}}
+    assert squares(fen, "threat") == kings[turn] | pawns[turn]
+    them, us = ("w", "b") if turn == "b" else ("b", "w")
+    assert squares(fen, "control_theirs") == kings[us] | pawns[us]
+    assert squares(fen, "control_ours") == kings[them] | pawns[them]
+
+
+@pytest.mark.parametrize(
+    "fen, expected",
+    [
+        ("r3k3/2N5/8/8/8/8/8/4K3 b - - 0 1", {"c7"}),  # king and rook
+        ("7k/8/2r1r3/3P4/8/8/8/K7 w - - 0 1", {"d5"}),  # a pawn counts too
+        ("7k/8/8/3P4/2r1r3/8/8/K7 w - - 0 1", set()),  # but not backwards; the rooks defend each other
+        ("7k/1p6/p1p5/8/1N6/8/8/K7 w - - 0 1", set()),  # defended pawns are no prey of a knight
+        ("7k/8/p1p5/8/1N6/8/8/K7 w - - 0 1", {"b4"}),  # undefended ones are
+        ("7k/8/8/p7/8/1Q6/8/K2r4 w - - 0 1", set()),  # the queen attacks the rook alone
+        ("6k1/8/8/8/8/n1n5/1K6/8 w - - 0 1", {"b2"}),  # a king forks undefended pieces
+        ("7k/8/8/8/p7/1B6/8/3B2K1 w - - 0 1", set()),  # one victim is no fork
+    ],
+)
+def test_known_forks(fen: str, expected: set[str]) -> None:
+    board = chess.Board(fen)
+    assert {chess.square_name(s) for s in chess.SQUARES if forks(board, s)} == expected, "the oracle"
+    assert squares(fen, "fork") == expected
+
+
+def test_pinned_pieces_still_attack_and_defend() -> None:
+    """Attacks are those of attackers_mask: the pinned knight on e2 covers d4 and f4."""
+    fen = "4r1k1/8/8/8/8/8/4N3/4K3 w - - 0 1"
+    assert {"d4", "f4", "g3", "c3"} <= squares(fen, "control_ours")
+
+
+def test_sixteen_attackers_of_one_square_are_counted() -> None:
+    board = chess.Board(None)
+    for square in chess.SquareSet(chess.BB_KNIGHT_ATTACKS[chess.D4]):
+        board.set_piece_at(square, chess.Piece(chess.KNIGHT, chess.WHITE))
+    for square in chess.SquareSet(chess.BB_KING_ATTACKS[chess.D4]):
+        board.set_piece_at(square, chess.Piece(chess.QUEEN, chess.WHITE))
+    board.set_piece_at(chess.C3, chess.Piece(chess.KING, chess.WHITE))
+    board.set_piece_at(chess.H8, chess.Piece(chess.KING, chess.BLACK))
+    board.remove_piece_at(chess.E5)
+    board.set_piece_at(chess.E5, chess.Piece(chess.BISHOP, chess.WHITE))
+    board.turn = chess.BLACK
+    assert board.attackers_mask(chess.WHITE, chess.D4).bit_count() == 16
+    compare([board])
+
+
+def test_maps_mirror_with_the_board() -> None:
+    boards = [b for b in random_positions(400, seed=33) if not b.clean_castling_rights()]
+    rows = records.from_boards(boards)
+    index, offset = records.legal_indices(rows)
+    batch = {
+        "records": rows,
+        "policy_index": index,
+        "policy_weight": np.ones_like(index),
+        "policy_offset": offset,
+    }
+    mirrored = records.mirror(batch, np.ones(len(rows), bool))["records"]
+    a = np.unpackbits(ssl.targets(rows), axis=2, bitorder="little").reshape(-1, 5, 8, 8)
+    b = np.unpackbits(ssl.targets(mirrored), axis=2, bitorder="little").reshape(-1, 5, 8, 8)
+    assert (a[..., ::-1] == b).all()
+
+
+def test_maps_are_byte_a_rank_and_bit_a_file() -> None:
+    maps = ssl.targets(records.from_boards([chess.Board("7k/8/8/8/8/8/8/r3K3 w - - 0 1")]))[0, 0]
+    assert maps[0] == 0b00011110  # a rook on a1 attacks b1 c1 d1 e1 ...
+    assert (maps[1:6] == 1).all()  # ... and a2 to a6
+
+
+def test_matrix0_truth(shared: Path) -> None:
+    """Threat and control of the parity positions (absolute board, row 0 = rank 8)."""
+    fens = (shared / "parity" / "positions.fen").read_text().splitlines()
+    boards = [chess.Board(fen) for fen in fens]
+    expected = np.load(shared / "parity" / "ssl_truth.npz")
+    maps = found(boards).reshape(-1, 5, 8, 8).astype(int)
+    for i, board in enumerate(boards):
+        absolute = maps[i, :, ::-1] if board.turn else maps[i]
+        sign = 1 if board.turn else -1
+        assert (absolute[0] == expected["gt_threat"][i]).all()
+        assert (sign * (absolute[3] - absolute[4]) == expected["gt_control"][i]).all()
+        assert (absolute[1] >= expected["gt_pin"][i]).all()  # theirs holds our own pieces only
+
+
+def test_hidden_squares_follow_their_shares() -> None:
+    hidden = ssl.hide(np.random.default_rng(5), 4000, 0.3, 0.2)
+    assert hidden.shape == (4000, 8)
+    assert hidden.dtype == np.uint8
+    bits = np.bitwise_count(hidden).sum(1)
+    assert abs((bits > 0).mean() - 0.3) < 0.03
+    assert abs(bits[bits > 0].mean() / 64 - 0.2) < 0.01
+    again = ssl.hide(np.random.default_rng(5), 4000, 0.3, 0.2)
+    assert (hidden == again).all()
+
+
+def test_hiding_at_the_ends_of_the_range() -> None:
+    rng = np.random.default_rng(6)
+    assert not ssl.hide(rng, 100, 0.0, 0.5).any()
+    assert not ssl.hide(rng, 100, 1.0, 0.0).any()
+    assert (ssl.hide(rng, 100, 1.0, 1.0) == 255).all()
+    assert (np.bitwise_count(ssl.hide(rng, 500, 1.0, 1e-9)).sum(1) == 1).all()
+    assert ssl.hide(rng, 0, 0.5, 0.5).shape == (0, 8)
+    with pytest.raises(ValueError, match="rows_share"):
+        ssl.hide(rng, 1, 1.5, 0.5)
+    with pytest.raises(ValueError, match="squares_share"):
+        ssl.hide(rng, 1, 0.5, -0.1)
