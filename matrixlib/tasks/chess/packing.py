@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from matrixlib.data.shards import Batch, ShardInfo, concat, select, write_shard
+from matrixlib.data.shards import Batch, ShardInfo, select, write_shard
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.records import LAYOUT, RECORD
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN
 from matrixlib.tasks.chess.sources import chunks
 from matrixlib.tasks.chess.stockfish import CENTIPAWN_LIMIT, MATE
 
@@ -37,6 +36,22 @@ VALIDATION = 50  # per mille of the games
 WEIGHTS = np.array(
     [int((Decimal(-k * STEP) / TEMPERATURE).exp() * 10**6) for k in range(NO_WEIGHT)] + [0], dtype=np.int64
 )
+
+
+BOARD = ("pieces", "castling", "en_passant")  # what decides about legal moves
+
+
+class Positions(NamedTuple):
+    """Positions before their targets are filled in."""
+
+    records: np.ndarray  # (n,) RECORD, wdl still 0
+    per_mille: np.ndarray  # (n, 3) u2, win-draw-loss of the side to move
+    level: np.ndarray  # (K,) u1, of all legal moves in ascending order of policy index
+
+    def head(self, n: int) -> Positions:
+        """The first n positions."""
+        _, offset = bitboard.legal_policy_indices(*(self.records[:n][name] for name in BOARD))
+        return Positions(self.records[:n], self.per_mille[:n], self.level[: offset[-1]])
 
 
 @dataclass
@@ -99,14 +114,13 @@ def wdl_of(per_mille: np.ndarray) -> np.ndarray:
     return scaled.astype("<u2")
 
 
-def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Policy index (K,) u2 ascending in each row, the levels in that order, and offsets (n+1,) int64.
+def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The levels (K,) in ascending order of policy index in each row, and offsets (n+1,) int64.
 
     Raises ValueError where the engine's moves are not the legal moves.
     """
-    moves, index, offset = bitboard.legal_moves(chunk["pieces"], chunk["castling"], chunk["en_passant"])
-    theirs = chunk["legal_offset"].astype(np.int64)
-    if not np.array_equal(offset, theirs):
+    moves, _, offset = bitboard.legal_moves(*(chunk[name] for name in BOARD))
+    if not np.array_equal(offset, chunk["legal_offset"]):
         raise ValueError("the engine lists other numbers of moves than are legal: delete the chunk")
     rows = np.repeat(np.arange(len(offset) - 1), np.diff(offset)) << 16
     code = chunk["legal"].astype(np.int64)
@@ -116,7 +130,7 @@ def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
         raise ValueError("the engine lists moves that are not legal: delete the chunk")
     placed = np.empty_like(level)
     placed[ours] = level[found]
-    return index.astype("<u2"), placed, offset.astype("<i8")
+    return placed, offset
 
 
 def keys_of(records: np.ndarray) -> list[bytes]:
@@ -140,54 +154,60 @@ def is_validation(game: np.ndarray) -> np.ndarray:
     return game // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
 
 
-def convert(chunk: Batch, seen: Seen) -> tuple[Batch, np.ndarray, np.ndarray]:
-    """A chunk's new positions as a batch, their levels (K,) u1, and win and loss per mille (n, 2) u2."""
-    n = len(chunk["ply"])
+def convert(chunk: Batch, seen: Seen) -> Positions:
+    """The new positions of a chunk. Raises ValueError where the engine's moves are not the legal ones."""
     game = chunk["game"].astype(np.int64)
-    records = np.zeros(n, RECORD)
+    records = np.zeros(len(game), RECORD)
     for name in ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply"):
         records[name] = chunk[name]
     white = chunk["result"][game]
-    records["result"] = np.where((chunk["side"] == 1) & (white != 2), -white, white)
-    records["wdl"] = wdl_of(chunk["wdl"])
+    records["result"] = np.where((chunk["side"] == 1) & (white != UNKNOWN), -white, white)
     records["source"] = SOURCE
     records["game"] = chunk["game_id"][game]
-    index, level, offset = ordered(chunk, levels(chunk))
-    weight = weights_of(level, offset)
-    keep = []
+    level, offset = ordered(chunk, levels(chunk))
+    new = np.zeros(len(records), bool)
     for row, key in enumerate(keys_of(records)):
-        if key in seen.keys:
-            seen.duplicates += 1
-        else:
-            seen.keys.add(key)
-            keep.append(row)
-    rows = np.array(keep, dtype=np.int64)
-    batch: Batch = {
+        new[row] = key not in seen.keys
+        seen.keys.add(key)
+    seen.duplicates += int((~new).sum())
+    return Positions(records[new], chunk["wdl"][new], level[np.repeat(new, np.diff(offset))])
+
+
+def collect(work: Path, limit: int | None = None) -> Positions:
+    """The positions of all finished chunks of a work folder in order, without duplicates, at most `limit`.
+
+    Raises ValueError for a damaged chunk and for a folder without any.
+    """
+    seen, parts, count = Seen(), [], 0
+    for number, chunk in chunks(work):
+        try:
+            part = convert(chunk, seen)
+        except ValueError as error:
+            raise ValueError(f"chunk {number} of {work}: {error}") from error
+        parts.append(part)
+        count += len(part.records)
+        if limit is not None and count >= limit:
+            break
+    if not count:
+        raise ValueError(f"{work} holds no finished chunk: call sources.generate first")
+    whole = Positions(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return whole if limit is None or count <= limit else whole.head(limit)
+
+
+def assemble(positions: Positions) -> Batch:
+    """The batch that is stored: win-draw-loss and policy targets filled in."""
+    records = positions.records.copy()
+    records["wdl"] = wdl_of(positions.per_mille)
+    index, offset = bitboard.legal_policy_indices(*(records[name] for name in BOARD))
+    if len(index) != len(positions.level):
+        raise ValueError(f"{len(positions.level)} policy levels for {len(index)} legal moves")
+    weight = weights_of(positions.level, offset)
+    return {
         "records": records,
-        "policy_offset": offset,
-        "policy_index": index,
+        "policy_offset": offset.astype("<i8"),
+        "policy_index": index.astype("<u2"),
         "policy_weight": weight,
     }
-    kept = np.zeros(n, bool)
-    kept[rows] = True
-    wdl = chunk["wdl"][rows][:, [0, 2]]
-    return select(batch, rows, LAYOUT), level[np.repeat(kept, np.diff(offset))], wdl
-
-
-def converted(folder: Path, limit: int | None = None) -> Iterator[Batch]:
-    """Batches of new positions, chunk by chunk in order, `limit` positions in all."""
-    seen, count = Seen(), 0
-    for number, chunk in chunks(folder):
-        try:
-            batch = convert(chunk, seen)[0]
-        except ValueError as error:
-            raise ValueError(f"chunk {number} of {folder}: {error}") from error
-        if limit is not None and count + len(batch["records"]) > limit:
-            batch = select(batch, np.arange(limit - count), LAYOUT)
-        count += len(batch["records"])
-        yield batch
-        if count == limit:
-            return
 
 
 def provenance(work: Path, created: str | None = None) -> dict[str, Any]:
@@ -206,14 +226,17 @@ def provenance(work: Path, created: str | None = None) -> dict[str, Any]:
     }
 
 
-def write_split(folder: Path, split: str, batch: Batch, meta: dict[str, Any]) -> list[ShardInfo]:
-    """Writes a split as shards of SHARD records, game order kept."""
+def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[ShardInfo]:
+    """Writes both splits as shards of SHARD records, game order kept (the loader shuffles)."""
     folder.mkdir(parents=True, exist_ok=True)
+    validation = is_validation(batch["records"]["game"])
     infos = []
-    for number, start in enumerate(range(0, len(batch["records"]), SHARD)):
-        rows = np.arange(start, min(start + SHARD, len(batch["records"])))
-        path = folder / f"{meta['source']}_{split}_{number:03d}.npz"
-        infos.append(write_shard(path, LAYOUT, select(batch, rows, LAYOUT), {**meta, "split": split}))
+    for split, mask in (("train", ~validation), ("validation", validation)):
+        rows = np.flatnonzero(mask)
+        for number, start in enumerate(range(0, len(rows), SHARD)):
+            part = select(batch, rows[start : start + SHARD], LAYOUT)
+            path = folder / f"{meta['source']}_{split}_{number:03d}.npz"
+            infos.append(write_shard(path, LAYOUT, part, {**meta, "split": split}))
     return infos
 
 
@@ -226,13 +249,5 @@ def pack(
     games are whole in one split, about 5 % of them in validation. Opening the folder as a catalogue takes the
     shards in. Raises ValueError for an empty or damaged work folder.
     """
-    work, out = Path(work), Path(out)
-    meta = provenance(work, created)
-    batch = concat(list(converted(work, limit)), LAYOUT)
-    if not len(batch["records"]):
-        raise ValueError(f"{work} holds no finished chunk: call sources.generate first")
-    validation = is_validation(batch["records"]["game"])
-    infos = []
-    for split, mask in (("train", ~validation), ("validation", validation)):
-        infos += write_split(out, split, select(batch, np.flatnonzero(mask), LAYOUT), meta)
-    return infos
+    meta = provenance(Path(work), created)
+    return write_splits(Path(out), assemble(collect(Path(work), limit)), meta)

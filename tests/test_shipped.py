@@ -1,0 +1,184 @@
+"""The shipped sample set: exact, verified, repaired, and safe when two processes unpack it at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_packing import make_work
+
+from matrixlib.data.shards import Shard
+from matrixlib.tasks.chess import packing, shipped
+from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.shipped import damage, default_cache, read_manifest, ship, unpack_sample
+
+SHIPPED = pytest.mark.skipif(
+    not (shipped.SAMPLE / shipped.MANIFEST).exists(), reason="no sample set is shipped"
+)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    return make_work(tmp_path_factory.mktemp("random") / "work", 6)
+
+
+@pytest.fixture(scope="module")
+def package(work, tmp_path_factory) -> Path:
+    """A folder as the package's sample folder, with a small set."""
+    folder = tmp_path_factory.mktemp("package")
+    ship(work, folder)
+    return folder
+
+
+def test_nothing_is_lost(work):
+    positions = packing.collect(work)
+    again = shipped.decode(shipped.encode(positions))
+    for one, other in zip(positions, again, strict=True):
+        assert one.dtype == other.dtype
+        assert (one == other).all()
+    assert shipped.encode(again) == shipped.encode(positions)
+
+
+def test_it_unpacks_to_what_packing_gives(work, package, tmp_path):
+    manifest = read_manifest(package)
+    folder = unpack_sample(tmp_path / "cache", package)
+    infos = packing.pack(work, tmp_path / "packed")
+    assert [info.path.name for info in infos] == list(manifest["shards"])
+    for info in infos:
+        assert (folder / info.path.name).read_bytes() == info.path.read_bytes()
+    assert sum(info.count for info in infos) == manifest["positions"]
+
+
+def test_the_second_call_changes_nothing(package, tmp_path):
+    folder = unpack_sample(tmp_path, package)
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert unpack_sample(tmp_path, package) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "missing", "half"])
+def test_a_damaged_cache_is_repaired(package, tmp_path, harm):
+    manifest = read_manifest(package)
+    folder = unpack_sample(tmp_path, package)
+    victim = folder / next(iter(manifest["shards"]))
+    if harm == "flipped":
+        flip_a_byte(victim)
+    elif harm == "cut":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif harm == "missing":
+        victim.unlink()
+    else:  # killed in the middle of unpacking
+        folder.rename(folder.with_name(folder.name + ".tmp"))
+        (folder.with_name(folder.name + ".tmp") / victim.name).unlink()
+    assert damage(folder, manifest)
+    assert unpack_sample(tmp_path, package) == folder
+    assert not damage(folder, manifest)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_damaged_package_is_refused(package, tmp_path):
+    broken = tmp_path / "package"
+    broken.mkdir()
+    for path in package.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    flip_a_byte(broken / shipped.DATA)
+    with pytest.raises(ValueError, match=r"sample\.npz\.xz is missing or damaged: install the package again"):
+        unpack_sample(tmp_path / "cache", broken)
+    (broken / shipped.DATA).unlink()
+    with pytest.raises(ValueError, match="missing or damaged"):
+        unpack_sample(tmp_path / "cache", broken)
+    (broken / shipped.MANIFEST).write_text("{")
+    with pytest.raises(ValueError, match="manifest cannot be read"):
+        unpack_sample(tmp_path / "cache", broken)
+
+
+def test_a_manifest_of_other_shards_is_refused(package, tmp_path):
+    wrong = tmp_path / "package"
+    wrong.mkdir()
+    (wrong / shipped.DATA).write_bytes((package / shipped.DATA).read_bytes())
+    manifest = read_manifest(package)
+    next(iter(manifest["shards"].values()))["sha256"] = "0" * 64
+    (wrong / shipped.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="unpacks to other data than its manifest says"):
+        unpack_sample(tmp_path / "cache", wrong)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["sample.lock"]
+
+
+def test_a_cache_that_is_no_folder_is_said(package, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ValueError, match="set MATRIXLIB_CACHE"):
+        unpack_sample(tmp_path / "cache", package)
+
+
+def test_the_cache_can_be_chosen(monkeypatch, tmp_path):
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
+    assert default_cache() == tmp_path
+    monkeypatch.delenv("MATRIXLIB_CACHE")
+    assert default_cache().name == "matrixlib"
+
+
+UNPACK = """
+import sys
+from pathlib import Path
+from matrixlib.tasks.chess.shipped import damage, read_manifest, unpack_sample
+print("ready", flush=True)
+sys.stdin.readline()
+cache, package = map(Path, sys.argv[1:])
+assert not damage(unpack_sample(cache, package), read_manifest(package))
+"""
+
+
+def test_two_processes_unpack_at_once(package, tmp_path):
+    command = [sys.executable, "-c", UNPACK, str(tmp_path), str(package)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert len(list(tmp_path.glob("sample-*"))) == 1
+
+
+@SHIPPED
+def test_the_shipped_set_is_as_large_as_promised():
+    manifest = read_manifest()
+    assert sum(path.stat().st_size for path in shipped.SAMPLE.iterdir()) <= 20_000_000
+    assert manifest["positions"] >= 100_000
+    assert manifest["games"] >= 2_000
+    assert (shipped.SAMPLE / shipped.DATA).stat().st_size == manifest["bytes"]
+
+
+@SHIPPED
+def test_the_shipped_set_is_sound(tmp_path):
+    """Unpacked whole: counts, splits by game, no position twice, targets that sum to one."""
+    manifest = read_manifest()
+    folder = unpack_sample(tmp_path)
+    shards = [Shard(folder / name, LAYOUT) for name in manifest["shards"]]
+    keys: set[bytes] = set()
+    games: dict[str, set[int]] = {"train": set(), "validation": set()}
+    for shard in shards:
+        batch = shard.gather(np.arange(len(shard)))
+        records, offset = batch["records"], batch["policy_offset"]
+        games[shard.meta["split"]].update(records["game"].tolist())
+        keys.update(packing.keys_of(records))
+        assert (np.add.reduceat(batch["policy_weight"].astype(np.int64), offset[:-1]) == 65535).all()
+        assert (records["wdl"].astype(np.int64).sum(axis=1) == 65535).all()
+        assert shard.path.stat().st_size / len(shard) < 250
+    assert len(keys) == manifest["positions"] == sum(len(shard) for shard in shards)
+    assert not games["train"] & games["validation"]
+    share = len(games["validation"]) / manifest["games"]
+    assert 0.03 < share < 0.07
