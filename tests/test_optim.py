@@ -180,13 +180,14 @@ def test_names_are_plain_under_a_compiled_wrapper() -> None:
     }
 
 
-def test_aliases_stand_once() -> None:
-    model = Zoo()
-    tensors = optim.named_tensors(model)
-    assert "embedding.weight" in tensors
-    assert "tied.weight" not in tensors
-    other = Zoo()
-    optim.load_tensors(other, tensors)
+def test_tensors_with_two_names_are_averaged_and_restored() -> None:
+    model, other = Zoo(), Zoo()
+    ema = EMA(model, 0.0)
+    with torch.no_grad():
+        model.embedding.weight.fill_(3.0)
+    ema.update(model)
+    optim.load_tensors(other, ema.state_dict())
+    assert other.tied.weight is other.embedding.weight
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 

@@ -22,7 +22,7 @@ class Verdict(StrEnum):
     HALT = "halt"
 
 
-class TrainingHalted(RuntimeError):
+class TrainingHalted(ArithmeticError):
     """Training was stopped because updates stayed non-finite; the message is the diagnosis."""
 
 

@@ -37,17 +37,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the unwrapped model, detached, sharing its memory.
-
-    A tensor registered under several names stands once, under the first (safetensors refuses shared memory).
-    """
-    seen: set[int] = set()
-    out: dict[str, Tensor] = {}
-    for name, value in unwrap(model).state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            out[name] = value.detach()
-    return out
+    """Parameters and persistent buffers of the unwrapped model by plain name, sharing its memory."""
+    return dict(unwrap(model).state_dict())
 
 
 @torch.no_grad()

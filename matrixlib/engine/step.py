@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from matrixlib.config import OptimConfig
+from matrixlib.config import Config, OptimConfig
 from matrixlib.engine.health import Health, Verdict
 from matrixlib.engine.optim import EMA, Schedule, unwrap
+from matrixlib.engine.optim import optimiser as build_optimiser
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
 
 if TYPE_CHECKING:
     from matrixlib.runtime import Runtime
+
+
+def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
+    """(plain module, module to train with): on the device, in its memory format, compiled where it pays.
+
+    Evaluation and state dicts use the plain one: no `_orig_mod.` in names, no recompiling in eval mode.
+    """
+    plain = unwrap(model).to(runtime.torch_device)
+    if runtime.channels_last:
+        plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if plain is not model:
+        return plain, model
+    forward: Any = torch.compile(plain) if runtime.compile else plain
+    return plain, forward
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ class Step:
         self,
         model: nn.Module,
         task: Task,
-        optimiser: torch.optim.Optimizer,
+        optimiser: torch.optim.AdamW,
         schedule: Schedule,
         runtime: Runtime,
         config: OptimConfig,
@@ -214,6 +229,16 @@ class Step:
             self.scaler.step(self.optimiser)
         if self.ema is not None:
             self.ema.update(self.model)
+
+
+def make_step(task: Task, model: nn.Module, runtime: Runtime, config: Config, steps: int) -> Step:
+    """The step of a run of `steps` updates: model on the device in training mode, optimiser, averages."""
+    plain, forward = place(model, runtime)
+    plain.train()
+    adamw = build_optimiser(plain, config.optim, runtime.torch_device)
+    schedule = Schedule.of(config.optim, steps)
+    ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
+    return Step(forward, task, adamw, schedule, runtime, config.optim, runtime.micro_batch, ema)
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

@@ -1,0 +1,85 @@
+"""Random streams of a process, captured and restored: Python, NumPy's global one, torch's CPU and device
+ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Streams:
+    """State of every stream that a model or a task could draw from in the main process.
+
+    Loaders draw from streams of their own, keyed by batch index, so they are not here.
+    """
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: Tensor
+    device: Tensor | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The torch part (uint8 tensors on the CPU), for a checkpoint's tensors."""
+        return {"torch": self.torch} | ({} if self.device is None else {"device": self.device})
+
+    def plain(self) -> dict[str, Any]:
+        """The other part as JSON data."""
+        inner = self.numpy["state"]
+        return {
+            "python": [self.python[0], list(self.python[1]), self.python[2]],
+            "numpy": {**self.numpy, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}},
+        }
+
+
+def from_saved(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Streams:
+    """Inverse of `Streams.tensors` and `Streams.plain`."""
+    version, inner, gauss = plain["python"]
+    state = plain["numpy"]["state"]
+    return Streams(
+        python=(version, tuple(inner), gauss),
+        numpy={**plain["numpy"], "state": {**state, "key": np.array(state["key"], dtype=np.uint32)}},
+        torch=tensors["torch"],
+        device=tensors.get("device"),
+    )
+
+
+def capture(device: torch.device) -> Streams:
+    """The present state; waits for no device."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream is what is saved
+    return Streams(random.getstate(), numpy, torch.get_rng_state(), _device_state(device))
+
+
+def restore(streams: Streams, device: torch.device) -> None:
+    """Set every stream. The device's own is left alone where the saved state comes from another kind."""
+    random.setstate(streams.python)
+    np.random.set_state(streams.numpy)  # noqa: NPY002
+    torch.set_rng_state(streams.torch)
+    if streams.device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(streams.device, device)
+    if streams.device is not None and device.type == "mps":
+        torch.mps.set_rng_state(streams.device)
+
+
+def seeded(seed: int, device: torch.device) -> Streams:
+    """Streams as they are right after seeding; the process's own streams are left as they were."""
+    before = capture(device)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+    streams = capture(device)
+    restore(before, device)
+    return streams
+
+
+def _device_state(device: torch.device) -> Tensor | None:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.mps.get_rng_state() if device.type == "mps" else None

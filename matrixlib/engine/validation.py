@@ -1,0 +1,211 @@
+"""Validation: when it is due, what it measures, and what follows from it (best, early stop, target)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from matrixlib.config import ValidationConfig
+from matrixlib.engine.task import Batch, Task, to_device
+
+if TYPE_CHECKING:
+    from matrixlib.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One validation. kind: "sample" or "full". loss: weighted total of `losses`, the means over items by
+    term.
+
+    metrics: means by "term/name". counts: items by term. Terms without items stand in counts alone.
+    """
+
+    kind: str
+    loss: float
+    losses: dict[str, float]
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for metrics.jsonl."""
+        return asdict(self)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and inference mode inside the context; afterwards every module's mode is as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def validate(
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    active: frozenset[str],
+    kind: str,
+    beat: Callable[[], None] = lambda: None,
+) -> Validation | None:
+    """Losses and metrics of `model` over `batches` (host tensors); None where there is no batch.
+
+    Sums and counts run over all batches, so a short last batch weighs no more than it should. The sums stay
+    on the device (float64 where it has that) and are read once at the end. beat: called after each batch.
+    """
+    started = time.perf_counter()
+    device = runtime.torch_device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    sums: dict[str, Tensor] = {}
+    counts = dict.fromkeys(sorted(active), 0)
+    seen = False
+    with evaluating(model):
+        for batch in batches:
+            seen = True
+            for term, count in task.counts(batch).items():
+                if term in active:
+                    counts[term] += count
+            with runtime.autocast():
+                losses, metrics = task.losses(model, to_device(batch, device), active)
+            for name, value in (losses | metrics).items():
+                value = value.detach().to(dtype)
+                sums[name] = sums[name] + value if name in sums else value
+            beat()
+        if not seen:
+            return None
+        values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    means = {name: value / counts[_term(name)] for name, value in values.items() if counts[_term(name)]}
+    losses_ = {name: value for name, value in means.items() if name in active}
+    return Validation(
+        kind,
+        math.fsum(task.weights[term] * value for term, value in losses_.items()),
+        losses_,
+        {name: value for name, value in means.items() if name not in active},
+        counts,
+        time.perf_counter() - started,
+    )
+
+
+def attainable_floor(task: Task, batches: Iterable[Batch], active: frozenset[str]) -> float:
+    """Least total validation loss that any network can reach on `batches`; nan without a batch."""
+    sums = dict.fromkeys(active, 0.0)
+    counts = dict.fromkeys(active, 0)
+    seen = False
+    for batch in batches:
+        seen = True
+        found = task.counts(batch)
+        for term, (_, floor) in task.bounds(batch).items():
+            if term in active:
+                sums[term] += floor
+                counts[term] += found[term]
+    if not seen:
+        return math.nan
+    return math.fsum(task.weights[term] * sums[term] / counts[term] for term in active if counts[term])
+
+
+def refuse_below_floor(target: float, task: Task, batches: Iterable[Batch], active: frozenset[str]) -> None:
+    """Raises ValueError when no network can reach validation.target_loss, or nothing is held out."""
+    floor = attainable_floor(task, batches, active)
+    if math.isnan(floor):
+        raise ValueError("validation.target_loss needs held-out data, and there is none; set it to 0")
+    if target < floor:
+        raise ValueError(
+            f"validation.target_loss {target:g} is below {floor:.4f}, the least loss that any network can "
+            "reach on the validation sample (entropy of the targets, label smoothing included); raise it, "
+            "or set it to 0"
+        )
+
+
+@dataclass
+class Cadence:
+    """When to validate and when to stop, as a state machine over update counts and losses.
+
+    due_at: update count of the next validation. done: validations made. stale: validations since the last
+    improvement of their kind; from `plateau` of them on, validations come `plateau_factor` times rarer.
+    reference: loss by kind that has to be beaten by `min_delta` (absolute) to count as an improvement.
+    full_stale: full validations since the last improvement of the full loss. best, best_at: lowest full loss
+    and its update count. stop: why training should end, "" while it should not.
+    """
+
+    config: ValidationConfig
+    due_at: int = 0
+    done: int = 0
+    stale: int = 0
+    full_stale: int = 0
+    reference: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_at: int = 0
+    last: float | None = None
+
+    def __post_init__(self) -> None:
+        self.due_at = self.due_at or self.config.interval
+
+    def due(self, updates: int, steps: int) -> str | None:
+        """After `updates` of `steps` updates: "sample", "full" or None. The last update's is always full."""
+        if updates >= steps:
+            return "full"
+        if updates < self.due_at:
+            return None
+        return "full" if (self.done + 1) % self.config.full_every == 0 else "sample"
+
+    def record(self, updates: int, kind: str, loss: float) -> bool:
+        """Take in a validation loss; True when it is the best full one yet."""
+        config = self.config
+        self.done += 1
+        before = self.reference.get(kind)
+        improved = math.isfinite(loss) and (before is None or loss < before - config.min_delta)
+        if improved:
+            self.reference[kind] = loss
+        # The first of a kind has nothing to compare with: it says nothing about a plateau.
+        self.stale = (0 if improved else self.stale + 1) if before is not None else self.stale
+        rarer = config.plateau_factor if config.plateau and self.stale >= config.plateau else 1
+        self.due_at = updates + config.interval * rarer
+        if kind != "full":
+            return False
+        self.full_stale = 0 if improved else self.full_stale + 1
+        best = math.isfinite(loss) and (self.best is None or loss < self.best)
+        if best:
+            self.best, self.best_at = loss, updates
+        self.last = loss
+        return best
+
+    @property
+    def stop(self) -> str:
+        """Why training should end, "" while it should not; a changed configuration judges anew."""
+        config = self.config
+        if config.target_loss and self.last is not None and self.last <= config.target_loss:
+            return f"target loss {config.target_loss:g} reached: {self.last:.4f}"
+        if config.patience and self.full_stale >= config.patience:
+            best = math.nan if self.best is None else self.best
+            return (
+                f"no improvement by {config.min_delta:g} in {self.full_stale} full validations; "
+                f"best {best:.4f} after {self.best_at} updates"
+            )
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """State without the configuration, for the checkpoint."""
+        state = {name: value for name, value in vars(self).items() if name != "config"}
+        return state | {"reference": dict(self.reference)}
+
+    @classmethod
+    def from_dict(cls, config: ValidationConfig, data: Mapping[str, Any]) -> Cadence:
+        """Inverse of `to_dict`; `config` may differ from the one before."""
+        return cls(config, **{**data, "reference": dict(data["reference"])})
+
+
+def _term(name: str) -> str:
+    return name.split("/")[0]
