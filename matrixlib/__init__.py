@@ -1,1 +1,19 @@
-"""Training AlphaZero-style networks that do not blow up: a workspace driven by notebooks."""
+"""Training AlphaZero-style networks that do not blow up: a workspace driven by notebooks.
+
+>>> net = matrixlib.load("reports/<run>")
+>>> net.evaluate("r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3")[0].best
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matrixlib.net import Net
+
+
+def load(run: str, **options: Any) -> Net:
+    """The trained network of a run; see `matrixlib.net.load`."""
+    from matrixlib.net import load as load_net  # torch is heavy: only when it is needed
+
+    return load_net(run, **options)

@@ -50,7 +50,9 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    source: str = Field(description="`sample` (ships with the package) or a folder of shards with a catalogue")
+    source: str = Field(
+        description="`sample` (ships with the package) or a folder of shards with a catalogue"
+    )
     limit: CountOrZero = Field(description="use only the first N training positions; 0 = all")
     window_blocks: CountOrZero = Field(
         description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
@@ -162,7 +164,9 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Count | Auto = Field(description="updates; `auto` = as many as fit in `minutes`, fixed at the start")
+    steps: Count | Auto = Field(
+        description="updates; `auto` = as many as fit in `minutes`, fixed at the start"
+    )
     minutes: Positive = Field(description="training time aimed at where steps is `auto`")
     batch_size: Count = Field(description="positions of one update")
     micro_batch: Count | Auto = Field(description="positions of one forward pass; gradients are summed")
@@ -175,7 +179,9 @@ class ValidationConfig(Section):
     sample: Count = Field(description="positions of the fixed sample that each validation uses")
     full_every: Count = Field(description="every k-th validation uses the whole set")
     batch_size: Count = Field(description="positions of one forward pass in validation")
-    plateau: CountOrZero = Field(description="validations without improvement after which they get rarer; 0 = off")
+    plateau: CountOrZero = Field(
+        description="validations without improvement after which they get rarer; 0 = off"
+    )
     plateau_factor: Count = Field(description="how many times rarer on a plateau")
     patience: CountOrZero = Field(description="full validations without improvement before stopping; 0 = off")
     min_delta: NonNegative = Field(description="what counts as an improvement of the validation loss")
@@ -186,13 +192,19 @@ class ValidationConfig(Section):
 
 class CheckpointConfig(Section):
     interval: Count = Field(description="updates between checkpoints")
-    keep: Annotated[int, Field(ge=2)] = Field(description="newest checkpoints kept (at least two) beside the best")
+    keep: Annotated[int, Field(ge=2)] = Field(
+        description="newest checkpoints kept (at least two) beside the best"
+    )
 
 
 class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(description="`auto` takes the best that works")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(description="autocast dtype; weights stay fp32")
-    threads: Count | Auto = Field(description="intra-op threads on the CPU; part of what makes runs bit-equal")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        description="autocast dtype; weights stay fp32"
+    )
+    threads: Count | Auto = Field(
+        description="intra-op threads on the CPU; part of what makes runs bit-equal"
+    )
     channels_last: bool | Auto = Field(description="memory format of convolutions")
     compile: bool | Auto = Field(description="torch.compile the model; `auto` = where it was measured to pay")
 
@@ -221,7 +233,9 @@ def _unique_mapping(loader: _UniqueLoader, node: yaml.MappingNode) -> dict[Any, 
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str):
-            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes")
+            raise ConfigError(
+                f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes"
+            )
         line = key_node.start_mark.line + 1
         if key in seen:
             raise ConfigError(f"key '{key}' stands twice (lines {seen[key]} and {line}); keep one")
@@ -238,7 +252,7 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
     Raises ConfigError on bad YAML, a duplicate key, or anything but a mapping at the top.
     """
     try:
-        data = yaml.load(text, _UniqueLoader)  # noqa: S506 - a SafeLoader
+        data = yaml.load(text, _UniqueLoader)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     except yaml.YAMLError as error:
@@ -260,7 +274,9 @@ def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else PARAMS / f"{preset}.yaml"
     if not path.is_file():
-        raise ConfigError(f"unknown preset '{preset}'{nearest(preset, presets())}; presets: {', '.join(presets())}")
+        raise ConfigError(
+            f"unknown preset '{preset}'{nearest(preset, presets())}; presets: {', '.join(presets())}"
+        )
     data = read_yaml(path.read_text(encoding="utf-8"), path.name)
     return parse(merge(data, overrides or {}), path.name)
 
@@ -278,7 +294,9 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     out = dict(base)
     for key, value in overrides.items():
         inside = out.get(key)
-        out[key] = merge(inside, value) if isinstance(inside, Mapping) and isinstance(value, Mapping) else value
+        out[key] = (
+            merge(inside, value) if isinstance(inside, Mapping) and isinstance(value, Mapping) else value
+        )
     return out
 
 
@@ -297,7 +315,11 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         return f"key '{key}' is missing; presets are complete, so copy it from another file in params/"
     message = item["msg"].removeprefix("Value error, ")
-    return f"'{key}': {message}, got {item['input']!r}" if not isinstance(item["input"], Mapping) else f"'{key}': {message}"
+    return (
+        f"'{key}': {message}, got {item['input']!r}"
+        if not isinstance(item["input"], Mapping)
+        else f"'{key}': {message}"
+    )
 
 
 def _section_at(path: list[str]) -> type[Section]:

@@ -86,7 +86,9 @@ class Run:
 
     def describe(self) -> str:
         """What was chosen and why, as text: run, data, runtime, differences from the preset."""
-        counts = {split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")}
+        counts = {
+            split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")
+        }
         lines = [
             f"run          {self.name} ({'resumed' if self.resumed else 'new'}), {self.steps} updates of "
             f"{self.config.train.batch_size} positions",
@@ -95,7 +97,9 @@ class Run:
             self.runtime.table(),
         ]
         changes = configuration.difference(self.requested, configuration.load(self.preset))
-        lines += ["differences from the preset:"] if changes else [f"no differences from preset '{self.preset}'"]
+        lines += (
+            ["differences from the preset:"] if changes else [f"no differences from preset '{self.preset}'"]
+        )
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
 
@@ -104,8 +108,7 @@ class Run:
         if self.complete:
             return
         started = time.monotonic()
-        for stats in self.trainer.train():
-            yield stats
+        yield from self.trainer.train()
         self._finish(time.monotonic() - started)
 
     def history(self) -> list[dict[str, Any]]:
@@ -136,7 +139,9 @@ class Run:
                 "stopped_early": self.trainer.stop_reason,
                 "positions": self.trainer.step * self.config.train.batch_size,
                 "seconds": round(seconds, 1),
-                "positions_per_second": round(sorted(throughput)[len(throughput) // 2]) if throughput else None,
+                "positions_per_second": round(sorted(throughput)[len(throughput) // 2])
+                if throughput
+                else None,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "evaluation": figures,
                 "runtime": self.runtime.to_dict(),
@@ -180,6 +185,13 @@ def open_run(
         raise
 
 
+def name_run(
+    preset: str, device: str = "auto", seed: int | None = None, run: str = "", steps: int = 0
+) -> str:
+    """The name that `open_run` would use for these parameters, without starting anything."""
+    return _folder(preset, run, configuration.load(preset, _arguments(device, seed, steps, {}))).name
+
+
 def _arguments(device: str, seed: int | None, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
     given: dict[str, Any] = {}
@@ -203,7 +215,12 @@ def _folder(preset: str, run: str, requested: Config) -> Path:
     for path in sorted(root.glob("*/run.json"), key=lambda p: p.parent.name.rsplit("-", 1)[-1], reverse=True):
         record = read_json(path)
         done = read_json(path.parent / "summary.json").get("complete")
-        if not done and record.get("preset") == preset and record.get("requested") == asked and not _locked(path.parent):
+        if (
+            not done
+            and record.get("preset") == preset
+            and record.get("requested") == asked
+            and not _locked(path.parent)
+        ):
             return path.parent
     stem = f"{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
@@ -231,7 +248,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock) -> Run:
         config = _resume_config(folder, requested, record, messages)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
-        runtime = runtimes.resolve(config.runtime, config.train, config.data)
+        runtime = runtimes.reuse(record["runtime"])
     else:
         runtime = runtimes.resolve(requested.runtime, requested.train, requested.data)
         config = runtime_config(requested, runtime)
@@ -240,24 +257,41 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock) -> Run:
     training, held_out = _loaders(config, runtime, task, catalogue, messages)
     if config.train.steps == "auto":
         steps = _fit_steps(config, runtime, task, training)
-        config = configuration.parse(configuration.merge(configuration.dump(config), {"train": {"steps": steps}}))
+        config = configuration.parse(
+            configuration.merge(configuration.dump(config), {"train": {"steps": steps}})
+        )
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if not record:
-        _write_new(folder, preset, requested, config, catalogue.hash())
+        _write_new(folder, preset, requested, config, runtime, catalogue.hash())
     return Run(
-        folder, preset, config, runtime, task, catalogue, training, held_out, requested, bool(record), lock, messages
+        folder,
+        preset,
+        config,
+        runtime,
+        task,
+        catalogue,
+        training,
+        held_out,
+        requested,
+        bool(record),
+        lock,
+        messages,
     )
 
 
 def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
     """The stored resolved configuration with the permitted changes; anything else is refused by name."""
-    stored = configuration.parse(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml")
+    stored = configuration.parse(
+        yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
+    )
     before = configuration.parse(record["requested"], "run.json")
     changes = configuration.difference(requested, before)
     fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
     if fixed:
         text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
-        raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
+        raise RunError(
+            f"run '{folder.name}' was started with other values ({text}); give it another run name"
+        )
     data = configuration.dump(stored)
     for key, (old, new) in changes.items():
         section, name = key.split(".")
@@ -323,7 +357,7 @@ def _loaders(
             + (f" ({'; '.join(bad[:3])})" if bad else "")
             + "; restore the shards or import the data again"
         )
-    common: dict[str, Any] = {"seed": config.seed, "pin": runtime.device == "cuda", "on_damage": damaged}
+    common: dict[str, Any] = {"seed": config.seed, "pin": runtime.pin, "on_damage": damaged}
     training = Loader(
         rows["train"],
         LAYOUT,
@@ -391,7 +425,9 @@ def _fit_steps(config: Config, runtime: runtimes.Runtime, task: ChessTask, train
     return max(20, int(config.train.minutes * 60 / seconds))
 
 
-def _write_new(folder: Path, preset: str, requested: Config, config: Config, catalogue: str) -> None:
+def _write_new(
+    folder: Path, preset: str, requested: Config, config: Config, runtime: runtimes.Runtime, catalogue: str
+) -> None:
     from matrixlib.engine.metrics import write_json
 
     (folder / "config.yaml").write_text(configuration.to_yaml(config), encoding="utf-8")
@@ -404,6 +440,7 @@ def _write_new(folder: Path, preset: str, requested: Config, config: Config, cat
             "commit": git_commit(),
             "versions": versions(),
             "catalogue": catalogue,
+            "runtime": runtime.to_dict(),
         },
     )
 
@@ -418,7 +455,9 @@ def git_commit() -> str:
 
     try:
         commit = git("rev-parse", "HEAD")
-        return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+        return commit + (
+            "+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except FileNotFoundError:
         return ""
 

@@ -1,0 +1,165 @@
+"""A trained network for use: load a run, evaluate positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import chess
+import numpy as np
+import yaml
+
+from matrixlib import config as configuration
+from matrixlib import runtime as runtimes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from matrixlib.tasks.chess.task import ChessTask
+
+BATCH = 512
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a network says of one position, seen from the side to move.
+
+    moves: UCI -> probability, most probable first, all legal moves. wdl: (win, draw, loss), None for a scalar head.
+    value: expected result in [-1, 1]. ssl: head -> float array (classes, 8, 8) of probabilities on the real board
+    (row 0 = rank 1, column 0 = file a); "ours" in them is the side to move.
+    """
+
+    fen: str
+    moves: dict[str, float]
+    wdl: tuple[float, float, float] | None
+    value: float
+    ssl: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def best(self) -> str | None:
+        """Most probable move in UCI; None where there is no legal move."""
+        return next(iter(self.moves), None)
+
+
+class Net:
+    """A network in evaluation mode with its task's encoding."""
+
+    def __init__(self, model: nn.Module, task: ChessTask, runtime: runtimes.Runtime) -> None:
+        self.model = model.to(runtime.torch_device).eval()
+        self.task = task
+        self.runtime = runtime
+
+    def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
+        """Evaluate FENs; raises ValueError naming a bad FEN."""
+        fens = [positions] if isinstance(positions, str) else list(positions)
+        return list(self.evaluate_boards([board_of(fen) for fen in fens]))
+
+    def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
+        """Evaluate boards, in batches of 512."""
+        from matrixlib.tasks.chess.records import move_from_index
+
+        heads = frozenset(self.task.config.model.ssl)
+        for start in range(0, len(boards), BATCH):
+            part = boards[start : start + BATCH]
+            batch = self._pack(part)
+            out = self._forward(batch, heads)
+            probability = np.exp(out["policy"])
+            for row, board in enumerate(part):
+                index = batch["policy_index"][row]
+                keep = index >= 0
+                order = np.argsort(-probability[row][keep], kind="stable")
+                moves = {
+                    move_from_index(int(index[keep][k]), board).uci(): float(probability[row][keep][k])
+                    for k in order
+                }
+                wdl = out.get("wdl")
+                triple = None if wdl is None else (float(wdl[row, 0]), float(wdl[row, 1]), float(wdl[row, 2]))
+                ssl = {head: self._upright(out["ssl/" + head][row], board) for head in sorted(heads)}
+                yield Evaluation(board.fen(), moves, triple, float(out["value"][row]), ssl)
+
+    def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
+        """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
+        parts = [
+            self._forward(self._pack(boards[start : start + BATCH]), frozenset())["value"]
+            for start in range(0, len(boards), BATCH)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
+        from matrixlib.tasks.chess import records
+
+        rows = records.from_boards(list(boards))
+        index, offset = records.legal_indices(rows)
+        batch = {
+            "records": rows,
+            "policy_index": index,
+            "policy_weight": np.zeros(len(index), np.uint16),
+            "policy_offset": offset,
+        }
+        return self.task.prepare_plain(batch, np.random.default_rng(0))
+
+    def _forward(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
+        import torch
+
+        device = self.runtime.torch_device
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        with torch.inference_mode(), self.runtime.autocast():
+            out = self.task.predict(self.model, tensors, heads)
+        return {name: tensor.float().cpu().numpy() for name, tensor in out.items()}
+
+    @staticmethod
+    def _upright(maps: np.ndarray, board: chess.Board) -> np.ndarray:
+        return maps if board.turn == chess.WHITE else maps[:, ::-1]
+
+
+def load(run: str | Path, checkpoint: str = "best", device: str = "auto") -> Net:
+    """The network of a run folder (or of a run's name under reports/), EMA weights where the run kept them.
+
+    checkpoint: `best`, `newest` or a folder name such as `step_00000500`.
+    Raises ValueError naming the run or checkpoint that is missing or damaged.
+    """
+    from matrixlib.engine.checkpoint import Checkpoints
+
+    folder = Path(run)
+    if not (folder / "config.yaml").exists():
+        folder = configuration.reports_root() / run
+    if not (folder / "config.yaml").exists():
+        raise ValueError(f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>")
+    config = configuration.parse(
+        yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
+    )
+    settings = {
+        "device": device,
+        "precision": "auto",
+        "threads": "auto",
+        "channels_last": "auto",
+        "compile": False,
+    }
+    wanted = config.runtime.model_copy(update=settings)
+    runtime = runtimes.resolve(wanted, config.train, config.data)
+    from matrixlib.tasks.chess.task import ChessTask
+
+    task = ChessTask(config)
+    found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
+    model = task.build_model()
+    model.load_state_dict(weights(found.tensors), strict=True)
+    return Net(model, task, runtime)
+
+
+def weights(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors to evaluate with: the moving average where there is one."""
+    return tensors["ema"] if tensors.get("ema") else tensors["model"]
+
+
+def board_of(fen: str) -> chess.Board:
+    """A legal position from a FEN; raises ValueError naming the FEN and what is wrong with it."""
+    try:
+        board = chess.Board(fen)
+    except ValueError as error:
+        raise ValueError(f"bad FEN '{fen}': {error}") from None
+    if not board.is_valid():
+        raise ValueError(f"FEN '{fen}' is no legal position ({board.status()!s})")
+    return board

@@ -1,0 +1,200 @@
+"""A run from its parameters to its end: identity, resume, lock, kill -9, damaged data and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from matrixlib import run as runs
+from matrixlib.config import ConfigError
+
+TINY: dict[str, Any] = {
+    "data": {"limit": 1024},
+    "model": {"channels": 16, "blocks": 1, "dropout": 0.1, "droppath": 0.1},
+    "train": {"steps": 12, "batch_size": 64, "micro_batch": 32},
+    "validation": {"interval": 6, "sample": 128},
+    "checkpoint": {"interval": 4, "keep": 2},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+}
+
+PROGRAM = """
+import json, sys, time
+from matrixlib import run as runs
+current = runs.open_run(run=sys.argv[1], overrides=json.loads(sys.argv[2]))
+for stats in current.train():
+    print(stats.step, flush=True)
+    time.sleep(0.02)
+current.close()
+"""
+
+
+def train(name: str = "", **more: Any) -> runs.Run:
+    current = runs.open_run(run=name, overrides={**TINY, **more})
+    for _ in current.train():
+        pass
+    current.close()
+    return current
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "checkpoints").glob("step_*"))
+    return {
+        f"{group.stem}/{name}": tensor
+        for group in newest.glob("*.safetensors")
+        for name, tensor in load_file(group).items()
+    }
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different
+
+
+def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
+    current = train("one")
+    summary = json.loads((reports / "one" / "summary.json").read_text())
+    assert summary["complete"] is True
+    assert summary["steps"] == 12
+    assert summary["positions"] == 12 * 64
+    assert set(summary["evaluation"]["baselines"]) >= {"uniform_top1", "best_capture_top1", "majority_wdl"}
+    assert (reports / "one" / "report.html").stat().st_size > 5_000
+    assert current.complete
+    stored = yaml.safe_load((reports / "one" / "config.yaml").read_text())
+    assert stored["train"]["steps"] == 12
+    assert "auto" not in (
+        stored["runtime"]["device"],
+        stored["runtime"]["precision"],
+        stored["data"]["workers"],
+    )
+
+
+def test_an_empty_name_resumes_the_newest_incomplete_run_with_the_same_configuration(reports: Path) -> None:
+    first = runs.open_run(overrides=TINY)
+    for stats in first.train():
+        if stats.step == 5:
+            break
+    first.close()
+    other = runs.open_run(overrides={**TINY, "seed": 5})
+    assert other.name != first.name
+    other.close()
+    again = runs.open_run(overrides=TINY)
+    assert again.name == first.name
+    assert again.resumed
+    assert next(stats.step for stats in again.train()) == 5, (
+        "updates after the checkpoint of update 4 are repeated"
+    )
+    again.close()
+    fresh = runs.open_run(overrides=TINY)
+    assert fresh.name != first.name, "a complete run is not resumed"
+    fresh.close()
+
+
+def test_a_second_writer_is_refused(reports: Path) -> None:
+    first = runs.open_run(run="busy", overrides=TINY)
+    with pytest.raises(runs.RunError, match="another process"):
+        runs.open_run(run="busy", overrides=TINY)
+    unnamed = runs.open_run(overrides=TINY)
+    assert unnamed.name != "busy", "a live run is not picked up"
+    unnamed.close()
+    first.close()
+
+
+def test_other_values_under_the_same_name_are_refused_by_name(reports: Path) -> None:
+    runs.open_run(run="mine", overrides=TINY).close()
+    with pytest.raises(runs.RunError, match=r"optim\.learning_rate 0\.003 -> 0\.5"):
+        runs.open_run(run="mine", overrides={**TINY, "optim": {"learning_rate": 0.5}})
+    longer = runs.open_run(run="mine", steps=20, overrides=TINY)
+    assert longer.steps == 20
+    assert "train.steps 12 -> 20" in longer.describe()
+    longer.close()
+
+
+def test_explicit_parameters_beat_overrides_which_beat_the_preset(reports: Path) -> None:
+    current = runs.open_run(run="layers", seed=7, steps=3, overrides={**TINY, "seed": 5})
+    assert (current.config.seed, current.steps, current.config.train.batch_size) == (7, 3, 64)
+    assert current.config.optim.beta2 == 0.98
+    current.close()
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden"])
+def test_a_run_name_is_a_plain_folder_name(reports: Path, name: str) -> None:
+    with pytest.raises(runs.RunError, match="plain folder name"):
+        runs.open_run(run=name, overrides=TINY)
+
+
+def test_a_missing_data_folder_is_named(reports: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        runs.open_run(overrides={**TINY, "data": {"source": str(tmp_path / "nothing")}})
+
+
+def test_steps_auto_is_fixed_at_the_start(reports: Path) -> None:
+    override = {**TINY, "train": {**TINY["train"], "steps": "auto", "minutes": 0.05}}
+    current = runs.open_run(run="timed", overrides=override)
+    steps = current.steps
+    assert steps >= 20
+    current.close()
+    again = runs.open_run(run="timed", overrides=override)
+    assert again.steps == steps
+    again.close()
+
+
+def test_a_run_whose_only_checkpoints_are_damaged_is_refused(reports: Path) -> None:
+    current = runs.open_run(run="hurt", overrides=TINY)
+    for stats in current.train():
+        if stats.step == 5:
+            break
+    current.close()
+    for file in (reports / "hurt" / "checkpoints").glob("step_*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    again = runs.open_run(run="hurt", overrides=TINY)
+    with pytest.raises(ValueError, match="damaged"):
+        list(again.train())
+    again.close()
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: Path) -> None:
+    whole = train("whole")
+    command = [sys.executable, "-c", PROGRAM, "killed", json.dumps(TINY)]
+    environment = {**os.environ, "MATRIXLIB_REPORTS": str(reports)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) == 7:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (reports / "killed" / "summary.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert int(done.stdout.split()[0]) == 5, "resumes after the checkpoint of update 4"
+    assert_equal(final_weights(whole.folder), final_weights(reports / "killed"))
+    steps = [
+        json.loads(line)["step"] for line in (reports / "killed" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == sorted(steps), "metrics.jsonl is cut back to the checkpoint"
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(reports: Path) -> None:
+    first, second, third = train("first"), train("second"), train("third", seed=1)
+    assert_equal(final_weights(first.folder), final_weights(second.folder))
+    one, other = final_weights(first.folder), final_weights(third.folder)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_finding_a_name_starts_nothing(reports: Path) -> None:
+    name = runs.name_run("demo")
+    assert name.startswith("demo-")
+    assert not (reports / name).exists()
+    time.sleep(0)
