@@ -12,12 +12,8 @@ import chess
 import numpy as np
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from matrixlib.data.loader import Loader
     from matrixlib.net import Net
-    from matrixlib.runtime import Runtime
-    from matrixlib.tasks.chess.task import ChessTask
 
 BANDS = ((0, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
 
@@ -31,14 +27,7 @@ class Puzzle:
     rating: int
 
 
-def held_out(
-    task: ChessTask,
-    model: nn.Module,
-    loader: Loader | None,
-    runtime: Runtime,
-    sample: int = 0,
-    batch_size: int = 512,
-) -> dict[str, Any]:
+def held_out(net: Net, loader: Loader | None, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
     """Figures on held-out positions, each with its baselines; {} without held-out data.
 
     top1, top3: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
@@ -53,14 +42,14 @@ def held_out(
     counts: dict[str, int] = {}
     base: dict[str, float] = {}
     rows = 0
-    model.eval()
+    task = net.task
     for batch in loader.sequential(batch_size, sample=sample):
         _add(counts, task.counts(batch))
         _add(base, _baselines({name: tensor.numpy() for name, tensor in batch.items()}))
         rows += len(batch["pieces"])
-        tensors = {name: tensor.to(runtime.torch_device) for name, tensor in batch.items()}
-        with torch.inference_mode(), runtime.autocast():
-            _, metrics = task.losses(model, tensors, frozenset({"policy", "value"}))
+        tensors = {name: tensor.to(net.runtime.torch_device) for name, tensor in batch.items()}
+        with torch.inference_mode(), net.runtime.autocast():
+            _, metrics = task.losses(net.model, tensors, frozenset({"policy", "value"}))
         _add(totals, {name: float(value) for name, value in metrics.items()})
     policy, value = max(1, counts["policy"]), max(1, counts["value"])
     moments = {name: totals[f"value/{name}"] / value for name in ("x", "y", "x2", "y2", "xy")}
@@ -124,11 +113,11 @@ def captured_value(pieces: np.ndarray, index: np.ndarray) -> np.ndarray:
 
     En passant counts as taking nothing.
     """
-    from matrixlib.tasks.chess.records import TO_SQUARE
+    from matrixlib.tasks.chess.bitboard import POLICY_MOVE
 
     board = np.stack([pieces & 15, pieces >> 4], axis=-1).reshape(len(pieces), 64)
     value = np.array([0, 0, 0, 0, 0, 0, 1, 3, 3, 5, 9, 0, 0, 0, 0, 0])[board]
-    to = TO_SQUARE[np.maximum(index, 0)]
+    to = POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
     return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
 
 
@@ -187,6 +176,16 @@ def solve(net: Net, puzzles: Iterable[Puzzle]) -> dict[str, Any]:
                 }
             )
     return {"puzzles": len(items), "bands": table}
+
+
+def puzzle_table(solved: Mapping[str, Any]) -> str:
+    """Text table of what `solve` found."""
+    head = f"{'rating':12}{'puzzles':>9}{'policy':>9}{'one-ply value':>15}{'best capture':>14}\n"
+    return head + "".join(
+        f"{row['rating']:12}{row['puzzles']:>9}{row['policy']:>9.1%}{row['one_ply_value']:>15.1%}"
+        f"{row['best_capture']:>14.1%}\n"
+        for row in solved["bands"]
+    )
 
 
 def _right(puzzle: Puzzle, move: str | None) -> bool:

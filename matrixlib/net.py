@@ -48,14 +48,21 @@ class Net:
     """A network in evaluation mode with its task's encoding."""
 
     def __init__(self, model: nn.Module, task: ChessTask, runtime: runtimes.Runtime) -> None:
-        self.model = model.to(runtime.torch_device).eval()
+        self.model = model.to(runtime.torch_device).requires_grad_(False).eval()
         self.task = task
         self.runtime = runtime
 
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(p.numel() for p in self.model.parameters())
+
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
         """Evaluate FENs; raises ValueError naming a bad FEN."""
+        from matrixlib.tasks.chess.records import parse_fen
+
         fens = [positions] if isinstance(positions, str) else list(positions)
-        return list(self.evaluate_boards([board_of(fen) for fen in fens]))
+        return list(self.evaluate_boards([parse_fen(fen) for fen in fens]))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards, in batches of 512."""
@@ -152,14 +159,3 @@ def load(run: str | Path, checkpoint: str = "best", device: str = "auto") -> Net
 def weights(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors to evaluate with: the moving average where there is one."""
     return tensors["ema"] if tensors.get("ema") else tensors["model"]
-
-
-def board_of(fen: str) -> chess.Board:
-    """A legal position from a FEN; raises ValueError naming the FEN and what is wrong with it."""
-    try:
-        board = chess.Board(fen)
-    except ValueError as error:
-        raise ValueError(f"bad FEN '{fen}': {error}") from None
-    if not board.is_valid():
-        raise ValueError(f"FEN '{fen}' is no legal position ({board.status()!s})")
-    return board

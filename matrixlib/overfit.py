@@ -7,12 +7,14 @@ and trainer as everything else, then names the fault from what it saw.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from matrixlib import run as runs
+from matrixlib.config import merge
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.run import Run
 
@@ -55,6 +57,13 @@ class Diagnosis:
         return self.policy_gap <= POLICY_GAP and self.accuracy >= 1.0 and not self.problems
 
 
+def open_run(
+    preset: str, device: str, seed: int | None, run: str, steps: int, overrides: Mapping[str, Any]
+) -> Run:
+    """A run of `run.open_run` with OVERRIDES under the caller's own."""
+    return runs.open_run(preset, device, seed, run, steps, merge(OVERRIDES, overrides))
+
+
 def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagnosis:
     """Train `run` (opened with OVERRIDES) and say whether it learned its positions, and if not, why.
 
@@ -81,7 +90,8 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
     if not problems and not (gap <= POLICY_GAP and accuracy >= 1.0):
         problems.append(
             f"the network did not learn {POSITIONS} positions in {step} updates (policy {gap:.3f} nats "
-            f"above the floor, WDL accuracy {accuracy:.0%}) and no known fault was seen: try more width or another learning rate"
+            f"above the floor, WDL accuracy {accuracy:.0%}) and no known fault was seen: "
+            "try more width or another learning rate"
         )
     return Diagnosis(step, gap, accuracy, tuple(problems), tuple(curve))
 

@@ -125,9 +125,11 @@ class Run:
     def _finish(self, seconds: float) -> None:
         from matrixlib import evaluation, report
         from matrixlib.engine.metrics import write_json
+        from matrixlib.net import Net
 
         rows = self.history()
-        figures = evaluation.held_out(self.task, self.trainer.evaluation_model(), self.held_out, self.runtime)
+        net = Net(self.trainer.evaluation_model(), self.task, self.runtime)
+        figures = evaluation.held_out(net, self.held_out)
         throughput = [row["throughput"] for row in rows if row.get("throughput")]
         write_json(
             self.folder / "summary.json",
@@ -142,7 +144,7 @@ class Run:
                 "positions_per_second": round(sorted(throughput)[len(throughput) // 2])
                 if throughput
                 else None,
-                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "parameters": net.parameters,
                 "evaluation": figures,
                 "runtime": self.runtime.to_dict(),
             },
@@ -183,6 +185,34 @@ def open_run(
     except BaseException:
         lock.release()
         raise
+
+
+def finished_run(name: str = "", preset: str = "demo") -> Path:
+    """Folder of a complete run: the named one, else the newest; where there is none, `preset` is trained first.
+
+    Raises RunError for a name without a complete run.
+    """
+    root = configuration.reports_root()
+    done = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
+    if name:
+        if root / name not in done:
+            known = ", ".join(sorted(folder.name for folder in done)) or "none yet"
+            raise RunError(f"no complete run '{name}'; complete runs: {known}")
+        return root / name
+    if done:
+        return max(done, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+    fresh = open_run(preset)
+    for _ in fresh.train():
+        pass
+    fresh.close()
+    return fresh.folder
+
+
+def held_out_data(task: ChessTask) -> Loader | None:
+    """The held-out positions of the data set that a task was configured for; None where it has none."""
+    from matrixlib.data.catalogue import Catalogue
+
+    return _held_out(task, Catalogue(data_folder(task.config.data.source)))
 
 
 def name_run(
@@ -349,8 +379,8 @@ def _loaders(
         messages.append(text)
         warnings.warn(text, stacklevel=2)
 
-    rows = {split: catalogue.shards(split) for split in ("train", "validation")}
-    if not rows["train"]:
+    rows = catalogue.shards("train")
+    if not rows:
         bad = [f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")]
         raise RunError(
             f"data set '{config.data.source}' has no healthy training shard left"
@@ -359,7 +389,7 @@ def _loaders(
         )
     common: dict[str, Any] = {"seed": config.seed, "pin": runtime.pin, "on_damage": damaged}
     training = Loader(
-        rows["train"],
+        rows,
         LAYOUT,
         config.train.batch_size,
         prepare=task.prepare,
@@ -369,12 +399,18 @@ def _loaders(
         prefetch=runtime.prefetch,
         **common,
     )
-    held_out = None
-    if rows["validation"]:
-        held_out = Loader(
-            rows["validation"], LAYOUT, config.validation.batch_size, prepare=task.prepare_plain, **common
-        )
-    return training, held_out
+    return training, _held_out(task, catalogue, **common)
+
+
+def _held_out(task: ChessTask, catalogue: Catalogue, **options: Any) -> Loader | None:
+    from matrixlib.data.loader import Loader
+    from matrixlib.tasks.chess.records import LAYOUT
+
+    rows, config = catalogue.shards("validation"), task.config
+    if not rows:
+        return None
+    options = {"seed": config.seed, **options}
+    return Loader(rows, LAYOUT, config.validation.batch_size, prepare=task.prepare_plain, **options)
 
 
 def _build_trainer(run: Run) -> Trainer:

@@ -28,4 +28,43 @@ def make(
     parameters = sources.Parameters(seed=seed, games_per_chunk=games_per_chunk, nodes=nodes)
     made = sources.generate(folder / "chunks", games, parameters, stockfish or None, workers)
     packed = packing.pack(folder / "chunks", folder / "shards")
-    return {"folder": folder, **made, **packed}
+    return {
+        "folder": folder,
+        **made,
+        **packed,
+        "games_in_all": made["chunks"] * games_per_chunk,
+        "positions_in_all": packed["train"] + packed["validation"],
+        "illegal": _illegal(folder / "shards"),
+    }
+
+
+def report(made: dict[str, Any]) -> str:
+    """What `make` made, as text; without the machine's speed."""
+    return "\n".join(
+        [
+            f"engine       {made['engine']}",
+            f"games        {made['games_in_all']}",
+            f"positions    {made['train']} for training, {made['validation']} held out",
+            f"duplicates   {made['duplicates']} left out",
+            f"shards       {made['shards']}, {made['bytes_per_position']:.0f} bytes a position",
+        ]
+    )
+
+
+def _illegal(folder: Path) -> int:
+    """Rows whose list of moves is not exactly that of the legal moves."""
+    import numpy as np
+
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.shards import Shard
+    from matrixlib.tasks.chess import records
+
+    wrong = 0
+    for row in Catalogue(folder).shards():
+        batch = Shard(row.path, records.LAYOUT).gather(np.arange(row.count))
+        index, offset = records.legal_indices(batch["records"])
+        if not np.array_equal(offset, batch["policy_offset"]):
+            wrong += int((np.diff(offset) != np.diff(batch["policy_offset"])).sum())
+        elif differs := np.flatnonzero(index != batch["policy_index"]).size:
+            wrong += differs
+    return wrong
