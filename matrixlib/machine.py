@@ -1,4 +1,4 @@
-"""What this machine is and how fast: facts for the policy in runtime.py, a description for people.
+"""What this machine is: facts for the policy in runtime.py, a description for people.
 
 Reading never guesses from model names, and reports what this process may use rather than what the host has.
 torch is imported inside functions.
@@ -10,14 +10,14 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is Arm's
 INSTRUCTIONS = (
@@ -28,6 +28,7 @@ VCACHE_BYTES = (64 * 2**20, 128 * 2**20)  # an AMD die with V-Cache has 96 MiB, 
 VCACHE_SHARERS = 16  # logical processors of one die; a virtual machine may report one huge L3 for all
 CPU_TREE = Path("/sys/devices/system/cpu")
 CGROUP_TREE = Path("/sys/fs/cgroup")
+PACKAGES = ("matrixlib", "numpy", "numba", "safetensors", "pydantic", "chess", "papermill", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -260,75 +261,31 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
 
-def measure(bf16: bool, seconds: float = 0.8) -> Rates:
-    """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
-
-    Made to compare, and to come to the same end on a busy machine: pieces of a millisecond or two take turns
-    on one thread, and the best of each counts.
-    """
+def environment() -> dict[str, Any]:
+    """Versions of everything that can change a result; None where a build lacks the part."""
     import torch
 
-    kinds: dict[str, tuple[float, Callable[[], object]]] = {}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
-            kinds[f"matrix_{name}"] = product("cpu", dtype, 512)
-            kinds[f"conv_{name}"] = _convolution(dtype, last=False)
-            kinds[f"conv_{name}_last"] = _convolution(dtype, last=True)
-        best = best_rates(kinds, seconds)
-    finally:
-        torch.set_num_threads(before)
-    return Rates(**{name: round(best.get(name, 0.0), 1) for name in Rates.__dataclass_fields__})
-
-
-def best_rates(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: float) -> dict[str, float]:
-    """name -> the best rate (work / 1e9 a second) seen in turns; `seconds` in all, but one turn at least."""
-    for _, call in kinds.values():
-        call()
-    best = dict.fromkeys(kinds, 0.0)
-    end = time.perf_counter() + seconds
-    while True:
-        for name, (work, call) in kinds.items():
-            start = time.perf_counter()
-            call()
-            best[name] = max(best[name], work / 1e9 / (time.perf_counter() - start))
-        if time.perf_counter() > end:
-            return best
-
-
-def product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a square matrix product that has ended when the call returns."""
-    import torch
-
-    a, b = torch.ones(n, n, device=device, dtype=dtype), torch.ones(n, n, device=device, dtype=dtype)
-    repeat = 1 if device == "cpu" else 10
-
-    def call() -> None:
-        for _ in range(repeat):
-            torch.mm(a, b)
-        wait(device)
-
-    return 2.0 * n**3 * repeat, call
-
-
-def _convolution(dtype: torch.dtype, last: bool) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a 3x3 convolution over 32 boards with 96 channels, forward and backward."""
-    import torch
-    from torch.nn import functional
-
-    memory_format = torch.channels_last if last else torch.contiguous_format
-    x = torch.ones(32, 96, 8, 8, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
-    w = torch.ones(96, 96, 3, 3, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
-
-    def call() -> None:
-        functional.conv2d(x, w, padding=1).sum().backward()
-
-    return 3 * 2.0 * 32 * 64 * 96 * 96 * 9, call
-
-
-def wait(device: str) -> None:
-    import torch
-
-    if device != "cpu":
-        torch.accelerator.synchronize()
+    nccl = None
+    distributed = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    if distributed and torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": nccl,
+        "mkl": torch.backends.mkl.is_available(),
+        "onednn": torch.backends.mkldnn.is_available(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "packages": versions,
+        "torch_build": torch.__config__.show(),
+    }

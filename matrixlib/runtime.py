@@ -1,7 +1,7 @@
 """The device and precision policy: every choice that depends on the machine is made here, with its reason.
 
-`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine.
-Nothing else in the package asks which device there is.
+`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine,
+`probe` describes the machine for people. Nothing else in the package asks which device there is.
 torch is imported inside functions: the module is light.
 """
 
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from matrixlib import machine
+from matrixlib import machine, rates
 from matrixlib.machine import BF16_INSTRUCTIONS, DeviceFacts
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
         raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
     asked = runtime.model_copy(update={"device": forced}) if forced else runtime
     facts = machine.facts()
-    if device_for(facts, asked.device)[0] == "cpu" and "auto" in (asked.precision, asked.channels_last):
-        facts = replace(facts, rates=machine.measure(facts.bf16))
+    if _device(facts, asked.device)[0] == "cpu" and "auto" in (asked.precision, asked.channels_last):
+        facts = replace(facts, rates=rates.measure(facts.bf16))
     decided = policy(facts, asked, train, data)
     if not forced:
         return decided
@@ -130,7 +130,7 @@ def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtim
     """The runtime that a run was started with, to resume it. Raises ValueError if its device is not here."""
     runtime = Runtime.from_dict(stored)
     try:
-        device_for(facts or machine.facts(), runtime.device)
+        _device(facts or machine.facts(), runtime.device)
     except ValueError as error:
         raise ValueError(f"this run began on '{runtime.device}' and resumes only there: {error}") from None
     return runtime
@@ -141,7 +141,7 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
 
     Raises ValueError where a device or a dtype was asked for that cannot work on such a machine.
     """
-    device, why = device_for(facts, runtime.device)
+    device, why = _device(facts, runtime.device)
     chosen: dict[str, tuple[Any, str]] = {"device": (device, why)}
     chosen["dtype"] = _dtype(facts, device, runtime.precision)
     dtype = chosen["dtype"][0]
@@ -198,7 +198,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
     }
 
 
-def device_for(facts: DeviceFacts, asked: str) -> tuple[str, str]:
+def _device(facts: DeviceFacts, asked: str) -> tuple[str, str]:
     """(device, why); ValueError where the one asked for is absent."""
     there = {"cuda": facts.gpu is not None, "mps": facts.mps, "cpu": True}
     here = [name for name, present in there.items() if present]
@@ -275,3 +275,23 @@ def _compile(device: str, asked: bool | str) -> tuple[bool, str]:
     if isinstance(asked, bool):
         return asked, f"asked for; {SLOW_COMPILE}" if asked and device == "mps" else "asked for"
     return False, SLOW_COMPILE if device == "mps" else "not yet measured to pay"
+
+
+def probe(seconds: float = 2.0, device: str = "auto") -> dict[str, Any]:
+    """Describe and measure this machine; plain data for summary.json. Takes about `seconds` + 2.
+
+    `measured` is in GFLOP/s ("copy": GB/s) on `device`; `suggested` is what `auto` uses there;
+    `facts.rates` is of one core, as the policy compares them. Raises ValueError where `device` is absent.
+    """
+    facts = machine.facts()
+    chosen, _ = _device(facts, os.environ.get("MATRIXLIB_DEVICE", "auto") if device == "auto" else device)
+    native = {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[chosen]
+    return {
+        "processor": asdict(machine.processor()),
+        "l3": [{"bytes": size, "shared_by": sharers} for size, sharers in machine.l3_caches()],
+        "facts": asdict(replace(facts, rates=rates.measure(facts.bf16))),
+        "device": chosen,
+        "measured": rates.speed(chosen, native, facts.threads, seconds),
+        "suggested": {name: {"value": v, "why": why} for name, (v, why) in suggest(facts, chosen).items()},
+        "environment": machine.environment(),
+    }

@@ -1,0 +1,87 @@
+# One command from a fresh clone: `make train`. `make help` lists the rest.
+# Needs Python 3.11 or newer, make and git. Everything is installed into $(VENV), nothing elsewhere.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: help train test soak lint lab report refresh lock install clean stale
+
+help:
+	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
+	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
+	@echo 'make soak      the long versions of the tests'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make lab       JupyterLab on the notebooks'
+	@echo 'make report    write report.html of a run again: make report RUN=<name>'
+	@echo 'make refresh   execute the committed notebooks again, in place'
+	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
+	@echo 'make install   only set up $(VENV)'
+	@echo 'make clean     remove caches (not $(VENV), not reports)'
+	@echo ''
+	@echo 'Variables: PYTHON=python3.12   VENV=folder   TORCH_INDEX=package index of another build of torch'
+
+# The stamp makes the second `make` start at once; a changed lock or pyproject, or another TORCH_INDEX, installs again.
+ifdef TORCH_INDEX
+ifneq ($(TORCH_INDEX),$(shell cat $(VENV)/.torch-index 2>/dev/null))
+$(STAMP): stale
+endif
+endif
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true);" \
+		"name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) (once, about two minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifdef TORCH_INDEX
+	$(BIN)/python -m pip uninstall --quiet --yes torch
+	$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) torch==$(TORCH)
+	@echo '$(TORCH_INDEX)' > $(VENV)/.torch-index
+endif
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+install: $(STAMP)
+
+train: $(STAMP)
+	@$(BIN)/python -m matrixlib.launch --preset quick
+
+test: lint
+	$(BIN)/python -m pytest tests -ra
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest tests -ra -m soak
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab --notebook-dir=. notebooks
+
+report: $(STAMP)
+	@$(BIN)/python -m matrixlib.report $(RUN)
+
+# sample.ipynb keeps its demo default too: it makes a few games, not the shipped set.
+refresh: $(STAMP)
+	MATRIXLIB_LIVE=0 MATRIXLIB_DEVICE=cpu $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+# torch's own metadata brings the CUDA packages that its Linux build needs; pinning them would force gigabytes on
+# machines whose build has none.
+lock: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	echo 'torch==$(TORCH)' > $(VENV)/torch.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --upgrade --no-header --no-annotate \
+		--no-emit-index-url --constraint $(VENV)/torch.txt pyproject.toml --output-file $(VENV)/lock.txt
+	{ echo '# Exact versions for every platform, made by `make lock` from pyproject.toml.'; \
+	  grep -vE '^(nvidia-|cuda-|triton)' $(VENV)/lock.txt; } > requirements.lock
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	find matrixlib tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
