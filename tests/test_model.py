@@ -420,3 +420,19 @@ def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str) -> None:
             out[name], exact[name], rtol=0.1, atol=0.1 * float(exact[name].abs().max())
         )
     assert all(value.dtype == torch.float32 for value in out["ssl"].values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["group", "batch"])
+def test_the_network_compiles_whole_with_checkpointing(kind: str) -> None:
+    """torch.compile in one graph gives the same gradients and the same running statistics."""
+    found = []
+    for compiled in (False, True):
+        net = build(norm={"blocks": kind, "momentum": 0.3}, attention=ATTENTION, checkpoint_every=1).train()
+        call = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
+        call(planes(8), frozenset({"policy", "value"}))["policy"].square().sum().backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        found.append((grads, [buffer.clone() for buffer in net.buffers()]))
+    for one, two in zip(found[0], found[1], strict=True):
+        for value, other in zip(one, two, strict=True):
+            torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)

@@ -72,7 +72,7 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:
     """Activation checkpointing of one block: its activations are made again in the backward pass."""
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
-    if not norms:
+    if not norms or torch.compiler.is_compiling():  # torch.compile keeps side effects out of the second pass
         return checkpoint(block, x, use_reentrant=False)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,0 +1,397 @@
+"""The chess task: packed batches from stored rows, counts, losses at the start, both encodings."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import chess
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from matrixlib.config import Config, dump, load, merge, parse
+from matrixlib.engine.task import slice_batch
+from matrixlib.tasks.chess import losses, records
+from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
+from matrixlib.tasks.chess.planes import planes
+from matrixlib.tasks.chess.task import HIDDEN_ROWS, HIDDEN_SQUARES, ChessTask, ssl_target
+
+ALL_SSL = ["piece", "threat", "pin", "fork", "control"]
+MANY_MOVES = "R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1"  # 218 legal moves
+CUTS = ((0, 7), (7, 50), (50, 96))
+Rows = dict[str, np.ndarray]
+
+
+def config(**changes: Any) -> Config:
+    return parse(merge(dump(load("demo")), changes))
+
+
+def task(encoding: str = "oriented", ssl: list[str] = ALL_SSL, **changes: Any) -> ChessTask:
+    model: dict[str, Any] = {"encoding": encoding, "ssl": ssl, "channels": 16, "blocks": 1}
+    return ChessTask(config(**merge({"model": model}, changes)))
+
+
+def positions(count: int, seed: int = 0) -> list[chess.Board]:
+    """Positions of random games, both sides to move, some without castling rights."""
+    rng = random.Random(seed)
+    boards = []
+    while len(boards) < count:
+        board = chess.Board()
+        for _ in range(rng.randrange(80)):
+            if board.is_game_over():
+                break
+            board.push(rng.choice(list(board.legal_moves)))
+        if not board.is_game_over():
+            boards.append(board.copy(stack=8))
+    return boards
+
+
+def stored(boards: list[chess.Board], seed: int = 0) -> Rows:
+    """Rows as the loader gathers them, every move listed, with random targets."""
+    rng = np.random.default_rng(seed)
+    rows = records.from_boards(boards)
+    index, offset = records.legal_indices(rows)
+    rows["wdl"] = rng.multinomial(65535, [0.3, 0.5, 0.2], len(rows))
+    rows["result"] = rng.integers(-1, 3, len(rows))
+    weight = rng.integers(1, 2000, len(index)).astype(np.uint16)
+    return {"records": rows, "policy_index": index, "policy_weight": weight, "policy_offset": offset}
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return stored(positions(96))
+
+
+def tensors(arrays: Rows) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def rng(seed: int = 5) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_prepared_arrays(rows: Rows) -> None:
+    out = task().prepare(rows, rng())
+    shapes = {
+        "pieces": ("uint8", (96, 32)),
+        "state": ("int16", (96, 6)),
+        "policy_index": ("int16", (96, 96)),
+        "policy_weight": ("float32", (96, 96)),
+        "wdl": ("float32", (96, 3)),
+        "result": ("int8", (96,)),
+        "maps": ("uint8", (96, 5, 8)),
+        "hidden": ("uint8", (96, 8)),
+    }
+    assert {name: (str(array.dtype), array.shape) for name, array in out.items()} == shapes
+    np.testing.assert_allclose(out["wdl"].sum(1), 1, atol=1e-6)
+    np.testing.assert_allclose(out["policy_weight"].sum(1), 1, atol=1e-5)
+    assert not out["policy_weight"][out["policy_index"] < 0].any()
+    again = task().prepare(rows, rng())
+    assert all(np.array_equal(out[name], again[name]) for name in out)
+    assert set(task(ssl=[]).prepare(rows, rng())) == set(shapes) - {"maps", "hidden"}
+    assert set(task(ssl=["pin"]).prepare(rows, rng())) == set(shapes) - {"hidden"}
+
+
+def test_preparing_leaves_the_stored_rows_alone(rows: Rows) -> None:
+    before = {name: array.copy() for name, array in rows.items()}
+    task().prepare(rows, rng())
+    assert all(np.array_equal(rows[name], before[name]) for name in rows)
+
+
+def test_missing_targets_stay_zero(rows: Rows) -> None:
+    empty = {**rows, "records": rows["records"].copy(), "policy_weight": rows["policy_weight"] * 0}
+    empty["records"]["wdl"] = 0
+    empty["records"]["result"] = 2
+    out = task(ssl=[]).prepare_plain(empty, rng())
+    assert not out["policy_weight"].any()
+    assert not out["wdl"].any()
+    assert task(ssl=[]).counts(tensors(out)) == {"policy": 0, "value": 0}
+
+
+def test_rows_with_more_moves_than_places_widen_the_batch() -> None:
+    out = task().prepare_plain(stored([chess.Board(MANY_MOVES), chess.Board()]), rng())
+    assert out["policy_index"].shape == (2, 224)
+    assert (out["policy_index"] >= 0).sum(1).tolist() == [218, 20]
+    nothing = task().prepare_plain(stored([]), rng())
+    assert nothing["policy_index"].shape == (0, 96)
+
+
+def test_a_long_game_keeps_its_ply() -> None:
+    data = stored([chess.Board()])
+    data["records"]["ply"] = 40000
+    state = task().prepare_plain(data, rng())["state"]
+    assert int(state[0, 5]) & 0xFFFF == 40000
+
+
+def test_only_rows_without_castling_rights_are_mirrored_and_the_target_follows() -> None:
+    boards = positions(60, seed=3)
+    for board in boards[:40]:
+        board.set_castling_fen("-")
+    data = stored(boards, seed=1)
+    prepared = task(data={"mirror": True}).prepare(data, rng(1))
+    plain = task(data={"mirror": False}).prepare(data, rng(1))
+    changed = (prepared["pieces"] != plain["pieces"]).any(1)
+    assert 10 < changed.sum() < 40
+    assert not changed[data["records"]["castling"] != 0].any()
+    for row in np.flatnonzero(changed):
+        before = records.to_board(data["records"][row])
+        weights = {
+            records.move_from_index(int(index), before): weight
+            for index, weight in zip(plain["policy_index"][row], plain["policy_weight"][row], strict=True)
+            if index >= 0
+        }
+        after = before.transform(chess.flip_horizontal)
+        for move, weight in weights.items():
+            twin = chess.Move(move.from_square ^ 7, move.to_square ^ 7, move.promotion)
+            place = prepared["policy_index"][row] == records.policy_index(twin, after.turn)
+            assert prepared["policy_weight"][row][place].tolist() == [weight]
+    assert not task(data={"mirror": True}).illegal_mass(prepared).any()
+
+
+def test_hidden_squares_have_their_shares(rows: Rows) -> None:
+    big = {name: np.concatenate([array] * 20) for name, array in rows.items() if name != "policy_offset"}
+    big["policy_offset"] = np.concatenate([[0], np.cumsum(np.tile(np.diff(rows["policy_offset"]), 20))])
+    hidden = task().prepare(big, rng())["hidden"]
+    chosen = hidden.any(1)
+    assert chosen.mean() == pytest.approx(HIDDEN_ROWS, abs=0.04)
+    assert np.bitwise_count(hidden[chosen]).sum(1).mean() / 64 == pytest.approx(HIDDEN_SQUARES, abs=0.02)
+    assert not task().prepare_plain(big, rng())["hidden"].any()
+
+
+def test_counts_by_hand(rows: Rows) -> None:
+    batch = tensors(task().prepare(rows, rng()))
+    shown = batch["hidden"].sum(1) == 0
+    counts = task(loss={"result_share": 1.0}).counts(batch)
+    assert 0 < int(shown.sum()) < 96
+    assert counts == {
+        "policy": int(shown.sum()),
+        "value": int((shown & (batch["result"] != 2)).sum()),
+        "ssl_piece": int(np.bitwise_count(batch["hidden"].numpy()).sum()),
+        **{f"ssl_{name}": 64 * int(shown.sum()) for name in ALL_SSL[1:]},
+    }
+
+
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+@pytest.mark.parametrize("kind", ["wdl", "scalar"])
+def test_losses_are_sums_that_add_up_over_slices(rows: Rows, encoding: str, kind: str) -> None:
+    chess_task = task(encoding, model={"value": {"kind": kind}}, loss={"label_smoothing": 0.1})
+    model, batch = chess_task.build_model().eval(), tensors(chess_task.prepare(rows, rng()))
+    active = frozenset(chess_task.weights)
+    with torch.no_grad():
+        whole = chess_task.losses(model, batch, active)
+        parts = [chess_task.losses(model, slice_batch(batch, *cut), active) for cut in CUTS]
+    assert whole[0].keys() == active
+    for number in (0, 1):
+        for name, value in whole[number].items():
+            assert value.dtype == torch.float32
+            assert value.shape == ()
+            total = float(sum(part[number][name] for part in parts))
+            assert total == pytest.approx(float(value), rel=1e-4, abs=1e-3), name
+    counts = [chess_task.counts(slice_batch(batch, *cut)) for cut in CUTS]
+    assert {term: sum(c[term] for c in counts) for term in active} == chess_task.counts(batch)
+
+
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+@pytest.mark.parametrize("preset", ["demo", "matrix0_53m"])
+def test_losses_start_at_chance(rows: Rows, encoding: str, preset: str) -> None:
+    """ln(number of legal moves), ln 3, and ln(classes) for the other heads."""
+    small = {"channels": 32, "blocks": 3, "attention": {"heads": 4}, "encoding": encoding, "ssl": ALL_SSL}
+    chess_task = ChessTask(parse(merge(dump(load(preset)), {"model": small})))
+    batch = tensors(chess_task.prepare(rows, rng()))
+    counts, bounds = chess_task.counts(batch), chess_task.bounds(batch)
+    with torch.no_grad():
+        found, _ = chess_task.losses(chess_task.build_model(), batch, frozenset(chess_task.weights))
+    legal = (batch["policy_index"] >= 0).sum(1)[batch["hidden"].eq(0).all(1)].double()
+    assert bounds["policy"][0] == pytest.approx(float(legal.log().sum()))
+    for term, (chance, floor) in bounds.items():
+        assert floor <= chance
+        near = 0.08 * math.log(3)
+        assert float(found[term]) / counts[term] == pytest.approx(chance / counts[term], abs=near), term
+    if chess_task.config.model.value.kind == "wdl":
+        assert bounds["value"][0] == pytest.approx(counts["value"] * math.log(3))
+
+
+def test_only_active_heads_are_computed(rows: Rows) -> None:
+    chess_task = task()
+    asked: list[frozenset[str]] = []
+    model = chess_task.build_model()
+    model.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[1]))
+    found, metrics = chess_task.losses(model, tensors(chess_task.prepare(rows, rng())), frozenset({"value"}))
+    assert set(found) == {"value"}
+    assert all(name.startswith("value/") for name in metrics)
+    assert asked == [frozenset({"value"})]
+
+
+def test_rows_with_hidden_squares_give_only_the_piece_loss(rows: Rows) -> None:
+    chess_task = task()
+    model, batch = chess_task.build_model().eval(), tensors(chess_task.prepare(rows, rng()))
+    hidden = batch["hidden"].ne(0).any(1)
+    inputs = planes(batch, "oriented")[:, :12].sum(1).bool()
+    squares = losses_squares(batch)
+    assert not (inputs & squares).any()
+    spoilt = {**batch, "policy_weight": batch["policy_weight"].clone(), "result": batch["result"].clone()}
+    spoilt["policy_weight"][hidden] = spoilt["policy_weight"][hidden].flip(1)
+    spoilt["wdl"] = torch.where(hidden[:, None], torch.tensor([1.0, 0, 0]), batch["wdl"])
+    terms = frozenset(chess_task.weights)
+    with torch.no_grad():
+        one, two = (chess_task.losses(model, b, terms)[0] for b in (batch, spoilt))
+    assert {term: float(value) for term, value in one.items()} == {
+        term: float(value) for term, value in two.items()
+    }
+
+
+def losses_squares(batch: dict[str, Tensor]) -> Tensor:
+    bits = np.unpackbits(batch["hidden"].numpy(), axis=1, bitorder="little").reshape(-1, 8, 8)
+    return torch.from_numpy(bits.astype(bool))
+
+
+def test_self_supervised_targets_are_those_of_python_chess(rows: Rows) -> None:
+    batch = tensors(task().prepare_plain(rows, rng()))
+    for row, record in enumerate(rows["records"]):
+        board = records.to_board(record)
+        for name in ("piece", "threat", "control"):
+            target = ssl_target(batch, name)[row]
+            for square in chess.SQUARES:
+                oriented = square if board.turn else square ^ 56
+                mine = int(target[oriented // 8, oriented % 8])
+                if name == "threat":
+                    assert mine == board.is_attacked_by(not board.turn, square)
+                elif name == "control":
+                    ours, theirs = (len(board.attackers(c, square)) for c in (board.turn, not board.turn))
+                    assert mine == 1 + (ours > theirs) - (ours < theirs)
+                else:
+                    piece = board.piece_at(square)
+                    assert mine == (
+                        12 if piece is None else piece.piece_type - 1 + 6 * (piece.color != board.turn)
+                    )
+
+
+class Perfect(nn.Module):
+    """Answers the piece head with the planes it is shown: every square's class, in the network's frame."""
+
+    def forward(self, inputs: Tensor, heads: frozenset[str]) -> dict[str, Any]:
+        pieces = inputs[:, :12]
+        maps = torch.cat([pieces, 1 - pieces.sum(1, keepdim=True)], dim=1)
+        size = len(inputs)
+        return {"policy": torch.zeros(size, 4672), "value": torch.zeros(size, 3), "ssl": {"piece": maps * 50}}
+
+
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_square_heads_live_in_the_frame_of_the_planes(rows: Rows, encoding: str) -> None:
+    chess_task = task(encoding, ["piece"])
+    batch = tensors(chess_task.prepare_plain(rows, rng()))
+    said = chess_task.predict(Perfect(), batch, frozenset({"piece"}))["ssl/piece"]
+    assert torch.equal(said.argmax(1), ssl_target(batch, "piece").long())
+    # as a loss: all squares "hidden" in the target's mask only
+    squares = torch.ones(len(said), 8, 8, dtype=torch.bool)
+    loss, _ = losses.class_loss(said.log(), ssl_target(batch, "piece"), squares)
+    assert float(loss) == pytest.approx(0, abs=1e-3)
+
+
+def test_matrix0_moves_and_outputs(shared: Path) -> None:
+    """Policy indices of all legal moves, and a whole prediction, against what Matrix0's own code gave."""
+    folder = shared / "parity"
+    expected = np.load(folder / "parity.npz")
+    boards = [
+        chess.Board(line) for line in (folder / "positions.fen").read_text().splitlines() if line.strip()
+    ]
+    options = matrix0_config(json.loads((folder / "small_cfg.json").read_text())["netconfig_full"])
+    settings = load("demo")
+    chess_task = ChessTask(settings.model_copy(update={"model": options}))
+    batch = tensors(chess_task.prepare_plain(stored(boards), rng()))
+    model = chess_task.build_model().eval()
+    load_matrix0(folder / "small_ckpt.pt", model)
+    with torch.no_grad():
+        said = chess_task.predict(model, batch, frozenset({"piece"}))
+        raw = chess_task.outputs(model, batch)["policy"]
+    np.testing.assert_allclose(said["value"].numpy(), expected["value"], atol=1e-4)
+    offsets = expected["legal_offsets"]
+    for row, board in enumerate(boards):
+        legal = expected["legal_flat"][offsets[row] : offsets[row + 1]]
+        names = expected["legal_uci"][offsets[row] : offsets[row + 1]]
+        theirs = dict(zip(names.tolist(), expected["policy"][row][legal], strict=True))
+        index = batch["policy_index"][row]
+        mine = {
+            records.move_from_index(int(move), board).uci(): float(score)
+            for move, score in zip(index[index >= 0], raw[row][index >= 0], strict=True)
+        }
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert raw.isnan().equal(batch["policy_index"] < 0)
+
+
+def test_predictions_are_distributions(rows: Rows) -> None:
+    chess_task = task()
+    batch = tensors(chess_task.prepare_plain(rows, rng()))
+    with torch.no_grad():
+        said = chess_task.predict(chess_task.build_model().eval(), batch, frozenset(ALL_SSL))
+    probability = said["policy"].exp()
+    assert not probability[batch["policy_index"] < 0].any()
+    torch.testing.assert_close(probability.sum(1), torch.ones(96))
+    torch.testing.assert_close(said["wdl"].sum(1), torch.ones(96))
+    torch.testing.assert_close(said["value"], said["wdl"][:, 0] - said["wdl"][:, 2])
+    for name, channels in {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}.items():
+        maps = said[f"ssl/{name}"]
+        assert maps.shape == (96, channels, 8, 8)
+        assert ((maps >= 0) & (maps <= 1)).all()
+
+
+def test_illegal_target_mass_is_found(rows: Rows) -> None:
+    chess_task = task(ssl=[])
+    batch = chess_task.prepare_plain(rows, rng())
+    assert not chess_task.illegal_mass(batch).any()
+    legal = set(batch["policy_index"][3].tolist())
+    place = int(batch["policy_weight"][3].argmax())
+    batch["policy_index"][3, place] = next(index for index in range(4672) if index not in legal)
+    mass = chess_task.illegal_mass(batch)
+    assert mass[3] == pytest.approx(batch["policy_weight"][3, place])
+    assert np.count_nonzero(mass) == 1
+
+
+def test_the_same_seed_builds_the_same_network_and_disturbs_no_stream() -> None:
+    chess_task = task()
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    one = chess_task.build_model()
+    assert torch.equal(torch.rand(3), expected)
+    two = chess_task.build_model()
+    other = ChessTask(chess_task.config.model_copy(update={"seed": 1})).build_model()
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name])
+    assert not torch.equal(one.stem.conv.weight, other.stem.conv.weight)
+
+
+def test_the_task_is_frozen_and_travels_to_workers(rows: Rows) -> None:
+    chess_task = task()
+    twin = pickle.loads(pickle.dumps(chess_task))  # noqa: S301 - our own bytes
+    assert twin == chess_task
+    one, two = chess_task.prepare(rows, rng()), twin.prepare(rows, rng())
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+    with pytest.raises(AttributeError):
+        chess_task.config = twin.config  # type: ignore[misc]
+
+
+def test_weights() -> None:
+    chess_task = task(ssl=["pin", "piece"], loss={"policy": 2.0, "value": 0.5, "ssl": 0.1})
+    assert chess_task.weights == {"policy": 2.0, "value": 0.5, "ssl_pin": 0.1, "ssl_piece": 0.1}
+
+
+def test_a_few_updates_lower_every_loss(rows: Rows) -> None:
+    chess_task = task()
+    model, batch = chess_task.build_model(), tensors(chess_task.prepare(rows, rng()))
+    optimiser = torch.optim.AdamW(model.parameters(), 5e-3)
+    terms, counts = frozenset(chess_task.weights), chess_task.counts(batch)
+    history = []
+    for _ in range(25):
+        found, _ = chess_task.losses(model, batch, terms)
+        history.append({term: float(value.detach()) for term, value in found.items()})
+        optimiser.zero_grad()
+        torch.stack([found[term] / counts[term] for term in sorted(terms)]).sum().backward()
+        optimiser.step()
+    assert all(history[-1][term] < history[0][term] for term in terms)

@@ -1,0 +1,313 @@
+"""Losses as sums: against a slow reference in float64, and their traps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from matrixlib.tasks.chess import losses
+
+MOVES = 4672
+Arrays = dict[str, np.ndarray]
+
+
+def policy_case(seed: int, rows: int = 6, places: int = 12) -> Arrays:
+    """Random rows with 0 to `places` legal moves; some without target, some not to be counted."""
+    rng = np.random.default_rng(seed)
+    index = np.full((rows, places), -1, np.int16)
+    weight = np.zeros((rows, places), np.float32)
+    for row in range(rows):
+        n = rng.integers(0, places + 1)
+        index[row, :n] = np.sort(rng.choice(MOVES, n, replace=False))
+        weight[row, :n] = rng.integers(0, 4, n) * rng.integers(0, 2)
+    logits = rng.normal(0, 3, (rows, MOVES)).astype(np.float32)
+    return {"logits": logits, "index": index, "weight": weight, "rows": rng.random(rows) < 0.8}
+
+
+def tensors(case: Arrays) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(value) for name, value in case.items()}
+
+
+def slow_policy(case: Arrays, smoothing: float) -> dict[str, float]:
+    """The same, move by move in float64, without pads."""
+    out = {
+        "loss": 0.0,
+        "count": 0,
+        "top1": 0,
+        "top3": 0,
+        "kl": 0.0,
+        "skipped": 0,
+        "chance": 0.0,
+        "floor": 0.0,
+    }
+    for row in range(len(case["index"])):
+        moves = [k for k in range(case["index"].shape[1]) if case["index"][row, k] >= 0]
+        weight = [float(case["weight"][row, k]) for k in moves]
+        if not case["rows"][row]:
+            continue
+        if sum(weight) == 0:
+            out["skipped"] += 1
+            continue
+        target = [w / sum(weight) for w in weight]
+        soft = [(1 - smoothing) * t + smoothing / len(moves) for t in target]
+        scores = [float(case["logits"][row, case["index"][row, k]]) for k in moves]
+        log_z = math.log(sum(math.exp(s) for s in scores))
+        out["count"] += 1
+        out["loss"] += sum(q * (log_z - s) for q, s in zip(soft, scores, strict=True))
+        out["kl"] += sum(t * (math.log(t) + log_z - s) for t, s in zip(target, scores, strict=True) if t > 0)
+        order = sorted(range(len(moves)), key=lambda k: -scores[k])
+        out["top1"] += target[order[0]] == max(target)
+        out["top3"] += any(target[k] == max(target) for k in order[:3])
+        out["chance"] += math.log(len(moves))
+        out["floor"] -= sum(q * math.log(q) for q in soft if q > 0)
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), smoothing=st.sampled_from([0.0, 0.1, 0.9]))
+def test_policy_equals_a_slow_reference(seed: int, smoothing: float) -> None:
+    case = policy_case(seed)
+    given_ = tensors(case)
+    expected = slow_policy(case, smoothing)
+    loss, metrics = losses.policy_loss(**given_, smoothing=smoothing)
+    inputs = [given_[name] for name in ("index", "weight", "rows")]
+    assert int(losses.policy_rows(*inputs).sum()) == expected["count"]
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(expected["loss"], rel=1e-5, abs=1e-4)
+    for name in ("top1", "top3", "skipped"):
+        assert int(metrics[name]) == expected[name], name
+    assert float(metrics["kl"]) == pytest.approx(expected["kl"], rel=1e-4, abs=1e-4)
+    chance, floor = losses.policy_bounds(*inputs, smoothing)
+    assert chance == pytest.approx(expected["chance"], rel=1e-6, abs=1e-6)
+    assert floor == pytest.approx(expected["floor"], rel=1e-5, abs=1e-5)
+    assert floor <= chance + 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), cut=st.integers(0, 6))
+def test_policy_is_additive_over_slices_and_blind_to_illegal_moves(seed: int, cut: int) -> None:
+    case = policy_case(seed)
+    whole, metrics = losses.policy_loss(**tensors(case), smoothing=0.1)
+    listed = np.zeros((6, MOVES), bool)
+    for row in range(6):
+        listed[row, case["index"][row][case["index"][row] >= 0]] = True
+    case["logits"] = np.where(listed, case["logits"], 1e4).astype(np.float32)
+    parts = [
+        losses.policy_loss(**tensors({k: v[part] for k, v in case.items()}), smoothing=0.1)
+        for part in (slice(0, cut), slice(cut, 6))
+    ]
+    assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole), rel=1e-5, abs=1e-4)
+    for name, value in metrics.items():
+        assert float(sum(m[name] for _, m in parts)) == pytest.approx(float(value), rel=1e-4, abs=1e-4)
+
+
+def one_row(
+    weight: list[float], logits: list[float], smoothing: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    full = torch.zeros(1, MOVES)
+    full[0, : len(logits)] = torch.tensor(logits)
+    index = torch.full((1, 8), -1, dtype=torch.int16)
+    index[0, : len(weight)] = torch.arange(len(weight), dtype=torch.int16)
+    weights = torch.zeros(1, 8)
+    weights[0, : len(weight)] = torch.tensor(weight)
+    return losses.policy_loss(full, index, weights, torch.tensor([True]), smoothing)
+
+
+def test_smoothing_of_a_one_hot_target_by_hand() -> None:
+    """The trap: smoothing over all 4,672 moves, illegal ones masked with -1e9, gave a loss of 5e7."""
+    loss, metrics = one_row([1, 0, 0, 0], [math.log(8), 0.0, 0.0, math.log(2)], smoothing=0.1)
+    # probabilities 8, 1, 1, 2 of 12; target 0.925, 0.025, 0.025, 0.025
+    by_hand = -(0.925 * math.log(8 / 12) + 0.05 * math.log(1 / 12) + 0.025 * math.log(2 / 12))
+    assert float(loss) == pytest.approx(by_hand, rel=1e-6)
+    assert float(metrics["kl"]) == pytest.approx(-math.log(8 / 12), rel=1e-6)  # without smoothing
+
+
+def test_a_visited_move_is_not_the_only_legal_one() -> None:
+    """The trap: with the mask taken from target > 0 a one-hot target gives a loss of exactly 0."""
+    loss, _ = one_row([1, 0, 0], [0.0, 0.0, 0.0])
+    assert float(loss) == pytest.approx(math.log(3))
+
+
+def test_ties_in_the_target_count_as_right() -> None:
+    assert float(one_row([2, 5, 5, 0], [0.0, 0.0, 3.0, 0.0])[1]["top1"]) == 1
+    assert float(one_row([2, 5, 5, 0], [9.0, 0.0, 3.0, 5.0])[1]["top1"]) == 0
+    assert float(one_row([2, 5, 5, 0], [9.0, 0.0, 3.0, 5.0])[1]["top3"]) == 1
+    assert float(one_row([0, 0, 0, 1], [9.0, 8.0, 7.0, 5.0])[1]["top3"]) == 0
+    assert float(one_row([0, 1], [9.0, 8.0])[1]["top3"]) == 1  # fewer than three legal moves
+
+
+def test_rows_without_target_or_moves_are_skipped_with_zero_gradient() -> None:
+    logits = torch.zeros(3, MOVES, requires_grad=True)
+    index = torch.tensor([[0, 1, -1], [0, 1, 2], [-1, -1, -1]], dtype=torch.int16)
+    weight = torch.tensor(
+        [[1.0, 0.0, 5.0], [0.0, 0.0, 0.0], [0.0, 7.0, 0.0]]
+    )  # weight in pads counts nothing
+    rows = torch.ones(3, dtype=torch.bool)
+    loss, metrics = losses.policy_loss(logits, index, weight, rows, 0.1)
+    assert float(loss.detach()) == pytest.approx(math.log(2))
+    assert float(metrics["skipped"]) == 2
+    loss.backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert not logits.grad[1:].any()
+    assert set(logits.grad[0].nonzero().squeeze(1).tolist()) == {0, 1}
+
+
+def test_no_valid_row_gives_a_differentiable_zero() -> None:
+    logits = torch.randn(2, MOVES, requires_grad=True)
+    loss, _ = losses.policy_loss(
+        logits,
+        torch.full((2, 4), -1, dtype=torch.int16),
+        torch.zeros(2, 4),
+        torch.ones(2, dtype=torch.bool),
+        0.1,
+    )
+    value = torch.randn(2, 3, requires_grad=True)
+    more, _ = losses.wdl_loss(value, torch.zeros(2, 3), torch.zeros(2, dtype=torch.bool))
+    squares = torch.zeros(2, 8, 8, dtype=torch.bool)
+    maps = torch.randn(2, 3, 8, 8, requires_grad=True)
+    third, _ = losses.class_loss(maps, torch.zeros(2, 8, 8), squares)
+    fourth, _ = losses.binary_loss(maps[:, :1], torch.zeros(2, 8, 8), squares)
+    total = loss + more + third + fourth
+    assert float(total) == 0.0
+    total.backward()
+    for tensor in (logits, value, maps):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+def test_wrong_logits_are_not_hidden() -> None:
+    assert not torch.isfinite(one_row([1, 1], [math.nan, 0.0])[0])
+
+
+def test_extreme_logits_stay_finite() -> None:
+    loss, _ = one_row([1, 0, 3], [-5e4, 5e4, 0.0], smoothing=0.1)
+    assert torch.isfinite(loss)
+    half = torch.full((1, MOVES), 6e4, dtype=torch.float16)
+    index = torch.tensor([[5, 6, -1, -1]], dtype=torch.int16)
+    loss, _ = losses.policy_loss(half, index, torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([True]), 0.0)
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_four_cases_of_the_value_target(share: float) -> None:
+    wdl = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    result = torch.tensor([-1, 2, 1, 2], dtype=torch.int8)
+    target, known = losses.value_target(wdl, result, share)
+    both = [0.5 * (1 - share), 0.3 * (1 - share), 0.2 * (1 - share) + share]
+    assert target[0].tolist() == pytest.approx(both)
+    assert known.tolist() == [True, share < 1, share > 0, False]
+    assert target[1].tolist() == pytest.approx([0.5, 0.3, 0.2] if share < 1 else [0, 0, 0])
+    assert target[2].tolist() == pytest.approx([1.0, 0, 0] if share > 0 else [0, 0, 0])
+    assert target[3].tolist() == [0, 0, 0]
+
+
+def test_results_map_to_win_draw_loss() -> None:
+    result = torch.tensor([1, 0, -1], dtype=torch.int8)
+    target, _ = losses.value_target(torch.zeros(3, 3), result, 1.0)
+    assert torch.equal(target, torch.eye(3))
+    assert losses.expected_score(target).tolist() == [1.0, 0.5, 0.0]
+
+
+def value_case(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    target = rng.dirichlet([0.5] * 3, 8).astype(np.float32)
+    return {
+        "logits": rng.normal(0, 2, (8, 3)).astype(np.float32),
+        "target": target,
+        "rows": rng.random(8) < 0.7,
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_wdl_equals_a_slow_reference(seed: int) -> None:
+    case = value_case(seed)
+    loss, metrics = losses.wdl_loss(**tensors(case))
+    chance, floor = losses.value_bounds(
+        *(torch.from_numpy(case[k]) for k in ("target", "rows")), False, "mse", 1.0
+    )
+    expected: dict[str, float] = dict.fromkeys(("loss", "accuracy", "x", "x2", "y", "y2", "xy", "floor"), 0.0)
+    for row in np.flatnonzero(case["rows"]):
+        target = case["target"][row].astype(np.float64)
+        exponent = np.exp(case["logits"][row].astype(np.float64))
+        p = exponent / exponent.sum()
+        x, y = p[0] + p[1] / 2, target[0] + target[1] / 2
+        expected["loss"] -= (target * np.log(p)).sum()
+        expected["floor"] -= (target * np.log(np.maximum(target, 1e-300))).sum()
+        expected["accuracy"] += float(p.argmax() == target.argmax())
+        for name, value in (("x", x), ("x2", x * x), ("y", y), ("y2", y * y), ("xy", x * y)):
+            expected[name] += value
+    assert float(loss) == pytest.approx(expected.pop("loss"), rel=1e-5, abs=1e-5)
+    assert floor == pytest.approx(expected.pop("floor"), rel=1e-5, abs=1e-6)
+    assert chance == pytest.approx(case["rows"].sum() * math.log(3))
+    assert {k: float(v) for k, v in metrics.items()} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_ties_in_the_wdl_target_count_as_right() -> None:
+    target = torch.tensor([[0.4, 0.2, 0.4], [0.4, 0.4, 0.2]])
+    _, metrics = losses.wdl_loss(
+        torch.tensor([[0.0, 0, 9], [0.0, 0, 9]]), target, torch.ones(2, dtype=torch.bool)
+    )
+    assert float(metrics["accuracy"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber"])
+def test_scalar_loss(kind: str) -> None:
+    target = torch.tensor([[1.0, 0, 0], [0.2, 0.5, 0.3], [0.0, 0.0, 1.0]])
+    value, rows = torch.tensor([-1.0, 0.1, 0.5]), torch.tensor([True, True, False])
+    loss, metrics = losses.scalar_loss(value, target, rows, kind, 0.5)
+    errors = [2.0, 0.2]
+    by_hand = [e * e if kind == "mse" else (0.5 * (e - 0.25) if e > 0.5 else e * e / 2) for e in errors]
+    assert float(loss) == pytest.approx(sum(by_hand), rel=1e-5)
+    assert float(metrics["x"]) == pytest.approx(0.0 + 0.55)
+    assert float(metrics["y"]) == pytest.approx(1.0 + 0.45)
+    assert "accuracy" not in metrics
+    chance, floor = losses.value_bounds(target, rows, True, kind, 0.5)
+    zero = [e * e if kind == "mse" else (0.5 * (e - 0.25) if e > 0.5 else e * e / 2) for e in (1.0, 0.1)]
+    assert (chance, floor) == (pytest.approx(sum(zero)), 0.0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_square_losses_equal_a_slow_reference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 2, (3, 3, 8, 8)).astype(np.float32)
+    classes, squares = rng.integers(0, 3, (3, 8, 8)), rng.random((3, 8, 8)) < 0.5
+    loss, metrics = losses.class_loss(*map(torch.from_numpy, (logits, classes, squares)))
+    wide = logits.astype(np.float64)
+    log_p = wide - np.log(np.exp(wide).sum(1, keepdims=True))
+    picked = np.take_along_axis(log_p, classes[:, None], 1)[:, 0]
+    assert float(loss) == pytest.approx(-picked[squares].sum(), rel=1e-5)
+    assert int(metrics["accuracy"]) == (logits.argmax(1) == classes)[squares].sum()
+
+    truth, score = (classes == 1)[squares], wide[:, 0][squares]
+    loss, metrics = losses.binary_loss(
+        *map(torch.from_numpy, (logits[:, :1], (classes == 1).astype(np.float32), squares))
+    )
+    p = 1 / (1 + np.exp(-score))
+    assert float(loss) == pytest.approx(-np.log(np.where(truth, p, 1 - p)).sum(), rel=1e-5)
+    guess = score > 0
+    expected = {
+        "accuracy": (guess == truth).sum(),
+        "hit": (guess & truth).sum(),
+        "predicted": guess.sum(),
+        "actual": truth.sum(),
+    }
+    assert {name: int(value) for name, value in metrics.items()} == expected
+
+
+def test_metrics_carry_no_gradient() -> None:
+    case = tensors(policy_case(3))
+    case["logits"].requires_grad_()
+    loss, metrics = losses.policy_loss(**case, smoothing=0.0)
+    assert loss.requires_grad
+    assert not any(value.requires_grad for value in metrics.values())
