@@ -1,0 +1,166 @@
+"""Offline report: whole, escaped, nothing to fetch, and useful after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrixlib import report
+from matrixlib.engine.metrics import MetricsLog, write_json
+
+VOID = {"meta", "img"}
+
+
+class Structure(HTMLParser):
+    """Checks that tags nest, and gathers headings, text and everything that a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.links: list[str] = []
+        self.headings: list[str] = []
+        self.words: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "srcset", "data", "action") or (name == "href" and tag != "a"):
+                self.fetched.append(value or "")
+            elif name == "href":
+                self.links.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00:00Z") -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    summary: dict[str, Any] = {
+        "run": name,
+        "preset": "quick",
+        "complete": True,
+        "steps": 500,
+        "positions": 256000,
+        "seconds": 200.0,
+        "positions_per_second": 1280,
+        "parameters": 53161185,
+        "evaluation": {"top1": 0.271, "baselines": {"best_capture_top1": 0.171}, "bands": [1]},
+        "runtime": {"device": "cpu", "dtype": "bf16", "reasons": ["bf16: measured 1.6 x as fast as fp32"]},
+        "verdict": {
+            "passed": True,
+            "demo": False,
+            "checks": [{"name": "ended", "passed": True, "detail": "500"}],
+        },
+    }
+    write_json(folder / "summary.json", summary)
+    write_json(folder / "run.json", {"started": started, "commit": "abc123", "versions": {"torch": "2.13.0"}})
+    (folder / "config.yaml").write_text("task: chess\nseed: 0\n")
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for step in range(1, 6):
+            log.write(
+                {"step": step, "losses": {"policy": math.nan if step == 3 else 3.0 / step}, "grad_norm": 1.0}
+            )
+    return folder
+
+
+def test_whole_report_is_offline_with_the_verdict_first(tmp_path: Path) -> None:
+    path = report.write_report(make_run(tmp_path))
+    page = Structure(path.read_text(encoding="utf-8"))
+    assert page.fetched
+    assert all(source.startswith("data:image/png;base64,") for source in page.fetched)
+    assert not {"script", "link", "iframe"} & page.tags
+    assert "url(" not in path.read_text(encoding="utf-8")
+    assert page.headings == ["quick-1", "Key figures", "Curves", "Runtime", "Configuration", "Environment"]
+    order = ["Verdict: PASS", "top1 27.1% best capture 17.1%", "bf16: measured", "task: chess", "abc123"]
+    places = [page.text.index(word) for word in order]
+    assert places == sorted(places)
+    assert "53,161,185" in page.text
+    assert "3 min 20 s" in page.text
+    assert path == tmp_path / "quick-1" / "report.html"
+
+
+def test_everything_is_escaped(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>&'
+    folder = make_run(tmp_path, "a&b")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["preset"] = summary["stopped_early"] = evil
+    summary["evaluation"] = {evil: evil, "baselines": {}}
+    summary["runtime"] = {evil: evil, "reasons": [evil]}
+    summary["verdict"] = {"passed": False, "checks": [{"name": evil, "passed": False, "detail": evil}]}
+    write_json(folder / "summary.json", summary)
+    write_json(folder / "run.json", {"commit": evil, "versions": {evil: evil}, "started": evil})
+    (folder / "config.yaml").write_text(evil)
+    for path in (report.write_report(folder), report.write_index(tmp_path)):
+        page = Structure(path.read_text(encoding="utf-8"))
+        assert "script" not in page.tags
+        assert "a&b" in page.headings + page.words
+        assert evil in page.text
+
+
+@pytest.mark.parametrize("name", ["summary.json", "run.json", "config.yaml", "metrics.jsonl"])
+def test_a_missing_or_damaged_part_is_said(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path)
+    (folder / name).write_text("{broken\n{broken\n")
+    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    assert name == "config.yaml" or f"{name} cannot be read" in page.text
+    (folder / name).unlink()
+    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    assert f"{name} is missing" in page.text or f"{name} cannot be read" in page.text
+
+
+def test_an_empty_folder_and_a_crashed_run_have_a_report(tmp_path: Path) -> None:
+    (tmp_path / "crashed").mkdir()
+    page = Structure(report.write_report(tmp_path / "crashed").read_text(encoding="utf-8"))
+    assert "Verdict: not finished" in page.text
+
+
+def test_an_unknown_run_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run at"):
+        report.write_report(tmp_path / "absent")
+
+
+def test_index_lists_runs_newest_first(tmp_path: Path) -> None:
+    make_run(tmp_path, "z-old", "2026-01-01T00:00:00Z")
+    report.write_report(make_run(tmp_path, "a-new", "2026-02-01T00:00:00Z"))
+    (tmp_path / "no-run").mkdir()
+    page = Structure(report.write_index(tmp_path).read_text(encoding="utf-8"))
+    assert page.links == ["a-new/report.html"]
+    assert page.text.index("a-new") < page.text.index("z-old")
+    assert "no-run" not in page.text
+    assert page.text.count("PASS") == 2
+    assert "top1 27.1%" in page.text
+
+
+def test_command_line(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(reports, "one")
+    make_run(reports, "two")
+    assert report.main(["one"]) == 0
+    assert (reports / "one" / "report.html").exists()
+    assert not (reports / "two" / "report.html").exists()
+    assert report.main([]) == 0
+    assert (reports / "two" / "report.html").exists()
+    assert (reports / "index.html").exists()
+    assert report.main(["absent"]) == 1
+    assert "no run at" in capsys.readouterr().err
