@@ -144,7 +144,7 @@ def test_hidden_squares_vanish_from_the_piece_planes_alone(encoding: str) -> Non
 
 
 def test_a_reversed_rank_would_be_seen() -> None:
-    """White's pawns start on row 1 in the oriented planes and on row 6 in Matrix0's, for either side to move."""
+    """Our pawns start on row 1 in oriented planes, White's on row 6 in Matrix0's, whoever is to move."""
     start, black = chess.Board(), chess.Board()
     black.turn = chess.BLACK
     batch = packed(records.from_boards([start, black]))
