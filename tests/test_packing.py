@@ -10,6 +10,8 @@ from pathlib import Path
 import chess
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess import games, packing, sources
@@ -103,6 +105,22 @@ def test_weights_are_a_softmax_at_fifty_centipawns():
     expected = np.exp(-np.array([0, 50, 100]) / 50)
     np.testing.assert_allclose(weight[:3] / 65535, expected / expected.sum(), atol=3e-5)
     assert (weight[3], weight[7]) == (0, 65535)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, packing.NO_WEIGHT), min_size=0, max_size=40), min_size=1, max_size=12)
+)
+def test_weights_of_any_levels_sum_to_all_and_keep_the_order(rows):
+    rows = [[0, *row] for row in rows]
+    offset = np.cumsum([0, *map(len, rows)])
+    weight = weights_of(np.concatenate(rows).astype(np.uint8), offset).astype(np.int64)
+    for row, start, stop in zip(rows, offset[:-1], offset[1:], strict=True):
+        made = weight[start:stop]
+        assert made.sum() == 65535
+        assert made[0] == made.max()
+        order = np.argsort(row[1:], kind="stable")
+        assert (np.diff(made[1:][order]) <= 0).all()
 
 
 def chunk_of(scores: list[int], deep: list[int], deep_scores: list[int]) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from test_packing import make_work
 
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess import packing, shipped
-from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.shipped import damage, default_cache, read_manifest, ship, unpack_sample
 
 SHIPPED = pytest.mark.skipif(
@@ -183,3 +183,19 @@ def test_the_shipped_set_is_sound(tmp_path):
     assert not games["train"] & games["validation"]
     share = len(games["validation"]) / manifest["games"]
     assert 0.03 < share < 0.07
+
+
+@SHIPPED
+@pytest.mark.soak
+def test_the_shipped_moves_are_those_of_python_chess(tmp_path):
+    manifest = read_manifest()
+    folder = unpack_sample(tmp_path)
+    for name in manifest["shards"]:
+        shard = Shard(folder / name, LAYOUT)
+        batch = shard.gather(np.arange(0, len(shard), 2))
+        for row, record in enumerate(batch["records"]):
+            board = to_board(record)
+            assert board.is_valid()
+            start, stop = batch["policy_offset"][row : row + 2]
+            ours = [policy_index(move, board.turn) for move in board.legal_moves]
+            assert batch["policy_index"][start:stop].tolist() == sorted(ours)

@@ -133,12 +133,10 @@ def read_chunk(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} is damaged ({error}): delete it and generate again") from error
 
 
-def chunks(folder: Path, stop: int | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """(number, arrays) of the finished chunks below `stop`, in order."""
+def chunks(folder: Path) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """(number, arrays) of the finished chunks, in order."""
     for path in sorted(folder.glob("chunk_*.npz")):
-        number = int(path.stem[6:])
-        if stop is None or number < stop:
-            yield number, read_chunk(path)
+        yield int(path.stem.removeprefix("chunk_")), read_chunk(path)
 
 
 def _work(
