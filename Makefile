@@ -16,7 +16,7 @@ help:
 	@echo 'make soak      the long versions of the tests'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make lab       JupyterLab on the notebooks'
-	@echo 'make report    write report.html of a run again: make report RUN=<name>'
+	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'
 	@echo 'make refresh   execute the committed notebooks again, in place'
 	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
 	@echo 'make install   only set up $(VENV)'
@@ -32,9 +32,9 @@ endif
 endif
 
 $(STAMP): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "error: Python 3.11 or newer is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true);" \
-		"name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is none;" \
+		"name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV) (once, about two minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifdef TORCH_INDEX

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def measure(bf16: bool, seconds: float = 0.8) -> Rates:
     """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
 
-    Made to compare, and to come to the same end on a busy machine: pieces of a millisecond or two take turns
+    Made to compare, and to come to the same end on a busy machine: pieces of a millisecond at most take turns
     on one thread, and the best of each counts.
     """
     import torch
@@ -96,18 +96,18 @@ def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[
 
 
 def _convolution(dtype: torch.dtype, last: bool) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a 3x3 convolution over 32 boards with 96 channels, forward and backward."""
+    """(FLOP, call) of a 3x3 convolution over 4 boards with 96 channels, forward and backward."""
     import torch
     from torch.nn import functional
 
     memory_format = torch.channels_last if last else torch.contiguous_format
-    x = torch.ones(32, 96, 8, 8, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+    x = torch.ones(4, 96, 8, 8, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
     w = torch.ones(96, 96, 3, 3, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
 
     def call() -> None:
         functional.conv2d(x, w, padding=1).sum().backward()
 
-    return 3 * 2.0 * 32 * 64 * 96 * 96 * 9, call
+    return 3 * 2.0 * 4 * 64 * 96 * 96 * 9, call
 
 
 def _wait(device: str) -> None:

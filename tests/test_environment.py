@@ -1,0 +1,117 @@
+"""pyproject.toml, environment.yml and requirements.lock name the same things; the front door starts where it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+CONDA_NAMES = {"pytorch": "torch"}
+CONDA_ALONE = {"python", "pip", "make", "git"}
+
+
+def wanted() -> dict[str, Requirement]:
+    """Every requirement of pyproject.toml, extras included, by normalised name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    found = [Requirement(line) for line in lines]
+    return {canonicalize_name(item.name): item for item in found}
+
+
+def locked() -> list[Requirement]:
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def test_environment_has_the_same_packages_and_ranges() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    assert environment["channels"] == ["conda-forge", "nodefaults"]
+    (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
+    assert pip[-1] == "--editable ."
+    lines = [item for item in environment["dependencies"] if isinstance(item, str)] + pip[:-1]
+    found = [Requirement(line) for line in lines]
+    ranges = {canonicalize_name(CONDA_NAMES.get(item.name, item.name)): item.specifier for item in found}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert str(ranges["python"]) == project["requires-python"]
+    mine = {name: item for name, item in ranges.items() if name not in CONDA_ALONE}
+    assert mine == {name: item.specifier for name, item in wanted().items()}
+
+
+def test_lock_is_exact_satisfies_every_range_and_pins_torch() -> None:
+    pins: dict[str, set[str]] = {}
+    for item in locked():
+        (specifier,) = item.specifier
+        assert specifier.operator == "==", f"{item} is not exact"
+        pins.setdefault(canonicalize_name(item.name), set()).add(specifier.version)
+    assert pins["torch"] == {"2.13.0"}
+    for name, requirement in wanted().items():
+        assert name in pins, f"{name} is not in requirements.lock: run `make lock`"
+        assert all(requirement.specifier.contains(version) for version in pins[name])
+
+
+def test_lock_drags_in_no_cuda_and_no_index() -> None:
+    assert not [item.name for item in locked() if item.name.startswith(("nvidia", "cuda", "triton"))]
+    for name in ("requirements.lock", "environment.yml", "pyproject.toml", ".ci/run"):
+        assert not re.search(r"https?://|index-url", (ROOT / name).read_text(encoding="utf-8"))
+
+
+def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "VENV"))
+    }
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**inherited, **environment},
+        check=False,
+    )
+
+
+def test_make_installs_once(tmp_path: Path) -> None:
+    first = make("--dry-run", f"VENV={tmp_path}/venv", "train").stdout
+    assert "pip install --quiet --requirement requirements.lock" in first
+    assert "matrixlib.launch --preset quick" in first
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / ".installed").touch()
+    second = make("--dry-run", f"VENV={tmp_path}/venv", "train").stdout
+    assert "pip" not in second
+    assert "matrixlib.launch --preset quick" in second
+
+
+def test_make_installs_torch_first_and_alone_from_an_index(tmp_path: Path) -> None:
+    (tmp_path / ".installed").touch()
+    arguments = ["--dry-run", f"VENV={tmp_path}", "TORCH_INDEX=https://example.org/whl", "install"]
+    lines = [line for line in make(*arguments).stdout.splitlines() if "pip install" in line]
+    assert "--index-url https://example.org/whl torch==2.13.0" in lines[0]
+    assert not any("index-url" in line for line in lines[1:])
+    (tmp_path / ".torch-index").write_text("https://example.org/whl\n")
+    assert "pip" not in make(*arguments).stdout
+
+
+@pytest.mark.parametrize("python", ["no-such-python", "/bin/false"])
+def test_make_says_which_python_it_needs(tmp_path: Path, python: str) -> None:
+    result = make(f"VENV={tmp_path}/venv", f"PYTHON={python}", "train")
+    assert result.returncode != 0
+    assert "Python 3.11 or newer is needed" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_ci_runs_make_test_in_a_fresh_environment() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert 'make VENV="$folder/venv" test' in script.read_text(encoding="utf-8")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert any(step.get("run") == ".ci/run" for step in workflow["jobs"]["test"]["steps"])
