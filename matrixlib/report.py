@@ -67,6 +67,14 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
+def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
+    """Put a notebook's verdict (passed, demo, checks) into summary.json and write the report again."""
+    path = Path(run_folder) / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    metrics.write_json(path, summary | {"verdict": dict(verdict)})
+    return write_report(run_folder)
+
+
 def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
     root = Path(root) if root is not None else reports_root()

@@ -1,0 +1,262 @@
+"""The bridge to notebooks, with real papermill runs of small notebooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from matrixlib.notebook import ParameterError, Verdict, VerdictFailed, check_parameters, figures_table
+
+PARAMETERS = '''"""Parameters."""
+preset: str = "demo"  # name
+device: str = "auto"
+seed: int = 0
+rate: float = 0.1
+resume: bool = False
+limit: int | None = None
+overrides: dict = {}
+plain = "text"
+free = None
+'''
+SECOND = "from matrixlib import notebook\nnotebook.clean_errors()\ngiven = notebook.check_parameters()\n"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def injected(*lines: str) -> list[str]:
+    return ["", PARAMETERS, "# Parameters\n" + "\n".join(lines) + "\n", SECOND]
+
+
+def check(history: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for source in history[1:3]:
+        exec(source, values)
+    return check_parameters(history, values)
+
+
+def test_valid_parameters_are_returned_with_the_defaults() -> None:
+    lines = (
+        "device = 'mps'",
+        "rate = 1",
+        "limit = None",
+        "overrides = {'optim': {'beta1': 0.5}}",
+        "free = [1]",
+    )
+    found = check(injected(*lines))
+    assert found == {
+        "preset": "demo",
+        "device": "mps",
+        "seed": 0,
+        "rate": 1,
+        "resume": False,
+        "limit": None,
+        "overrides": {"optim": {"beta1": 0.5}},
+        "plain": "text",
+        "free": [1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "devcie = 'mps'",
+            "unknown parameter 'devcie', did you mean 'device'? (parameters: preset, device, ",
+        ),
+        ("zzz = 1", "unknown parameter 'zzz' (parameters: "),
+        ("seed = '5'", "parameter 'seed' must be int, got str '5'"),
+        ("seed = True", "parameter 'seed' must be int, got bool True"),
+        ("seed = None", "parameter 'seed' must be int, got NoneType None"),
+        ("seed = 1.0", "parameter 'seed' must be int, got float 1.0"),
+        ("rate = '1e-3'", "parameter 'rate' must be float, got str '1e-3'"),
+        ("rate = True", "parameter 'rate' must be float, got bool True"),
+        ("resume = 1", "parameter 'resume' must be bool, got int 1"),
+        ("limit = 'x'", "parameter 'limit' must be int or None, got str 'x'"),
+        ("preset = 123", "parameter 'preset' must be str, got int 123; -r preset 123 keeps it as text"),
+        ("plain = 1", "parameter 'plain' must be str, got int 1"),
+        (
+            "overrides = '{}'",
+            "parameter 'overrides' must be dict, got str '{}'; pass it as YAML: -y 'overrides: {",
+        ),
+        ("overrides = [1]", "parameter 'overrides' must be dict, got list [1]"),
+    ],
+)
+def test_wrong_parameters_are_one_clear_line(line: str, message: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        check(injected("device = 'cpu'", line))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_wrong_parameter_is_named() -> None:
+    with pytest.raises(
+        ParameterError, match=r"'devcie', did you mean 'device'.*; parameter 'seed' must be int"
+    ):
+        check(injected("devcie = 'cpu'", "seed = 'x'"))
+
+
+def test_papermill_paths_are_no_parameters() -> None:
+    assert check(injected("PAPERMILL_OUTPUT_PATH = 'out.ipynb'"))["device"] == "auto"
+
+
+def test_without_a_parameters_cell_nothing_is_known() -> None:
+    history = ["", "# Parameters\nsteps = 5\n", SECOND]
+    with pytest.raises(ParameterError, match=r"unknown parameter 'steps' .the notebook declares no"):
+        check_parameters(history, {"steps": 5})
+
+
+def test_interactive_use_has_nothing_to_check() -> None:
+    assert check_parameters(["", PARAMETERS, SECOND], {}) == {}
+    assert check_parameters() == {}  # no IPython at all
+
+
+def test_cells_run_again_in_any_order() -> None:
+    history = injected("seed = 3")
+    again = [*history, "%matplotlib inline", "x = loss(1)", history[2], SECOND, history[2], SECOND]
+    values: dict[str, Any] = {}
+    exec(PARAMETERS, values)
+    assert check_parameters(again, values | {"seed": 3})["seed"] == 3
+
+
+def test_verdict_passes_and_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "summary.json").write_text('{"steps": 3}')
+    verdict = Verdict(tmp_path, demo=True)
+    assert verdict.check("losses fall", True, "3.2 -> 1.1")
+    verdict.check("figures beat the baseline", 1)
+    verdict.show()
+    assert capsys.readouterr().out == (
+        "pass  losses fall                3.2 -> 1.1\n"
+        "pass  figures beat the baseline\n"
+        "VERDICT: PASS - a demo: it shows that everything runs, not how strong the network is\n"
+    )
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    assert stored["steps"] == 3
+    assert stored["verdict"]["passed"] is True
+    assert stored["verdict"]["checks"][0] == {"name": "losses fall", "passed": True, "detail": "3.2 -> 1.1"}
+    assert "Verdict: PASS" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_verdict_fails_after_storing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = Verdict(tmp_path)
+    verdict.check("a", True, "0.123456")
+    verdict.check("b", False, "3 > 2")
+    with pytest.raises(VerdictFailed, match=r"^failed: b \(3 > 2\)$"):
+        verdict.show(details=False)
+    assert capsys.readouterr().out == "pass  a\nFAIL  b\nVERDICT: FAIL\n"
+    assert json.loads((tmp_path / "summary.json").read_text())["verdict"]["passed"] is False
+
+
+def test_a_verdict_without_checks_is_no_pass() -> None:
+    with pytest.raises(VerdictFailed, match="no check was made"):
+        Verdict().show()
+
+
+def test_figures_stand_beside_their_baselines() -> None:
+    figures = {
+        "positions": 12345,
+        "top1": 0.2712,
+        "policy_kl": 1.16,
+        "wdl_accuracy": 0.82,
+        "baselines": {
+            "uniform_top1": 0.057,
+            "best_capture_top1": 0.171,
+            "uniform_kl": 2.5,
+            "majority_wdl": 0.4,
+        },
+    }
+    assert figures_table(figures) == (
+        "figure         value  baselines\n"
+        "positions     12,345\n"
+        "top1           27.1%  uniform 5.7%, best capture 17.1%\n"
+        "policy kl      1.160  uniform 2.500\n"
+        "wdl accuracy   82.0%  majority 40.0%\n"
+    )
+
+
+# Real papermill
+
+
+def papermill(folder: Path, cells: list[str], *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, code cells of the saved notebook, standard error; by the command line, as people do."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    book.cells[0].metadata["tags"] = ["parameters"]
+    book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(book, folder / "in.ipynb")
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        "in.ipynb",
+        "out.ipynb",
+        "-k",
+        "python3",
+        "--no-progress-bar",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False, env=environment
+    )
+    saved = json.loads((folder / "out.ipynb").read_text(encoding="utf-8"))
+    return done.returncode, [cell for cell in saved["cells"] if cell["cell_type"] == "code"], done.stderr
+
+
+def error_of(cell: dict[str, Any]) -> dict[str, Any]:
+    errors = [output for output in cell["outputs"] if output["output_type"] == "error"]
+    assert len(errors) == 1
+    return errors[0]
+
+
+def test_papermill_passes_parameters(tmp_path: Path) -> None:
+    code, cells, _ = papermill(
+        tmp_path,
+        [PARAMETERS, SECOND, "print(given['device'], given['seed'], given['overrides'])"],
+        "-p", "device", "mps", "-p", "seed", "7", "-y", "overrides: {optim: {learning_rate: 2e-4}}",
+    )  # fmt: skip
+    assert code == 0
+    assert "".join(cells[-1]["outputs"][0]["text"]) == "mps 7 {'optim': {'learning_rate': '2e-4'}}\n"
+
+
+def test_papermill_stops_at_an_unknown_parameter_with_one_line(tmp_path: Path) -> None:
+    code, cells, stderr = papermill(tmp_path, [PARAMETERS, SECOND, "print('reached')"], "-p", "devcie", "mps")
+    assert code == 1
+    error = error_of(cells[2])
+    assert error["ename"] == "ParameterError"
+    assert error["evalue"].startswith("unknown parameter 'devcie', did you mean 'device'?")
+    assert error["traceback"] == [f"ParameterError: {error['evalue']}"]
+    assert cells[3]["outputs"] == []
+    assert "did you mean 'device'?" in stderr
+
+
+ERRORS = """
+try:
+    from pathlib import Path
+    from matrixlib.engine import checkpoint
+    checkpoint.Checkpoints(Path("."), 1)
+finally:
+    print("ran")
+"""
+FAILED = "notebook.Verdict().show()"
+FOREIGN = "def inner():\n    return int('x')\ninner()"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "one_line"),
+    [(ERRORS, "ValueError", True), (FAILED, "VerdictFailed", True), (FOREIGN, "ValueError", False)],
+    ids=["ours", "verdict", "foreign"],
+)
+def test_papermill_fails_and_only_our_errors_are_shortened(
+    tmp_path: Path, source: str, name: str, one_line: bool
+) -> None:
+    code, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source, "print('reached')"])
+    assert code == 1
+    error = error_of(cells[2])
+    assert error["ename"] == name
+    assert (error["traceback"] == [f"{name}: {error['evalue']}"]) is one_line
+    assert ("inner" in "".join(error["traceback"])) is not one_line
+    assert cells[3]["outputs"] == []
