@@ -13,6 +13,7 @@ import chess
 import numpy as np
 import pytest
 import torch
+from test_task_contract import check_task
 from torch import Tensor, nn
 
 from matrixlib.config import Config, dump, load, merge, parse
@@ -74,6 +75,23 @@ def tensors(arrays: Rows) -> dict[str, Tensor]:
 
 def rng(seed: int = 5) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize(
+    "encoding, kind, norm",
+    [("oriented", "wdl", "group"), ("oriented", "scalar", "batch"), ("matrix0", "scalar", "batch")],
+)
+def test_chess_keeps_the_task_contract(encoding: str, kind: str, norm: str) -> None:
+    data = stored(positions(23, seed=7))
+    data["records"]["wdl"][::3] = 0
+    data["policy_weight"][: data["policy_offset"][4]] = 0  # four rows without a policy target
+    options = {
+        "norm": {"blocks": norm, "stem_heads": norm},
+        "dropout": 0.1,
+        "droppath": 0.1,
+        "value": {"kind": kind},
+    }
+    check_task(task(encoding, model=options, loss={"label_smoothing": 0.05, "result_share": 0.3}), data)
 
 
 def test_prepared_arrays(rows: Rows) -> None:

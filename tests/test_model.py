@@ -430,7 +430,8 @@ def test_the_network_compiles_whole_with_checkpointing(kind: str) -> None:
     for compiled in (False, True):
         net = build(norm={"blocks": kind, "momentum": 0.3}, attention=ATTENTION, checkpoint_every=1).train()
         call = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
-        call(planes(8), frozenset({"policy", "value"}))["policy"].square().sum().backward()
+        out = call(planes(8), frozenset({"policy", "value"}))
+        (out["policy"].square().sum() + out["value"].square().sum()).backward()
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         found.append((grads, [buffer.clone() for buffer in net.buffers()]))
     for one, two in zip(found[0], found[1], strict=True):

@@ -271,8 +271,9 @@ def _squares(batch: Batch, name: str) -> Tensor:
 
 @functools.cache
 def _move_table(encoding: str, device: str) -> Tensor:
-    """`move_map` on a device, copied there once."""
-    return move_map(encoding).to(device)
+    """`move_map` on a device, copied there once; no inference tensor, which training could not use."""
+    with torch.inference_mode(False):
+        return move_map(encoding).to(device)
 
 
 def _padded(index: np.ndarray, weight: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
