@@ -1,0 +1,218 @@
+"""The contract every task keeps. Other test files call `check_task` with their task and stored rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from toy_task import ToyTask, toy_records
+
+from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
+from matrixlib.engine.validation import evaluating
+
+FORBIDDEN = (np.uint16, np.uint32, np.uint64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of a dozen channels: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_task(task: Task, host_batch: dict[str, np.ndarray], tolerance: float = 1e-4) -> None:
+    """Assert everything that the engine relies on. host_batch: stored rows, as the loader gathers them.
+
+    tolerance: relative, for sums over slices against the whole (fp32).
+    """
+    batch = check_prepare(task, host_batch)
+    active = active_terms(task)
+    assert active, "no term has a weight"
+    assert set(task.counts(batch)) == set(task.weights) == set(task.bounds(batch))
+    assert all(weight >= 0 for weight in task.weights.values())
+    torch.manual_seed(0)
+    model = task.build_model()
+    check_evaluation(task, model, batch, active)
+    check_sums(task, model, batch, active, tolerance)
+    check_gradients(task, model, batch, active)
+    check_bounds(task, batch, active)
+    check_nothing_valid(task, model, batch)
+
+
+def check_prepare(task: Task, host_batch: dict[str, np.ndarray]) -> Batch:
+    count = len(host_batch["records"])
+    for prepare in (task.prepare, task.prepare_plain):
+        arrays = prepare(host_batch, np.random.default_rng(5))
+        for name, array in arrays.items():
+            assert len(array) == count, f"{name}: leading dimension {len(array)}, not {count}"
+            assert array.dtype.names is None, f"{name} is structured"
+            assert array.dtype not in FORBIDDEN, (
+                f"{name} is {array.dtype}, which torch can't collate or shift"
+            )
+        again = prepare(host_batch, np.random.default_rng(5))
+        assert all(np.array_equal(array, again[name], equal_nan=True) for name, array in arrays.items())
+    plain = task.prepare_plain(host_batch, np.random.default_rng(5))
+    other = task.prepare_plain(host_batch, np.random.default_rng(6))
+    assert plain.keys() == arrays.keys() == other.keys()
+    return {name: torch.from_numpy(array) for name, array in plain.items()}
+
+
+def check_evaluation(task: Task, model: nn.Module, batch: Batch, active: frozenset[str]) -> None:
+    """Deterministic in eval mode; tensors of the right kind; nothing kept that would poison training later."""
+    with evaluating(model):
+        one, metrics = task.losses(model, batch, active)
+        two, _ = task.losses(model, batch, active)
+        outputs = task.outputs(model, batch)
+    assert set(one) == set(two) == active
+    for term, loss in one.items():
+        assert loss.ndim == 0
+        assert loss.dtype == torch.float32
+        assert torch.equal(loss, two[term]), f"{term} is not deterministic in eval mode"
+        assert torch.isfinite(loss)
+    for name, value in metrics.items():
+        assert value.ndim == 0
+        assert name.split("/")[0] in active, f"metric {name} is not named term/name"
+        assert not value.requires_grad, f"metric {name} carries a gradient"
+    assert outputs
+    for name, value in outputs.items():
+        shown = value[~value.isnan()]
+        assert shown.numel(), f"output {name} is masked out whole"
+        assert shown.abs().max() < 1e6, f"output {name} holds masked entries"
+
+
+def check_sums(task: Task, model: nn.Module, batch: Batch, active: frozenset[str], tolerance: float) -> None:
+    """Losses, metrics, counts and bounds of slices (a ragged last one) add up to those of the whole."""
+    size = rows(batch)
+    parts = [slice_batch(batch, start, min(start + 5, size)) for start in range(0, size, 5)]
+    model.eval()
+
+    def sums(part: Batch) -> dict[str, float]:
+        losses, metrics = task.losses(model, part, active)
+        bounds = task.bounds(part)
+        found = {f"loss {name}": value.item() for name, value in losses.items()}
+        found |= {f"metric {name}": value.item() for name, value in metrics.items()}
+        found |= {f"count {name}": float(value) for name, value in task.counts(part).items()}
+        found |= {f"chance {name}": pair[0] for name, pair in bounds.items()}
+        return found | {f"floor {name}": pair[1] for name, pair in bounds.items()}
+
+    whole = sums(batch)
+    pieces = [sums(part) for part in parts]
+    for name, value in whole.items():
+        assert sum(piece[name] for piece in pieces) == pytest.approx(value, rel=tolerance, abs=1e-4), name
+    for term in active:  # only what is asked for is computed, and it is the same
+        losses, metrics = task.losses(model, batch, frozenset({term}))
+        assert set(losses) == {term}
+        assert {name.split("/")[0] for name in metrics} <= {term}
+        assert losses[term].item() == pytest.approx(whole[f"loss {term}"], rel=tolerance, abs=1e-4)
+
+
+def check_gradients(task: Task, model: nn.Module, batch: Batch, active: frozenset[str]) -> None:
+    """The active terms together reach every parameter; also after an evaluation in inference mode."""
+    model.train()
+    torch.stack(list(task.losses(model, batch, active)[0].values())).sum().backward()
+    cut = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not cut, f"no gradient reaches {cut}"
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    model.zero_grad()
+
+
+def check_bounds(task: Task, batch: Batch, active: frozenset[str]) -> None:
+    for term, (chance, floor) in task.bounds(batch).items():
+        assert 0 <= floor < chance or task.counts(batch)[term] == 0, f"{term}: floor {floor}, chance {chance}"
+
+
+def check_nothing_valid(task: Task, model: nn.Module, batch: Batch) -> None:
+    """Rows of `batch` in which a term has no item give a zero with a graph."""
+    for term in active_terms(task):
+        bare = [i for i in range(rows(batch)) if not task.counts(slice_batch(batch, i, i + 1))[term]]
+        if not bare:
+            continue
+        part = {name: value[bare] for name, value in batch.items()}
+        loss = task.losses(model, part, frozenset({term}))[0][term]
+        assert loss.item() == 0, f"{term} counts no item but its sum is {loss.item()}"
+        assert loss.requires_grad, f"{term}: a zero without a graph"
+        loss.backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "task", [ToyTask(), ToyTask(norm="batch", dropout=0.3), ToyTask(plane_weight=0.0, norm="none")]
+)
+def test_toy_task_keeps_the_contract(task: ToyTask) -> None:
+    if task.plane_weight:
+        check_task(task, {"records": toy_records(23)})
+    else:
+        with pytest.raises(AssertionError, match=r"plane\.weight"):  # its head is rightly cut off
+            check_task(task, {"records": toy_records(23)})
+
+
+def _loss(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def losses(self: ToyTask, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+        found, metrics = ToyTask.losses(self, model, batch, active)
+        return {name: change(value) for name, value in found.items()}, metrics
+
+    return losses
+
+
+def _all_terms(self: ToyTask, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+    return ToyTask.losses(self, model, batch, frozenset({"class", "plane"}))
+
+
+def _mean(self: ToyTask, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+    found, metrics = ToyTask.losses(self, model, batch, active)
+    counts = self.counts(batch)
+    return {name: value / max(counts[name], 1) for name, value in found.items()}, metrics
+
+
+def _cached(self: ToyTask, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+    if not hasattr(self, "cache"):
+        self.cache = torch.ones(6)  # an inference tensor, if made there
+    return ToyTask.losses(self, model, {**batch, "x": batch["x"] * self.cache}, active)
+
+
+def _unsigned(self: ToyTask, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    out = ToyTask.prepare_plain(self, batch, rng)
+    return out | {"label": out["label"].astype(np.uint16)}
+
+
+def _ragged(self: ToyTask, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return ToyTask.prepare_plain(self, batch, rng) | {"extra": np.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "match"),
+    [
+        ({"losses": _mean}, AssertionError, "loss"),
+        ({"losses": _loss(lambda value: value.detach())}, (AssertionError, RuntimeError), "grad"),
+        ({"losses": _loss(lambda value: value.half())}, AssertionError, "float"),
+        ({"losses": _loss(lambda value: value + torch.rand(()))}, AssertionError, "deterministic"),
+        ({"losses": _all_terms}, AssertionError, "class"),
+        ({"prepare_plain": _unsigned}, AssertionError, "uint16"),
+        ({"prepare_plain": _ragged}, AssertionError, "leading dimension"),
+        ({"counts": lambda self, batch: {"class": len(batch["label"]), "plane": 1}}, AssertionError, "count"),
+        ({"bounds": lambda self, batch: {"class": (1.0, 0.0)}}, AssertionError, "plane"),
+    ],
+)
+def test_the_contract_finds_broken_tasks(broken: dict[str, Any], error: Any, match: str) -> None:
+    task = type("Broken", (ToyTask,), broken)()
+    with pytest.raises(error, match=match):
+        check_task(task, {"records": toy_records(23)})
+
+
+def test_a_cache_made_in_inference_mode_is_found() -> None:
+    """R137: an inference tensor saved for backward stops training with a RuntimeError much later."""
+
+    task = type("Learned", (ToyTask,), {"losses": _cached})()
+    model = task.build_model()
+    batch = check_prepare(task, {"records": toy_records(8)})
+    batch["x"].requires_grad_()
+    with evaluating(model):
+        task.losses(model, batch, frozenset({"class"}))
+    with pytest.raises(RuntimeError, match="Inference tensors"):
+        task.losses(model, batch, frozenset({"class"}))

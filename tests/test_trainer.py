@@ -1,0 +1,432 @@
+"""The training loop: exact resume, validation, best, stops, interrupts, checks at the start."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy_task import ToyTask, toy_batch, toy_batches, toy_runtime
+
+from matrixlib import config as configuration
+from matrixlib.config import Config
+from matrixlib.engine import metrics as metrics_module
+from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
+from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.task import Batch, slice_batch
+from matrixlib.engine.trainer import Trainer, trial_step
+from matrixlib.runtime import Runtime
+
+STEPS = 12
+CHANGES: dict[str, Any] = {
+    "optim": {"warmup_steps": 3, "ema_decay": 0.9, "learning_rate": 0.01},
+    "train": {"batch_size": 20, "statistics_interval": 4, "heartbeat_seconds": 100},
+    "validation": {"interval": 3, "full_every": 2, "sample": 24, "batch_size": 16, "min_delta": 0.0},
+    "checkpoint": {"interval": 5, "keep": 2},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of a dozen channels: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(**sections: dict[str, Any]) -> Config:
+    return configuration.load("demo", configuration.merge(CHANGES, sections))
+
+
+def held_out(kind: str) -> Iterable[Batch]:
+    batch = toy_batch(24 if kind == "sample" else 50, seed=77)
+    return (slice_batch(batch, start, start + 16) for start in range(0, len(batch["x"]), 16))
+
+
+def build(
+    folder: Path,
+    task: ToyTask | None = None,
+    config: Config | None = None,
+    batches: Callable[[int, int], Iterator[Batch]] = toy_batches(20),  # noqa: B008 - a pure function
+    validation: Callable[[str], Iterable[Batch]] = held_out,
+    runtime: Runtime | None = None,
+    steps: int = STEPS,
+    model: nn.Module | None = None,
+) -> Trainer:
+    task = task or ToyTask(dropout=0.3, norm="batch")
+    config = config or settings()
+    torch.manual_seed(1)
+    return Trainer(
+        task=task,
+        model=model or task.build_model(),
+        runtime=runtime or toy_runtime(8),
+        config=config,
+        batches=batches,
+        validation=validation,
+        folder=folder,
+        checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+        metrics=MetricsLog(folder / "metrics.jsonl"),
+        steps=steps,
+        state_extra={"config": {"name": "toy"}},
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    averages = (
+        {f"ema.{name}": value.clone() for name, value in trainer.ema.state_dict().items()}
+        if trainer.ema
+        else {}
+    )
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()} | averages
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl without clock times."""
+
+    def strip(row: dict[str, Any]) -> dict[str, Any]:
+        found = {k: v for k, v in row.items() if k not in ("time", "seconds", "throughput")}
+        return {k: strip(v) if isinstance(v, dict) else v for k, v in found.items()}
+
+    return [strip(row) for row in metrics_module.read(folder / "metrics.jsonl")]
+
+
+def noisy(batches: Callable[[int, int], Iterator[Batch]]) -> Callable[[int, int], Iterator[Batch]]:
+    """A DataLoader draws its base seed from torch's global stream when it starts: a resumed run starts one more."""
+
+    def inner(start: int, stop: int) -> Iterator[Batch]:
+        torch.rand(3)
+        yield from batches(start, stop)
+
+    return inner
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Weights and metrics of the uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = build(folder)
+    assert trainer.resume() == 0
+    assert [stats.step for stats in trainer.train()] == list(range(1, STEPS + 1))
+    return weights(trainer), history(folder)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 6, 11, 12])
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, whole: Any, stop: int) -> None:
+    first = build(tmp_path)
+    assert len(list(first.train(stop))) == stop
+    second = build(tmp_path, batches=noisy(toy_batches(20)))
+    nn.init.zeros_(second.model.inner.weight)  # so that it must really be loaded
+    assert second.resume() == stop
+    for _ in second.train():
+        torch.rand(1)  # what the caller draws between updates changes nothing
+        random.random()
+    assert equal(weights(second), whole[0])
+    assert history(tmp_path) == whole[1]
+    assert second.micro_step == 3 * STEPS
+
+
+def test_a_crash_loses_what_came_after_the_checkpoint_and_nothing_else(tmp_path: Path, whole: Any) -> None:
+    """Rows after the checkpoint are cut and written again."""
+    trainer = build(tmp_path)
+    updates = trainer.train()
+    for _ in range(8):
+        next(updates)
+    trainer._save_if_new = lambda: None  # type: ignore[method-assign] # as if killed
+    updates.close()
+    assert len(history(tmp_path)) == 8
+    again = build(tmp_path)
+    assert again.resume() == 6  # best full validation; the interval's is 5
+    assert len(history(tmp_path)) == 6
+    list(again.train())
+    assert equal(weights(again), whole[0])
+    assert history(tmp_path) == whole[1]
+
+
+def test_leaving_the_loop_saves(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path)
+    for stats in trainer.train():
+        if stats.step == 4:
+            break
+    assert trainer.checkpoints.newest().step == 4
+    list(trainer.train())  # the same trainer goes on as well
+    assert equal(weights(trainer), whole[0])
+
+
+def interrupting(at: int, times: int) -> Callable[[int, int], Iterator[Batch]]:
+    """Ctrl-C while the batch of update `at` is being made, `times` times in a row."""
+
+    def batches(start: int, stop: int) -> Iterator[Batch]:
+        for index, batch in enumerate(toy_batches(20)(start, stop), start):
+            if index == at:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    return batches
+
+
+def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, batches=interrupting(6, 1))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        list(trainer.train())
+    assert "checkpoint of update 7" in caught.value.__notes__[0]
+    assert trainer.checkpoints.newest().step == 7
+    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "stopped"
+    again = build(tmp_path)
+    assert again.resume() == 7
+    list(again.train())
+    assert equal(weights(again), whole[0])
+    assert history(tmp_path) == whole[1]
+
+
+def test_ctrl_c_in_the_middle_of_an_update_saves_nothing_half_made(tmp_path: Path) -> None:
+    class Stubborn(ToyTask):
+        def counts(self, batch: Batch) -> dict[str, int]:
+            if trainer.step == 7:
+                raise KeyboardInterrupt
+            return super().counts(batch)
+
+    trainer = build(tmp_path, Stubborn(dropout=0.3, norm="batch"))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        list(trainer.train())
+    assert "checkpoint of update 6" in caught.value.__notes__[0]
+    assert trainer.checkpoints.newest().step == 6
+
+
+def test_a_loader_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    trainer = build(tmp_path, batches=lambda start, stop: toy_batches(20)(start, 3))
+    with pytest.raises(ValueError, match="after 3 of 12"):
+        list(trainer.train())
+
+
+def test_stats_say_what_happened(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    stats = list(trainer.train())
+    assert [s.micro_step for s in stats] == [3 * n for n in range(1, STEPS + 1)]
+    assert {s.step: s.validation["kind"] for s in stats if s.validation} == {
+        3: "sample",
+        6: "full",
+        9: "sample",
+        12: "full",
+    }
+    assert [s.step for s in stats if s.statistics] == [4, 8, 12]
+    assert set(stats[3].statistics["outputs"]) == {"class", "plane"}
+    assert set(stats[3].statistics["gradient_norm"]) == {"median", "p95"}
+    assert all(s.throughput > 0 and s.seconds > 0 and s.verdict == "ok" for s in stats)
+    assert stats[0].learning_rate == pytest.approx(0.01 / 3)
+    rows = history(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[5]["validation"]["losses"] == stats[5].validation["losses"]
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert beat["step"] == STEPS
+    assert beat["rss_mib"] > 0
+
+
+def test_first_losses_are_compared_with_chance_and_gradients_looked_at(tmp_path: Path) -> None:
+    trainer = build(tmp_path / "good", ToyTask(plane_weight=0.0))
+    first = next(iter(trainer.train()))
+    assert first.initial is not None
+    assert first.initial["class"]["loss"] == pytest.approx(math.log(3), rel=1e-5)
+    assert first.initial["class"]["chance"] == pytest.approx(math.log(3))
+    assert trainer.gradients is not None
+    assert trainer.gradients.missing == ("plane.weight", "plane.bias")
+    assert any("plane.weight" in message for message in first.messages)
+    assert not any("chance" in message for message in first.messages)
+
+    task = ToyTask()
+    model = task.build_model()
+    nn.init.constant_(model.classes.bias, 0.0)
+    nn.init.normal_(model.classes.weight, std=5.0)
+    first = next(iter(build(tmp_path / "bad", task, model=model).train()))
+    assert any("class loss" in message and "chance level is 1.0986" in message for message in first.messages)
+
+
+def test_validation_uses_the_averaged_weights_and_gives_the_raw_ones_back(tmp_path: Path) -> None:
+    trainer = build(tmp_path, config=settings(validation={"interval": 4, "full_every": 1}))
+    updates = trainer.train()
+    for _ in range(3):
+        next(updates)
+    raw_before = trainer.model.inner.weight.clone()
+    stats = next(updates)
+    assert not torch.equal(trainer.model.inner.weight, raw_before)  # it trained
+    assert trainer.model.training
+    copy = trainer.evaluation_model()
+    assert not copy.training
+    assert not any(parameter.requires_grad for parameter in copy.parameters())
+    assert torch.equal(copy.inner.weight, trainer.ema.state_dict()["inner.weight"])
+    assert not torch.equal(copy.inner.weight, trainer.model.inner.weight)
+    batch, task = toy_batch(50, seed=77), trainer.task
+    losses, _ = task.losses(copy, batch, frozenset({"class"}))
+    expected = losses["class"].item() / task.counts(batch)["class"]
+    assert stats.validation["losses"]["class"] == pytest.approx(expected, rel=1e-5)
+    updates.close()
+
+
+def test_the_sample_is_made_once(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def validation(kind: str) -> Iterable[Batch]:
+        asked.append(kind)
+        return held_out(kind)
+
+    list(build(tmp_path, validation=validation).train())
+    assert asked == ["sample", "full", "full"]
+
+
+def test_best_is_kept_across_a_resume(tmp_path: Path) -> None:
+    config = settings(validation={"interval": 2, "full_every": 1}, optim={"learning_rate": 0.05})
+    trainer = build(tmp_path, config=config)
+    losses = {s.step: s.validation["loss"] for s in trainer.train(6) if s.validation}
+    again = build(tmp_path, config=config)
+    again.resume()
+    losses |= {s.step: s.validation["loss"] for s in again.train() if s.validation}
+    best = min(losses, key=losses.__getitem__)
+    assert again.checkpoints.best.step == best
+    assert again.checkpoints.best.value == losses[best]
+    assert again.checkpoints.pick("best").step == best
+
+
+def test_early_stop_and_its_memory(tmp_path: Path) -> None:
+    config = settings(
+        validation={"interval": 2, "full_every": 1, "patience": 2}, optim={"learning_rate": 0.0}
+    )
+    task = ToyTask()
+    trainer = build(tmp_path, task, config)
+    assert [s.step for s in trainer.train()][-1] == 6
+    assert "no improvement" in trainer.stop_reason
+    assert trainer.checkpoints.newest().step == 6
+    again = build(tmp_path, task, config)
+    assert again.resume() == 6
+    assert list(again.train()) == []
+    patient = build(tmp_path, task, settings(validation={"interval": 2, "full_every": 1, "patience": 0}))
+    patient.resume()
+    assert [s.step for s in patient.train()] == list(range(7, 13))
+
+
+def test_target_loss_stops_or_is_refused_at_once(tmp_path: Path) -> None:
+    easy = build(tmp_path / "easy", config=settings(validation={"target_loss": 100.0}))
+    assert [s.step for s in easy.train()][-1] == 6  # the first full validation
+    assert "target loss" in easy.stop_reason
+    hard = build(tmp_path / "hard", config=settings(validation={"target_loss": 0.004}))
+    with pytest.raises(ValueError, match=r"0\.0050"):  # half of the noise's variance
+        hard.train()
+    empty = build(
+        tmp_path / "empty", config=settings(validation={"target_loss": 1.0}), validation=lambda kind: ()
+    )
+    with pytest.raises(ValueError, match="held-out"):
+        empty.train()
+
+
+def test_without_held_out_data_it_trains_all_the_same(tmp_path: Path) -> None:
+    trainer = build(tmp_path, validation=lambda kind: ())
+    stats = list(trainer.train())
+    assert len(stats) == STEPS
+    assert not any(s.validation for s in stats)
+    assert trainer.checkpoints.best is None
+
+
+def poisoning(first: int, last: int) -> Callable[[int, int], Iterator[Batch]]:
+    def batches(start: int, stop: int) -> Iterator[Batch]:
+        for index, batch in enumerate(toy_batches(20)(start, stop), start):
+            if first <= index <= last:
+                batch["x"][0, 0] = torch.nan
+            yield batch
+
+    return batches
+
+
+def test_a_non_finite_update_is_skipped_and_reported(tmp_path: Path) -> None:
+    trainer = build(tmp_path, batches=poisoning(4, 5))
+    stats = list(trainer.train())
+    assert [s.verdict for s in stats[3:7]] == ["ok", "skip", "skip", "ok"]
+    assert stats[-1].skipped == 2
+    assert any("no weight moved" in message for message in trainer.messages)
+    assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+    again = build(tmp_path)
+    again.resume()
+    assert again._step.health.skipped == 2
+
+
+def test_updates_that_stay_non_finite_halt_with_a_diagnosis(tmp_path: Path) -> None:
+    trainer = build(tmp_path, batches=poisoning(6, 99), steps=40)
+    with pytest.raises(TrainingHalted, match=r"10 updates in a row.*optim\.learning_rate"):
+        list(trainer.train())
+    assert trainer.step == 16
+    rows = history(tmp_path)
+    assert rows[-1]["verdict"] == "halt"
+    assert math.isnan(rows[-1]["loss"])
+    assert trainer.checkpoints.newest().step == 15
+
+
+def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    list(trainer.train(3))
+    with pytest.raises(CheckpointError, match="another name"):
+        build(tmp_path, ToyTask(width=13, norm="batch")).resume()
+    with pytest.raises(CheckpointError, match="another name"):
+        build(tmp_path, ToyTask(norm="layer")).resume()
+
+
+def test_names_in_a_checkpoint_are_plain_although_the_model_is_compiled(tmp_path: Path) -> None:
+    class Compiled(nn.Module):
+        """What torch.compile puts around a module, without compiling."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+        def forward(self, x: Tensor) -> Any:
+            assert self._orig_mod.training, "evaluation goes through the plain module"
+            return self._orig_mod(x)
+
+    task = ToyTask()
+    trainer = build(tmp_path, task, model=Compiled(task.build_model()))
+    list(trainer.train())
+    found = trainer.checkpoints.newest()
+    names = set(task.build_model().state_dict())
+    assert set(found.tensors["model"]) == set(found.tensors["ema"]) == names
+    assert {name.rpartition("/")[0] for name in found.tensors["optimiser"]} == names
+    assert found.state["config"] == {"name": "toy"}
+    plain = build(tmp_path, task)
+    assert plain.resume() == STEPS
+    assert equal(weights(plain), weights(trainer))
+
+
+@dataclass(frozen=True)
+class Scaled(Runtime):
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=3e38, growth_interval=4)
+
+
+def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
+    runtime = Scaled(**{**toy_runtime(8).to_dict(), "reasons": ()})
+    whole = build(tmp_path / "whole", runtime=runtime, steps=20)
+    stats = list(whole.train())
+    assert stats[-1].overflows > 0
+    assert stats[-1].skipped == 0
+    assert stats[3].statistics["loss_scale"] > 1
+    list(build(tmp_path / "part", runtime=runtime, steps=20).train(9))
+    part = build(tmp_path / "part", runtime=runtime, steps=20)
+    assert part.resume() == 9
+    list(part.train())
+    assert equal(weights(part), weights(whole))
+
+
+def test_trial_step_makes_updates_of_a_throwaway_model() -> None:
+    task = ToyTask()
+    step = trial_step(task, task.build_model(), toy_runtime(8), settings())
+    assert [step(toy_batch(20, seed)).update for seed in range(2)] == [0, 1]

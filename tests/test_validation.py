@@ -1,0 +1,227 @@
+"""When validation is due, what it measures and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from toy_task import ToyTask, toy_batch, toy_runtime
+
+from matrixlib import config as configuration
+from matrixlib.config import ValidationConfig
+from matrixlib.engine.task import Batch, slice_batch
+from matrixlib.engine.validation import Cadence, attainable_floor, evaluating, refuse_below_floor, validate
+
+BOTH = frozenset({"class", "plane"})
+NAN = math.nan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of a dozen channels: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(**changes: object) -> ValidationConfig:
+    base = {
+        "interval": 10,
+        "full_every": 3,
+        "plateau": 0,
+        "plateau_factor": 4,
+        "patience": 0,
+        "min_delta": 0.1,
+    }
+    return configuration.load("demo").validation.model_copy(update={**base, "target_loss": 0.0, **changes})
+
+
+def run(cadence: Cadence, steps: int, losses: Iterator[float]) -> list[tuple[int, str]]:
+    """Every validation of a run as (update count, kind); `losses` gives their losses."""
+    seen = []
+    for update in range(1, steps + 1):
+        if kind := cadence.due(update, steps):
+            seen.append((update, kind))
+            cadence.record(update, kind, next(losses))
+        if cadence.stop:
+            break
+    return seen
+
+
+def falling() -> Iterator[float]:
+    loss = 100.0
+    while True:
+        yield (loss := loss - 1)
+
+
+def constant(value: float = 1.0) -> Iterator[float]:
+    while True:
+        yield value
+
+
+def test_sample_each_interval_full_every_third_and_at_the_end() -> None:
+    seen = run(Cadence(settings()), 75, falling())
+    assert seen == [
+        (10, "sample"),
+        (20, "sample"),
+        (30, "full"),
+        (40, "sample"),
+        (50, "sample"),
+        (60, "full"),
+        (70, "sample"),
+        (75, "full"),
+    ]
+    assert run(Cadence(settings(full_every=1)), 20, falling()) == [(10, "full"), (20, "full")]
+    assert run(Cadence(settings()), 4, falling()) == [(4, "full")]
+
+
+def test_rarer_on_a_plateau_and_often_again_after_an_improvement() -> None:
+    losses = iter([5.0, 5.0, 5.0, 5.0, 1.0, 0.5, 0.1])
+    seen = run(Cadence(settings(plateau=2, full_every=100)), 130, losses)
+    assert [update for update, _ in seen] == [10, 20, 30, 70, 110, 120, 130]
+
+
+def test_kinds_are_compared_with_their_own_kind() -> None:
+    """A full loss above the sample's is no sign of a plateau."""
+    cadence = Cadence(settings(plateau=2))
+    for update, kind, loss in [
+        (10, "sample", 1.0),
+        (20, "full", 3.0),
+        (30, "sample", 0.8),
+        (40, "full", 2.5),
+    ]:
+        cadence.record(update, kind, loss)
+    assert cadence.stale == 0
+    assert cadence.due_at == 50
+
+
+def test_patience_counts_full_validations() -> None:
+    cadence = Cadence(settings(patience=2))
+    assert run(cadence, 1000, constant())[-1] == (90, "full")
+    assert "2 full validations" in cadence.stop
+    assert "after 30 updates" in cadence.stop
+    # less than min_delta at a time is no improvement; that in sum it is more, is
+    slow = Cadence(settings(patience=2, full_every=1))
+    assert run(slow, 60, iter([2.0, 1.94, 1.88, 1.82, 1.76, 1.7])) == [(n * 10, "full") for n in range(1, 7)]
+    assert not slow.stop
+
+
+def test_best_is_the_lowest_full_loss_only() -> None:
+    cadence = Cadence(settings())
+    assert not cadence.record(10, "sample", 0.1)
+    assert cadence.record(20, "full", 2.0)
+    assert cadence.record(30, "full", 1.99)  # better by less than min_delta is still the best
+    assert not cadence.record(40, "full", 1.99)
+    assert not cadence.record(50, "full", NAN)
+    assert (cadence.best, cadence.best_at) == (1.99, 30)
+
+
+def test_target_loss_stops_on_a_full_validation_only() -> None:
+    cadence = Cadence(settings(target_loss=0.5))
+    cadence.record(10, "sample", 0.1)
+    assert not cadence.stop
+    cadence.record(20, "full", 0.6)
+    assert not cadence.stop
+    cadence.record(30, "full", 0.5)
+    assert "0.5" in cadence.stop
+
+
+def test_a_non_finite_loss_is_never_an_improvement() -> None:
+    cadence = Cadence(settings(patience=1, target_loss=0.5))
+    assert not cadence.record(10, "full", NAN)
+    assert cadence.best is None
+    assert "nan" in cadence.stop
+
+
+def test_cadence_survives_json_and_a_changed_configuration() -> None:
+    whole, part = Cadence(settings(plateau=1)), Cadence(settings(plateau=1))
+    losses = [5.0, 5.0, 4.0, 5.0, 5.0, 5.0, 2.0, 2.0]
+    seen = run(whole, 500, iter([*losses, *[2.0] * 50]))
+    first = run(part, 70, iter(losses))
+    again = Cadence.from_dict(settings(plateau=1), json.loads(json.dumps(part.to_dict())))
+    assert again == part
+    assert seen[: len(first) - 1] == first[:-1]  # the last one of the short run is its final full one
+    stopped = Cadence(settings(patience=1))
+    run(stopped, 500, constant())
+    assert stopped.stop
+    assert not Cadence.from_dict(settings(patience=9), stopped.to_dict()).stop
+
+
+def parts(batch: Batch, size: int) -> list[Batch]:
+    rows = len(batch["x"])
+    return [slice_batch(batch, start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def test_running_sums_weigh_by_items_not_by_batches() -> None:
+    task, batch = ToyTask(), toy_batch(50)
+    batch["label"][:16] = -1  # no label at all in the first batch
+    model = task.build_model()
+    found = validate(task, model, parts(batch, 16), toy_runtime(), BOTH, "full")
+    losses, metrics = task.losses(model, batch, BOTH)
+    counts = task.counts(batch)
+    assert found is not None
+    assert found.counts == counts
+    for term in BOTH:
+        assert found.losses[term] == pytest.approx(losses[term].item() / counts[term], rel=1e-5)
+    assert found.metrics["class/hits"] == pytest.approx(metrics["class/hits"].item() / counts["class"])
+    assert found.loss == pytest.approx(found.losses["class"] + 0.5 * found.losses["plane"])
+    assert json.dumps(found.to_dict())
+
+
+def test_a_term_without_items_is_left_out_and_no_batches_give_none() -> None:
+    task, batch = ToyTask(), toy_batch(20)
+    batch["known"].zero_()
+    found = validate(task, task.build_model(), [batch], toy_runtime(), BOTH, "sample")
+    assert found is not None
+    assert set(found.losses) == {"class"}
+    assert found.counts["plane"] == 0
+    assert validate(task, task.build_model(), [], toy_runtime(), BOTH, "full") is None
+
+
+def test_evaluation_leaves_the_model_and_random_streams_as_they_were() -> None:
+    task = ToyTask(dropout=0.5, norm="batch")
+    model = task.build_model().train()
+    model.classes.eval()  # a part frozen on purpose stays so
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    beats: list[int] = []
+    one = validate(task, model, [toy_batch(20)], toy_runtime(), BOTH, "full", lambda: beats.append(1))
+    two = validate(task, model, [toy_batch(20)], toy_runtime(), BOTH, "full")
+    assert one is not None
+    assert two is not None
+    assert one.losses == two.losses
+    assert beats == [1]
+    assert torch.equal(stream, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert model.norm.training
+    assert not model.classes.training
+
+
+def test_modes_come_back_after_an_error() -> None:
+    model = ToyTask().build_model().train()
+
+    def inside() -> None:
+        with evaluating(model):
+            assert torch.is_inference_mode_enabled()
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        inside()
+    assert model.training
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_floor_is_weighted_and_guards_the_target() -> None:
+    task, batch = ToyTask(noise=0.5), toy_batch(40)
+    batches = parts(batch, 16)
+    assert attainable_floor(task, batches, BOTH) == pytest.approx(0.5 * 0.25)
+    with pytest.raises(ValueError, match=r"0\.1250"):
+        refuse_below_floor(0.12, task, batches, BOTH)
+    refuse_below_floor(0.13, task, batches, BOTH)
+    with pytest.raises(ValueError, match="held-out"):
+        refuse_below_floor(0.13, task, [], BOTH)
