@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -286,7 +286,7 @@ def parse(data: Mapping[str, Any], name: str = "config") -> Config:
     try:
         return Config.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(f"{name}: " + "; ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors()))) from None
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,20 +306,46 @@ def nearest(word: str, known: list[str]) -> str:
     return f", did you mean '{close[0]}'?" if close else ""
 
 
-def _explain(item: Any) -> str:
-    where = [str(part) for part in item["loc"]]
-    key = ".".join(where)
-    if item["type"] == "extra_forbidden":
-        known = sorted(_section_at(where[:-1]).model_fields)
-        return f"unknown key '{key}'{nearest(where[-1], known)} (known: {', '.join(known)})"
-    if item["type"] == "missing":
-        return f"key '{key}' is missing; presets are complete, so copy it from another file in params/"
-    message = item["msg"].removeprefix("Value error, ")
-    return (
-        f"'{key}': {message}, got {item['input']!r}"
-        if not isinstance(item["input"], Mapping)
-        else f"'{key}': {message}"
-    )
+def _explain(errors: Sequence[Any]) -> list[str]:
+    """One message a key, in words."""
+    messages: dict[str, list[str]] = {}
+    inputs: dict[str, Any] = {}
+    for item in errors:
+        where = [str(part) for part in item["loc"]]
+        key = ".".join(_written(where))
+        if item["type"] == "extra_forbidden":
+            known = sorted(_section_at(where[:-1]).model_fields)
+            text = f"unknown key '{'.'.join(where)}'{nearest(where[-1], known)} (known: {', '.join(known)})"
+            messages.setdefault(text, [])
+        elif item["type"] == "missing":
+            text = f"key '{key}' is missing; presets are complete, so copy it from another file in params/"
+            messages.setdefault(text, [])
+        else:
+            messages.setdefault(f"'{key}'", []).append(item["msg"].removeprefix("Value error, "))
+            inputs[f"'{key}'"] = item["input"]
+    return [
+        subject
+        + (f": {' or: '.join(texts)}" if texts else "")
+        + (
+            f", got {inputs[subject]!r}"
+            if subject in inputs and not isinstance(inputs[subject], Mapping)
+            else ""
+        )
+        for subject, texts in messages.items()
+    ]
+
+
+def _written(where: list[str]) -> list[str]:
+    """A key as it is written, without pydantic's names of a union's alternatives."""
+    section: Any = Config
+    for depth, part in enumerate(where):
+        field = section.model_fields.get(part)
+        if field is None or not (
+            isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        ):
+            return where[: depth + 1]
+        section = field.annotation
+    return where
 
 
 def _section_at(path: list[str]) -> type[Section]:

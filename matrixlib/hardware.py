@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from matrixlib import config as configuration
-from matrixlib import probe
 from matrixlib import runtime as runtimes
 from matrixlib.machine import DeviceFacts, Gpu, Rates
 from matrixlib.run import data_folder, read_json
@@ -33,11 +32,11 @@ def folder() -> Path:
     return configuration.reports_root() / "probe"
 
 
-def measure(seconds: float = 2.0) -> dict[str, Any]:
-    """What `probe.probe` finds and the loader's rate; kept in reports/probe/summary.json."""
+def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
+    """What `runtime.probe` finds and the loader's rate; kept in reports/probe/summary.json."""
     from matrixlib.engine.metrics import write_json
 
-    found = probe.probe(seconds)
+    found = runtimes.probe(seconds, device)
     found["loader"] = _loader_rate()
     folder().mkdir(parents=True, exist_ok=True)
     write_json(folder() / "summary.json", found)
@@ -61,7 +60,7 @@ def report(found: dict[str, Any]) -> str:
         f"memory       {facts['memory'] / 2**30:.1f} GiB usable",
         f"GPU          {facts['gpu']['name'] if facts['gpu'] else facts['gpu_problem']}",
         f"torch        {found['environment'].get('torch', 'not installed')}",
-        f"device       {found['device']['value']} ({found['device']['why']})",
+        f"device       {found['device']}",
         *(
             f"measured     {name}: {rate:,.1f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
             for name, rate in found["measured"].items()

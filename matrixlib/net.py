@@ -68,7 +68,7 @@ class Net:
         """Evaluate boards, in batches of 512."""
         from matrixlib.tasks.chess.records import move_from_index
 
-        heads = frozenset(self.task.config.model.ssl)
+        heads: frozenset[str] = frozenset(self.task.config.model.ssl)
         for start in range(0, len(boards), BATCH):
             part = boards[start : start + BATCH]
             batch = self._pack(part)

@@ -150,6 +150,7 @@ class Run:
             },
         )
         report.write_report(self.folder)
+        report.write_index()
 
     def close(self) -> None:
         """Give the run's lock back."""

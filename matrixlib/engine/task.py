@@ -45,7 +45,7 @@ class Task(Protocol):
         ...
 
     def build_model(self) -> nn.Module:
-        """A freshly initialised fp32 model on the CPU, from torch's global random stream."""
+        """A freshly initialised fp32 model on the CPU; the same for the same configuration and seed."""
         ...
 
     def counts(self, batch: Batch) -> dict[str, int]:
