@@ -7,26 +7,19 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from matrixlib.config import Config
-from matrixlib.engine import interrupt, optim, rng
+from matrixlib.engine import interrupt, optim, rng, statistics
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.health import Health, TrainingHalted, Verdict
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.statistics import (
-    GradientNorms,
-    Stats,
-    Throughput,
-    clip_warning,
-    compare_with_chance,
-    output_statistics,
-    unusual,
-)
+from matrixlib.engine.statistics import Stats
 from matrixlib.engine.step import GradientReport, Step, StepStats, make_step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
@@ -76,10 +69,9 @@ class Trainer:
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
         self._cadence = Cadence(config.validation)
-        self._norms, self._throughput = GradientNorms(), Throughput()
-        self._heartbeat = Heartbeat(
-            Path(folder) / "heartbeat.json", config.train.heartbeat_seconds, self._device
-        )
+        self._norms, self._throughput = statistics.GradientNorms(), statistics.Throughput()
+        seconds = config.train.heartbeat_seconds
+        self._heartbeat = Heartbeat(Path(folder) / "heartbeat.json", seconds, self._device)
         self._streams = rng.seeded(config.seed, self._device)
         self._sample: list[Batch] | None = None
         self.step = self.micro_step = 0
@@ -116,7 +108,7 @@ class Trainer:
             step.health = Health.from_dict(state["health"])
             self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
             self._streams = rng.from_saved(tensors["rng"], state["rng"])
-            self._norms = GradientNorms(state["gradient_norms"])
+            self._norms = statistics.GradientNorms(state["gradient_norms"])
             self.micro_step, self.initial = state["micro_step"], state["initial"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -210,12 +202,12 @@ class Trainer:
         self.step += 1
         self.micro_step += done.micro_batches
         self._norms.add(done.grad_norm)
-        messages = unusual(done)
+        messages = statistics.unusual(done)
         if self.step == 1:
             messages += self._first(batch, done)
         halted = done.verdict is Verdict.HALT
         at_interval = self.step % self.config.train.statistics_interval == 0
-        statistics = self._statistics(batch, messages) if at_interval and not halted else None
+        figures = self._statistics(batch, messages) if at_interval and not halted else None
         validation = None if halted else self._validate(messages)
         stats = Stats(
             step=self.step,
@@ -232,7 +224,7 @@ class Trainer:
             seconds=self._seconds,
             throughput=self._throughput.add(rows(batch), self._seconds),
             validation=validation.to_dict() if validation else None,
-            statistics=statistics,
+            statistics=figures,
             initial=self.initial if self.step == 1 else None,
             messages=tuple(messages),
         )
@@ -262,15 +254,8 @@ class Trainer:
         if kind is None:
             return None
         with self.ema.applied(self.model) if self.ema is not None else nullcontext():
-            found = validate(
-                self.task,
-                self.model,
-                self._held_out(kind),
-                self.runtime,
-                self._step.active,
-                kind,
-                lambda: self._beat("validation"),
-            )
+            batches, beat = self._held_out(kind), partial(self._beat, "validation")
+            found = validate(self.task, self.model, batches, self.runtime, self._step.active, kind, beat)
         if found is None:
             return None
         if not math.isfinite(found.loss):
@@ -289,18 +274,18 @@ class Trainer:
     def _first(self, batch: Batch, done: StepStats) -> list[str]:
         """At the first update: gradients that look wrong, losses far from chance level."""
         self.gradients = done.report
-        self.initial, messages = compare_with_chance(self.task, batch, done)
+        self.initial, messages = statistics.compare_with_chance(self.task, batch, done)
         return [f"first update: {done.report}", *messages] if str(done.report or "") else messages
 
     def _statistics(self, batch: Batch, messages: list[str]) -> dict[str, Any]:
         part = slice_batch(batch, 0, min(rows(batch), self.runtime.micro_batch))
         found: dict[str, Any] = {
-            "outputs": output_statistics(self.task, self.model, part, self.runtime),
+            "outputs": statistics.output_statistics(self.task, self.model, part, self.runtime),
             "gradient_norm": self._norms.quantiles(),
         }
         if self._step.scaler is not None:
             found["loss_scale"] = self._step.scaler.get_scale()
-        messages += clip_warning(self._step.health)
+        messages += statistics.clip_warning(self._step.health)
         return found
 
     def _save_if_new(self) -> None:
