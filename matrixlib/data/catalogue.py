@@ -164,8 +164,11 @@ class Catalogue:
 
     def _rebuild(self, problem: str, present: bool) -> None:
         rows = [row for name in self._files() if (row := self._from_file(name)) is not None]
-        if rows or present:
-            self._say(f"{self.path}: {problem}; rebuilt from {len(rows)} shards")
+        text = f"{self.path}: {problem}; rebuilt from {len(rows)} shards"
+        if present:
+            self._say(text)
+        elif rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
+            self.messages.append(text)
         if not self.writable:
             with closing(sqlite3.connect(":memory:")) as db:
                 _fill(db, rows)

@@ -1,0 +1,223 @@
+"""The committed notebooks: their form, replay by nbval, and their parameters through papermill."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SANITISE = ROOT / "tests" / "nbval.cfg"
+TINY = (
+    "{data: {limit: 1024}, model: {channels: 16, blocks: 1}, train: {batch_size: 64}, validation: {sample: 128}, "
+    "runtime: {precision: fp32, threads: 1, channels_last: false}}"
+)
+
+
+def environment(reports: Path) -> dict[str, str]:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("JPY_")}
+    return {**keep, "MATRIXLIB_REPORTS": str(reports), "MATRIXLIB_DEVICE": "cpu", "MATRIXLIB_LIVE": "0"}
+
+
+def papermill(
+    name: str, reports: Path, *options: str, cwd: Path = ROOT
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run a notebook; returns the process and the error of the saved notebook ('' where there is none)."""
+    out = reports / f"{name}.ipynb"
+    path = os.path.relpath(ROOT / "notebooks" / f"{name}.ipynb", cwd)
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        path,
+        str(out),
+        "-k",
+        "python3",
+        "--no-progress-bar",
+        *options,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=environment(reports), timeout=500, check=False
+    )
+    saved = nbformat.read(out, as_version=4)
+    errors = [o for c in saved.cells for o in c.get("outputs", []) if o.output_type == "error"]
+    return done, f"{errors[0].ename}: {errors[0].evalue}" if errors else ""
+
+
+def nbval(path: Path, reports: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--nbval",
+        "--nbval-current-env",
+    ]
+    command += [
+        "--nbval-sanitize-with",
+        str(SANITISE),
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(path.parent),
+        str(path),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(reports), timeout=500, check=False
+    )
+
+
+def needs_stockfish(name: str) -> None:
+    if name == "sample":
+        try:
+            find_stockfish()
+        except EngineError as error:
+            pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_form(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.cells[0].cell_type == "markdown"
+    tagged = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    for statement in ast.parse(tagged[0].source).body:
+        assert isinstance(statement, ast.AnnAssign), "declare parameters as `name: type = default  # help`"
+    assert all("#" in line for line in tagged[0].source.splitlines()), "each parameter has a line of help"
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    assert "check_parameters()" in code[1].source, "the second cell stops on a misspelt parameter"
+    for cell in code:
+        tree = ast.parse(cell.source)
+        kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Lambda)
+        assert not any(isinstance(node, kinds) for node in ast.walk(tree)), (
+            "notebooks hold no function or class"
+        )
+        assert cell.execution_count is not None, "a stored output without a count is not compared by nbval"
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            assert str(ROOT) not in json.dumps(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_nbval_replays_the_stored_outputs(path: Path, reports: Path) -> None:
+    needs_stockfish(path.stem)
+    done = nbval(path, reports)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+def test_nbval_sees_one_changed_number(reports: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / "probe.ipynb", as_version=4)
+    cell = next(c for c in notebook.cells if "policy_table" in c.source)
+    assert "1024" in cell.outputs[0].text
+    cell.outputs[0].text = cell.outputs[0].text.replace("1024", "1025", 1)
+    path = tmp_path / "broken.ipynb"
+    nbformat.write(notebook, path)
+    done = nbval(path, reports)
+    assert done.returncode == 1
+    assert "1025" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["root", "notebooks"])
+def test_train_runs_headless_and_leaves_one_static_picture(reports: Path, where: str) -> None:
+    cwd = ROOT if where == "root" else ROOT / "notebooks"
+    done, error = papermill("train", reports, "-p", "steps", "50", "-y", f"overrides: {TINY}", cwd=cwd)
+    assert (done.returncode, error) == (0, ""), done.stderr[-2000:]
+    saved = nbformat.read(reports / "train.ipynb", as_version=4)
+    pictures = [o for c in saved.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(pictures) == 1
+    assert "widgets" not in saved.metadata, "no widget is made without a front end"
+    (summary,) = reports.glob("demo-*/summary.json")
+    found = json.loads(summary.read_text())
+    assert (found["steps"], found["complete"], found["verdict"]["passed"]) == (
+        50,
+        True,
+        found["verdict"]["passed"],
+    )
+    assert (summary.parent / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["-p", "devcie", "mps"], "did you mean 'device'"),
+        (["-p", "preset", "demmo"], "unknown preset 'demmo', did you mean 'demo'"),
+        (["-p", "device", "cuda"], "cuda"),
+        (["-y", "overrides: {optim: {learing_rate: 2e-4}}"], "did you mean 'learning_rate'"),
+        (["-p", "steps", "many"], "steps"),
+    ],
+    ids=["misspelt parameter", "unknown preset", "no such device", "misspelt override", "wrong type"],
+)
+def test_a_bad_parameter_stops_with_one_line(reports: Path, options: list[str], reason: str) -> None:
+    if "cuda" in options:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine has CUDA")
+    done, error = papermill("train", reports, *options)
+    assert done.returncode != 0
+    assert reason in error
+    assert "\n" not in error.strip()
+
+
+def spoil(folder: Path) -> None:
+    """Cut the end off every shard."""
+    for shard in folder.glob("*.npz"):
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+@pytest.mark.slow
+def test_a_data_set_without_a_healthy_shard_stops_with_one_line(reports: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from matrixlib.tasks.chess.shipped import unpack_sample
+
+    data = tmp_path / "data"
+    shutil.copytree(unpack_sample(), data)
+    for left in data.glob("catalogue*"):
+        left.unlink()
+    spoil(data)
+    done, error = papermill("train", reports, "-y", f"overrides: {{data: {{source: {data}}}}}")
+    assert done.returncode != 0
+    assert "no healthy training shard" in error
+    assert "\n" not in error.strip()
+
+
+@pytest.mark.slow
+def test_a_run_whose_only_checkpoint_is_damaged_stops_with_one_line(reports: Path) -> None:
+    options = ["-p", "run", "hurt", "-p", "steps", "8", "-y", f"overrides: {TINY}"]
+    done, error = papermill("train", reports, *options)
+    assert (done.returncode, error) == (0, ""), done.stderr[-2000:]
+    run = reports / "hurt"
+    (run / "summary.json").unlink()  # as if it had been killed before its end
+    for file in run.glob("checkpoints/*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-64])
+    done, error = papermill("train", reports, *options)
+    assert done.returncode != 0
+    assert "damaged" in error
+    assert "\n" not in error.strip()
+
+
+@pytest.mark.slow
+def test_overfit_names_a_learning_rate_of_zero(reports: Path) -> None:
+    override: dict[str, Any] = {"optim": {"learning_rate": 0.0}, "train": {"steps": 10}}
+    done, error = papermill("overfit", reports, "-y", f"overrides: {json.dumps(override)}")
+    assert done.returncode != 0
+    assert "learning rate is zero" in error

@@ -1,0 +1,92 @@
+"""The overfit check passes on a sound network and names each planted fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from matrixlib import overfit
+from matrixlib.tasks.chess.task import ChessTask
+
+SMALL: dict[str, Any] = {
+    "model": {"channels": 32, "blocks": 1},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+}
+
+
+def diagnose(overrides: dict[str, Any] | None = None, cut: bool = False) -> overfit.Diagnosis:
+    current = overfit.open_run("demo", "auto", 0, "", 0, {**SMALL, **(overrides or {})})
+    if cut:
+        stem = current.model.stem
+        whole = stem.forward
+        stem.forward = lambda planes: whole(planes).detach()  # type: ignore[method-assign]
+    try:
+        return overfit.check(current)
+    finally:
+        current.close()
+
+
+@pytest.mark.slow
+def test_a_sound_network_learns_16_positions(reports: Path) -> None:
+    found = diagnose()
+    assert found.learned, found
+    assert found.policy_gap <= overfit.POLICY_GAP
+    assert found.accuracy == 1.0
+    assert len(found.losses) == overfit.STEPS
+
+
+def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path) -> None:
+    found = diagnose({"train": {"steps": 20}}, cut=True)
+    assert not found.learned
+    assert any("cut off from the gradient: stem" in text for text in found.problems), found.problems
+
+
+def test_a_learning_rate_of_zero_is_named(reports: Path) -> None:
+    found = diagnose({"train": {"steps": 10}, "optim": {"learning_rate": 0.0}})
+    assert any("learning rate is zero" in text for text in found.problems), found.problems
+
+
+def test_a_learning_rate_far_too_large_is_named(reports: Path) -> None:
+    found = diagnose({"train": {"steps": 20}, "optim": {"learning_rate": 30.0}})
+    assert any("learning rate far too large" in text for text in found.problems), found.problems
+
+
+def test_labels_that_change_between_visits_are_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = ChessTask.prepare
+
+    def restless(
+        self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        out = sound(self, batch, rng)
+        out["wdl"] = rng.permuted(out["wdl"], axis=1)
+        return out
+
+    monkeypatch.setattr(ChessTask, "prepare", restless)
+    found = diagnose({"train": {"steps": 5}})
+    assert any("labels change between visits" in text for text in found.problems), found.problems
+
+
+def test_target_mass_on_illegal_moves_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = ChessTask.prepare
+
+    def shifted(
+        self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        out = sound(self, batch, rng)
+        index = out["policy_index"]
+        out["policy_index"] = np.where(index >= 0, (index + 73) % 4672, index).astype(index.dtype)
+        return out
+
+    monkeypatch.setattr(ChessTask, "prepare", shifted)
+    found = diagnose({"train": {"steps": 5}})
+    assert any("target mass on illegal moves" in text for text in found.problems), found.problems
+
+
+def test_too_few_updates_without_a_fault_says_so(reports: Path) -> None:
+    found = diagnose({"train": {"steps": 3}})
+    assert not found.learned
+    assert len(found.problems) == 1
+    assert "no known fault was seen" in found.problems[0]
