@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -275,7 +275,7 @@ def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else PARAMS / f"{preset}.yaml"
     if not path.is_file():
         raise ConfigError(
-            f"unknown preset '{preset}'{nearest(preset, presets())}; presets: {', '.join(presets())}"
+            f"unknown preset '{preset}'{nearest(preset, presets())} (presets: {', '.join(presets())})"
         )
     data = read_yaml(path.read_text(encoding="utf-8"), path.name)
     return parse(merge(data, overrides or {}), path.name)
@@ -394,6 +394,8 @@ def options_table(section: type[Section] = Config, prefix: str = "") -> list[tup
 def _kind(kind: Any) -> str:
     if kind is Ellipsis:
         return "..."
+    if get_origin(kind) is tuple:
+        return f"list of {_kind(get_args(kind)[0])}"
     if args := [a for a in get_args(kind) if not hasattr(a, "gt") and type(a).__name__ not in _METADATA]:
         parts = [repr(a) if isinstance(a, str) else _kind(a) for a in args]
         return " or ".join(dict.fromkeys(p for p in parts if p != "..."))

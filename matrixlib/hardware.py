@@ -8,6 +8,7 @@ from typing import Any
 
 from matrixlib import config as configuration
 from matrixlib import runtime as runtimes
+from matrixlib.engine.metrics import write_json
 from matrixlib.machine import DeviceFacts, Gpu, Rates
 from matrixlib.run import data_folder, read_json
 
@@ -34,8 +35,6 @@ def folder() -> Path:
 
 def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
     """What `runtime.probe` finds and the loader's rate; kept in reports/probe/summary.json."""
-    from matrixlib.engine.metrics import write_json
-
     found = runtimes.probe(seconds, device)
     found["loader"] = _loader_rate()
     folder().mkdir(parents=True, exist_ok=True)
@@ -43,10 +42,10 @@ def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
     return found
 
 
-def peak() -> float:
-    """Measured matrix rate of this machine in GFLOP/s at the better dtype; 0 where it was never probed."""
-    measured = read_json(folder() / "summary.json").get("measured", {})
-    return max((rate for name, rate in measured.items() if name in ("fp32", "bf16")), default=0.0)
+def peak(device: str, dtype: str) -> float:
+    """Matrix rate in GFLOP/s that the probe measured on this device in this dtype; 0 where it did not."""
+    found = read_json(folder() / "summary.json")
+    return float(found["measured"].get(dtype, 0.0)) if found.get("device") == device else 0.0
 
 
 def report(found: dict[str, Any]) -> str:

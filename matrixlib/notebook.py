@@ -80,13 +80,13 @@ def check_parameters(
 def clean_errors() -> None:
     """Show errors that are meant for people as one line, `ErrorName: reason`, without a traceback.
 
-    These are VerdictFailed and every ValueError that this package raises. The cell still fails, so papermill
-    stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside IPython nothing
+    These are all errors that this package raises, but for failed assertions: those are bugs. The cell still
+    fails, so papermill stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside IPython nothing
     happens.
     """
     shell = get_ipython()
     if shell is not None:
-        shell.set_custom_exc((ValueError, VerdictFailed), _show_error)
+        shell.set_custom_exc((Exception,), _show_error)
 
 
 class Verdict:
@@ -228,7 +228,7 @@ def _show_error(
     tb_offset: int | None = None,
 ) -> list[str] | None:
     """IPython's handler: must publish the error itself, else the notebook would hold none."""
-    if not _ours(error, trace):
+    if not _ours(error, trace) or isinstance(error, AssertionError):
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         return None
     line = f"{kind.__name__}: {' '.join(str(error).split())}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import statistics
 import subprocess
 import time
 import warnings
@@ -64,8 +65,9 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """True when the run has reached its last update."""
-        return bool(read_json(self.folder / "summary.json").get("complete"))
+        """True when the run has reached its last update or was stopped early by its validation."""
+        summary = read_json(self.folder / "summary.json")
+        return bool(summary.get("complete") and (summary["steps"] >= self.steps or summary["stopped_early"]))
 
     @property
     def steps(self) -> int:
@@ -107,9 +109,8 @@ class Run:
         """Train to the last update, from the newest whole checkpoint if there is one; yields after each update."""
         if self.complete:
             return
-        started = time.monotonic()
         yield from self.trainer.train()
-        self._finish(time.monotonic() - started)
+        self._finish()
 
     def history(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl so far."""
@@ -122,35 +123,42 @@ class Run:
         """Contents of summary.json; empty before the run has ended."""
         return read_json(self.folder / "summary.json")
 
-    def _finish(self, seconds: float) -> None:
+    def _finish(self) -> None:
+        """Evaluate on the held-out games; write summary.json, the picture of the curves and the report."""
         from matrixlib import evaluation, report
+        from matrixlib.engine import plots
         from matrixlib.engine.metrics import write_json
         from matrixlib.net import Net
 
         rows = self.history()
         net = Net(self.trainer.evaluation_model(), self.task, self.runtime)
-        figures = evaluation.held_out(net, self.held_out)
-        throughput = [row["throughput"] for row in rows if row.get("throughput")]
-        write_json(
-            self.folder / "summary.json",
-            {
-                "run": self.name,
-                "preset": self.preset,
-                "complete": True,
-                "steps": self.trainer.step,
-                "stopped_early": self.trainer.stop_reason,
-                "positions": self.trainer.step * self.config.train.batch_size,
-                "seconds": round(seconds, 1),
-                "positions_per_second": round(sorted(throughput)[len(throughput) // 2])
-                if throughput
-                else None,
-                "parameters": net.parameters,
-                "evaluation": figures,
-                "runtime": self.runtime.to_dict(),
-            },
-        )
+        rate = statistics.median(row["throughput"] for row in rows)
+        summary = {
+            "run": self.name,
+            "preset": self.preset,
+            "complete": True,
+            "steps": self.trainer.step,
+            "stopped_early": self.trainer.stop_reason,
+            "positions": self.trainer.step * self.config.train.batch_size,
+            "seconds": round(sum(row["seconds"] for row in rows), 1),
+            "positions_per_second": round(rate),
+            "share_of_peak": self._share_of_peak(rate),
+            "parameters": net.parameters,
+            "evaluation": evaluation.held_out(net, self.held_out),
+            "runtime": self.runtime.to_dict(),
+        }
+        write_json(self.folder / "summary.json", summary)
+        (self.folder / "training.png").write_bytes(plots.png(plots.training_figure(rows, self.name)))
         report.write_report(self.folder)
         report.write_index()
+
+    def _share_of_peak(self, rate: float) -> float | None:
+        """Floating-point work of training (three times the forward pass) as a share of the probe's matrix rate."""
+        from matrixlib import hardware
+        from matrixlib.tasks.chess.model import forward_flops
+
+        peak = hardware.peak(self.runtime.device, self.runtime.dtype)
+        return round(3 * forward_flops(self.config.model) * rate / (peak * 1e9), 4) if peak else None
 
     def close(self) -> None:
         """Give the run's lock back."""

@@ -9,6 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Tests are many small computations: a second thread of torch's pool mostly spins, and on a shared machine it makes
+# them several times slower. Set before torch is imported, and inherited by the programs that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Soak tests run only when asked for by `-m soak`."""

@@ -82,8 +82,17 @@ def compare_with_chance(
 
 
 def unusual(done: StepStats) -> list[str]:
-    """Warnings about an update without targets of some term, or one that was skipped."""
+    """Warnings about an update with items or terms without targets, or one that was skipped.
+
+    A task counts items without a target in the metric "<term>/skipped".
+    """
     messages = [f"no valid target of {', '.join(done.empty)} in this update"] if done.empty else []
+    for name, share in done.metrics.items():
+        term, _, what = name.rpartition("/")
+        if what == "skipped" and share > 0:
+            messages.append(
+                f"{share * done.counts[term]:.0f} items without a usable target of {term} were skipped"
+            )
     if done.verdict is not Verdict.OK:
         cause = "the loss scale was too large" if done.overflow else "loss or gradient is not finite"
         messages.append(f"update skipped, no weight moved: {cause}")
