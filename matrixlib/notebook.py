@@ -81,8 +81,8 @@ def clean_errors() -> None:
     """Show errors that are meant for people as one line, `ErrorName: reason`, without a traceback.
 
     These are all errors that this package raises, but for failed assertions: those are bugs. The cell still
-    fails, so papermill stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside IPython nothing
-    happens.
+    fails, so papermill stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside
+    IPython nothing happens.
     """
     shell = get_ipython()
     if shell is not None:
