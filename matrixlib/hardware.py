@@ -79,7 +79,7 @@ def loader_report(found: dict[str, Any]) -> str:
     return f"loader       {rate}, batches of {loader['batch_size']}\n"
 
 
-def policy_table(preset: str = "demo") -> str:
+def policy_table(preset: str = "small") -> str:
     """What the policy chooses for the machines of `MACHINES` with a preset; the same on every machine."""
     settings = configuration.load(preset)
     names = ("device", "dtype", "scaler", "channels_last", "compile", "threads", "workers", "micro_batch")

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import chess
 import numpy as np
-from tqdm.auto import tqdm
 
 from matrixlib.tasks.chess.games import DEEP_LINES, Label, Parameters, choose, label, play_game, position_key
 from matrixlib.tasks.chess.records import from_boards
@@ -188,6 +187,19 @@ def open_folder(folder: Path, parameters: Parameters, engine: str) -> None:
     write_atomically(path, json.dumps(want, indent=1).encode())
 
 
+def _bar(**options: Any) -> Any:
+    """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds."""
+    from matrixlib.engine.plots import interactive
+
+    if interactive():
+        from tqdm.auto import tqdm as live
+
+        return live(**options)
+    from tqdm import tqdm
+
+    return tqdm(**options, delay=20)
+
+
 def generate(
     folder: Path | str,
     games: int,
@@ -217,7 +229,7 @@ def generate(
     context = multiprocessing.get_context("spawn")
     taken = context.Value("q", 0)
     processes, pipes = [], []
-    bar = tqdm(
+    bar = _bar(
         total=total * parameters.games_per_chunk,
         initial=(total - len(todo)) * parameters.games_per_chunk,
         desc="games",
