@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = ("train.steps", "train.minutes", "train.heartbeat_seconds", "validation.", "checkpoint.")
 
+WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0  # of the timing behind `train.steps: auto`
+SHORTEST = 20  # updates, where they are slow
+
 
 class RunError(ValueError):
     """A run that cannot be opened or continued; the message says what to do."""
@@ -460,14 +463,16 @@ def _fit_steps(config: Config, runtime: runtimes.Runtime, task: ChessTask, train
 
     with torch.random.fork_rng(devices=[]):
         step = trial_step(task, task.build_model(), runtime, config)
-        batches = training.batches(0, 12)
-        times = []
-        for batch in batches:
+        times: list[float] = []
+        # The first updates are slow: kernels are compiled and memory is taken.
+        for i in range(WARM_UPDATES + MOST_UPDATES):
             started = time.perf_counter()
-            step(batch)
+            step({name: torch.from_numpy(array) for name, array in training.batch(i).items()})
             times.append(time.perf_counter() - started)
-    seconds = sorted(times[2:])[len(times[2:]) // 2]
-    return max(20, int(config.train.minutes * 60 / seconds))
+            if i >= WARM_UPDATES and sum(times[WARM_UPDATES:]) > TRIAL_SECONDS:
+                break
+    seconds = statistics.fmean(times[WARM_UPDATES:])
+    return max(SHORTEST, int(config.train.minutes * 60 / seconds))
 
 
 def _write_new(
