@@ -68,9 +68,9 @@ lab: $(STAMP)
 report: $(STAMP)
 	@$(BIN)/python -m matrixlib.report $(RUN)
 
-# sample.ipynb keeps its demo default too: it makes a few games, not the shipped set.
+# In a reports root of their own: eval.ipynb would else pick up a run of yours. sample.ipynb makes a few games only.
 refresh: $(STAMP)
-	MATRIXLIB_LIVE=0 MATRIXLIB_DEVICE=cpu $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	MATRIXLIB_REPORTS="$$(mktemp -d)" MATRIXLIB_LIVE=0 MATRIXLIB_DEVICE=cpu $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 # torch's own metadata brings the CUDA packages that its Linux build needs; pinning them would force gigabytes on
 # machines whose build has none.

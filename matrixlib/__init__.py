@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matrixlib.net import Net
 
 
-def load(run: str, **options: Any) -> Net:
+def load(run: str | Path, **options: Any) -> Net:
     """The trained network of a run; see `matrixlib.net.load`."""
     from matrixlib.net import load as load_net  # torch is heavy: only when it is needed
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ NOTEBOOKS = configuration.PARAMS.parent / "notebooks"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the notebook; returns papermill's exit code."""
+    """Run the notebook; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="quick", help="a file in params/ (default: quick)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
@@ -41,37 +40,49 @@ def main(arguments: list[str] | None = None) -> int:
     folder = configuration.reports_root() / name
     folder.mkdir(parents=True, exist_ok=True)
     print(f"run {name}: notebooks/train.ipynb -> {_shown(folder / 'train.ipynb')}", flush=True)
-    code = _execute(folder, name, options)
-    _closing(folder, code)
-    return code
+    parameters = {"preset": options.preset, "device": options.device, "run": name, "steps": options.steps}
+    try:
+        reason = _execute(folder, parameters)
+    except KeyboardInterrupt:  # the kernel gets it too: it saves a checkpoint first
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return _closing(folder, reason)
 
 
-def _execute(folder: Path, name: str, options: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "papermill", str(NOTEBOOKS / "train.ipynb"), str(folder / "train.ipynb")]
-    command += [
-        "-k",
-        "python3",
-        "--no-progress-bar",
-        "-p",
-        "preset",
-        options.preset,
-        "-p",
-        "device",
-        options.device,
-    ]
-    command += ["-p", "run", name, "-p", "steps", str(options.steps)]
-    with (folder / "papermill.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            with tqdm(unit="update", dynamic_ncols=True, desc="starting") as bar:
-                while process.poll() is None:
-                    _show(bar, folder)
-                    time.sleep(0.5)
-                _show(bar, folder)
-        except KeyboardInterrupt:  # the kernel gets it too: it saves a checkpoint first
-            process.wait()
-            raise
-    return process.returncode
+def _execute(folder: Path, parameters: dict[str, Any]) -> str:
+    """Run the notebook; returns why it failed, or an empty string.
+
+    papermill runs in this process: the kernel ends when its parent does, so a killed launcher leaves no orphan that
+    goes on writing the run.
+    """
+    import papermill
+
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(folder, done), daemon=True)
+    watcher.start()
+    try:
+        papermill.execute_notebook(
+            NOTEBOOKS / "train.ipynb",
+            folder / "train.ipynb",
+            parameters,
+            kernel_name="python3",
+            progress_bar=False,
+            extra_arguments=["--log-level=ERROR"],  # ipykernel warns about unencrypted TCP on every start
+        )
+    except papermill.PapermillExecutionError as error:
+        return f"{error.ename}: {error.evalue}"
+    finally:
+        done.set()
+        watcher.join()
+    return ""
+
+
+def _watch(folder: Path, done: threading.Event) -> None:
+    """Draw the bar until the notebook has ended."""
+    with tqdm(unit="update", dynamic_ncols=True, desc="starting") as bar:
+        while not done.wait(0.5):
+            _show(bar, folder)
+        _show(bar, folder)
 
 
 def _show(bar: Any, folder: Path) -> None:
@@ -98,25 +109,26 @@ def _last_row(path: Path) -> dict[str, Any] | None:
     return json.loads(lines[-2]) if len(lines) > 1 and lines[-2].endswith(b"}") else None
 
 
-def _closing(folder: Path, code: int) -> None:
-    """The last lines: result and report, or the reason of the failure."""
+def _closing(folder: Path, reason: str) -> int:
+    """The last lines: result and report, or the reason of the failure; returns the exit code."""
     summary = runs.read_json(folder / "summary.json")
-    if code or not summary.get("complete"):
-        tail = (folder / "papermill.log").read_text(encoding="utf-8").strip().splitlines()
-        print(tail[-1] if tail else "papermill printed nothing", file=sys.stderr)
-        print(
-            f"failed (exit code {code}); the notebook is kept at {_shown(folder / 'train.ipynb')}",
-            file=sys.stderr,
-        )
-        return
-    figures, base = summary["evaluation"], summary["evaluation"].get("baselines", {})
-    print(f"report: {_shown(folder / 'report.html')}")
+    if summary.get("complete"):
+        _result(folder, summary)
+    if reason:
+        print(reason, file=sys.stderr)
+        print(f"failed; the notebook is kept at {_shown(folder / 'train.ipynb')}", file=sys.stderr)
+    return 1 if reason else 0
+
+
+def _result(folder: Path, summary: dict[str, Any]) -> None:
+    figures, base = summary["evaluation"], summary["evaluation"]["baselines"]
     print(
         f"{summary['positions']:,} positions in {summary['seconds'] / 60:.1f} min; held-out: "
         f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
         f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}, "
         f"WDL {figures.get('wdl_accuracy', float('nan')):.1%}, value correlation {figures['value_correlation']:.2f}"
     )
+    print(f"report: {_shown(folder / 'report.html')}")
 
 
 def _shown(path: Path) -> str:

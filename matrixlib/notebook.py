@@ -80,7 +80,7 @@ def check_parameters(
 def clean_errors() -> None:
     """Show errors that are meant for people as one line, `ErrorName: reason`, without a traceback.
 
-    These are all errors that this package raises, but for failed assertions: those are bugs. The cell still
+    These are the errors that this package defines and every ValueError that it raises. The cell still
     fails, so papermill stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside
     IPython nothing happens.
     """
@@ -214,6 +214,8 @@ def _ours(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether this package raised the error, and not a library that it called or the notebook itself."""
     if type(error).__module__.split(".")[0] == "matrixlib":
         return True
+    if not isinstance(error, ValueError):  # a bug, of which the traceback is what helps
+        return False
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
@@ -228,7 +230,7 @@ def _show_error(
     tb_offset: int | None = None,
 ) -> list[str] | None:
     """IPython's handler: must publish the error itself, else the notebook would hold none."""
-    if not _ours(error, trace) or isinstance(error, AssertionError):
+    if not _ours(error, trace):
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         return None
     line = f"{kind.__name__}: {' '.join(str(error).split())}"

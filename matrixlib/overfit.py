@@ -16,7 +16,7 @@ import numpy as np
 from matrixlib import run as runs
 from matrixlib.config import merge
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.run import Run
+from matrixlib.run import Run, RunError
 
 POSITIONS = 16
 STEPS = 100
@@ -25,7 +25,7 @@ VISITS = 8  # batches in which labels are compared between visits
 
 OVERRIDES: dict[str, Any] = {
     "data": {"limit": POSITIONS, "mirror": False, "workers": 0},
-    "model": {"droppath": 0.0, "dropout": 0.0, "ssl": []},
+    "model": {"droppath": 0.0, "dropout": 0.0, "ssl": [], "value": {"kind": "wdl"}},
     "loss": {"label_smoothing": 0.0},
     "optim": {
         "schedule": "linear",
@@ -61,7 +61,7 @@ def open_run(
     preset: str, device: str, seed: int | None, run: str, steps: int, overrides: Mapping[str, Any]
 ) -> Run:
     """A run of `run.open_run` with OVERRIDES under the caller's own."""
-    return runs.open_run(preset, device, seed, run, steps, merge(OVERRIDES, overrides))
+    return runs.open_run(preset, device, seed, run, steps, merge(OVERRIDES, overrides), kind="overfit")
 
 
 def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagnosis:
@@ -69,25 +69,28 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
 
     watch: called with the stats of every update, for a live plot.
     """
+    if run.complete:
+        raise RunError(f"run '{run.name}' has ended; leave `run` empty or give another name")
+    if run.config.loss.policy == 0 or run.config.model.value.kind != "wdl":
+        raise RunError("the overfit check needs loss.policy above 0 and model.value.kind wdl; override them")
     problems = _labels(run)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    batch = run.training.batch(0)
-    chance, floor = _bounds(run, batch)
+    chance, floor = _bounds(run, run.training.batch(0))
     curve: list[tuple[int, float, float]] = []
     failure = ""
     try:
         for stats in run.train():
             watch(stats)
-            gap = stats.losses["policy"] - floor
-            curve.append((stats.step, gap, stats.metrics.get("value/accuracy", float("nan"))))
+            curve.append((stats.step, stats.losses["policy"] - floor, stats.metrics["value/accuracy"]))
     except TrainingHalted as error:  # the loss or the gradient stays non-finite
         failure = str(error)
     step, gap, accuracy = curve[-1] if curve else (0, float("inf"), 0.0)
-    if gap > POLICY_GAP or accuracy < 1.0 or failure:
+    learned = gap <= POLICY_GAP and accuracy >= 1.0
+    if failure or not learned:
         problems += _gradients(run) + _learning_rate(
             run, before, [c[1] for c in curve], chance - floor, failure
         )
-    if not problems and not (gap <= POLICY_GAP and accuracy >= 1.0):
+    if not problems and not learned:
         problems.append(
             f"the network did not learn {POSITIONS} positions in {step} updates (policy {gap:.3f} nats "
             f"above the floor, WDL accuracy {accuracy:.0%}) and no known fault was seen: "

@@ -68,11 +68,13 @@ def write_report(run_folder: Path) -> Path:
 
 
 def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
-    """Put a notebook's verdict (passed, demo, checks) into summary.json and write the report again."""
+    """Put a notebook's verdict (passed, demo, checks) into summary.json; write report and index again."""
     path = Path(run_folder) / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     metrics.write_json(path, summary | {"verdict": dict(verdict)})
-    return write_report(run_folder)
+    report = write_report(run_folder)
+    write_index(Path(run_folder).parent)
+    return report
 
 
 def write_index(root: Path | None = None) -> Path:

@@ -6,6 +6,7 @@ metrics.jsonl, checkpoints/, summary.json and report.html. One process writes a 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import platform
@@ -25,6 +26,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import runtime as runtimes
 from matrixlib.config import Config, ConfigError
+from matrixlib.engine.metrics import write_json, write_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +40,7 @@ MAY_CHANGE = ("train.steps", "train.minutes", "train.heartbeat_seconds", "valida
 
 WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0  # of the timing behind `train.steps: auto`
 SHORTEST = 20  # updates, where they are slow
+ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 
 
 class RunError(ValueError):
@@ -55,7 +58,7 @@ class Run:
     task: ChessTask
     catalogue: Catalogue
     training: Loader
-    held_out: Loader | None
+    held_out: Loader
     requested: Config
     resumed: bool
     lock: FileLock
@@ -109,18 +112,40 @@ class Run:
         return "\n".join(lines + self.messages)
 
     def train(self) -> Iterator[Stats]:
-        """Train to the last update, from the newest whole checkpoint if there is one; yields after each update."""
+        """Train to the last update, from the newest whole checkpoint if there is one; yields after each update.
+
+        The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
+        with it. What the trainer warns about is shown once and kept in `messages`.
+        """
         if self.complete:
             return
-        yield from self.trainer.train()
-        self._finish()
+        _hold(self.lock, self.name)
+        try:
+            for stats in self.trainer.train():
+                for text in stats.messages:
+                    self._say(f"update {stats.step}: {text}")
+                yield stats
+            self._finish()
+        finally:
+            self.close()
+
+    def first_losses(self) -> str:
+        """The losses before any update beside chance level and attainable floor, a line for each term."""
+        return "\n".join(
+            f"first {term} loss {found['loss']:.2f}; chance {found['chance']:.2f}, floor {found['floor']:.2f}"
+            for term, found in (self.trainer.initial or {}).items()
+        )
+
+    def _say(self, text: str) -> None:
+        self.messages.append(text)
+        warnings.warn(text, stacklevel=3)
 
     def history(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl so far."""
+        """Rows of metrics.jsonl up to where the run goes on."""
         from matrixlib.engine import metrics
 
-        path = self.folder / "metrics.jsonl"
-        return metrics.read(path) if path.exists() else []
+        assert self.trainer is not None  # building it cuts the file back to the newest checkpoint
+        return metrics.read(self.folder / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         """Contents of summary.json; empty before the run has ended."""
@@ -130,7 +155,6 @@ class Run:
         """Evaluate on the held-out games; write summary.json, the picture of the curves and the report."""
         from matrixlib import evaluation, report
         from matrixlib.engine import plots
-        from matrixlib.engine.metrics import write_json
         from matrixlib.net import Net
 
         rows = self.history()
@@ -164,7 +188,7 @@ class Run:
         return round(3 * forward_flops(self.config.model) * rate / (peak * 1e9), 4) if peak else None
 
     def close(self) -> None:
-        """Give the run's lock back."""
+        """Give the run's lock back; twice does no harm."""
         self.lock.release()
 
 
@@ -175,28 +199,41 @@ def open_run(
     run: str = "",
     steps: int = 0,
     overrides: Mapping[str, Any] | None = None,
+    kind: str = "train",
 ) -> Run:
     """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
 
     preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
-    (``auto``, None, 0 leave it). overrides: nested mapping, checked by the schema.
+    (``auto``, None, 0 leave it). overrides: nested mapping, checked by the schema. kind: what the run is for; another
+    kind than "train" stands in its name, and evaluation does not pick it up by itself.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
     requested = configuration.load(preset, _arguments(device, seed, steps, overrides or {}))
-    folder = _folder(preset, run, requested)
+    folder = _folder(preset, run, requested, kind)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
+    _hold(lock, folder.name)
+    try:
+        return _open(folder, preset, requested, lock, kind)
+    except BaseException:
+        lock.release()
+        if not (folder / "run.json").exists():  # nothing was begun: leave no empty folder behind
+            (folder / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another program has put something there
+                folder.rmdir()
+        raise
+
+
+def _hold(lock: FileLock, name: str) -> None:
+    """Take a run's lock unless this process has it. RunError where another process has."""
+    if lock.is_locked:
+        return
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise RunError(
-            f"run '{folder.name}' is being written by another process; wait for it or give another run name"
+            f"run '{name}' is being written by another process; wait for it or give another run name"
         ) from None
-    try:
-        return _open(folder, preset, requested, lock)
-    except BaseException:
-        lock.release()
-        raise
 
 
 def finished_run(name: str = "", preset: str = "demo") -> Path:
@@ -205,7 +242,8 @@ def finished_run(name: str = "", preset: str = "demo") -> Path:
     Raises RunError for a name without a complete run.
     """
     root = configuration.reports_root()
-    done = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
+    ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
+    done = [folder for folder in ended if name or read_json(folder / "run.json").get("kind") == "train"]
     if name:
         if root / name not in done:
             known = ", ".join(sorted(folder.name for folder in done)) or "none yet"
@@ -220,8 +258,8 @@ def finished_run(name: str = "", preset: str = "demo") -> Path:
     return fresh.folder
 
 
-def held_out_data(task: ChessTask) -> Loader | None:
-    """The held-out positions of the data set that a task was configured for; None where it has none."""
+def held_out_data(task: ChessTask) -> Loader:
+    """The held-out positions of the data set that a task was configured for. RunError where it has none."""
     from matrixlib.data.catalogue import Catalogue
 
     return _held_out(task, Catalogue(data_folder(task.config.data.source)))
@@ -246,7 +284,7 @@ def _arguments(device: str, seed: int | None, steps: int, overrides: Mapping[str
     return configuration.merge(overrides, given)
 
 
-def _folder(preset: str, run: str, requested: Config) -> Path:
+def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Path:
     """Folder of the named run, of the newest incomplete one with the same configuration, or of a new one."""
     root = configuration.reports_root()
     if run:
@@ -254,8 +292,8 @@ def _folder(preset: str, run: str, requested: Config) -> Path:
             raise RunError(f"run name {run!r} must be a plain folder name, without slashes or a leading dot")
         return root / run
     asked = configuration.dump(requested)
-    for path in sorted(root.glob("*/run.json"), key=lambda p: p.parent.name.rsplit("-", 1)[-1], reverse=True):
-        record = read_json(path)
+    records = [(read_json(path), path) for path in root.glob("*/run.json")]
+    for record, path in sorted(records, key=lambda item: item[0].get("started", ""), reverse=True):
         done = read_json(path.parent / "summary.json").get("complete")
         if (
             not done
@@ -264,22 +302,24 @@ def _folder(preset: str, run: str, requested: Config) -> Path:
             and not _locked(path.parent)
         ):
             return path.parent
-    stem = f"{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    prefix = "" if kind == "train" else f"{kind}-"
+    stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
     return next(root / name for name in names if not (root / name).exists())
 
 
 def _locked(folder: Path) -> bool:
+    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice."""
     lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=ORPHAN_SECONDS)
     except Timeout:
         return True
     lock.release()
     return False
 
 
-def _open(folder: Path, preset: str, requested: Config, lock: FileLock) -> Run:
+def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str) -> Run:
     from matrixlib.data.catalogue import Catalogue
 
     source = data_folder(requested.data.source)
@@ -304,7 +344,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock) -> Run:
         )
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if not record:
-        _write_new(folder, preset, requested, config, runtime, catalogue.hash())
+        _write_new(folder, preset, requested, config, runtime, catalogue.hash(), kind)
     return Run(
         folder,
         preset,
@@ -340,7 +380,10 @@ def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], m
         if key != "train.steps" or new != "auto":
             data[section][name] = new
             messages.append(f"changed on resume: {key} {old} -> {new}")
-    return configuration.parse(data, "config.yaml")
+    config = configuration.parse(data, "config.yaml")
+    if config != stored:
+        write_text(folder / "config.yaml", configuration.to_yaml(config))
+    return config
 
 
 def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
@@ -382,7 +425,7 @@ def _build_task(config: Config) -> ChessTask:
 
 def _loaders(
     config: Config, runtime: runtimes.Runtime, task: ChessTask, catalogue: Catalogue, messages: list[str]
-) -> tuple[Loader, Loader | None]:
+) -> tuple[Loader, Loader]:
     from matrixlib.data.loader import Loader
     from matrixlib.tasks.chess.records import LAYOUT
 
@@ -393,7 +436,9 @@ def _loaders(
 
     rows = catalogue.shards("train")
     if not rows:
-        bad = [f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")]
+        bad = [
+            f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")
+        ] + catalogue.messages
         raise RunError(
             f"data set '{config.data.source}' has no healthy training shard left"
             + (f" ({'; '.join(bad[:3])})" if bad else "")
@@ -414,13 +459,16 @@ def _loaders(
     return training, _held_out(task, catalogue, **common)
 
 
-def _held_out(task: ChessTask, catalogue: Catalogue, **options: Any) -> Loader | None:
+def _held_out(task: ChessTask, catalogue: Catalogue, **options: Any) -> Loader:
     from matrixlib.data.loader import Loader
     from matrixlib.tasks.chess.records import LAYOUT
 
     rows, config = catalogue.shards("validation"), task.config
     if not rows:
-        return None
+        raise RunError(
+            f"data set '{config.data.source}' holds out no games, so nothing could be said of what is learned; "
+            "add games: about one in twenty is held out"
+        )
     options = {"seed": config.seed, **options}
     return Loader(rows, LAYOUT, config.validation.batch_size, prepare=task.prepare_plain, **options)
 
@@ -434,8 +482,6 @@ def _build_trainer(run: Run) -> Trainer:
     size = config.validation.batch_size
 
     def validation(kind: str) -> Iterator[Any]:
-        if held_out is None:
-            return iter(())
         return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
 
     trainer = Trainer(
@@ -476,14 +522,19 @@ def _fit_steps(config: Config, runtime: runtimes.Runtime, task: ChessTask, train
 
 
 def _write_new(
-    folder: Path, preset: str, requested: Config, config: Config, runtime: runtimes.Runtime, catalogue: str
+    folder: Path,
+    preset: str,
+    requested: Config,
+    config: Config,
+    runtime: runtimes.Runtime,
+    catalogue: str,
+    kind: str,
 ) -> None:
-    from matrixlib.engine.metrics import write_json
-
-    (folder / "config.yaml").write_text(configuration.to_yaml(config), encoding="utf-8")
+    write_text(folder / "config.yaml", configuration.to_yaml(config))
     write_json(
         folder / "run.json",
         {
+            "kind": kind,
             "preset": preset,
             "requested": configuration.dump(requested),
             "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",

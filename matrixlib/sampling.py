@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ def make(
     folder = Path(out) if out else configuration.reports_root() / "sample"
     parameters = sources.Parameters(seed=seed, games_per_chunk=games_per_chunk, nodes=nodes)
     made = sources.generate(folder / "chunks", games, parameters, stockfish or None, workers)
+    if (
+        folder / "shards"
+    ).exists():  # of fewer games: packed anew, so that no shard or catalogue row is left over
+        shutil.rmtree(folder / "shards")
     packed = packing.pack(folder / "chunks", folder / "shards")
     return {
         "folder": folder,

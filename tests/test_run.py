@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from matrixlib import run as runs
 current = runs.open_run(run=sys.argv[1], overrides=json.loads(sys.argv[2]))
 for stats in current.train():
     print(stats.step, flush=True)
-    time.sleep(0.02)
+    time.sleep(60 if stats.step == 7 and sys.argv[3:] else 0.02)
 current.close()
 """
 
@@ -167,7 +166,7 @@ def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: P
     whole = train("whole")
     command = [sys.executable, "-c", PROGRAM, "killed", json.dumps(TINY)]
     environment = {**os.environ, "MATRIXLIB_REPORTS": str(reports)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([*command, "wait"], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     for line in process.stdout:
         if int(line) == 7:
@@ -191,8 +190,21 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(reports: Path) -
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
+def test_a_minute_of_the_quick_preset_beats_best_capture(reports: Path) -> None:
+    """The floor under what the README reports: 200 updates on the shipped positions."""
+    current = runs.open_run("quick", steps=200, overrides={"validation": {"interval": 200}})
+    for _ in current.train():
+        pass
+    figures = current.summary()["evaluation"]
+    base = figures["baselines"]
+    assert figures["top1"] > base["best_capture_top1"] + 0.02
+    assert figures["top3"] > base["uniform_top3"] + 0.1
+    assert figures["policy_kl"] < base["uniform_kl"] - 0.05
+    assert figures["wdl_accuracy"] > base["majority_wdl"] + 0.1
+
+
 def test_finding_a_name_starts_nothing(reports: Path) -> None:
     name = runs.name_run("demo")
     assert name.startswith("demo-")
     assert not (reports / name).exists()
-    time.sleep(0)

@@ -258,7 +258,11 @@ def generate(
                 played, labelled = played + news[0], labelled + news[1]
                 if news[0]:
                     bar.update(news[0])
-                    bar.set_postfix(positions=labelled, rate=f"{labelled / (time.monotonic() - start):.0f}/s")
+                    bar.set_postfix(
+                        positions=labelled,
+                        rate=f"{labelled / (time.monotonic() - start):.0f}/s",
+                        refresh=False,
+                    )
         for process in processes:
             process.join()
             if process.exitcode:

@@ -1,0 +1,80 @@
+"""The way in from the shell: its progress, its last lines and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from matrixlib import launch
+
+
+class Bar(SimpleNamespace):
+    """Records what tqdm would be told."""
+
+    total: int | None = None
+    n: int = 0
+    initial: int = 0
+
+    def reset(self, total: int) -> None:
+        self.total, self.n = total, 0
+
+    def update(self, n: int) -> None:
+        self.n += n
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None
+
+
+def write_rows(folder: Path, *steps: int, torn: str = "") -> None:
+    rows = [json.dumps({"step": step, "loss": 3.25, "throughput": 1700.0}) for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows) + torn)
+
+
+def test_the_bar_follows_the_metrics_and_counts_from_where_a_run_resumed(tmp_path: Path) -> None:
+    bar = Bar()
+    launch._show(bar, tmp_path)
+    assert bar.total is None
+    (tmp_path / "config.yaml").write_text("train: {steps: 50}\n")
+    write_rows(tmp_path, 1, 2, 20)
+    launch._show(bar, tmp_path)
+    assert (bar.total, bar.n, bar.initial) == (50, 20, 20)
+    write_rows(tmp_path, 1, 2, 20, 21, torn='{"step": 2')
+    launch._show(bar, tmp_path)
+    assert bar.n == 21
+
+
+def test_an_unknown_preset_is_one_line_and_exit_code_2(
+    reports: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["--preset", "quik"]) == 2
+    assert "did you mean 'quick'" in capsys.readouterr().err
+    assert list(reports.iterdir()) == []
+
+
+def test_a_failure_ends_with_its_reason_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch._closing(tmp_path, "RunError: no healthy shard") == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines()[0] == "RunError: no healthy shard"
+    assert "train.ipynb" in said.err
+
+
+@pytest.mark.slow
+def test_the_shell_command_trains_and_ends_with_the_report(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
+    assert launch.main(["--preset", "demo", "--steps", "40"]) == 0
+    first, *_, result, report = capsys.readouterr().out.splitlines()
+    name = first.split()[1].rstrip(":")
+    assert name.startswith("demo-")
+    assert "best capture" in result
+    assert report.startswith("report: ")
+    assert (reports / name / "train.ipynb").exists()
+    assert (reports / name / "report.html").exists()
+    assert name in (reports / "index.html").read_text()

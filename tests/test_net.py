@@ -1,0 +1,122 @@
+"""A trained network for use: loading a run, evaluating positions, Black's perspective, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import chess
+import numpy as np
+import pytest
+
+import matrixlib
+from matrixlib import config as configuration
+from matrixlib import run as runs
+from matrixlib.net import Net
+from matrixlib.runtime import resolve
+from matrixlib.tasks.chess.task import ChessTask
+
+CPU = {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False}
+KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1"
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    """A network with random weights: what it says is nonsense, but it must be the same nonsense for equal positions."""
+    settings = configuration.load("demo", {"model": {"ssl": ["piece", "threat", "control"]}, "runtime": CPU})
+    task = ChessTask(settings)
+    return Net(task.build_model(), task, resolve(settings.runtime, settings.train, settings.data))
+
+
+def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None:
+    fens = [chess.STARTING_FEN, KIWIPETE, "8/P6k/8/8/8/8/7p/K7 b - - 0 1"]
+    for fen, seen in zip(fens, net.evaluate(fens), strict=True):
+        board = chess.Board(fen)
+        assert set(seen.moves) == {move.uci() for move in board.legal_moves}
+        shares = list(seen.moves.values())
+        assert sum(shares) == pytest.approx(1, abs=1e-5)
+        assert shares == sorted(shares, reverse=True)
+        assert seen.best == next(iter(seen.moves))
+        assert seen.wdl is not None
+        assert sum(seen.wdl) == pytest.approx(1, abs=1e-5)
+        assert seen.value == pytest.approx(seen.wdl[0] - seen.wdl[2], abs=1e-5)
+
+
+def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> None:
+    board = chess.Board(KIWIPETE)
+    white, black = net.evaluate([board.fen(), board.mirror().fen()])
+
+    def flip(uci: str) -> str:
+        move = chess.Move.from_uci(uci)
+        turned = chess.Move(
+            chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion
+        )
+        return turned.uci()
+
+    assert white.wdl == pytest.approx(black.wdl)
+    for move, share in white.moves.items():
+        assert black.moves[flip(move)] == pytest.approx(share, abs=1e-6)
+    for head, maps in white.ssl.items():
+        np.testing.assert_allclose(maps, black.ssl[head][:, ::-1], atol=1e-5)
+
+
+def test_maps_have_their_shapes_and_are_probabilities(net: Net) -> None:
+    (seen,) = net.evaluate(KIWIPETE)
+    assert {head: maps.shape for head, maps in seen.ssl.items()} == {
+        "piece": (13, 8, 8),
+        "threat": (1, 8, 8),
+        "control": (3, 8, 8),
+    }
+    np.testing.assert_allclose(seen.ssl["piece"].sum(0), 1, atol=1e-5)
+
+
+def test_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
+    (seen,) = net.evaluate("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3")
+    assert (seen.moves, seen.best) == ({}, None)
+    assert -1 <= seen.value <= 1
+
+
+def test_batches_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    boards = [chess.Board(KIWIPETE)]
+    for move in list(boards[0].legal_moves)[:9]:
+        after = chess.Board(KIWIPETE)
+        after.push(move)
+        boards.append(after)
+    whole = net.values(boards)
+    monkeypatch.setattr("matrixlib.net.BATCH", 3)
+    np.testing.assert_allclose(net.values(boards), whole, atol=1e-5)
+    assert net.values([]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "fen", ["not a position", "8/8/8/8/8/8/8/8 w - - 0 1", "rnbqkbnr/8/8/8/8/8/8/8 w - - 0 1"]
+)
+def test_a_bad_fen_is_named(net: Net, fen: str) -> None:
+    with pytest.raises(ValueError, match=fen.split("/", 1)[0].split()[0]):
+        net.evaluate(fen)
+
+
+def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
+    tiny: dict[str, Any] = {
+        "data": {"limit": 512},
+        "model": {"channels": 16, "blocks": 1},
+        "train": {"steps": 4, "batch_size": 64},
+        "validation": {"interval": 2, "sample": 64, "full_every": 2},
+        "checkpoint": {"interval": 2},
+        "runtime": CPU,
+    }
+    current = runs.open_run(run="mine", overrides=tiny)
+    for _ in current.train():
+        pass
+    by_name, by_folder = matrixlib.load("mine", device="cpu"), matrixlib.load(reports / "mine", device="cpu")
+    assert by_name.evaluate(KIWIPETE)[0].moves == by_folder.evaluate(KIWIPETE)[0].moves
+    newest = matrixlib.load("mine", checkpoint="newest", device="cpu")
+    assert newest.parameters == by_name.parameters
+    with pytest.raises(ValueError, match="step_00000099"):
+        matrixlib.load("mine", checkpoint="step_00000099", device="cpu")
+    with pytest.raises(ValueError, match="no run at 'other'"):
+        matrixlib.load("other")
+    for file in (reports / "mine" / "checkpoints").glob("*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-16])
+    with pytest.raises(ValueError, match=r"damaged|checksum"):
+        matrixlib.load("mine", device="cpu")
