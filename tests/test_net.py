@@ -118,5 +118,5 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
         matrixlib.load("other")
     for file in (reports / "mine" / "checkpoints").glob("*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-16])
-    with pytest.raises(ValueError, match=r"damaged|checksum"):
+    with pytest.raises(ValueError, match=r"model\.safetensors has"):
         matrixlib.load("mine", device="cpu")
