@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        name = runs.name_run(options.preset, options.device, None, options.run, options.steps)
+        name = runs.name_run(options.preset, options.device, -1, options.run, options.steps)
     except ValueError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -57,9 +57,7 @@ class Diagnosis:
         return self.policy_gap <= POLICY_GAP and self.accuracy >= 1.0 and not self.problems
 
 
-def open_run(
-    preset: str, device: str, seed: int | None, run: str, steps: int, overrides: Mapping[str, Any]
-) -> Run:
+def open_run(preset: str, device: str, seed: int, run: str, steps: int, overrides: Mapping[str, Any]) -> Run:
     """A run of `run.open_run` with OVERRIDES under the caller's own."""
     return runs.open_run(preset, device, seed, run, steps, merge(OVERRIDES, overrides), kind="overfit")
 

@@ -195,7 +195,7 @@ class Run:
 def open_run(
     preset: str = "demo",
     device: str = "auto",
-    seed: int | None = None,
+    seed: int = -1,
     run: str = "",
     steps: int = 0,
     overrides: Mapping[str, Any] | None = None,
@@ -204,7 +204,7 @@ def open_run(
     """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
 
     preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
-    (``auto``, None, 0 leave it). overrides: nested mapping, checked by the schema. kind: what the run is for; another
+    (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. kind: what the run is for; another
     kind than "train" stands in its name, and evaluation does not pick it up by itself.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
@@ -265,19 +265,17 @@ def held_out_data(task: ChessTask) -> Loader:
     return _held_out(task, Catalogue(data_folder(task.config.data.source)))
 
 
-def name_run(
-    preset: str, device: str = "auto", seed: int | None = None, run: str = "", steps: int = 0
-) -> str:
+def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
     """The name that `open_run` would use for these parameters, without starting anything."""
     return _folder(preset, run, configuration.load(preset, _arguments(device, seed, steps, {}))).name
 
 
-def _arguments(device: str, seed: int | None, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
     given: dict[str, Any] = {}
     if device != "auto":
         given["runtime"] = {"device": device}
-    if seed is not None:
+    if seed >= 0:
         given["seed"] = seed
     if steps:
         given["train"] = {"steps": steps}

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib.engine import metrics
-from matrixlib.engine.metrics import MetricsError, MetricsLog, columns, read, write_json
+from matrixlib.engine.metrics import MetricsError, MetricsLog, read, write_json
 
 
 def _refuse(constant: str) -> None:
@@ -170,19 +170,6 @@ def test_crash_during_truncate_leaves_the_old_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="crash"):
         log.truncate_to(2)
     assert log.path.read_bytes() == before
-
-
-def test_columns_are_flat_and_aligned() -> None:
-    rows = [
-        {"step": 1, "losses": {"a": 1.0}},
-        {"step": 2, "validation": {"a": 3}},
-        {"step": 3, "losses": {"a": 2.0}},
-    ]
-    assert columns(rows) == {
-        "step": [1, 2, 3],
-        "losses/a": [1.0, None, 2.0],
-        "validation/a": [None, 3, None],
-    }
 
 
 def test_write_json_is_standard_and_replaces(tmp_path: Path) -> None:

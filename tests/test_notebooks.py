@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import papermill as papermill_api
 import pytest
 
 from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
@@ -179,6 +180,17 @@ def test_a_bad_parameter_stops_with_one_line(reports: Path, options: list[str], 
     assert done.returncode != 0
     assert reason in error
     assert "\n" not in error.strip()
+
+
+def test_papermill_reads_every_parameter_with_its_type_and_help() -> None:
+    """What `--help-notebook` shows. papermill cannot parse `int | None`, and drops all that follows it."""
+    for path in NOTEBOOKS:
+        found = papermill_api.inspect_notebook(path)
+        tagged = [c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])]
+        assert list(found) == [statement.target.id for statement in ast.parse(tagged[0].source).body]
+        for parameter in found.values():
+            assert parameter["inferred_type_name"] != "None"
+            assert parameter["help"]
 
 
 def spoil(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,6 @@ from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
 
 FORBIDDEN = (np.uint16, np.uint32, np.uint64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of a dozen channels: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check_task(task: Task, host_batch: dict[str, np.ndarray], tolerance: float = 1e-4) -> None:

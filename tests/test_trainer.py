@@ -35,15 +35,6 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of a dozen channels: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def settings(**sections: dict[str, Any]) -> Config:
     return configuration.load("demo", configuration.merge(CHANGES, sections))
 

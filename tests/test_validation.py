@@ -19,15 +19,6 @@ BOTH = frozenset({"class", "plane"})
 NAN = math.nan
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of a dozen channels: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def settings(**changes: object) -> ValidationConfig:
     base = {
         "interval": 10,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -82,20 +82,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises MetricsError naming the line where any other line is not a row, FileNotFoundError without a file.
     """
     return [_unplain(row) for _, row in _lines(Path(path))]
-
-
-def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Flattened columns: `{"losses": {"policy": 2.0}}` goes to "losses/policy"; None where a row lacks it.
-
-    Every column has as many entries as there are rows.
-    """
-    out: dict[str, list[Any]] = {}
-    for index, row in enumerate(rows):
-        for key, value in flatten(row):
-            out.setdefault(key, [None] * index).append(value)
-        for column in out.values():
-            column.extend([None] * (index + 1 - len(column)))
-    return out
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
