@@ -144,8 +144,9 @@ class Run:
         """Rows of metrics.jsonl up to where the run goes on."""
         from matrixlib.engine import metrics
 
-        assert self.trainer is not None  # building it cuts the file back to the newest checkpoint
-        return metrics.read(self.folder / "metrics.jsonl")
+        return metrics.read(
+            self.trainer.metrics.path
+        )  # the trainer has cut the file back to the newest checkpoint
 
     def summary(self) -> dict[str, Any]:
         """Contents of summary.json; empty before the run has ended."""
