@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,3 +41,14 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root.mkdir()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(root))
     return root
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Stockfish]:
+    """A running Stockfish; the test skips where there is none."""
+    try:
+        path = find_stockfish()
+    except EngineError as error:
+        pytest.skip(str(error))
+    with Stockfish(path) as running:
+        yield running

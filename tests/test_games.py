@@ -11,19 +11,8 @@ import pytest
 
 from matrixlib.tasks.chess import games
 from matrixlib.tasks.chess.games import ENDINGS, Game, Parameters, choose, ending_of, label
-from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
 
 LABELS = Parameters()
-
-
-@pytest.fixture(scope="module")
-def engine():
-    try:
-        path = find_stockfish()
-    except EngineError as error:
-        pytest.skip(str(error))
-    with Stockfish(path) as running:
-        yield running
 
 
 def random_boards(count: int, seed: int = 0) -> list[chess.Board]:

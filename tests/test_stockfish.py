@@ -30,16 +30,6 @@ BLOCK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine():
-    try:
-        path = find_stockfish()
-    except EngineError as error:
-        pytest.skip(str(error))
-    with Stockfish(path) as running:
-        yield running
-
-
 def fake_engine(folder: Path, body: str) -> Path:
     """A program that stands where an engine is expected."""
     if os.name != "posix":
