@@ -190,10 +190,50 @@ class ValidationConfig(Section):
     )
 
 
+class HealthConfig(Section):
+    window: Annotated[int, Field(ge=8)] = Field(
+        description="accepted updates that the running band of loss and gradient norm looks back on"
+    )
+    band: Positive = Field(description="robust standard deviations above the median that make an outlier")
+    patience: Count = Field(description="outliers in a row after which the run is rolled back")
+    skips: Count = Field(description="non-finite updates in a row after which the run is rolled back")
+    rollbacks: CountOrZero = Field(description="rollbacks of a run; one more stops it with a diagnosis")
+    rate_factor: Annotated[Real, Field(gt=0, le=1)] = Field(
+        description="factor on the learning rate after a rollback"
+    )
+    rate_recovery: CountOrZero = Field(description="updates over which the factor goes back to 1")
+    hooks: bool = Field(
+        description="name the module where a value first stops being finite (slow; for a run that fails)"
+    )
+
+
+class GatingConfig(Section):
+    warmup_steps: CountOrZero = Field(
+        description="updates over which self-supervised weights rise to their value"
+    )
+    freeze_steps: CountOrZero = Field(
+        description="updates without the self-supervised terms after an unstable one; 0 = never frozen"
+    )
+    seconds: NonNegative = Field(
+        description="time for the self-supervised terms in an update; 0 = no limit. A run with one is not reproducible"
+    )
+
+
+class MemoryConfig(Section):
+    limit: Fraction = Field(
+        description="share of the accelerator's memory that this process may take; 0 = the library's own limit"
+    )
+    warn: Fraction = Field(description="share of that memory in use above which a warning is given")
+    clear: Fraction = Field(description="share above which the allocator's cache is given back")
+
+
 class CheckpointConfig(Section):
     interval: Count = Field(description="updates between checkpoints")
     keep: Annotated[int, Field(ge=2)] = Field(
         description="newest checkpoints kept (at least two) beside the best"
+    )
+    compress: Annotated[int, Field(ge=0, le=19)] = Field(
+        description="zstd level of the tensor files; 0 = not compressed (weights shrink by a tenth only)"
     )
 
 
@@ -219,6 +259,9 @@ class Config(Section):
     loss: LossConfig
     optim: OptimConfig
     train: TrainConfig
+    health: HealthConfig
+    gating: GatingConfig
+    memory: MemoryConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     runtime: RuntimeConfig
