@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -48,104 +48,31 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-
-class DataConfig(Section):
-    source: str = Field(
-        description="`sample` (ships with the package) or a folder of shards with a catalogue"
-    )
-    limit: CountOrZero = Field(description="use only the first N training positions; 0 = all")
-    window_blocks: CountOrZero = Field(
-        description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
-    )
-    mirror: bool = Field(description="mirror left-right at random where no castling right is left")
-    workers: CountOrZero | Auto = Field(description="loader processes; 0 = in the main process")
-    prefetch: Count | Auto = Field(description="updates prepared ahead by each worker")
-
-
-class NormConfig(Section):
-    blocks: Literal["group", "batch"] = Field(description="normalisation inside residual blocks and features")
-    stem_heads: Literal["group", "batch"] = Field(description="normalisation of the stem and the heads")
-    momentum: Fraction = Field(description="BatchNorm momentum (weight of the new batch)")
-
-
-class AttentionConfig(Section):
-    every: CountOrZero = Field(description="one attention block after every k-th residual block; 0 = none")
-    heads: Count = Field(description="attention heads; must divide `channels`")
-    bias: bool = Field(description="learned additive bias for every head and pair of squares (heads, 64, 64)")
-    mask: bool = Field(description="let a square attend only to squares one queen, knight or king move away")
-    unmasked_mix: Fraction = Field(description="share of unmasked attention blended in where `mask` is on")
-    norm: Literal["pre", "post"] = Field(description="`post` is Matrix0's LayerNorm over the skip path")
-
-
-class PolicyHeadConfig(Section):
-    kind: Literal["conv", "factored", "dense"] = Field(description="how 4,672 move logits are made")
-    channels: Count = Field(description="channels before the logits")
-    rank: Count = Field(description="inner width of the `factored` head")
-    clamp: NonNegative = Field(description="clamp of Matrix0's head (5.0); 0 = none")
-    logit_norm: bool = Field(description="Matrix0's LayerNorm over all logits")
-
-
-class ValueHeadConfig(Section):
-    kind: Literal["wdl", "scalar"] = Field(description="win-draw-loss logits, or one tanh value")
-    pool: Literal["flatten", "pooled"] = Field(description="flatten the squares, or average over them")
-    channels: Count = Field(description="channels before the linear layers")
-    hidden: Count = Field(description="width of the first hidden layer; the second is half of it")
-
-
-class ModelConfig(Section):
-    encoding: Literal["oriented", "matrix0"] = Field(description="input planes and move frame")
-    channels: Count = Field(description="width of the trunk")
-    blocks: CountOrZero = Field(description="residual blocks")
-    block: Literal["basic", "bottleneck"] = Field(description="3x3-3x3, or 1x1-3x3-1x1")
-    bottleneck: Count = Field(description="a bottleneck block's inner width is channels // bottleneck")
-    preact: bool = Field(description="norm and activation before each convolution")
-    activation: Literal["silu", "relu", "gelu", "mish"] = Field(description="activation of trunk and heads")
-    norm: NormConfig
-    se_ratio: Fraction = Field(description="squeeze-and-excitation width as a share of channels; 0 = none")
-    droppath: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        description="probability of dropping a residual branch, per sample (linear in depth)"
-    )
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(description="dropout in attention and heads")
-    chess_features: bool = Field(description="Matrix0's position encoding and feature convolutions")
-    attention: AttentionConfig
-    policy: PolicyHeadConfig
-    value: ValueHeadConfig
-    ssl: tuple[SSLHead, ...] = Field(description="self-supervised heads by name; [] = none")
-    auxiliary: bool = Field(description="Matrix0's from-square and move-type heads (never trained there)")
-    checkpoint_every: CountOrZero = Field(description="activation checkpointing of every k-th block; 0 = off")
-
     @model_validator(mode="before")
     @classmethod
     def _lists(cls, data: Any) -> Any:
         """YAML has no tuples."""
-        if isinstance(data, Mapping) and isinstance(data.get("ssl"), list):
-            return {**data, "ssl": tuple(data["ssl"])}
-        return data
-
-    @model_validator(mode="after")
-    def _divides(self) -> ModelConfig:
-        if self.attention.every and self.channels % self.attention.heads:
-            good = [h for h in range(1, 65) if self.channels % h == 0]
-            raise ValueError(
-                f"attention.heads {self.attention.heads} does not divide channels {self.channels}; use one of {good}"
-            )
-        if len(set(self.ssl)) != len(self.ssl):
-            raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
-        return self
+        if not isinstance(data, Mapping):
+            return data
+        tuples = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        return {key: _as_tuple(value) if key in tuples else value for key, value in data.items()}
 
 
-class LossConfig(Section):
-    policy: NonNegative = Field(description="weight of the policy cross-entropy")
-    value: NonNegative = Field(description="weight of the value loss")
-    ssl: NonNegative = Field(description="weight of each self-supervised head's loss")
-    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        description="share of the policy target spread over the legal moves"
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+# Sections of the engine, the data and the run: every task has them
+
+
+class DataConfig(Section):
+    source: str = Field(description="a folder of shards with a catalogue, or a name that the task knows")
+    limit: CountOrZero = Field(description="use only the first N training positions; 0 = all")
+    window_blocks: CountOrZero = Field(
+        description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
     )
-    result_share: Fraction = Field(
-        description="share of the game result in the value target; the rest is the engine's win-draw-loss"
-    )
-    scalar: Literal["mse", "huber"] = Field(description="loss of the scalar value head")
-    huber_delta: Positive = Field(description="delta of the Huber loss")
+    workers: CountOrZero | Auto = Field(description="loader processes; 0 = in the main process")
+    prefetch: Count | Auto = Field(description="updates prepared ahead by each worker")
 
 
 class OptimConfig(Section):
@@ -203,7 +130,7 @@ class HealthConfig(Section):
     )
     rate_recovery: CountOrZero = Field(description="updates over which the factor goes back to 1")
     hooks: bool = Field(
-        description="name the module where a value first stops being finite (slow; for a run that fails)"
+        description="replay a non-finite update to name the module where a value first stops being finite"
     )
 
 
@@ -250,13 +177,18 @@ class RuntimeConfig(Section):
 
 
 class Config(Section):
-    """One run's whole configuration."""
+    """What engine, data and run need of a configuration; each task adds sections of its own.
 
-    task: Literal["chess"] = Field(description="what is trained")
+    Each has a `model` and a `loss`, and `data` may have more keys.
+    """
+
+    if TYPE_CHECKING:  # no fields here: the task's schema gives them their types
+        model: Any
+        loss: Any
+
+    task: str = Field(description="what is trained; decides which other sections there are")
     seed: CountOrZero = Field(description="seed of every random stream")
     data: DataConfig
-    model: ModelConfig
-    loss: LossConfig
     optim: OptimConfig
     train: TrainConfig
     health: HealthConfig
@@ -265,6 +197,240 @@ class Config(Section):
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     runtime: RuntimeConfig
+
+
+class CurriculumConfig(Section):
+    """The engine's part of a curriculum; a task adds its dimensions, sections with `enabled`, `fractions`
+    and `stages`.
+    """
+
+    kind: Literal["fractions", "adaptive"] = Field(
+        description="stages end at shares of the updates, or when `metric` is good enough"
+    )
+    metric: str = Field(description="what `adaptive` looks at, as validation names it (`term/name`)")
+    up: Real = Field(description="`adaptive`: go on when the metric is at least this ...")
+    patience: Count = Field(description="... in so many validations in a row")
+    down: Real = Field(description="`adaptive`: go back below this, as often in a row; must be below `up`")
+    dwell: Count = Field(description="`adaptive`: validations in a phase before it may change")
+
+    @model_validator(mode="after")
+    def _hysteresis(self) -> CurriculumConfig:
+        if self.down >= self.up:
+            raise ValueError(f"down {self.down:g} must be below up {self.up:g}, or phases would flap")
+        return self
+
+
+class StagesConfig(Section):
+    """One dimension of a curriculum; the task's subclass adds `stages`, as many as `fractions`."""
+
+    enabled: bool = Field(description="false = the last stage from the start")
+    fractions: tuple[Fraction, ...] = Field(
+        description="share of the updates that each stage lasts; sum is 1"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> StagesConfig:
+        stages = getattr(self, "stages", ())
+        if not stages or len(stages) != len(self.fractions):
+            raise ValueError(f"{len(stages)} stages and {len(self.fractions)} fractions; give one for each")
+        if abs(sum(self.fractions) - 1) > 1e-9:
+            raise ValueError(f"fractions {list(self.fractions)} add up to {sum(self.fractions):g}, not to 1")
+        return self
+
+
+# Chess
+
+
+class NormConfig(Section):
+    blocks: Literal["group", "batch"] = Field(description="normalisation inside residual blocks and features")
+    stem_heads: Literal["group", "batch"] = Field(description="normalisation of the stem and the heads")
+    momentum: Fraction = Field(description="BatchNorm momentum (weight of the new batch)")
+
+
+class AttentionConfig(Section):
+    every: CountOrZero = Field(description="one attention block after every k-th residual block; 0 = none")
+    heads: Count = Field(description="attention heads; must divide `channels`")
+    bias: bool = Field(description="learned additive bias for every head and pair of squares (heads, 64, 64)")
+    mask: bool = Field(description="let a square attend only to squares one queen, knight or king move away")
+    unmasked_mix: Fraction = Field(description="share of unmasked attention blended in where `mask` is on")
+    norm: Literal["pre", "post"] = Field(description="`post` is Matrix0's LayerNorm over the skip path")
+
+
+class PolicyHeadConfig(Section):
+    kind: Literal["conv", "factored", "dense"] = Field(description="how 4,672 move logits are made")
+    channels: Count = Field(description="channels before the logits")
+    rank: Count = Field(description="inner width of the `factored` head")
+    clamp: NonNegative = Field(description="clamp of Matrix0's head (5.0); 0 = none")
+    logit_norm: bool = Field(description="Matrix0's LayerNorm over all logits")
+
+
+class ValueHeadConfig(Section):
+    kind: Literal["wdl", "scalar"] = Field(description="win-draw-loss logits, or one tanh value")
+    pool: Literal["flatten", "pooled"] = Field(description="flatten the squares, or average over them")
+    channels: Count = Field(description="channels before the linear layers")
+    hidden: Count = Field(description="width of the first hidden layer; the second is half of it")
+
+
+class ModelConfig(Section):
+    encoding: Literal["oriented", "matrix0"] = Field(description="input planes and move frame")
+    channels: Count = Field(description="width of the trunk")
+    blocks: CountOrZero = Field(description="residual blocks")
+    block: Literal["basic", "bottleneck"] = Field(description="3x3-3x3, or 1x1-3x3-1x1")
+    bottleneck: Count = Field(description="a bottleneck block's inner width is channels // bottleneck")
+    preact: bool = Field(description="norm and activation before each convolution")
+    activation: Literal["silu", "relu", "gelu", "mish"] = Field(description="activation of trunk and heads")
+    norm: NormConfig
+    se_ratio: Fraction = Field(description="squeeze-and-excitation width as a share of channels; 0 = none")
+    droppath: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        description="probability of dropping a residual branch, per sample (linear in depth)"
+    )
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(description="dropout in attention and heads")
+    chess_features: bool = Field(description="Matrix0's position encoding and feature convolutions")
+    attention: AttentionConfig
+    policy: PolicyHeadConfig
+    value: ValueHeadConfig
+    ssl: tuple[SSLHead, ...] = Field(description="self-supervised heads by name; [] = none")
+    auxiliary: bool = Field(description="Matrix0's from-square and move-type heads (never trained there)")
+    checkpoint_every: CountOrZero = Field(description="activation checkpointing of every k-th block; 0 = off")
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.attention.every and self.channels % self.attention.heads:
+            good = [h for h in range(1, 65) if self.channels % h == 0]
+            raise ValueError(
+                f"attention.heads {self.attention.heads} does not divide channels {self.channels}; use one of {good}"
+            )
+        if len(set(self.ssl)) != len(self.ssl):
+            raise ValueError(f"ssl names a head twice: {list(self.ssl)}")
+        return self
+
+
+class LossConfig(Section):
+    policy: NonNegative = Field(description="weight of the policy cross-entropy")
+    value: NonNegative = Field(description="weight of the value loss")
+    ssl: NonNegative = Field(description="weight of each self-supervised head's loss")
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        description="share of the policy target spread over the legal moves"
+    )
+    result_share: Fraction = Field(
+        description="share of the game result in the value target; the rest is the engine's win-draw-loss"
+    )
+    scalar: Literal["mse", "huber"] = Field(description="loss of the scalar value head")
+    huber_delta: Positive = Field(description="delta of the Huber loss")
+
+
+class ChessDataConfig(DataConfig):
+    source: str = Field(
+        description="`sample` (ships with the package) or a folder of shards with a catalogue"
+    )
+    mirror: bool = Field(description="mirror left-right at random where no castling right is left")
+
+
+class ChessConfig(Config):
+    """One run's whole configuration, where chess is trained."""
+
+    task: Literal["chess"]
+    data: ChessDataConfig
+    model: ModelConfig
+    loss: LossConfig
+
+
+# Latin squares
+
+
+LatinMode = Literal["standard", "zero_inclusive", "negative"]
+LatinSize = Annotated[int, Field(ge=3, le=16)]
+
+
+class LatinDataConfig(DataConfig):
+    source: str = Field(
+        description="`generated` (made at first use, kept in the cache), or a folder of shards with a catalogue"
+    )
+    squares: Count = Field(description="squares made for each size, before one in eight is held out")
+    augment: bool = Field(description="permute rows, columns and digits of each training square at random")
+    easy_share: Fraction = Field(
+        description="share of the training puzzles whose fill is drawn from all stages' range"
+    )
+
+
+class SizeStages(StagesConfig):
+    stages: tuple[tuple[LatinSize, LatinSize], ...] = Field(
+        description="smallest and largest grid of a stage"
+    )
+
+
+class ModeStages(StagesConfig):
+    stages: tuple[tuple[LatinMode, ...], ...] = Field(
+        description="digit sets of a stage; the first is drawn half of the time, the others share the rest"
+    )
+
+
+class FillStages(StagesConfig):
+    stages: tuple[tuple[Fraction, Fraction], ...] = Field(
+        description="least and greatest probability that a cell is revealed"
+    )
+
+
+class LatinCurriculumConfig(CurriculumConfig):
+    size: SizeStages
+    mode: ModeStages
+    fill: FillStages
+
+    @model_validator(mode="after")
+    def _ranges(self) -> LatinCurriculumConfig:
+        if bad := [pair for pair in (*self.size.stages, *self.fill.stages) if pair[0] > pair[1]]:
+            raise ValueError(f"a range runs from low to high, not {list(bad[0])}")
+        if not all(self.mode.stages):
+            raise ValueError("a stage of `mode` needs at least one digit set")
+        return self
+
+
+class LatinModelConfig(Section):
+    width: Count = Field(description="width of the transformer; a multiple of `heads`")
+    layers: Count = Field(description="transformer blocks")
+    heads: Count = Field(description="attention heads")
+    feedforward: Count = Field(description="inner width of a block's two-layer network, in widths")
+    repeats: Count = Field(description="times that the stack of blocks is run over its own output")
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(description="dropout in attention and blocks")
+    causal: bool = Field(
+        description="a cell sees only cells before it, as in the specification; worse, for comparison"
+    )
+    relations: bool = Field(
+        description="learned attention bias for cells of the same row and the same column"
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> LatinModelConfig:
+        if self.width % self.heads:
+            raise ValueError(f"heads {self.heads} does not divide width {self.width}")
+        return self
+
+
+class LatinLossConfig(Section):
+    cell: NonNegative = Field(description="weight of the cross-entropy of hidden cells")
+    constraint: NonNegative = Field(
+        description="weight of the penalty on digits expected more than once in a row or column"
+    )
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        description="share of a cell's target spread over the digits of its puzzle"
+    )
+
+
+class LatinConfig(Config):
+    """One run's whole configuration, where Latin squares are completed."""
+
+    task: Literal["latin"]
+    data: LatinDataConfig
+    model: LatinModelConfig
+    loss: LatinLossConfig
+    curriculum: LatinCurriculumConfig
+
+
+TASKS: Mapping[str, type[Config]] = {"chess": ChessConfig, "latin": LatinConfig}
+"""The schema of each task."""
+
+
+# Reading
 
 
 class _UniqueLoader(yaml.SafeLoader):
@@ -325,11 +491,22 @@ def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
 
 
 def parse(data: Mapping[str, Any], name: str = "config") -> Config:
-    """Validate a nested mapping; raises ConfigError naming every bad key."""
+    """Validate a nested mapping by the schema of its `task`; raises ConfigError naming every bad key."""
+    schema = _schema(data.get("task"), name)
     try:
-        return Config.model_validate(dict(data))
+        return schema.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors()))) from None
+        raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors(), schema))) from None
+
+
+def _schema(task: Any, name: str) -> type[Config]:
+    if task is None:
+        raise ConfigError(f"{name}: key 'task' is missing; it is one of {', '.join(TASKS)}")
+    if not isinstance(task, str) or task not in TASKS:
+        raise ConfigError(
+            f"{name}: unknown task {task!r}{nearest(str(task), list(TASKS))} (tasks: {', '.join(TASKS)})"
+        )
+    return TASKS[task]
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,15 +526,15 @@ def nearest(word: str, known: list[str]) -> str:
     return f", did you mean '{close[0]}'?" if close else ""
 
 
-def _explain(errors: Sequence[Any]) -> list[str]:
+def _explain(errors: Sequence[Any], schema: type[Config]) -> list[str]:
     """One message a key, in words."""
     messages: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
     for item in errors:
         where = [str(part) for part in item["loc"]]
-        key = ".".join(_written(where))
+        key = ".".join(_written(where, schema))
         if item["type"] == "extra_forbidden":
-            known = sorted(_section_at(where[:-1]).model_fields)
+            known = sorted(_section_at(where[:-1], schema).model_fields)
             text = f"unknown key '{'.'.join(where)}'{nearest(where[-1], known)} (known: {', '.join(known)})"
             messages.setdefault(text, [])
         elif item["type"] == "missing":
@@ -378,9 +555,9 @@ def _explain(errors: Sequence[Any]) -> list[str]:
     ]
 
 
-def _written(where: list[str]) -> list[str]:
+def _written(where: list[str], schema: type[Config]) -> list[str]:
     """A key as it is written, without pydantic's names of a union's alternatives."""
-    section: Any = Config
+    section: Any = schema
     for depth, part in enumerate(where):
         field = section.model_fields.get(part)
         if field is None or not (
@@ -391,8 +568,8 @@ def _written(where: list[str]) -> list[str]:
     return where
 
 
-def _section_at(path: list[str]) -> type[Section]:
-    section: type[Section] = Config
+def _section_at(path: list[str], schema: type[Config]) -> type[Section]:
+    section: type[Section] = schema
     for part in path:
         section = section.model_fields[part].annotation  # type: ignore[assignment]
     return section
@@ -409,9 +586,9 @@ def to_yaml(config: Config) -> str:
 
 
 def difference(new: Config, old: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ, as dotted path -> (old, new)."""
+    """Keys that differ, as dotted path -> (old, new); None where the old task has no such key."""
     before, after = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
-    return {key: (before[key], after[key]) for key in after if before[key] != after[key]}
+    return {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -422,8 +599,8 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def options_table(section: type[Section] = Config, prefix: str = "") -> list[tuple[str, str, str]]:
-    """(dotted key, type, meaning) of every option, in schema order; the README's table is made of it."""
+def options_table(section: type[Section], prefix: str = "") -> list[tuple[str, str, str]]:
+    """(dotted key, type, meaning) of every option, in schema order; the README's tables are made of it."""
     rows: list[tuple[str, str, str]] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
@@ -432,6 +609,12 @@ def options_table(section: type[Section] = Config, prefix: str = "") -> list[tup
         else:
             rows.append((prefix + name, _kind(kind), field.description or ""))
     return rows
+
+
+def own_options(schema: type[Config]) -> list[tuple[str, str, str]]:
+    """The rows of a task's schema that are not those of `Config`."""
+    shared = set(options_table(Config))
+    return [row for row in options_table(schema) if row not in shared and row[0] != "task"]
 
 
 def _kind(kind: Any) -> str:

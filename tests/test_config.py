@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from matrixlib import config as configuration
 from matrixlib.config import (
+    TASKS,
     Config,
     ConfigError,
     Section,
@@ -131,7 +132,7 @@ def test_every_bad_key_is_named_at_once() -> None:
         load("demo", {"train": {"batch_size": "x"}, "optim": {"beta1": 2.0}})
 
 
-def leaves(section: type[Section] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def leaves(section: type[Section], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Path of every key that holds a value."""
     found = []
     for name, field in section.model_fields.items():
@@ -143,9 +144,17 @@ def leaves(section: type[Section] = Config, prefix: tuple[str, ...] = ()) -> lis
     return found
 
 
-@pytest.mark.parametrize("path", leaves(), ids=".".join)
-def test_every_key_must_be_present(path: tuple[str, ...]) -> None:
-    data = dump(load("demo"))
+def latin(**sections: Any) -> Config:
+    return load("latin_quick", sections)
+
+
+EVERY = [("demo", path) for path in leaves(TASKS["chess"])]
+EVERY += [("latin_quick", path) for path in leaves(TASKS["latin"]) if path not in set(leaves(Config))]
+
+
+@pytest.mark.parametrize("preset, path", EVERY, ids=lambda value: ".".join(value) if value[0] else "")
+def test_every_key_must_be_present(preset: str, path: tuple[str, ...]) -> None:
+    data = dump(load(preset))
     inside = data
     for part in path[:-1]:
         inside = inside[part]
@@ -257,15 +266,62 @@ def used_words() -> set[str]:
     return words
 
 
-def test_every_key_is_used_outside_config() -> None:
+@pytest.mark.parametrize("schema", [TASKS["chess"]])
+def test_every_key_is_used_outside_config(schema: type[Config]) -> None:
     used = used_words()
-    assert not [".".join(path) for path in leaves() if not set(path) <= used]
+    assert not [".".join(path) for path in leaves(schema) if not set(path) <= used]
 
 
-def test_the_options_table_has_every_key_with_a_meaning() -> None:
-    rows = configuration.options_table()
-    assert [row[0] for row in rows] == [".".join(path) for path in leaves()]
-    assert all(kind and meaning for _, kind, meaning in rows)
+@pytest.mark.parametrize("schema", TASKS.values(), ids=TASKS)
+def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) -> None:
+    rows = configuration.options_table(Config)
+    assert [row[0] for row in rows] == [".".join(path) for path in leaves(Config)]
+    own = configuration.own_options(schema)
+    assert {row[0] for row in rows + own} == {".".join(path) for path in leaves(schema)}
+    assert all(kind and meaning for _, kind, meaning in rows + own)
+
+
+@pytest.mark.parametrize(
+    "task, says",
+    [
+        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin)"),
+        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin)"),
+        (3, "unknown task 3 (tasks: chess, latin)"),
+        ([], "unknown task [] (tasks: chess, latin)"),
+        (None, "key 'task' is missing; it is one of chess, latin"),
+    ],
+)
+def test_the_task_decides_the_schema(task: Any, says: str) -> None:
+    assert type(load("demo")) is TASKS["chess"]
+    assert type(latin()) is TASKS["latin"]
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load("demo", {"task": task})
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.mirror'"):
+        latin(data={"mirror": True})
+
+
+def test_the_difference_of_two_tasks_names_the_task() -> None:
+    found = difference(latin(), load("demo"))
+    assert found["task"] == ("chess", "latin")
+    assert found["model.layers"][0] is None
+
+
+@pytest.mark.parametrize(
+    "section, says",
+    [
+        ({"fill": {"fractions": [0.5, 0.6]}}, "curriculum.fill"),
+        ({"size": {"stages": [[3, 5]], "fractions": [0.9]}}, "add up to 0.9, not to 1"),
+        ({"size": {"stages": [[5, 3]], "fractions": [1.0]}}, "a range runs from low to high"),
+        ({"size": {"stages": [[2, 3]], "fractions": [1.0]}}, "curriculum.size.stages"),
+        ({"size": {"stages": [], "fractions": []}}, "0 stages"),
+        ({"mode": {"stages": [[]], "fractions": [1.0]}}, "at least one digit set"),
+        ({"mode": {"stages": [["standrd"]], "fractions": [1.0]}}, "curriculum.mode.stages"),
+        ({"up": 0.5, "down": 0.5}, "must be below up"),
+    ],
+)
+def test_a_curriculum_that_makes_no_sense_is_refused(section: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        latin(curriculum=section)
 
 
 def test_reports_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

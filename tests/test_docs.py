@@ -53,9 +53,9 @@ def first_cells(text: str) -> list[str]:
 # Generated tables
 
 
-def options_table() -> str:
+def options_table(rows: list[tuple[str, str, str]]) -> str:
     lines = ["| Option | Type | Meaning |", "|---|---|---|"]
-    for key, kind, meaning in config.options_table():
+    for key, kind, meaning in rows:
         shown = re.sub(r"'(\w+)'", r"`\1`", kind)
         assert "|" not in kind + meaning, f"{key}: a '|' would end the cell"
         lines.append(f"| `{key}` | {shown} | {meaning} |")
@@ -63,15 +63,18 @@ def options_table() -> str:
 
 
 def presets_table() -> str:
-    lines = ["| Preset | Network | Length | What it is |", "|---|---|---|---|"]
+    lines = ["| Preset | Network | Length and batch | What it is |", "|---|---|---|---|"]
     for name in config.presets():
         text = (config.PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
         data = yaml.safe_load(text)
         model, train = data["model"], data["train"]
         steps = train["steps"]
         updates = f"updates for {train['minutes']:g} minutes," if steps == "auto" else f"{steps:,} updates"
-        length = f"{updates} of {train['batch_size']:,} positions"
-        size = f"{model['blocks']} blocks of {model['channels']} channels"
+        length = f"{updates} of {train['batch_size']:,}"
+        if data["task"] == "chess":
+            size = f"{model['blocks']} blocks of {model['channels']} channels"
+        else:
+            size = f"{model['layers']} layers of width {model['width']}"
         lines.append(f"| `{name}` | {size} | {length} | {purpose(text, name)} |")
     return "\n".join(lines)
 
@@ -84,7 +87,12 @@ def purpose(text: str, name: str) -> str:
     return re.split(r"(?<=[.])\s", words, maxsplit=1)[0]
 
 
-TABLES = {"options": options_table, "presets": presets_table}
+TABLES = {
+    "presets": presets_table,
+    "options": lambda: options_table(config.options_table(config.Config)),
+    "chess-options": lambda: options_table(config.own_options(config.ChessConfig)),
+    "latin-options": lambda: options_table(config.own_options(config.LatinConfig)),
+}
 
 
 def between(name: str) -> re.Pattern[str]:
@@ -254,7 +262,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    keys = {key for key, _, _ in config.options_table()}
+    keys = {key for schema in config.TASKS.values() for key, _, _ in config.options_table(schema)}
     sections = {key.partition(".")[0] for key in keys}
     words = {word for span in spans() for word in re.findall(r"^[a-z]+(?:\.[a-z_0-9]+)+$", span)}
     files = (".py", ".yaml", ".json", ".ipynb", ".html", ".jsonl", ".log")

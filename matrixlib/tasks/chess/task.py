@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import Config
+from matrixlib.config import ChessDataConfig, Config
 from matrixlib.engine.task import Batch
 from matrixlib.tasks.chess import bitboard, losses, records, ssl
 from matrixlib.tasks.chess.losses import Sums
@@ -67,6 +67,7 @@ class ChessTask:
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
         hidden = ssl.hide(rng, rows, HIDDEN_ROWS, HIDDEN_SQUARES)
+        assert isinstance(self.config.data, ChessDataConfig)
         if self.config.data.mirror:
             batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
         return self._packed(batch, hidden)
