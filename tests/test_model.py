@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from matrixlib.config import SSL_CHANNELS, ModelConfig, dump, load, merge
-from matrixlib.tasks.chess import blocks
+from matrixlib.tasks.chess import blocks, model
 from matrixlib.tasks.chess.model import (
     AUXILIARY_CHANNELS,
     MOVES,
@@ -331,24 +333,133 @@ def test_attention_equals_a_slow_reference(norm: str, mask: bool, mix: float) ->
         torch.testing.assert_close(block(x), slow_attention(block, x, mask, mix), rtol=1e-4, atol=1e-4)
 
 
+# Activation checkpointing
+
+
+RANDOM = {"attention": ATTENTION | {"mask": True}, "droppath": 0.2, "dropout": 0.1, "se_ratio": 0.25}
+
+
+def update(every: int, dtype: torch.dtype, kind: str = "batch", passes: int = 1) -> dict[str, torch.Tensor]:
+    """Gradients, buffers and random state after the backward pass of `passes` micro-batches."""
+    net = build(norm={"blocks": kind, "momentum": 0.3}, checkpoint_every=every, **RANDOM).train()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        outs = [net(planes(seed=seed)) for seed in range(passes)]
+        loss = torch.stack([out["policy"].square().sum() + out["value"].square().sum() for out in outs]).sum()
+    loss.backward()
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    assert all(m.momentum == 0.3 for m in net.tower.modules() if isinstance(m, nn.BatchNorm2d))
+    return found | dict(net.named_buffers()) | {"random state": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["group", "batch"])
-def test_checkpointing_changes_neither_gradients_nor_running_statistics(kind: str) -> None:
-    """The trap: the second forward pass of a checkpointed block would update BatchNorm's statistics twice."""
-    nets = [
-        build(norm={"blocks": kind}, attention=ATTENTION, droppath=0.2, dropout=0.1, checkpoint_every=every)
-        for every in (0, 1)
-    ]
-    grads = []
-    for net in nets:
-        torch.manual_seed(5)
-        out = net.train()(planes())
-        (out["policy"].square().sum() + out["value"].sum()).backward()
-        grads.append({name: p.grad for name, p in net.named_parameters()})
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, msg=name)
-    for (name, one), two in zip(nets[0].named_buffers(), nets[1].buffers(), strict=True):
-        torch.testing.assert_close(two, one, msg=name)
-    assert all(m.momentum == 0.1 for m in nets[1].modules() if isinstance(m, nn.BatchNorm2d))
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpointing_changes_no_bit(every: int, kind: str, dtype: torch.dtype) -> None:
+    """The traps: a second forward pass that moves BatchNorm's statistics again, draws other dropout and DropPath
+    masks, leaves the random stream elsewhere, or runs outside autocast.
+    """
+    plain, made = update(0, dtype, kind), update(every, dtype, kind)
+    assert plain.keys() == made.keys()
+    assert sum("num_batches_tracked" in name for name in made) == (2 * BLOCKS if kind == "batch" else 0)
+    for name, value in plain.items():
+        assert torch.equal(made[name], value), name
+
+
+def test_checkpointing_of_two_passes_in_one_autocast() -> None:
+    """The second pass finds the weights of the first in autocast's cache; the backward pass does not."""
+    plain, made = (update(every, torch.bfloat16, passes=2) for every in (0, 1))
+    for name, value in plain.items():
+        assert torch.equal(made[name], value), name
+
+
+def saved_bytes(net: nn.Module) -> tuple[int, int]:
+    """(bytes that autograd keeps for the backward pass beside the weights, block forwards in both passes)."""
+    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    storages: dict[int, int] = {}
+    kept: list[torch.Tensor] = []  # a freed storage's address would be used again
+    forwards = []
+    hooks = [block.register_forward_pre_hook(lambda *_: forwards.append(1)) for block in net.tower]
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept.append(value)
+            storages[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        out = net(planes(8))
+    (out["policy"].sum() + out["value"].sum()).backward()
+    for hook in hooks:
+        hook.remove()
+    return sum(storages.values()), len(forwards)
+
+
+def test_checkpointing_recomputes_every_kth_block_and_keeps_less() -> None:
+    """It is really active: k = 1 keeps little more than a tensor a block, larger k something between."""
+    found = {}
+    for every in (0, 1, 2, 3, 7):
+        torch.manual_seed(0)
+        found[every] = saved_bytes(build(blocks=6, checkpoint_every=every).train())
+    forwards = {every: count for every, (_, count) in found.items()}
+    assert forwards == {0: 6, 1: 6 + 6, 2: 6 + 3, 3: 6 + 2, 7: 6}
+    kept = {every: size for every, (size, _) in found.items()}
+    assert kept[1] < kept[2] < kept[3] < kept[0] == kept[7]
+    stream = 8 * C * 64 * 4
+    saving = kept[0] - kept[1]
+    assert saving > 6 * 4 * stream  # of a block's tensors (two norms', two activations' and convolutions')
+    assert kept[0] - kept[2] == pytest.approx(saving / 2, rel=0.1)
+
+
+def test_nothing_is_recomputed_where_no_backward_pass_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[nn.Module] = []
+    monkeypatch.setattr(model, "recomputed", lambda block, x: calls.append(block) or block(x))
+    net = build(checkpoint_every=1).train()
+    with torch.no_grad():
+        net(planes())
+    with torch.inference_mode():
+        net(planes())
+    net.eval()(planes())
+    assert calls == []
+    net.train()(planes())
+    assert calls == list(net.tower)
+
+
+def test_an_error_in_the_second_pass_leaves_the_statistics_in_order() -> None:
+    """Running out of memory there must not leave BatchNorm with a momentum of 0 or another counter."""
+    net = build(norm={"blocks": "batch"}, checkpoint_every=1).train()
+    norm = net.tower[1].norms[1]
+    counter = norm.num_batches_tracked
+    out = net(planes())["policy"].sum()
+    hook = net.tower[1].convs[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.backward()
+    hook.remove()
+    assert norm.momentum == 0.1
+    assert norm.num_batches_tracked is counter
+    assert int(counter) == 1
+    net.zero_grad()
+    net(planes())["policy"].sum().backward()
+    assert int(counter) == 2
+
+
+def test_the_random_stream_of_mps_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch replays it on CPU and CUDA alone (pytorch issue 127676); a made-up device stands for MPS."""
+    state = ["before the first pass"]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: state[0])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda new: state.__setitem__(0, new))
+    made: list[Any] = []
+    monkeypatch.setattr(blocks, "checkpoint", lambda block, x, context_fn, **_: made.extend(context_fn()))
+    blocks.recomputed(nn.Identity(), SimpleNamespace(device=SimpleNamespace(type="mps")))
+    first, second = made
+    with first:
+        state[0] = "after the forward pass"
+    with suppress(KeyError), second:
+        assert state[0] == "before the first pass"
+        state[0] = "after the second pass"
+        raise KeyError  # torch, too, leaves the second pass by an exception as soon as it has all it needs
+    assert state[0] == "after the forward pass"
 
 
 @pytest.mark.parametrize(

@@ -70,24 +70,34 @@ def make_norm(kind: str, channels: int, momentum: float) -> nn.Module:
 
 
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:
-    """Activation checkpointing of one block: its activations are made again in the backward pass."""
-    norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
-    if not norms or torch.compiler.is_compiling():  # torch.compile keeps side effects out of the second pass
+    """Activation checkpointing of one block: only `x` is kept, the rest is made again in the backward pass.
+
+    With all L blocks so, L inputs and the inside of one block are held: still O(L), with a smaller factor.
+    """
+    if torch.compiler.is_compiling():  # it keeps side effects out of the second pass itself
         return checkpoint(block, x, use_reentrant=False)
+    norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
+    stream = torch.mps.get_rng_state() if x.device.type == "mps" else None
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _untracked(norms)
+        return nullcontext(), _second_pass(norms, stream)
 
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _untracked(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
+def _second_pass(norms: list[nn.BatchNorm2d], stream: Tensor | None) -> Iterator[None]:
     """While a block is run again, its batch must not enter the running statistics a second time.
 
     A momentum of 0 keeps them bit for bit; `track_running_stats` off would change what autograd saves.
+    stream: random state of an MPS device at the first pass. torch replays those of CPU and CUDA, but not this one,
+    without a word (pytorch issue 127676): dropout would draw other masks, and the gradient would be wrong.
     """
     kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    after = None
+    if stream is not None:
+        after = torch.mps.get_rng_state()
+        torch.mps.set_rng_state(stream)
     for norm in norms:
         norm.momentum = 0.0
         norm.num_batches_tracked = (
@@ -98,6 +108,8 @@ def _untracked(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
     finally:
         for norm, momentum, counter in kept:
             norm.momentum, norm.num_batches_tracked = momentum, counter
+        if after is not None:
+            torch.mps.set_rng_state(after)
 
 
 class ConvNorm(nn.Module):
