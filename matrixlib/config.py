@@ -212,6 +212,9 @@ class CurriculumConfig(Section):
     patience: Count = Field(description="... in so many validations in a row")
     down: Real = Field(description="`adaptive`: go back below this, as often in a row; must be below `up`")
     dwell: Count = Field(description="`adaptive`: validations in a phase before it may change")
+    longest: CountOrZero = Field(
+        description="`adaptive`: validations after which a phase ends in any case; 0 = never"
+    )
 
     @model_validator(mode="after")
     def _hysteresis(self) -> CurriculumConfig:

@@ -1,0 +1,169 @@
+"""Curriculum: which part of the task's data an update is drawn from, over any number of named dimensions.
+
+Each dimension has stages. A *phase* is one combination of stages; the next phase begins where any dimension goes
+on to its next stage. Phases end at shares of the updates, or when a metric of the validations is good enough.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from matrixlib.config import CurriculumConfig, StagesConfig
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension: its stages, each any value that the task understands, and the share of updates of each."""
+
+    name: str
+    stages: tuple[Any, ...]
+    fractions: tuple[float, ...]
+
+    @classmethod
+    def of(cls, name: str, config: StagesConfig, stages: Sequence[Any]) -> Dimension:
+        """From its section; one that is switched off stays in its last, hardest stage."""
+        if not config.enabled:
+            return cls(name, (stages[-1],), (1.0,))
+        return cls(name, tuple(stages), config.fractions)
+
+    def starts(self) -> list[Fraction]:
+        """Share of the updates after which each stage begins; decimal, so that .5 + .3 is exactly .8."""
+        return [Fraction(0), *itertools.accumulate(Fraction(str(share)) for share in self.fractions[:-1])]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One combination of stages. start: share of the updates after which it begins."""
+
+    number: int
+    start: Fraction
+    values: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_text(value)}" for name, value in self.values.items())
+
+
+def phases(dimensions: Sequence[Dimension]) -> tuple[Phase, ...]:
+    """All phases in order; they depend on the stages alone, not on the number of updates."""
+    starts = {dimension.name: dimension.starts() for dimension in dimensions}
+    edges = sorted({Fraction(0), *itertools.chain.from_iterable(starts.values())})
+    return tuple(
+        Phase(i, edge, {d.name: d.stages[bisect.bisect_right(starts[d.name], edge) - 1] for d in dimensions})
+        for i, edge in enumerate(edges)
+        if edge < 1
+    )
+
+
+class Curriculum:
+    """A state machine over update counts and validation metrics, which knows no clock and no random number.
+
+    phase: number of the phase in force. history: (update, phase) of every change, the first being (0, 0).
+    """
+
+    def __init__(self, config: CurriculumConfig, dimensions: Sequence[Dimension]) -> None:
+        self.config = config
+        self.phases = phases(dimensions)
+        self.phase = 0
+        self.history: list[tuple[int, int]] = [(0, 0)]
+        self._wanted = 0  # what `record` decided; `advance` brings it into force
+        self._seen = self._good = self._bad = 0  # validations in this phase; in a row at `up`, below `down`
+        self._falls = [0] * len(self.phases)  # how often each phase proved too hard
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Dimension -> value of the stage in force."""
+        return self.phases[self.phase].values
+
+    def advance(self, update: int, steps: int) -> bool:
+        """Called before update `update` (from 0) of `steps`; True where a new phase begins with it."""
+        if self.config.kind == "fractions":
+            self._wanted = sum(update >= phase.start * steps for phase in self.phases[1:])
+        if self._wanted == self.phase:
+            return False
+        self.phase = self._wanted
+        self.history.append((update, self.phase))
+        self._seen = self._good = self._bad = 0
+        return True
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Take in the metrics of a validation on data of the phase in force; only `adaptive` looks at them.
+
+        The phase ends after `patience` validations in a row at `up` or above, and falls back after as many
+        below `down`; values in between count for neither. A phase that proved too hard is entered again only
+        after twice as many good validations, so that two phases never alternate. Raises ValueError for an
+        unknown metric.
+        """
+        if self.config.kind != "adaptive":
+            return
+        name, config = self.config.metric, self.config
+        if name not in metrics:
+            raise ValueError(
+                f"curriculum.metric '{name}' is not measured; there are {', '.join(sorted(metrics))}"
+            )
+        value = metrics[name]
+        self._seen += 1
+        self._good = self._good + 1 if value >= config.up else 0
+        self._bad = self._bad + 1 if value < config.down else 0
+        if self._seen < config.dwell or self._wanted != self.phase:
+            return
+        after = self.phase + 1
+        if self._bad >= config.patience and self.phase:
+            self._falls[self.phase] += 1
+            self._wanted = self.phase - 1
+        elif after < len(self.phases) and (
+            self._good >= config.patience * 2 ** self._falls[after] or 0 < config.longest <= self._seen
+        ):
+            self._wanted = after
+
+    def spans(self, updates: int) -> list[tuple[int, int, Phase]]:
+        """(first update, end, phase) of every stretch up to `updates`, for plots."""
+        stops = [start for start, _ in self.history[1:]] + [max(updates, self.history[-1][0])]
+        return [
+            (start, stop, self.phases[number])
+            for (start, number), stop in zip(self.history, stops, strict=True)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """State without the configuration, for the checkpoint."""
+        return {
+            "phases": [str(phase) for phase in self.phases],
+            "phase": self.phase,
+            "wanted": self._wanted,
+            "history": [list(change) for change in self.history],
+            "seen": self._seen,
+            "good": self._good,
+            "bad": self._bad,
+            "falls": list(self._falls),
+        }
+
+    @classmethod
+    def from_dict(
+        cls, config: CurriculumConfig, dimensions: Sequence[Dimension], data: Mapping[str, Any]
+    ) -> Curriculum:
+        """Inverse of `to_dict`. Raises ValueError when the state is of other phases."""
+        made = cls(config, dimensions)
+        if data["phases"] != [str(phase) for phase in made.phases]:
+            raise ValueError(f"the curriculum had the phases {'; '.join(data['phases'])}")
+        made.phase, made._wanted = data["phase"], data["wanted"]
+        made.history = [(update, phase) for update, phase in data["history"]]
+        made._seen, made._good, made._bad = data["seen"], data["good"], data["bad"]
+        made._falls = list(data["falls"])
+        return made
+
+
+def first_update(phase: Phase, steps: int) -> int:
+    """The first update of a phase that starts at a share of `steps`."""
+    return math.ceil(phase.start * steps)
+
+
+def _text(value: Any) -> str:
+    """A stage in words: "3-8", "standard+negative"."""
+    if not isinstance(value, tuple | list):
+        return str(value)
+    return ("-" if all(isinstance(item, int | float) for item in value) else "+").join(map(str, value))
