@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from matrixlib.engine.trainer import Stats, Trainer
     from matrixlib.tasks.chess.task import ChessTask
 
-MAY_CHANGE = ("train.steps", "train.minutes", "train.heartbeat_seconds", "validation.", "checkpoint.")
+MAY_CHANGE = (
+    "train.steps",
+    "train.minutes",
+    "train.heartbeat_seconds",
+    "validation.",
+    "checkpoint.",
+    "health.",
+    "memory.",
+)
 
 WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0  # of the timing behind `train.steps: auto`
 SHORTEST = 20  # updates, where they are slow
@@ -121,6 +129,8 @@ class Run:
             return
         _hold(self.lock, self.name)
         try:
+            for text in self.trainer.messages:
+                self._say(text)
             for stats in self.trainer.train():
                 for text in stats.messages:
                     self._say(f"update {stats.step}: {text}")
@@ -139,6 +149,24 @@ class Run:
     def _say(self, text: str) -> None:
         self.messages.append(text)
         warnings.warn(text, stacklevel=3)
+
+    def keep_records(self, batches: Sequence[int], folder: Path) -> None:
+        """Write the records of these raw batch numbers as one shard, `records.npz`, in `folder`."""
+        from matrixlib.data.shards import concat, write_shard
+        from matrixlib.tasks.chess.records import LAYOUT
+
+        rows = concat([self.training.records(raw) for raw in batches], LAYOUT)
+        write_shard(
+            folder / "records.npz",
+            LAYOUT,
+            rows,
+            {"source": f"evidence of run {self.name}", "batches": list(batches)},
+        )
+
+    def keep_micro_batch(self, size: int) -> None:
+        """Store a smaller micro-batch, so that the run goes on with it when it is resumed."""
+        record = read_json(self.folder / "run.json")
+        write_json(self.folder / "run.json", record | {"runtime": record["runtime"] | {"micro_batch": size}})
 
     def history(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl up to where the run goes on."""
@@ -167,6 +195,8 @@ class Run:
             "complete": True,
             "steps": self.trainer.step,
             "stopped_early": self.trainer.stop_reason,
+            "rollbacks": rows[-1]["rollbacks"],
+            "reproducible": not self.config.gating.seconds,
             "positions": self.trainer.step * self.config.train.batch_size,
             "seconds": round(sum(row["seconds"] for row in rows), 1),
             "positions_per_second": round(rate),
@@ -488,13 +518,17 @@ def _build_trainer(run: Run) -> Trainer:
         model=run.task.build_model(),
         runtime=run.runtime,
         config=config,
-        batches=run.training.batches,
+        source=run.training,
         validation=validation,
         folder=run.folder,
-        checkpoints=Checkpoints(run.folder / "checkpoints", config.checkpoint.keep),
+        checkpoints=Checkpoints(
+            run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress
+        ),
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
+        evidence=run.keep_records,
+        on_micro_batch=run.keep_micro_batch,
     )
     trainer.resume()
     return trainer

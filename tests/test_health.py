@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from matrixlib.engine.health import Health, Verdict
+from matrixlib.config import HealthConfig
+from matrixlib.engine.health import Health, Measured, Verdict
 
 NAN, INF = math.nan, math.inf
-OK, SKIP, HALT = Verdict.OK, Verdict.SKIP, Verdict.HALT
-GOOD, BAD = (1.0, 1.0, True), (NAN, 1.0, True)
+OK, SKIP, ROLLBACK, HALT = Verdict.OK, Verdict.SKIP, Verdict.ROLLBACK, Verdict.HALT
+GOOD, BAD, HIGH = (1.0, 1.0), (NAN, 1.0), (9.0, 1.0)
+
+
+def options(**changes: object) -> HealthConfig:
+    values = {
+        "window": 20,
+        "band": 10.0,
+        "patience": 3,
+        "skips": 3,
+        "rollbacks": 1,
+        "rate_factor": 0.5,
+        "rate_recovery": 10,
+        "hooks": False,
+    }
+    return HealthConfig.model_validate(values | changes)
+
+
+def run(health: Health, updates: Iterable[tuple[float, float]]) -> list[Verdict]:
+    return [health.judge(Measured(health.updates, loss, norm)) for loss, norm in updates]
+
+
+def settled(**changes: object) -> Health:
+    """After enough good updates for the band to be known."""
+    health = Health(options(**changes))
+    stream = random.Random(1)
+    assert run(health, ((2 + stream.gauss(0, 0.05), 1 + stream.gauss(0, 0.1)) for _ in range(20))) == [OK] * 20
+    return health
 
 
 @pytest.mark.parametrize(
@@ -31,8 +62,8 @@ GOOD, BAD = (1.0, 1.0, True), (NAN, 1.0, True)
     ],
 )
 def test_one_update(loss: float, norm: float, finite: bool, verdict: Verdict) -> None:
-    health = Health()
-    assert health.judge(loss, norm, finite) is verdict
+    health = Health(options())
+    assert health.judge(Measured(0, loss, norm, finite)) is verdict
     assert health.skipped == (verdict is SKIP)
     assert health.updates == 1
 
@@ -40,55 +71,170 @@ def test_one_update(loss: float, norm: float, finite: bool, verdict: Verdict) ->
 @pytest.mark.parametrize(
     ("updates", "verdicts"),
     [
-        ([BAD] * 3, [SKIP, SKIP, HALT]),
+        ([BAD] * 3, [SKIP, SKIP, ROLLBACK]),
         ([BAD, BAD, GOOD, BAD, BAD], [SKIP, SKIP, OK, SKIP, SKIP]),
         ([BAD, GOOD] * 4, [SKIP, OK] * 4),
-        ([GOOD, BAD, BAD, BAD, BAD], [OK, SKIP, SKIP, HALT, HALT]),
+        ([GOOD, BAD, BAD, BAD], [OK, SKIP, SKIP, ROLLBACK]),
+        ([HIGH] * 9, [OK] * 9),  # no band is known yet: high is not too high
     ],
 )
-def test_only_skips_in_a_row_halt(updates: list[tuple[float, float, bool]], verdicts: list[Verdict]) -> None:
-    health = Health(limit=3)
-    assert [health.judge(*update) for update in updates] == verdicts
+def test_non_finite_updates_in_a_row(updates: list[tuple[float, float]], verdicts: list[Verdict]) -> None:
+    health = Health(options())
+    assert run(health, updates) == verdicts
     assert health.skipped == sum(verdict is not OK for verdict in verdicts)
 
 
-def test_overflow_of_the_loss_scale_counts_apart_and_never_halts() -> None:
-    health = Health(limit=2)
-    assert [health.judge(1.0, INF, overflow=True) for _ in range(5)] == [SKIP] * 5
-    assert (health.overflows, health.skipped, health.consecutive) == (5, 0, 0)
+@pytest.mark.parametrize(
+    ("updates", "verdicts"),
+    [
+        ([HIGH] * 3, [OK, OK, ROLLBACK]),
+        ([HIGH, HIGH, (2.0, 1.0), HIGH, HIGH], [OK] * 5),  # it came back by itself
+        ([(2.0, 80.0)] * 3, [OK, OK, ROLLBACK]),  # the gradient alone
+        ([(-50.0, 0.0)] * 9, [OK] * 9),  # the band has no lower edge
+        ([HIGH, BAD, HIGH, HIGH], [OK, SKIP, OK, ROLLBACK]),  # a skip in between ends no row
+        ([(2.4, 2.0)] * 9, [OK] * 9),  # a little worse is no spike
+    ],
+)
+def test_outliers_in_a_row(updates: list[tuple[float, float]], verdicts: list[Verdict]) -> None:
+    health = settled()
+    assert run(health, updates) == verdicts
+    if ROLLBACK in verdicts:
+        assert "median" in health.last
 
 
-def test_clip_share_leaves_out_warm_up_and_skipped_updates() -> None:
-    health = Health()
+def test_outliers_do_not_widen_the_band() -> None:
+    health = settled()
+    before = list(health.losses)
+    run(health, [HIGH, HIGH, BAD])
+    assert health.losses == before
+    assert not health.steady
+    assert health.onset == 20
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), noise=st.floats(0.0, 0.3), slope=st.floats(-0.01, 0.001))
+def test_noise_and_drift_are_no_spike(seed: int, noise: float, slope: float) -> None:
+    stream = random.Random(seed)
+    health = Health(options(window=50, patience=3))
+    updates = [
+        (3 * math.exp(slope * i) * (1 + noise * stream.gauss(0, 1)), math.exp(stream.gauss(0, 0.5))) for i in range(300)
+    ]
+    assert ROLLBACK not in run(health, updates)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), factor=st.floats(4, 1e30))
+def test_a_loss_that_stays_up_is_found_within_patience(seed: int, factor: float) -> None:
+    stream = random.Random(seed)
+    health = Health(options(window=50))
+    run(health, ((2 * (1 + 0.05 * stream.gauss(0, 1)), 1.0) for _ in range(60)))
+    assert run(health, [(2 * factor, 1.0)] * 3) == [OK, OK, ROLLBACK]
+
+
+def test_gradients_of_the_warm_up_are_not_judged_and_not_counted_as_clipped() -> None:
+    health = Health(options())
+    for update in range(40):
+        norm = 1.0 * 1.3**update  # grows by design
+        assert health.judge(Measured(update, 2.0, norm, clipped=True, warming_up=True)) is OK
     assert health.clip_share == 0
-    for _ in range(10):
-        health.judge(1.0, 9.0, clipped=True, warming_up=True)
-    for clipped in (True, False, False, False):
-        health.judge(1.0, 1.0, clipped=clipped)
-    health.judge(1.0, INF, clipped=True)
-    assert health.clip_share == pytest.approx(0.25)
+    assert health.norms == []
+    health.judge(Measured(40, 2.0, 1.0, clipped=True))
+    health.judge(Measured(41, 2.0, 1.0))
+    assert health.clip_share == 0.5
 
 
-def test_diagnosis_names_the_culprit_and_what_to_do() -> None:
-    health = Health(limit=1)
-    health.judge(NAN, NAN, detail="not finite: loss of value")
-    text = health.diagnosis()
-    assert "loss of value" in text
-    assert "nan" in text
-    assert "optim.learning_rate" in text
+def test_the_share_of_clipped_gradients_forgets() -> None:
+    health = Health(options())
+    for update in range(1000):
+        health.judge(Measured(update, 2.0, 1.0, clipped=update < 500))
+    assert health.clip_share == 0
 
 
-def test_state_survives_json() -> None:
-    health = Health(limit=4)
-    for update in (GOOD, BAD, BAD):
-        health.judge(*update, clipped=True)
-    again = Health.from_dict(json.loads(json.dumps(health.to_dict())))
+def test_an_overflow_of_the_loss_scale_never_counts_towards_a_rollback() -> None:
+    health = Health(options())
+    for update in range(50):
+        assert health.judge(Measured(update, 2.0, INF, finite=False, overflow=True)) is SKIP
+    assert (health.overflows, health.skipped, health.nonfinite) == (50, 0, 0)
+    assert health.steady
+    assert health.scale_falls
+    for update in range(50, 149):
+        health.judge(Measured(update, 2.0, 1.0))
+    health.judge(Measured(149, 2.0, INF, finite=False, overflow=True))
+    assert not health.scale_falls, "one fall in the last 100 updates is normal"
+
+
+def test_an_overflow_within_a_row_of_skips_does_not_end_it() -> None:
+    health = Health(options())
+    run(health, [BAD, BAD])
+    health.judge(Measured(2, 2.0, INF, finite=False, overflow=True))
+    assert health.judge(Measured(3, NAN, 1.0)) is ROLLBACK
+
+
+def test_rolled_back_too_often_is_halt_with_a_diagnosis() -> None:
+    health = settled()
+    assert run(health, [HIGH] * 3)[-1] is ROLLBACK
+    health = health.rolled_back(16, settled())
+    assert health.rollbacks == 1
+    assert run(health, [HIGH] * 3) == [OK, OK, HALT]
+    assert "3 updates in a row were far outside" in health.diagnosis()
+    assert "rolled back 1 times" in health.diagnosis()
+    assert "no checkpoint" in health.diagnosis(nothing_to_return_to=True)
+
+
+@pytest.mark.parametrize(
+    ("onset", "cut_at", "checkpoints", "target"),
+    [
+        (120, -1, [50, 100, 150], 100),
+        (100, -1, [50, 100], 100),  # the state before the update with index 100
+        (99, -1, [50, 100], 50),
+        (49, -1, [50, 100], None),
+        (120, -1, [], None),
+        (120, 100, [50, 100], 50),  # it was there already and no newer one came
+        (120, 100, [100], 100),  # nothing older: the learning rate is smaller this time
+        (170, 100, [50, 100, 150], 150),
+    ],
+)
+def test_where_a_rollback_goes(onset: int, cut_at: int, checkpoints: list[int], target: int | None) -> None:
+    health = Health(options(), onset=onset, cut_at=cut_at)
+    assert health.target(checkpoints) == target
+
+
+def test_the_learning_rate_is_cut_and_warms_back() -> None:
+    assert Health(options()).rate_scale(7) == 1
+    once = Health(options(), onset=120).rolled_back(100, Health(options()))
+    assert [once.rate_scale(u) for u in (100, 105, 110, 999)] == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    once.onset = 102
+    twice = once.rolled_back(100, Health(options()))
+    assert twice.rate_scale(100) == pytest.approx(0.6 * 0.5), "on top of what was left of the first cut"
+    assert Health(options(rate_recovery=0), cut=0.5, cut_at=3).rate_scale(10**6) == 0.5
+
+
+def test_a_rollback_keeps_the_counts_and_restores_the_bands() -> None:
+    health, saved = settled(), settled()
+    run(health, [BAD, BAD, GOOD, *[HIGH] * 3])
+    after = health.rolled_back(16, saved)
+    assert (after.skipped, after.rollbacks, after.updates) == (2, 1, 26)
+    assert after.losses == saved.losses
+    assert after.steady
+
+
+def test_a_new_phase_forgets_the_band() -> None:
+    health = settled()
+    health.forget_band()
+    assert run(health, [HIGH] * 5) == [OK] * 5
+
+
+def test_the_state_survives_json() -> None:
+    health = settled()
+    run(health, [HIGH, BAD])
+    data = json.loads(json.dumps(health.to_dict()))
+    again = Health.from_dict(health.config, data)
     assert again == health
-    assert [again.judge(*BAD), again.judge(*BAD)] == [SKIP, HALT]
-    with pytest.raises(ValueError, match="limit"):
-        Health.from_dict({key: value for key, value in health.to_dict().items() if key != "limit"})
+    assert run(again, [BAD, BAD]) == run(health, [BAD, BAD]) == [SKIP, ROLLBACK]
+    with pytest.raises(ValueError, match="another version: rollbacks, strange"):
+        Health.from_dict(health.config, {**{k: v for k, v in data.items() if k != "rollbacks"}, "strange": 1})
 
 
-def test_loads_no_torch() -> None:
-    code = "import sys, matrixlib.engine.health; sys.exit('torch' in sys.modules)"
+def test_no_tensors_are_needed() -> None:
+    code = "import sys, matrixlib.engine.health, matrixlib.engine.gating; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

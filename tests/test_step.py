@@ -14,6 +14,7 @@ from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.engine import optim
+from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, Verdict
 from matrixlib.engine.optim import EMA, Schedule
 from matrixlib.engine.step import Step, gradient_report
@@ -21,7 +22,13 @@ from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.runtime import Runtime
 
 CPU = torch.device("cpu")
-OPTIM = configuration.load("demo").optim.model_copy(update={"warmup_steps": 4})
+CHANGES = {
+    "optim": {"warmup_steps": 4},
+    "health": {"skips": 3, "rollbacks": 0},
+    "gating": {"warmup_steps": 0, "freeze_steps": 3},
+}
+CONFIG = configuration.load("demo", CHANGES)
+OPTIM = CONFIG.optim
 
 
 @dataclass(frozen=True)
@@ -44,22 +51,26 @@ def build(
     runtime: Runtime | None = None,
     double: bool = False,
     ema: float = 0.0,
+    gating: dict[str, object] | None = None,
     **changes: object,
 ) -> Step:
     torch.manual_seed(0)
     task = task or ToyTask()
     model = task.build_model().to(torch.float64 if double else torch.float32)
-    config = OPTIM.model_copy(update=changes)
+    config = configuration.load(
+        "demo", configuration.merge(CHANGES, {"optim": changes, "gating": gating or {}})
+    )
     return Step(
         model,
         task,
-        optim.optimiser(model, config, CPU),
-        Schedule.of(config, 20),
+        optim.optimiser(model, config.optim, CPU),
+        Schedule.of(config.optim, 20),
         runtime or toy_runtime(micro_batch),
         config,
         micro_batch,
         EMA(model, ema) if ema else None,
-        Health(limit=3),
+        Health(config.health),
+        Gate(config.gating),
     )
 
 
@@ -291,3 +302,140 @@ def test_losses_stay_fp32_under_bf16_autocast() -> None:
     one, two = step(toy_batch(64)), build()(toy_batch(64))
     assert step.model.inner.weight.dtype == torch.float32
     assert one.losses == pytest.approx(two.losses, rel=0.02)
+
+
+def test_the_module_that_went_bad_first_is_named_by_a_replay() -> None:
+    step = build(ToyTask(dropout=0.5, norm="batch"), gating={"freeze_steps": 0})
+    step(toy_batch(16))
+    with torch.no_grad():
+        step.model.plane.weight[0, 0] = torch.inf
+    state = torch.get_rng_state()
+    before = {name: value.clone() for name, value in step.model.state_dict().items()}
+    assert step(toy_batch(16)).verdict is Verdict.SKIP
+    assert "first in module plane" in step.health.last
+    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
+    once = torch.get_rng_state()
+    torch.set_rng_state(state)
+    quiet = build(ToyTask(dropout=0.5, norm="batch"))
+    quiet(toy_batch(16))  # one pass draws as much as a pass and its replay
+    torch.set_rng_state(state)
+    quiet(toy_batch(16))
+    assert torch.equal(torch.get_rng_state(), once)
+
+
+@dataclass
+class Hungry(ToyTask):
+    """Runs out of memory with more than `room` rows."""
+
+    room: int = 5
+    seen: tuple[int, ...] = ()
+    error: str = ""
+
+    def losses(
+        self, model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self.seen = (*self.seen, len(batch["x"]))
+        out = super().losses(model, batch, active)
+        if len(batch["x"]) > self.room:
+            raise (
+                RuntimeError(self.error)
+                if self.error
+                else torch.OutOfMemoryError("CUDA out of memory. Tried ...")
+            )
+        return out
+
+
+@pytest.mark.parametrize("error", ["", "MPS backend out of memory (MPS allocated: 9 GB)"])
+def test_out_of_memory_halves_the_micro_batch_and_repeats_the_same_update(error: str) -> None:
+    batch = uneven(32)
+    hungry, whole = (
+        build(Hungry(error=error), micro_batch=32, clip_norm=1e9),
+        build(micro_batch=32, clip_norm=1e9),
+    )
+    stats, plain = hungry(batch), whole(batch)
+    assert hungry.task.seen == (32, 16, 8, 4, 4, 4, 4, 4, 4, 4, 4)
+    assert hungry.micro_batch == 4
+    assert len(stats.messages) == 3
+    assert "micro-batch of 32" in stats.messages[0]
+    assert stats.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, gradient in gradients(whole).items():
+        torch.testing.assert_close(gradients(hungry)[name], gradient, rtol=0, atol=2e-6)
+    hungry.task.seen = ()
+    assert hungry(batch).messages == ()
+    assert hungry.task.seen == (4,) * 8, "it does not happen twice for the same size"
+
+
+def test_out_of_memory_repeats_with_the_same_random_numbers_and_buffers() -> None:
+    """As if the update had begun with the smaller micro-batch: bit for bit, with dropout and BatchNorm."""
+    kind = {"dropout": 0.5, "norm": "batch"}
+    hungry, small = build(Hungry(room=8, **kind), micro_batch=32), build(ToyTask(**kind), micro_batch=8)
+    for step in (hungry, small):
+        torch.manual_seed(5)
+        for seed in range(3):
+            step(toy_batch(32, seed))
+    for name, value in small.model.state_dict().items():
+        assert torch.equal(hungry.model.state_dict()[name], value), name
+
+
+def test_no_memory_for_one_row_and_other_errors_are_passed_on() -> None:
+    step = build(Hungry(room=0), micro_batch=4)
+    before = {name: value.clone() for name, value in step.model.state_dict().items()}
+    with pytest.raises(torch.OutOfMemoryError):
+        step(toy_batch(8))
+    assert step.micro_batch == 1
+    assert not step.moving
+    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        build(Hungry(room=0, error="CUDA error: an illegal memory access was encountered"))(toy_batch(8))
+
+
+def test_an_error_in_the_forward_pass_leaves_the_buffers_as_they_were() -> None:
+    step = build(Hungry(room=2, error="something else", norm="batch"), micro_batch=4)
+    before = {name: value.clone() for name, value in step.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="something else"):
+        step(toy_batch(8))
+    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
+
+
+def test_gated_terms_warm_up_and_weigh_nothing_in_the_verdict() -> None:
+    step = build(ToyTask(gate_plane=True), gating={"warmup_steps": 4})
+    stats = [step(toy_batch(32, seed)) for seed in range(5)]
+    assert [s.gate for s in stats] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    for s in stats:
+        assert s.loss == pytest.approx(s.losses["class"] + 0.5 * s.gate * s.losses["plane"])
+    assert step.health.losses == [s.losses["class"] for s in stats]
+
+
+def test_gated_terms_are_frozen_after_an_unstable_update_and_come_back() -> None:
+    step = build(ToyTask(gate_plane=True))
+    assert step(poisoned("target")).messages == ("self-supervised terms are left out for 3 updates",)
+    frozen = [step(toy_batch(16, seed)) for seed in range(3)]
+    head = step.model.plane.weight.clone()
+    assert [set(s.losses) for s in frozen] == [{"class"}] * 3
+    assert [s.gate for s in frozen] == [0.0] * 3
+    assert torch.equal(step.model.plane.weight, head), "neither weight decay nor moments touch a frozen head"
+    assert set(step(toy_batch(16)).losses) == {"class", "plane"}
+    assert not torch.equal(step.model.plane.weight, head)
+
+
+def test_a_time_limit_leaves_rows_out_and_keeps_the_weight() -> None:
+    """The gated term's mean is taken over the rows that got it."""
+    step = build(ToyTask(gate_plane=True), gating={"seconds": 1.0}, clip_norm=1e9)
+    step.gate.row_seconds = 1.0 / 16
+    batch = uneven(32)
+    batch["known"] = (torch.arange(32) % 3 > 0).to(torch.uint8)
+    plan = step._plan(batch)
+    assert plan.until == 16
+    assert plan.counts["plane"] == int(batch["known"][:16].sum())
+    assert plan.counts["class"] == step.task.counts(batch)["class"]
+    stats = step(batch)
+    model = build().model
+    losses, _ = ToyTask().losses(model, slice_batch(batch, 0, 16), frozenset({"plane"}))
+    assert stats.losses["plane"] == pytest.approx(losses["plane"].item() / plan.counts["plane"], rel=1e-5)
+    assert step.gate.row_seconds != 1.0 / 16, "measured again"
+
+
+def test_the_learning_rate_after_a_rollback_is_smaller() -> None:
+    step = build()
+    step.health = Health(step.config.health, cut=0.25, cut_at=0)
+    assert step(toy_batch(16)).learning_rate == pytest.approx(0.25 * step.schedule(0))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_task import ToyTask, toy_batch, toy_batches, toy_runtime
+from toy_task import ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
@@ -48,7 +48,7 @@ def build(
     folder: Path,
     task: ToyTask | None = None,
     config: Config | None = None,
-    batches: Callable[[int, int], Iterator[Batch]] = toy_batches(20),  # noqa: B008 - a pure function
+    source: ToySource = ToySource(20),  # noqa: B008 - frozen
     validation: Callable[[str], Iterable[Batch]] = held_out,
     runtime: Runtime | None = None,
     steps: int = STEPS,
@@ -62,10 +62,12 @@ def build(
         model=model or task.build_model(),
         runtime=runtime or toy_runtime(8),
         config=config,
-        batches=batches,
+        source=source,
         validation=validation,
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+        evidence=lambda batches, where: (where / "batches.txt").write_text(str(list(batches))),
+        on_micro_batch=lambda size: (folder / "micro_batch.txt").write_text(str(size)),
         metrics=MetricsLog(folder / "metrics.jsonl"),
         steps=steps,
         state_extra={"config": {"name": "toy"}},
@@ -89,20 +91,18 @@ def history(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl without clock times."""
 
     def strip(row: dict[str, Any]) -> dict[str, Any]:
-        found = {k: v for k, v in row.items() if k not in ("time", "seconds", "throughput")}
+        found = {k: v for k, v in row.items() if k not in ("time", "seconds", "throughput", "memory")}
         return {k: strip(v) if isinstance(v, dict) else v for k, v in found.items()}
 
     return [strip(row) for row in metrics_module.read(folder / "metrics.jsonl")]
 
 
-def noisy(batches: Callable[[int, int], Iterator[Batch]]) -> Callable[[int, int], Iterator[Batch]]:
+class NoisySource(ToySource):
     """A DataLoader draws its base seed from torch's global stream when it starts: a resumed run starts one more."""
 
-    def inner(start: int, stop: int) -> Iterator[Batch]:
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
         torch.rand(3)
-        yield from batches(start, stop)
-
-    return inner
+        yield from super().batches(start, stop)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, whole: Any, stop: int) -> None:
     first = build(tmp_path)
     assert len(list(first.train(stop))) == stop
-    second = build(tmp_path, batches=noisy(toy_batches(20)))
+    second = build(tmp_path, source=NoisySource(20))
     nn.init.zeros_(second.model.inner.weight)  # so that it must really be loaded
     assert second.resume() == stop
     for _ in second.train():
@@ -157,21 +157,13 @@ def test_leaving_the_loop_saves(tmp_path: Path, whole: Any) -> None:
     assert equal(weights(trainer), whole[0])
 
 
-def interrupting(at: int, times: int) -> Callable[[int, int], Iterator[Batch]]:
-    """Ctrl-C while the batch of update `at` is being made, `times` times in a row."""
-
-    def batches(start: int, stop: int) -> Iterator[Batch]:
-        for index, batch in enumerate(toy_batches(20)(start, stop), start):
-            if index == at:
-                for _ in range(times):
-                    signal.raise_signal(signal.SIGINT)
-            yield batch
-
-    return batches
+def signalling(at: int, number: signal.Signals) -> ToySource:
+    """A signal while the batch of update `at` is being made."""
+    return ToySource(20, change=lambda raw, batch: signal.raise_signal(number) if raw == at else None)
 
 
 def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(tmp_path: Path, whole: Any) -> None:
-    trainer = build(tmp_path, batches=interrupting(6, 1))
+    trainer = build(tmp_path, source=signalling(6, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt) as caught:
         list(trainer.train())
     assert "checkpoint of update 7" in caught.value.__notes__[0]
@@ -184,22 +176,103 @@ def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(tmp_path: Path, 
     assert history(tmp_path) == whole[1]
 
 
-def test_ctrl_c_in_the_middle_of_an_update_saves_nothing_half_made(tmp_path: Path) -> None:
-    class Stubborn(ToyTask):
-        def counts(self, batch: Batch) -> dict[str, int]:
-            if trainer.step == 7:
-                raise KeyboardInterrupt
-            return super().counts(batch)
+def test_sigterm_finishes_the_update_saves_and_ends_with_143(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, source=signalling(6, signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        list(trainer.train())
+    assert caught.value.code == 143
+    assert "checkpoint of update 7" in caught.value.__notes__[0]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    again = build(tmp_path)
+    assert again.resume() == 7
+    list(again.train())
+    assert equal(weights(again), whole[0])
+    assert history(tmp_path) == whole[1]
 
-    trainer = build(tmp_path, Stubborn(dropout=0.3, norm="batch"))
-    with pytest.raises(KeyboardInterrupt) as caught:
+
+def test_sigterm_while_the_caller_draws_its_plot_is_noticed_before_the_next_update(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+
+    def plot() -> None:
+        for stats in trainer.train():
+            if stats.step == 7:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        plot()
+    assert trainer.checkpoints.newest().step == 7
+
+
+class Failing(ToyTask):
+    """Fails in the middle of an update, once."""
+
+    error: BaseException | None = None
+    at = 7
+
+    def losses(
+        self, model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        out = super().losses(model, batch, active)
+        if model.training and self.error is not None and self.trainer.step == self.at:
+            error, self.error = self.error, None
+            raise error
+        return out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug")], ids=repr)
+def test_an_error_in_an_update_leaves_an_emergency_checkpoint_from_before_it(
+    tmp_path: Path, whole: Any, error: BaseException
+) -> None:
+    task = Failing(dropout=0.3, norm="batch")
+    task.error, task.trainer = error, (trainer := build(tmp_path, task))
+    with pytest.raises(type(error)) as caught:
+        list(trainer.train())
+    assert caught.value.__notes__ == [
+        "stopped after 7 updates; the same command goes on from the checkpoint of update 7"
+    ]
+    assert trainer.checkpoints.newest().step == 7
+    again = build(tmp_path)
+    again.resume()
+    list(again.train())
+    assert equal(weights(again), whole[0])
+
+
+def test_an_error_while_weights_move_saves_nothing_half_made(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    move = trainer._step._move
+
+    def failing(rate: float) -> None:
+        move(rate)
+        if trainer.step == 7:
+            raise RuntimeError("half-way")
+
+    trainer._step._move = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="half-way") as caught:
         list(trainer.train())
     assert "checkpoint of update 6" in caught.value.__notes__[0]
     assert trainer.checkpoints.newest().step == 6
 
 
+def test_a_failing_emergency_checkpoint_does_not_hide_the_error(tmp_path: Path) -> None:
+    task = Failing()
+    task.error, task.trainer = RuntimeError("a bug"), (trainer := build(tmp_path, task))
+
+    def failing() -> None:
+        raise CheckpointError("the disk is full")
+
+    trainer._save_if_new = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a bug") as caught:
+        list(trainer.train())
+    assert caught.value.__notes__[0] == "the disk is full"
+
+
+class ShortSource(ToySource):
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        return super().batches(start, 3)
+
+
 def test_a_loader_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    trainer = build(tmp_path, batches=lambda start, stop: toy_batches(20)(start, 3))
+    trainer = build(tmp_path, source=ShortSource(20))
     with pytest.raises(ValueError, match="after 3 of 12"):
         list(trainer.train())
 
@@ -330,18 +403,18 @@ def test_without_held_out_data_it_trains_all_the_same(tmp_path: Path) -> None:
     assert trainer.checkpoints.best is None
 
 
-def poisoning(first: int, last: int) -> Callable[[int, int], Iterator[Batch]]:
-    def batches(start: int, stop: int) -> Iterator[Batch]:
-        for index, batch in enumerate(toy_batches(20)(start, stop), start):
-            if first <= index <= last:
-                batch["x"][0, 0] = torch.nan
-            yield batch
+def poison(first: int, last: int) -> ToySource:
+    """NaN in the raw batches first..last."""
 
-    return batches
+    def change(raw: int, batch: Batch) -> None:
+        if first <= raw <= last:
+            batch["x"][0, 0] = torch.nan
+
+    return ToySource(20, change=change)
 
 
 def test_a_non_finite_update_is_skipped_and_reported(tmp_path: Path) -> None:
-    trainer = build(tmp_path, batches=poisoning(4, 5))
+    trainer = build(tmp_path, source=poison(4, 5))
     stats = list(trainer.train())
     assert [s.verdict for s in stats[3:7]] == ["ok", "skip", "skip", "ok"]
     assert stats[-1].skipped == 2
@@ -352,15 +425,137 @@ def test_a_non_finite_update_is_skipped_and_reported(tmp_path: Path) -> None:
     assert again._step.health.skipped == 2
 
 
-def test_updates_that_stay_non_finite_halt_with_a_diagnosis(tmp_path: Path) -> None:
-    trainer = build(tmp_path, batches=poisoning(6, 99), steps=40)
-    with pytest.raises(TrainingHalted, match=r"10 updates in a row.*optim\.learning_rate"):
+def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path: Path) -> None:
+    trainer = build(tmp_path, source=poison(6, 15), steps=40)
+    stats = list(trainer.train())
+    assert [s.verdict for s in stats].count("rollback") == 1
+    back = next(i for i, s in enumerate(stats) if s.verdict == "rollback")
+    assert stats[back].step == 16
+    assert "checkpoint of update 6" in stats[back].messages[-1]
+    assert "batches 6 to 15 are left out" in stats[back].messages[-1]
+    assert stats[back + 1].step == 7
+    assert stats[back + 1].verdict == "ok"
+    assert stats[back + 1].learning_rate == pytest.approx(0.5 * stats[6].learning_rate)
+    assert (stats[-1].step, stats[-1].rollbacks, stats[-1].skipped) == (40, 1, 10)
+    assert [row["step"] for row in history(tmp_path)] == list(range(1, 41)), (
+        "the rows are those of the run as it is"
+    )
+    folder = tmp_path / "evidence" / "rollback_1_update_00000016"
+    evidence = json.loads((folder / "evidence.json").read_text())
+    assert evidence["batches"] == list(range(6, 16))
+    assert (folder / "batches.txt").read_text() == str(evidence["batches"])
+    assert evidence["rows"][-1]["verdict"] == "rollback"
+    assert "module inner" in evidence["last"] or "not finite" in evidence["last"]
+
+
+def test_a_run_that_was_rolled_back_equals_one_that_never_saw_the_batches(tmp_path: Path) -> None:
+    """Model, optimiser, averages, random streams: everything goes back, and nothing of the fault stays."""
+    config = settings(health={"rate_factor": 1.0})
+    trainer = build(tmp_path / "bad", source=poison(6, 15), config=config, steps=40)
+    list(trainer.train())
+    clean = build(tmp_path / "clean", source=ToySource(20, skip=((6, 16),)), config=config, steps=40)
+    clean._skip_batches([(6, 16)])
+    list(clean.train())
+    assert equal(weights(trainer), weights(clean))
+
+
+@pytest.mark.parametrize("stop", [3, 8, 14, 20])
+def test_a_run_with_a_rollback_resumes_bit_for_bit(tmp_path: Path, stop: int) -> None:
+    whole = build(tmp_path / "whole", source=poison(6, 15), steps=30)
+    list(whole.train())
+    first = build(tmp_path / "part", source=poison(6, 15), steps=30)
+    updates = first.train()
+    for _ in range(stop):
+        next(updates)
+    first._save_if_new = lambda: None  # type: ignore[method-assign] # as if killed
+    updates.close()
+    second = build(tmp_path / "part", source=poison(6, 15), steps=30)
+    second.resume()
+    list(second.train())
+    assert equal(weights(second), weights(whole))
+    assert history(tmp_path / "part") == history(tmp_path / "whole")
+
+
+SPIKES: dict[str, Any] = {
+    "health": {"window": 20, "patience": 3, "rollbacks": 2, "rate_recovery": 4},
+    "checkpoint": {"interval": 5, "keep": 3},
+    "validation": {"interval": 1000},
+}
+
+
+def spiking(first: int, last: int) -> ToySource:
+    """Targets a thousand times too large in the raw batches first..last."""
+
+    def change(raw: int, batch: Batch) -> None:
+        if first <= raw <= last:
+            batch["target"] *= 1000
+
+    return ToySource(20, change=change)
+
+
+def test_a_loss_spike_is_rolled_back(tmp_path: Path) -> None:
+    trainer = build(tmp_path, source=spiking(31, 36), config=settings(**SPIKES), steps=60)
+    stats = list(trainer.train())
+    assert [s.verdict for s in stats].count("rollback") == 2, "three bad batches are left out at a time"
+    first = next(s for s in stats if s.verdict == "rollback")
+    assert first.step == 34
+    assert "loss above" in first.messages[-1]
+    assert "checkpoint of update 30" in first.messages[-1]
+    calm = build(tmp_path / "calm", config=settings(**SPIKES), steps=60)
+    assert stats[-1].loss == pytest.approx(list(calm.train())[-1].loss, rel=0.3)
+    assert all(value.abs().max() < 20 for value in trainer.model.parameters())
+
+
+def test_the_checkpoint_of_the_interval_waits_while_the_loss_is_up(tmp_path: Path) -> None:
+    config = settings(**configuration.merge(SPIKES, {"health": {"patience": 9}}))
+    trainer = build(tmp_path, source=spiking(33, 35), config=config, steps=60)
+    for stats in trainer.train():
+        if stats.step == 36:
+            trainer.checkpoints.join()
+            assert trainer.checkpoints.steps()[-1] == 30, "35 was in the middle of it"
+        if stats.step == 45 and not trainer._step.health.outliers:
+            trainer.checkpoints.join()
+            assert trainer.checkpoints.steps()[-1] > 36
+    assert trainer.step == 60
+
+
+def test_trouble_without_end_halts_with_evidence(tmp_path: Path) -> None:
+    trainer = build(tmp_path, source=poison(6, 999), steps=400)
+    with pytest.raises(
+        TrainingHalted, match=r"10 updates in a row.*rolled back 3 times.*optim\.learning_rate.*evidence"
+    ):
         list(trainer.train())
-    assert trainer.step == 16
-    rows = history(tmp_path)
-    assert rows[-1]["verdict"] == "halt"
-    assert math.isnan(rows[-1]["loss"])
-    assert trainer.checkpoints.newest().step == 15
+    assert history(tmp_path)[-1]["verdict"] == "halt"
+    assert trainer.checkpoints.newest().step == 6
+    assert {path.name.split("_update")[0] for path in (tmp_path / "evidence").iterdir()} == {
+        "rollback_1",
+        "rollback_2",
+        "rollback_3",
+        "halt_4",
+    }
+
+
+def test_trouble_from_the_start_halts_as_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+    trainer = build(tmp_path, source=poison(1, 99), steps=40, config=settings(checkpoint={"interval": 10}))
+    with pytest.raises(TrainingHalted, match="no checkpoint from before it"):
+        list(trainer.train())
+    assert trainer.step == 11
+
+
+def test_a_smaller_micro_batch_is_stored_with_the_run(tmp_path: Path) -> None:
+    class Hungry(ToyTask):
+        def losses(
+            self, model: nn.Module, batch: Batch, active: frozenset[str]
+        ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            if model.training and len(batch["x"]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().losses(model, batch, active)
+
+    stats = list(build(tmp_path, Hungry()).train())
+    assert (tmp_path / "micro_batch.txt").read_text() == "4"
+    assert stats[0].micro_step == 5
+    assert any("micro-batch of 8" in message for message in stats[0].messages)
+    assert not any("out of memory" in message for s in stats[1:] for message in s.messages)
 
 
 def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path) -> None:

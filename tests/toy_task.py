@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,15 @@ class ToyTask:
     noise: float = 0.1
     class_weight: float = 1.0
     plane_weight: float = 0.5
+    gate_plane: bool = False
 
     @property
     def weights(self) -> Mapping[str, float]:
         return {"class": self.class_weight, "plane": self.plane_weight}
+
+    @property
+    def gated(self) -> frozenset[str]:
+        return frozenset({"plane"}) if self.gate_plane else frozenset()
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         out = self.prepare_plain(batch, rng)
@@ -122,14 +127,29 @@ def toy_batch(count: int, seed: int = 0) -> Batch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def toy_batches(size: int, seed: int = 0) -> Callable[[int, int], Iterator[Batch]]:
-    """A loader's `batches(start, stop)`: batch i depends on (seed, i) alone."""
+@dataclass(frozen=True)
+class ToySource:
+    """Batches of `size` rows; batch i depends on (seed, raw number) alone. `change` may spoil one: (raw, batch)."""
 
-    def batches(start: int, stop: int) -> Iterator[Batch]:
-        for index in range(start, stop):
-            yield toy_batch(size, seed=1000 * seed + index)
+    size: int
+    seed: int = 0
+    skip: tuple[tuple[int, int], ...] = ()
+    change: Callable[[int, Batch], object] = lambda number, batch: None
 
-    return batches
+    def raw(self, i: int) -> int:
+        for start, stop in self.skip:
+            i += stop - start if i >= start else 0
+        return i
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        for i in range(start, stop):
+            number = self.raw(i)
+            batch = toy_batch(self.size, seed=1000 * self.seed + number)
+            self.change(number, batch)
+            yield batch
+
+    def skipping(self, ranges: Sequence[tuple[int, int]]) -> ToySource:
+        return replace(self, skip=tuple(ranges))
 
 
 def toy_runtime(micro_batch: int = 8, **changes: Any) -> Runtime:

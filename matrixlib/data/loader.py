@@ -8,6 +8,7 @@ stream of epochs, so each is full. Rows of a damaged block are replaced by other
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import multiprocessing
 import os
@@ -279,11 +280,13 @@ class Batches(Dataset[Item]):
 
     def arrays(self, i: int) -> Arrays:
         raw = self.raw(i)
-        first = raw * self.size
-        rows = self.order.rows(np.arange(first, first + self.size))
-        epoch = first // self.reader.count
+        epoch = raw * self.size // self.reader.count
         stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, raw)
-        return checked(self.prepare(self.reader.gather(rows), stream), self.size)
+        return checked(self.prepare(self.reader.gather(self.rows(raw)), stream), self.size)
+
+    def rows(self, raw: int) -> np.ndarray:
+        """(B,) row numbers of the batch with this raw number."""
+        return self.order.rows(np.arange(raw * self.size, (raw + 1) * self.size))
 
     def __getitem__(self, i: int) -> Item:
         try:
@@ -366,9 +369,17 @@ class Loader:
         """Number of batch i in the stream with nothing skipped: what a range in `skip` counts."""
         return self._batches.raw(i)
 
-    def epoch(self, i: int) -> int:
-        """Epoch of the first row of batch i."""
-        return self.raw(i) * self.batch_size // self.count
+    def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
+        """This loader with other ranges of raw batch numbers left out; both share the files that are open."""
+        other = copy.copy(self)
+        other._batches = Batches(
+            self._reader, self._batches.order, self.batch_size, self._batches.prepare, skip
+        )
+        return other
+
+    def records(self, raw: int) -> Batch:
+        """Stored rows of the batch with this raw number, as they lie in the shards: evidence after a blow-up."""
+        return self._reader.gather(self._batches.rows(raw))
 
     def batch(self, i: int) -> Arrays:
         """Batch i, made here; every array (B, ...)."""

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of an update, so that what is saved is whole."""
+"""Ctrl-C and SIGTERM that wait for the end of an update, so that what is saved is whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,50 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+
+
+class Terminated(SystemExit):
+    """SIGTERM came (a cluster's scheduler takes the machine back); the exit status is the usual 143."""
+
+
+@dataclass
+class Termination:
+    """Whether SIGTERM has come."""
+
+    requested: bool = False
+
+    def check(self) -> None:
+        """Raises Terminated if it has."""
+        if self.requested:
+            raise Terminated(128 + signal.SIGTERM)
+
+
+@contextmanager
+def termination() -> Iterator[Termination]:
+    """SIGTERM inside the block is noted and not acted upon; a second one ends the process at once.
+
+    Only the main thread gets signals, so elsewhere nothing changes; nor where the process has set SIGTERM itself.
+    """
+    found = Termination()
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before != signal.SIG_DFL:
+        yield found
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if found.requested:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        found.requested = True
+        print("SIGTERM: finishing this update, then saving", file=sys.stderr)
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

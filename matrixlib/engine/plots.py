@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import math
 import os
+import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -22,6 +24,9 @@ from matrixlib.engine.metrics import flatten
 POINTS = 2000  # per curve
 _ACCURACY = ("top", "accuracy")  # a metric whose last name starts so is drawn as a share
 _TRAIN = " (train)"
+
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a run's metrics.jsonl, in order."""
 
 
 class Stats(Protocol):
@@ -39,6 +44,8 @@ class Stats(Protocol):
     def grad_norm(self) -> float: ...
     @property
     def throughput(self) -> float: ...
+    @property
+    def rollbacks(self) -> int: ...
     @property
     def validation(self) -> Mapping[str, Any] | None: ...
 
@@ -69,6 +76,12 @@ class Curve:
             self.values = [sum(pair) / 2 for pair in zip(self.values[::2], self.values[1::2], strict=True)]
             self._each *= 2
 
+    def cut(self, step: float) -> None:
+        """Forget the points from `step` on: a rollback goes over them again."""
+        keep = sum(known < step for known in self.steps)
+        del self.steps[keep:], self.values[keep:]
+        self._waiting.clear()
+
     def points(self) -> tuple[list[float], list[float]]:
         """Steps and values, with the mean of those not yet averaged as the last point."""
         if not self._waiting:
@@ -87,12 +100,21 @@ class History:
         self.accuracy: dict[str, Curve] = {}
         self.single: dict[str, Curve] = {}  # learning_rate, grad_norm, throughput
         self.not_finite = 0  # updates with a loss or gradient norm that is not finite
-        self.step = 0
+        self.rollbacks: list[int] = []  # first updates after a rollback
+        self.step = self._rolled_back = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One row: `step` and any of `losses`, `metrics`, `learning_rate`, `grad_norm`, `throughput`,
         `validation` (a mapping like losses and metrics together, nested or flat)."""
-        self.step = step = int(row["step"])
+        step = int(row["step"])
+        if step <= self.step:
+            for curves in (self.losses, self.validation, self.accuracy, self.single):
+                for curve in curves.values():
+                    curve.cut(step)
+        if row.get("rollbacks", 0) > self._rolled_back:
+            self._rolled_back = row["rollbacks"]
+            self.rollbacks.append(step)
+        self.step = step
         finite = True
         for name, value in _numbers(row.get("losses")):
             self.losses.setdefault(name, Curve()).add(step, value)
@@ -164,6 +186,7 @@ class LivePlot:
             "learning_rate": stats.learning_rate,
             "grad_norm": stats.grad_norm,
             "throughput": stats.throughput,
+            "rollbacks": stats.rollbacks,
             "validation": stats.validation,
         }
         self.history.add(row)
@@ -273,7 +296,9 @@ def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") 
 def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     """Fill `figure` with one small picture for each quantity; `total` > 0 sets the step axis."""
     figure.clear()
-    note = f" - {history.not_finite:,} updates not finite" if history.not_finite else ""
+    notes = [f"{history.not_finite:,} updates not finite"] if history.not_finite else []
+    notes += [f"rolled back to update {step - 1:,}" for step in history.rollbacks]
+    note = "".join(f" - {text}" for text in notes)
     figure.suptitle(title + note, fontsize=11, color="#b3261e" if note else "black")
     # fixed margins: matplotlib's constrained layout takes half of the drawing time
     grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, bottom=0.085, top=0.92, wspace=0.28, hspace=0.3)
@@ -298,6 +323,8 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
         else:
             axes.set_ylim(bottom=0)
     for axes in (losses, *rest):
+        for step in history.rollbacks:
+            axes.axvline(step, color="#b3261e", linewidth=0.8, linestyle=":")
         axes.set_xlabel("update step", fontsize=8)
         axes.tick_params(labelsize=8, which="both")
         axes.grid(alpha=0.3)
@@ -401,3 +428,73 @@ def _nothing(axes: Axes, label: str) -> None:
     axes.text(
         0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, color="grey", transform=axes.transAxes
     )
+
+
+def comparison_figure(sides: Mapping[str, Sequence[Rows]], metric: str = "") -> Figure:
+    """Curves of the runs of each side, by label: mean over the runs with a band from the least to the greatest.
+
+    Loss (or the metric of that name), gradient norm and update steps a second; dots are full validations and single
+    runs. Training curves are running means over a fiftieth of their length.
+    """
+    figure = Figure(figsize=(10, 3.6))
+    grid = figure.add_gridspec(
+        1, 3, left=0.065, right=0.985, bottom=0.14, top=0.92, wspace=0.28, width_ratios=(2, 2, 1)
+    )
+    loss, norm, speed = (figure.add_subplot(cell) for cell in grid)
+    drawn: list[float] = []
+    for index, (label, runs) in enumerate(sides.items()):
+        colour = f"C{index}"
+        drawn += _band(loss, [_column(rows, "loss", metric) for rows in runs], colour, label)
+        for rows in runs:
+            checks = [(row["step"], row["validation"]) for row in rows if "validation" in row]
+            full = [(step, found) for step, found in checks if found["kind"] == "full"]
+            dots = [found["metrics"][metric] if metric else found["loss"] for _, found in full]
+            loss.plot([step for step, _ in full], dots, "o", markersize=4, color=colour)
+            drawn += dots
+        _band(norm, [_column(rows, "grad_norm") for rows in runs], colour, label)
+        rates = [1 / statistics.median(row["seconds"] for row in rows) for rows in runs]
+        speed.bar(label, statistics.fmean(rates), color=colour, alpha=0.5)
+        speed.plot([label] * len(rates), rates, "o", markersize=4, color=colour)
+    _log_axis(loss, drawn)
+    norm.set_yscale("log")
+    loss.legend(fontsize=8)
+    names = (metric or "loss [nat]", "gradient norm before clipping", "update steps/s")
+    for axes, name in zip((loss, norm, speed), names, strict=True):
+        axes.set_title(name, fontsize=9)
+        axes.tick_params(labelsize=8, which="both")
+        axes.grid(alpha=0.3)
+    for axes in (loss, norm):
+        axes.set_xlabel("update step", fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    return figure
+
+
+def _column(rows: Rows, name: str, metric: str = "") -> dict[int, float]:
+    """Step -> value, smoothed; a step that was made again counts as it was made last."""
+    values = {row["step"]: row["metrics"].get(metric, math.nan) if metric else row[name] for row in rows}
+    window = max(1, len(values) // 50)
+    recent: deque[float] = deque(maxlen=window)
+    out = {}
+    for step, value in values.items():
+        recent.append(value)
+        out[step] = sum(recent) / len(recent)
+    return out
+
+
+def _band(axes: Axes, columns: Sequence[Mapping[int, float]], colour: str, label: str) -> list[float]:
+    """Mean over runs as a line, least to greatest as a band, at the steps that all of them made; returns the means."""
+    steps = sorted(set(columns[0]).intersection(*columns[1:]))
+    steps = steps[:: max(1, len(steps) // POINTS)]
+    values = [[column[step] for column in columns] for step in steps]
+    means = [sum(row) / len(row) for row in values]
+    axes.plot(steps, means, color=colour, linewidth=1.2, label=label)
+    if len(columns) > 1:
+        axes.fill_between(
+            steps,
+            [min(row) for row in values],
+            [max(row) for row in values],
+            color=colour,
+            alpha=0.25,
+            linewidth=0,
+        )
+    return means

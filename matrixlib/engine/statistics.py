@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine.health import Health, Verdict
+from matrixlib.engine.health import OVERFLOW_WINDOW, Health, Verdict
 from matrixlib.engine.task import Batch, Task, to_device
 from matrixlib.engine.validation import evaluating
 
@@ -34,10 +34,12 @@ class Stats:
 
     step: updates done, this one included. micro_step: forward passes done. loss, losses, metrics: means over
     the items of this update, in training mode, before it. seconds: waiting for data and updating.
-    throughput: rows per second over the last updates. grad_norm: before clipping. clip_share: clipped updates
-    after the warm-up. skipped, overflows: updates that moved no weight so far, for a blow-up or for the loss
-    scale. validation: fields of `Validation`, where one was made. statistics: "outputs" and "gradient_norm",
-    at their interval. initial: at the first update, by term "loss", "chance" and "floor". messages: warnings.
+    throughput: rows per second over the last updates. grad_norm: before clipping. clip_share: share of clipped
+    gradients among the last after the warm-up. skipped, overflows: updates that moved no weight so far, for a
+    blow-up or for the loss scale. rollbacks: rollbacks so far, before this update. gate: factor on the weights
+    of the self-supervised terms. validation: fields of `Validation`, where one was made. memory: use since the
+    last validation. statistics: "outputs" and "gradient_norm", at their interval. initial: at the first update,
+    by term "loss", "chance" and "floor". messages: warnings.
     """
 
     step: int
@@ -51,9 +53,12 @@ class Stats:
     verdict: str
     skipped: int
     overflows: int
+    rollbacks: int
     seconds: float
     throughput: float
+    gate: float | None = None
     validation: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
     statistics: dict[str, Any] | None = None
     initial: dict[str, dict[str, float]] | None = None
     messages: tuple[str, ...] = ()
@@ -81,7 +86,7 @@ def compare_with_chance(
     return table, messages
 
 
-def unusual(done: StepStats) -> list[str]:
+def unusual(done: StepStats, health: Health) -> list[str]:
     """Warnings about an update with items or terms without targets, or one that was skipped.
 
     A task counts items without a target in the metric "<term>/skipped".
@@ -93,15 +98,20 @@ def unusual(done: StepStats) -> list[str]:
             messages.append(
                 f"{share * done.counts[term]:.0f} items without a usable target of {term} were skipped"
             )
-    if done.verdict is not Verdict.OK:
-        cause = "the loss scale was too large" if done.overflow else "loss or gradient is not finite"
+    if done.verdict is Verdict.SKIP:
+        cause = "the loss scale was too large" if done.overflow else health.last
         messages.append(f"update skipped, no weight moved: {cause}")
+    if done.overflow and health.scale_falls:
+        messages.append(
+            f"the loss scale fell {len(health.overflowed)} times in {OVERFLOW_WINDOW} updates: normal at the start, "
+            "later a sign that gradients are about to blow up"
+        )
     return messages
 
 
 def clip_warning(health: Health) -> list[str]:
     """A warning when too many of at least 100 gradients after the warm-up were clipped."""
-    if health.warm < 100 or health.clip_share <= CLIP_SHARE:
+    if len(health.clips) < 100 or health.clip_share <= CLIP_SHARE:
         return []
     return [
         f"{health.clip_share:.0%} of the gradients after the warm-up were clipped; above {CLIP_SHARE:.0%} "

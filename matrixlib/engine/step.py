@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from matrixlib.config import Config, OptimConfig
-from matrixlib.engine.health import Health, Verdict
+from matrixlib.config import Config
+from matrixlib.engine import rng
+from matrixlib.engine.gating import Gate
+from matrixlib.engine.health import Health, Measured, Verdict
+from matrixlib.engine.hooks import first_nonfinite
+from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import EMA, Schedule, unwrap
 from matrixlib.engine.optim import optimiser as build_optimiser
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
@@ -82,9 +87,10 @@ class StepStats:
     """Numbers of one update, all on the host.
 
     update: its index, from 0. loss: weighted total of `losses`, the means over items by term. metrics: means
-    by "term/name". counts: items by term; a term without items is in `empty` and not in `losses`. grad_norm:
-    global norm before clipping (unscaled). overflow: skipped because the loss scale was too large.
-    loss_scale: the scale used, None without a scaler. micro_batches: forward passes made.
+    by "term/name". counts: items by term; a term without items is in `empty` and not in `losses`; one that is
+    gated out is in neither. grad_norm: global norm before clipping (unscaled). overflow: skipped because the
+    loss scale was too large. micro_batches: forward passes made. gate: factor on the weights of the
+    self-supervised terms. messages: what a person should know.
     """
 
     update: int
@@ -99,11 +105,29 @@ class StepStats:
     verdict: Verdict
     overflow: bool
     micro_batches: int
+    gate: float = 1.0
     report: GradientReport | None = None
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What an update computes. weights: factor of each term's mean. counts: its items. until: rows with the gated
+    terms; the others get the terms of `main` alone.
+    """
+
+    weights: dict[str, float]
+    counts: dict[str, int]
+    main: frozenset[str]
+    until: int
 
 
 class Step:
-    """Makes one update from one batch. State: `update` (index of the next one), scaler, health."""
+    """Makes one update from one batch.
+
+    State: `update` (index of the next one), `micro_batch` (halved when memory runs out), scaler, health, gate.
+    `moving` is True while weights are being changed: an error then leaves them half-changed.
+    """
 
     def __init__(
         self,
@@ -112,22 +136,24 @@ class Step:
         optimiser: torch.optim.AdamW,
         schedule: Schedule,
         runtime: Runtime,
-        config: OptimConfig,
+        config: Config,
         micro_batch: int,
-        ema: EMA | None = None,
-        health: Health | None = None,
+        ema: EMA | None,
+        health: Health,
+        gate: Gate,
     ) -> None:
         """model: on the device, may be compiled. micro_batch: rows of one forward pass."""
         if micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1, got {micro_batch}")
         self.model, self.task, self.optimiser, self.schedule = model, task, optimiser, schedule
         self.runtime, self.config, self.micro_batch, self.ema = runtime, config, micro_batch, ema
-        self.health = health or Health()
+        self.health, self.gate = health, gate
         self.active = active_terms(task)
         if not self.active:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
         self.scaler = runtime.grad_scaler()
         self.update = 0
+        self.moving = False
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
         self._buffers = [b for b in unwrap(model).buffers() if b is not None]
 
@@ -135,90 +161,182 @@ class Step:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
 
         Each term's sum is divided by its count in the whole batch, so the micro-batch size does not change
-        the gradient. report: also look at every gradient (a second host read). Raises ValueError when no
-        parameter receives a gradient.
+        the gradient. Where memory runs out, the update is repeated with half the micro-batch, from the same
+        random state and buffers. report: also look at every gradient (a second host read). Raises ValueError
+        when no parameter receives a gradient. After any error but one while `moving` the state is as before.
         """
-        counts = self.task.counts(batch)
-        before = [buffer.clone() for buffer in self._buffers]  # BatchNorm moves in the forward pass
-        self.optimiser.zero_grad(set_to_none=True)
-        sums, size = self._accumulate(batch, counts)
+        streams, before = rng.capture(self.runtime.torch_device), [b.clone() for b in self._buffers]
+        messages: list[str] = []
+        try:
+            plan = self._plan(batch)
+            sums = self._sums(batch, plan, streams, before, messages)
+            return self._judged(batch, plan, sums, streams, before, messages, report)
+        except BaseException:
+            if not self.moving:
+                self._restore(before)
+            raise
+
+    def _plan(self, batch: Batch) -> _Plan:
+        factor = self.gate.factor(self.update)
+        gated = self.task.gated & self.active
+        active = self.active if factor else self.active - gated
+        size, counts = rows(batch), self.task.counts(batch)
+        until = self.gate.rows(size, self.micro_batch) if gated & active else size
+        if until < size:
+            counts |= {t: n for t, n in self.task.counts(slice_batch(batch, 0, until)).items() if t in gated}
+        weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
+        return _Plan(weights, {t: counts[t] for t in active}, active - gated, until)
+
+    def _sums(
+        self, batch: Batch, plan: _Plan, streams: rng.Streams, before: list[Tensor], messages: list[str]
+    ) -> dict[str, Tensor]:
+        """Gradients of the whole batch in `.grad`; sums of losses and metrics, on the device."""
+        while True:
+            self.optimiser.zero_grad(set_to_none=True)
+            try:
+                return self._accumulate(batch, plan)
+            except (RuntimeError, MemoryError) as error:
+                if self.micro_batch == 1 or not out_of_memory(error):
+                    raise
+                said = str(error).splitlines()[0]
+            # Outside of the except block: the traceback would keep the activations alive.
+            size = min(self.micro_batch, rows(batch))
+            self.micro_batch = -(-size // 2)
+            messages.append(
+                f"out of memory with a micro-batch of {size} ({said}); the update is repeated with "
+                f"{self.micro_batch}, which the run keeps from now on"
+            )
+            self._restore(before)
+            rng.restore(streams, self.runtime.torch_device)
+
+    def _judged(
+        self,
+        batch: Batch,
+        plan: _Plan,
+        sums: dict[str, Tensor],
+        streams: rng.Streams,
+        before: list[Tensor],
+        messages: list[str],
+        report: bool,
+    ) -> StepStats:
+        """Read the numbers, decide, and move the weights or put the buffers back."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimiser)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         values = _read({"": norm, **sums})
 
-        grad_norm = values.pop("")
-        losses = {t: values[t] / counts[t] for t in sorted(self.active) if counts[t]}
-        loss = math.fsum(self.task.weights[term] * value for term, value in losses.items())
-        finite = all(math.isfinite(values[term]) for term in self.active)
+        grad_norm, counts = values.pop(""), plan.counts
+        losses = {t: values[t] / counts[t] for t in sorted(counts) if counts[t]}
+        finite = all(math.isfinite(values[term]) for term in counts)
         healthy = finite and math.isfinite(grad_norm)
-        clipped = grad_norm > self.config.clip_norm
-        rate = self.schedule(self.update)
-        overflow = False
-        if not healthy and self.scaler is not None:
-            overflow = finite and self.scaler.get_scale() > 1
+        overflow = not healthy and finite and self.scaler is not None and self.scaler.get_scale() > 1
         found = gradient_report(self.model) if report or not healthy else None
+        detail = ""
+        if not healthy:
+            detail = _culprits({t: values[t] for t in counts}, found)
+            if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
+                detail += self._first_nonfinite(batch, plan, streams, before)
+        clipped = grad_norm > self.config.optim.clip_norm
+        rate = self.schedule(self.update) * self.health.rate_scale(self.update)
         verdict = self.health.judge(
-            loss,
-            grad_norm,
-            finite,
-            overflow=overflow,
-            clipped=clipped,
-            warming_up=self.update < self.schedule.warmup,
-            detail="" if healthy else _culprits({t: values[t] for t in self.active}, found),
+            Measured(
+                self.update,
+                math.fsum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
+                grad_norm,
+                healthy,
+                overflow,
+                clipped,
+                self.update < self.schedule.warmup,
+                detail,
+            )
         )
         if verdict is Verdict.OK:
+            self.moving = True
             if clipped:
-                clip_grads_with_norm_(self._parameters, self.config.clip_norm, norm)
+                clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
             self._move(rate)
+            self.moving = False
         else:
-            with torch.no_grad():
-                for buffer, old in zip(self._buffers, before, strict=True):
-                    buffer.copy_(old)
+            self._restore(before)
+            unstable = not overflow and self.task.gated & self.active
+            if unstable and self.gate.freeze(self.update):
+                messages.append(
+                    f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
+                )
         if self.scaler is not None:
             self.scaler.update()
         self.update += 1
         return StepStats(
             update=self.update - 1,
-            loss=loss,
+            loss=math.fsum(plan.weights[t] * loss for t, loss in losses.items()),
             losses=losses,
-            metrics=_means({k: v for k, v in values.items() if k not in self.active}, counts),
+            metrics=_means({k: v for k, v in values.items() if k not in counts}, counts),
             counts=counts,
-            empty=tuple(term for term in sorted(self.active) if not counts[term]),
+            empty=tuple(term for term in sorted(counts) if not counts[term]),
             grad_norm=grad_norm,
             clipped=clipped,
             learning_rate=rate,
             verdict=verdict,
             overflow=overflow,
-            micro_batches=-(-size // self.micro_batch),
+            micro_batches=-(-rows(batch) // self.micro_batch),
+            gate=self.gate.factor(self.update - 1),
             report=found,
+            messages=tuple(messages),
         )
 
-    def _accumulate(self, batch: Batch, counts: dict[str, int]) -> tuple[dict[str, Tensor], int]:
-        """Forward and backward of every micro-batch; sums of losses and metrics on the device, and rows."""
+    def _accumulate(self, batch: Batch, plan: _Plan) -> dict[str, Tensor]:
+        """Forward and backward of every micro-batch; sums of losses and metrics on the device."""
         sums: dict[str, Tensor] = {}
-        size = rows(batch)
+        size, started = rows(batch), time.monotonic()
         for start in range(0, size, self.micro_batch):
             part = slice_batch(batch, start, min(start + self.micro_batch, size))
-            part = to_device(part, self.runtime.torch_device)
-            with self.runtime.autocast():
-                losses, metrics = self.task.losses(self.model, part, self.active)
-            assert losses.keys() == self.active, (
-                f"task gave {sorted(losses)}, asked for {sorted(self.active)}"
-            )
-            weights = self.task.weights
-            # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
-            total = torch.stack(
-                [losses[t] * (weights[t] / counts[t] if counts[t] else 0.0) for t in sorted(losses)]
-            ).sum()
+            active = frozenset(plan.weights) if start < plan.until else plan.main
+            total, found = self._forward(part, plan, active)
             if not total.requires_grad:
                 raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
             (total if self.scaler is None else self.scaler.scale(total)).backward()
-            for name, value in (losses | metrics).items():
-                value = value.detach()
+            for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
-        return sums, size
+            stop = start + self.micro_batch
+            if self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
+                if self.runtime.device != "cpu":
+                    torch.accelerator.synchronize()  # else the clock would see launches alone
+                self.gate.took(time.monotonic() - started, plan.until)
+        return sums
+
+    def _forward(self, part: Batch, plan: _Plan, active: frozenset[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weighted loss of one micro-batch, its share of the update's, and detached sums by name."""
+        with self.runtime.autocast():
+            losses, metrics = self.task.losses(self.model, to_device(part, self.runtime.torch_device), active)
+        assert losses.keys() == active, f"task gave {sorted(losses)}, asked for {sorted(active)}"
+        # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
+        total = torch.stack(
+            [
+                losses[t] * (plan.weights[t] / plan.counts[t] if plan.counts[t] else 0.0)
+                for t in sorted(losses)
+            ]
+        ).sum()
+        return total, {name: value.detach() for name, value in (losses | metrics).items()}
+
+    def _first_nonfinite(self, batch: Batch, plan: _Plan, streams: rng.Streams, before: list[Tensor]) -> str:
+        """Replay the update with a check on every module; the first that went bad, in words. Gradients and buffers
+        are left as the replay makes them: the update moves nothing.
+        """
+        compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
+        self._restore(before)
+        after = rng.capture(self.runtime.torch_device)
+        rng.restore(streams, self.runtime.torch_device)
+        try:
+            name = first_nonfinite(lambda: self._accumulate(batch, plan), self.model)
+        finally:
+            self.model = compiled
+            rng.restore(after, self.runtime.torch_device)
+        return f"; first in module {name}" if name else ""
+
+    def _restore(self, before: list[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, old in zip(self._buffers, before, strict=True):
+                buffer.copy_(old)
 
     def _move(self, rate: float) -> None:
         for group in self.optimiser.param_groups:
@@ -238,7 +356,8 @@ def make_step(task: Task, model: nn.Module, runtime: Runtime, config: Config, st
     adamw = build_optimiser(plain, config.optim, runtime.torch_device)
     schedule = Schedule.of(config.optim, steps)
     ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
-    return Step(forward, task, adamw, schedule, runtime, config.optim, runtime.micro_batch, ema)
+    health, gate = Health(config.health), Gate(config.gating)
+    return Step(forward, task, adamw, schedule, runtime, config, runtime.micro_batch, ema, health, gate)
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

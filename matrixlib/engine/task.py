@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,11 @@ class Task(Protocol):
         """Weight of each term's mean in the total loss, one per term, >= 0; a term of weight 0 is not
         computed.
         """
+        ...
+
+    @property
+    def gated(self) -> frozenset[str]:
+        """Self-supervised terms: the engine may ramp them up and leave them out for a while (`gating`)."""
         ...
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -83,6 +88,22 @@ class Task(Protocol):
 
         A masked logit of -1e9 would drown mean and deviation, so it must not be in here.
         """
+        ...
+
+
+class Source(Protocol):
+    """Where the trainer's updates come from: batch i is a pure function of i and the skipped ranges."""
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Host batches of updates start..stop-1; closing the iterator gives its resources back."""
+        ...
+
+    def raw(self, i: int) -> int:
+        """Number of batch i in the stream with nothing skipped."""
+        ...
+
+    def skipping(self, ranges: Sequence[tuple[int, int]]) -> Source:
+        """The same stream without the batches of these raw ranges (start, stop)."""
         ...
 
 

@@ -1,29 +1,36 @@
-"""The training loop of a run: updates, validation, statistics, checkpoints; it resumes bit for bit."""
+"""The training loop of a run: updates, validation, statistics, checkpoints, rollbacks; it resumes bit for bit."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from matrixlib.config import Config
-from matrixlib.engine import interrupt, optim, rng, statistics
-from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
+from matrixlib.engine import anatomy, interrupt, optim, rng, statistics
+from matrixlib.engine import metrics as metrics_log
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, TrainingHalted, Verdict
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.memory import Monitor
+from matrixlib.engine.metrics import MetricsLog, write_json
 from matrixlib.engine.statistics import Stats
 from matrixlib.engine.step import GradientReport, Step, StepStats, make_step
-from matrixlib.engine.task import Batch, Task, rows, slice_batch
+from matrixlib.engine.task import Batch, Source, Task, rows, slice_batch
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
 from matrixlib.runtime import Runtime
+
+EVIDENCE = 16
+"""Updates at most whose records are kept after a blow-up, and rows of metrics from before it."""
 
 
 def trial_step(task: Task, model: nn.Module, runtime: Runtime, config: Config) -> Step:
@@ -46,46 +53,57 @@ class Trainer:
         model: nn.Module,
         runtime: Runtime,
         config: Config,
-        batches: Callable[[int, int], Iterator[Batch]],
+        source: Source,
         validation: Callable[[str], Iterable[Batch]],
         folder: Path,
         checkpoints: Checkpoints,
         metrics: MetricsLog,
         steps: int,
         state_extra: Mapping[str, Any] | None = None,
+        evidence: Callable[[Sequence[int], Path], None] = lambda batches, folder: None,
+        on_micro_batch: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Nothing is read or trained yet.
 
-        batches(start, stop): host batches of updates start..stop-1. validation(kind): host batches of the
-        fixed "sample" or the "full" set; empty where there is none. folder: gets heartbeat.json. steps:
-        updates of the whole run. state_extra: JSON data that every checkpoint also holds (config, ...).
+        source: where the batches of the updates come from. validation(kind): host batches of the fixed
+        "sample" or the "full" set; empty where there is none. folder: gets heartbeat.json and evidence/.
+        steps: updates of the whole run. state_extra: JSON data that every checkpoint also holds (config, ...).
+        evidence(batches, folder): keeps the records of these raw batch numbers, after a blow-up.
+        on_micro_batch(size): called when memory ran out and a smaller micro-batch is used from now on.
         """
         self.task, self.runtime, self.config, self.steps = task, runtime, config, steps
         self.checkpoints, self.metrics = checkpoints, metrics
         self.state_extra = state_extra if state_extra is not None else {}
-        self._batches, self._validation = batches, validation
-        self._device = runtime.torch_device
+        self._source, self._validation, self._skip = source, validation, list[tuple[int, int]]()
+        self._evidence, self._on_micro_batch = evidence, on_micro_batch
+        self._device, self._folder = runtime.torch_device, Path(folder)
+        self._memory = Monitor(self._device, config.memory)
+        said = self._memory.apply_limit()
+        self.messages: list[str] = [said] if said else []
         self._step = make_step(task, model, runtime, config, steps)
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
         self._cadence = Cadence(config.validation)
         self._norms, self._throughput = statistics.GradientNorms(), statistics.Throughput()
         seconds = config.train.heartbeat_seconds
-        self._heartbeat = Heartbeat(Path(folder) / "heartbeat.json", seconds, self._device)
+        self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, self._device)
         self._streams = rng.seeded(config.seed, self._device)
         self._sample: list[Batch] | None = None
         self.step = self.micro_step = 0
         self.gradients: GradientReport | None = None
         self.initial: dict[str, dict[str, float]] | None = None
-        self.messages: list[str] = []
         self._saved = -1  # update count of the newest checkpoint
-        self._whole = True  # False while an update is being made
+        self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
 
     @property
     def stop_reason(self) -> str:
         """Why training ends before its last update; "" while it does not."""
         return self._cadence.stop
+
+    @property
+    def _between_updates(self) -> bool:
+        return self._whole and not self._step.moving
 
     def resume(self) -> int:
         """Go on from the newest whole checkpoint; returns its update count, 0 where there is none.
@@ -97,42 +115,56 @@ class Trainer:
         if found is None:
             self.metrics.truncate_to(0)
             return 0
-        tensors, state, step = found.tensors, found.state, self._step
         try:
-            optim.load_tensors(self.model, tensors["model"])
-            optim.load_optimiser(step.optimiser, self.model, tensors["optimiser"])
-            if self.ema is not None:
-                self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
-            if step.scaler is not None:
-                step.scaler.load_state_dict(state["scaler"])
-            step.health = Health.from_dict(state["health"])
-            self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
-            self._streams = rng.from_saved(tensors["rng"], state["rng"])
-            self._norms = statistics.GradientNorms(state["gradient_norms"])
-            self.micro_step, self.initial = state["micro_step"], state["initial"]
+            self._restore(found)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{found.path.name} does not fit this run ({error}); give the run another name, or bring "
                 "back the configuration it was made with"
             ) from error
+        return found.step
+
+    def _restore(self, found: Checkpoint) -> None:
+        """The whole state of a checkpoint; metrics.jsonl is cut back to it."""
+        tensors, state, step = found.tensors, found.state, self._step
+        optim.load_tensors(self.model, tensors["model"])
+        optim.load_optimiser(step.optimiser, self.model, tensors["optimiser"])
+        if self.ema is not None:
+            self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
+        if step.scaler is not None:
+            step.scaler.load_state_dict(state["scaler"])
+        step.health = Health.from_dict(self.config.health, state["health"])
+        step.gate = Gate.from_dict(self.config.gating, state["gate"])
+        self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
+        self._streams = rng.from_saved(tensors["rng"], state["rng"])
+        self._norms = statistics.GradientNorms(state["gradient_norms"])
+        self._skip_batches([(start, stop) for start, stop in state["skip"]])
+        self.micro_step, self.initial = state["micro_step"], state["initial"]
         self.step = step.update = self._saved = found.step
         self.metrics.truncate_to(found.step)
-        return found.step
+
+    def _skip_batches(self, ranges: list[tuple[int, int]]) -> None:
+        self._skip, self._source = ranges, self._source.skipping(ranges)
 
     def train(self, stop: int | None = None) -> Iterator[Stats]:
         """Updates up to `stop` (default: the last one); yields after each.
 
-        However it ends, by the last update, an early stop, Ctrl-C or the caller's leaving the loop, the
-        state has been saved; only after an error it has not. Raises ValueError at once for a target loss
-        that cannot be reached, and TrainingHalted (with a diagnosis) when updates stay non-finite.
+        However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error or the caller's leaving
+        the loop, the state after the last whole update has been saved; only TrainingHalted leaves the last good
+        one. After a rollback (`verdict`) the next stats are of an earlier update. Raises ValueError at once for a
+        target loss that cannot be reached, and TrainingHalted (with a diagnosis) when the run cannot be kept
+        stable.
         """
         if target := self.config.validation.target_loss:
             refuse_below_floor(target, self.task, self._held_out("sample"), self._step.active)
         return self._updates(self.steps if stop is None else min(stop, self.steps))
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present state, which must lie between two updates."""
-        assert self._whole, "a half-made update cannot be saved"
+    def save(self, best: float | None = None, wait: bool = False) -> Path:
+        """Write a checkpoint of the present state, which must lie between two updates, in the background.
+
+        best: the validation loss that makes it the best one. wait: until it is durable.
+        """
+        assert self._between_updates, "a half-made update cannot be saved"
         tensors = {
             "model": optim.named_tensors(self.model),
             "optimiser": optim.optimiser_tensors(self._step.optimiser, self.model),
@@ -141,6 +173,8 @@ class Trainer:
         state: dict[str, Any] = {
             "micro_step": self.micro_step,
             "health": self._step.health.to_dict(),
+            "gate": self._step.gate.to_dict(),
+            "skip": self._skip,
             "cadence": self._cadence.to_dict(),
             "rng": self._streams.plain(),
             "gradient_norms": self._norms.to_list(),
@@ -152,7 +186,7 @@ class Trainer:
         if self._step.scaler is not None:
             state["scaler"] = self._step.scaler.state_dict()
         assert not state.keys() & self.state_extra.keys(), "state_extra uses a name of the trainer's"
-        path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state})
+        path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best, wait=wait)
         self._saved = self.step
         return path
 
@@ -165,26 +199,44 @@ class Trainer:
 
     def _updates(self, stop: int) -> Iterator[Stats]:
         self.model.train()
-        source = iter(self._batches(self.step, stop)) if self.step < stop else iter(())
         self._beat("training", force=True)
+        source = self._open(stop)
         try:
-            while self.step < stop and not self.stop_reason:
-                with interrupt.deferred():
-                    stats = self._one(source)
-                yield stats
+            with interrupt.termination() as termination:
+                while self.step < stop and not self.stop_reason:
+                    termination.check()
+                    with interrupt.deferred():
+                        stats = self._one(source)
+                        if stats.verdict == Verdict.ROLLBACK:
+                            source.close()
+                            source = self._open(stop)
+                    termination.check()
+                    yield stats
             self._save_if_new()
-        except GeneratorExit:  # the caller has left the loop
-            self._save_if_new()
-            raise
-        except KeyboardInterrupt as error:
-            self._save_if_new()
-            where = f"from the checkpoint of update {self._saved}" if self._saved >= 0 else "from the start"
-            error.add_note(f"stopped after {self.step} updates; the same command goes on {where}")
+            self.checkpoints.join()
+        except TrainingHalted:
+            raise  # the present state is not worth keeping: the last good one is there
+        except BaseException as error:
+            self._rescue(error)
             raise
         finally:
-            if close := getattr(source, "close", None):
-                close()  # ends the loader's workers
+            source.close()  # ends the loader's workers
             self._beat("stopped", force=True)
+
+    def _open(self, stop: int) -> Generator[Batch]:
+        """Batches from the present update on."""
+        yield from self._source.batches(self.step, stop) if self.step < stop else ()
+
+    def _rescue(self, error: BaseException) -> None:
+        """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
+        try:
+            self._save_if_new()
+            self.checkpoints.join()
+        except CheckpointError as failed:
+            error.add_note(str(failed))
+        newest = max(self.checkpoints.steps(), default=-1)
+        where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
+        error.add_note(f"stopped after {self.step} updates; the same command goes on {where}")
 
     def _one(self, source: Iterator[Batch]) -> Stats:
         """One update and all that hangs on it; afterwards the state lies between two updates again."""
@@ -195,20 +247,29 @@ class Trainer:
         # The step's random streams are its own: whatever the loader, validation or the caller draw in between
         # changes nothing here, and a resumed run goes on with the same bits.
         rng.restore(self._streams, self._device)
-        self._whole = False
+        micro_batch = self._step.micro_batch
+        at_interval = (self.step + 1) % self.config.train.statistics_interval == 0
+        weights = anatomy.snapshot(self.model) if at_interval else None
         done = self._step(batch, report=self.step == 0)
+        self._whole = False
         self._streams = rng.capture(self._device)
         self._seconds = time.perf_counter() - started
         self.step += 1
         self.micro_step += done.micro_batches
         self._norms.add(done.grad_norm)
-        messages = statistics.unusual(done)
+        messages = [
+            *done.messages,
+            *statistics.unusual(done, self._step.health),
+            *self._memory.check(self.step),
+        ]
+        if self._step.micro_batch != micro_batch:
+            self._on_micro_batch(self._step.micro_batch)
         if self.step == 1:
             messages += self._first(batch, done)
-        halted = done.verdict is Verdict.HALT
-        at_interval = self.step % self.config.train.statistics_interval == 0
-        figures = self._statistics(batch, messages) if at_interval and not halted else None
-        validation = None if halted else self._validate(messages)
+        verdict, target = self._verdict(done)
+        moved = verdict in (Verdict.OK, Verdict.SKIP)
+        figures = self._statistics(batch, weights, messages) if weights and verdict is Verdict.OK else None
+        validation = self._validate(messages) if moved else None
         stats = Stats(
             step=self.step,
             micro_step=self.micro_step,
@@ -218,9 +279,12 @@ class Trainer:
             learning_rate=done.learning_rate,
             grad_norm=done.grad_norm,
             clip_share=self._step.health.clip_share,
-            verdict=str(done.verdict),
+            verdict=str(verdict),
+            gate=done.gate if self.task.gated else None,
             skipped=self._step.health.skipped,
             overflows=self._step.health.overflows,
+            rollbacks=self._step.health.rollbacks,
+            memory=self._memory.interval() if validation else None,
             seconds=self._seconds,
             throughput=self._throughput.add(rows(batch), self._seconds),
             validation=validation.to_dict() if validation else None,
@@ -228,25 +292,75 @@ class Trainer:
             initial=self.initial if self.step == 1 else None,
             messages=tuple(messages),
         )
-        self.messages += messages
         self.metrics.write(stats.row())
-        if halted:
-            raise TrainingHalted(self._step.health.diagnosis())
+        if verdict is Verdict.HALT:
+            diagnosis = self._step.health.diagnosis(nothing_to_return_to=done.verdict is not Verdict.HALT)
+            raise TrainingHalted(f"{diagnosis} Evidence: {self._keep(verdict)}")
+        if target is not None:
+            stats = replace(stats, messages=(*stats.messages, self._roll_back(target)))
+        self.messages += stats.messages
         self._whole = True
-        self._checkpoint(validation)
+        if target is None:
+            self._checkpoint(validation)
         self._beat("training")
         return stats
 
+    def _verdict(self, done: StepStats) -> tuple[Verdict, int | None]:
+        """The verdict, and where a rollback goes to; without a good checkpoint the run has to halt."""
+        if done.verdict is not Verdict.ROLLBACK:
+            return done.verdict, None
+        self.checkpoints.join()
+        target = self._step.health.target(self.checkpoints.steps())
+        return (Verdict.HALT if target is None else Verdict.ROLLBACK), target
+
+    def _roll_back(self, target: int) -> str:
+        """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
+        trouble began and with a smaller learning rate; what happened, in words.
+        """
+        health = self._step.health
+        window = self._source.raw(health.onset), self._source.raw(self.step - 1) + 1
+        skip = sorted([*self._skip, window])  # also those that a checkpoint from before them does not know
+        where = self._keep(Verdict.ROLLBACK)
+        found = self.checkpoints.newest(before=target)
+        assert found is not None, "newest raises where every checkpoint is damaged"
+        self._restore(found)
+        self._skip_batches(skip)
+        self._step.health = health.rolled_back(found.step, self._step.health)
+        if self.task.gated:
+            self._step.gate.freeze(found.step - 1)
+        self.checkpoints.discard_after(found.step)
+        return (
+            f"rolled back to the checkpoint of update {found.step} ({health.last}); batches {window[0]} to "
+            f"{window[1] - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}"
+        )
+
+    def _keep(self, verdict: Verdict) -> Path:
+        """Write down what led to `verdict`: the rows of the updates in question, the batch numbers, their records."""
+        health = self._step.health
+        folder = self._folder / "evidence" / f"{verdict}_{health.rollbacks + 1}_update_{self.step:08d}"
+        batches = [self._source.raw(i) for i in range(max(health.onset, self.step - EVIDENCE), self.step)]
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in metrics_log.read(self.metrics.path) if row["step"] > health.onset - EVIDENCE]
+        record = {
+            "verdict": str(verdict),
+            "last": health.last,
+            "batches": batches,
+            "health": health.to_dict(),
+        }
+        write_json(folder / "evidence.json", record | {"rows": rows})
+        self._evidence(batches, folder)
+        return folder
+
     def _checkpoint(self, validation: Validation | None) -> None:
-        """Save at the interval, at the end and at the best full validation."""
-        cadence = self._cadence
+        """Save at the interval, at the end and at the best full validation.
+
+        In the middle of trouble the interval's checkpoint waits: what is saved is worth going back to.
+        """
+        cadence, interval = self._cadence, self.config.checkpoint.interval
         best = validation is not None and validation.kind == "full" and cadence.best_at == self.step
-        at_interval = self.step % self.config.checkpoint.interval == 0
-        if best or at_interval or self.step == self.steps or self.stop_reason:
-            self.save()
-        if best:
-            assert cadence.best is not None
-            self.checkpoints.mark_best(self.step, cadence.best)
+        due = self.step // interval > max(self._saved, 0) // interval and self._step.health.steady
+        if best or due or self.step == self.steps or self.stop_reason:
+            self.save(best=cadence.best if best else None)
 
     def _validate(self, messages: list[str]) -> Validation | None:
         """Validation with the averaged weights, if it is due and there is held-out data."""
@@ -277,19 +391,26 @@ class Trainer:
         self.initial, messages = statistics.compare_with_chance(self.task, batch, done)
         return [f"first update: {done.report}", *messages] if str(done.report or "") else messages
 
-    def _statistics(self, batch: Batch, messages: list[str]) -> dict[str, Any]:
-        part = slice_batch(batch, 0, min(rows(batch), self.runtime.micro_batch))
+    def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:
+        """Outputs, gradient norms, blocks and dead units after an update; `before`: the weights before it."""
+        blocks = anatomy.block_statistics(self.model, before)
+        dead = anatomy.dead_units(self.task, self.model, self._held_out("full"), self.runtime)
+        part = slice_batch(batch, 0, min(rows(batch), self._step.micro_batch))
         found: dict[str, Any] = {
             "outputs": statistics.output_statistics(self.task, self.model, part, self.runtime),
             "gradient_norm": self._norms.quantiles(),
+            "blocks": blocks,
+            "dead_units": dead.shares,
         }
+        messages += anatomy.block_warnings(blocks, warming_up=self.step <= self._step.schedule.warmup)
+        messages += dead.warnings()
         if self._step.scaler is not None:
             found["loss_scale"] = self._step.scaler.get_scale()
         messages += statistics.clip_warning(self._step.health)
         return found
 
     def _save_if_new(self) -> None:
-        if self._whole and self.step and self._saved != self.step:
+        if self._between_updates and self.step and self._saved != self.step:
             self.save()
 
     def _beat(self, phase: str, force: bool = False) -> None:

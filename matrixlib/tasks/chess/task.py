@@ -52,6 +52,11 @@ class ChessTask:
         heads = {f"ssl_{name}": weights.ssl for name in self.config.model.ssl}
         return {"policy": weights.policy, "value": weights.value} | heads
 
+    @property
+    def gated(self) -> frozenset[str]:
+        """The self-supervised heads' terms."""
+        return frozenset(f"ssl_{name}" for name in self.config.model.ssl)
+
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored rows to packed training arrays, all with leading dimension B.
 

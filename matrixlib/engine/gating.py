@@ -1,0 +1,64 @@
+"""When the self-supervised terms take part in an update, and by how much. Numbers in, numbers out; no tensors.
+
+They rise to their weight over a warm-up, are left out altogether for a while after an unstable update (a weight of 0
+would still decay weights and move moments), and may have a time limit, watched by a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from matrixlib.config import GatingConfig
+
+
+@dataclass
+class Gate:
+    """State of the gate; all but `config` goes into the checkpoint.
+
+    frozen_until: update index from which the terms take part again. freezes: how often they were frozen.
+    row_seconds: measured time of one row with these terms, 0 before it is known; used with a time limit only.
+    """
+
+    config: GatingConfig
+    frozen_until: int = 0
+    freezes: int = 0
+    row_seconds: float = 0.0
+
+    def factor(self, update: int) -> float:
+        """Factor on the weights of the terms at `update` (from 0): 0 while frozen, never 0 in the warm-up."""
+        if update < self.frozen_until:
+            return 0.0
+        return min(1.0, (update + 1) / self.config.warmup_steps) if self.config.warmup_steps else 1.0
+
+    def freeze(self, update: int) -> bool:
+        """Leave the terms out after an unstable `update`; True if that begins now."""
+        begins = bool(self.config.freeze_steps) and update >= self.frozen_until
+        if self.config.freeze_steps:
+            self.frozen_until = update + 1 + self.config.freeze_steps
+        self.freezes += begins
+        return begins
+
+    def rows(self, size: int, micro_batch: int) -> int:
+        """How many of an update's `size` rows get the terms: all, or what fits in the time limit.
+
+        Whole micro-batches and at least one. The terms' means are taken over those rows, so their weight stays.
+        """
+        if not self.config.seconds or not self.row_seconds:
+            return size
+        fitting = int(self.config.seconds / self.row_seconds)
+        return min(size, max(micro_batch, fitting // micro_batch * micro_batch))
+
+    def took(self, seconds: float, rows: int) -> None:
+        """Take in the time of the micro-batches with the terms, `rows` rows in all."""
+        self.row_seconds = seconds / rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the checkpoint."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
+
+    @classmethod
+    def from_dict(cls, config: GatingConfig, data: Mapping[str, Any]) -> Gate:
+        """Inverse of `to_dict`."""
+        return cls(config, **data)
