@@ -8,22 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 
+from matrixlib.engine import memory
 from matrixlib.engine.metrics import utc_now, write_json
-
-
-def memory(device: torch.device) -> dict[str, float]:
-    """MiB: resident memory of this process and, on an accelerator, what torch holds there."""
-    mebi = 1 / 2**20
-    out = {"rss_mib": psutil.Process().memory_info().rss * mebi}
-    if device.type == "cuda":
-        out["device_mib"] = torch.cuda.memory_allocated(device) * mebi
-        out["device_peak_mib"] = torch.cuda.max_memory_allocated(device) * mebi
-    elif device.type == "mps":
-        out["device_mib"] = torch.mps.current_allocated_memory() * mebi
-    return {name: round(value, 1) for name, value in out.items()}
 
 
 class Heartbeat:
@@ -46,4 +34,4 @@ class Heartbeat:
             return
         self._last = now
         record = {"time": utc_now(), "pid": os.getpid(), "step": step, "step_seconds": step_seconds}
-        write_json(self._path, record | {"phase": phase} | memory(self._device))
+        write_json(self._path, record | {"phase": phase} | memory.usage(self._device))

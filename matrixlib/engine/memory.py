@@ -1,0 +1,231 @@
+"""Memory of this process and of its device: figures, thresholds, the allocator's cache, running out of it.
+
+All figures are MiB. The cache of torch's allocator is emptied here and nowhere else: in a healthy run it is never
+emptied, because the next update would have to ask the driver for the same blocks again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+from matrixlib.config import MemoryConfig
+from matrixlib.runtime import machine
+
+MEBI = 2**20
+FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
+CLEAR_UPDATES = 100  # least distance between two clears
+SAMPLE_SECONDS = 0.02
+OUT_OF_MEMORY = (  # RuntimeErrors of the allocators that have no exception class for it
+    "MPS backend out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory: you tried to allocate",  # Windows
+)
+
+Figures = dict[str, float]
+
+
+def usage(device: torch.device) -> Figures:
+    """What this process holds now, in MiB; waits for no device.
+
+    Everywhere: `rss_mib` (resident memory, memory-mapped shards included), `rss_peak_mib` (of the process's whole
+    life: the system never lets it fall, and Linux starts it at the parent's), `total_mib` (what the process may
+    use: the machine's memory, or the cgroup's limit).
+    On an accelerator: `allocated_mib` (in tensors), `driver_mib` (as the driver counts it: caches, contexts and,
+    on CUDA, other processes) and `device_total_mib` (on MPS what Metal recommends as the most, which is less than
+    the machine's memory). CUDA also has `allocated_peak_mib` (since `Monitor.interval` last reset it) and
+    `reserved_mib` (tensors and the allocator's cache).
+    """
+    info = psutil.Process().memory_info()
+    found = {
+        "rss_mib": info.rss,
+        "rss_peak_mib": max(info.rss, _rss_peak(info)),
+        "total_mib": machine.memory(),
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {
+            "allocated_mib": torch.cuda.memory_allocated(device),
+            "allocated_peak_mib": torch.cuda.max_memory_allocated(device),
+            "reserved_mib": torch.cuda.memory_reserved(device),
+            "driver_mib": total - free,
+            "device_total_mib": total,
+        }
+    elif device.type == "mps":
+        found |= {
+            "allocated_mib": torch.mps.current_allocated_memory(),
+            "driver_mib": torch.mps.driver_allocated_memory(),
+            "device_total_mib": torch.mps.recommended_max_memory(),
+        }
+    return {name: round(value / MEBI, 1) for name, value in found.items()}
+
+
+def _rss_peak(info: Any) -> int:
+    """Bytes; `info` has it on Windows. Linux counts it roughly: it may lie a little below the present RSS."""
+    if sys.platform == "win32":
+        return info.peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
+    """Share of the memory in use: the device's; on the CPU that of this process alone. limit: as `memory.limit`.
+
+    With a limit, the nearer of two ends counts: what this process may take, and what the device has.
+    """
+    if "device_total_mib" not in figures:
+        return figures["rss_mib"] / figures["total_mib"]
+    own = figures.get("reserved_mib", figures["driver_mib"])
+    total = figures["device_total_mib"]
+    return max(figures["driver_mib"] / total, own / (total * (limit or 1.0)))
+
+
+def clear_cache(device: torch.device) -> None:
+    """Give the allocator's unused blocks back to the driver. The CPU's allocator keeps none."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, so that the same work in smaller parts may succeed.
+
+    An asynchronous CUDA error is none, whatever its text: after it the process's context is dead. A caller must
+    leave its `except` clause before it tries again: the traceback keeps the failed attempt's tensors alive.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+@contextmanager
+def sampled(device: torch.device, read: Callable[[torch.device], Figures] = usage) -> Iterator[Figures]:
+    """Yields a dict that holds, after the block, the figures where `share` was highest.
+
+    On the CPU a thread samples them; an accelerator's allocator gives nothing back, so there the end is the peak.
+    """
+    peak = read(device)
+    done = threading.Event()
+
+    def look() -> None:
+        figures = read(device)
+        if share(figures) > share(peak):
+            peak.update(figures)
+
+    def watch() -> None:
+        while not done.wait(SAMPLE_SECONDS):
+            look()
+
+    thread = threading.Thread(target=watch, name="memory", daemon=True)
+    if device.type == "cpu":
+        thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
+        look()
+
+
+class Threshold:
+    """A level that is crossed once, and again only after the value fell to `FALL` below it."""
+
+    def __init__(self, level: float) -> None:
+        self.level, self._armed = level, True
+
+    def crossed(self, value: float, ready: bool = True) -> bool:
+        """Whether `value` crosses the level now; not `ready` puts it off to a later call."""
+        if value < self.level - FALL:
+            self._armed = True
+        fires = ready and self._armed and value > self.level
+        if fires:
+            self._armed = False
+        return fires
+
+
+class Monitor:
+    """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`."""
+
+    def __init__(
+        self, device: torch.device, config: MemoryConfig, read: Callable[[torch.device], Figures] = usage
+    ) -> None:
+        """read: gives the figures of `usage`; tests put their own here."""
+        self._device, self._limit, self._read = device, float(config.limit), read
+        self._warn, self._clear = Threshold(config.warn), Threshold(config.clear)
+        self._cleared = -CLEAR_UPDATES
+        self._peak, self._clears = 0.0, 0
+
+    def apply_limit(self) -> str:
+        """Let the allocator refuse more than `memory.limit`; what was done, in words, "" where none is asked for."""
+        if not self._limit:
+            return ""
+        if self._device.type == "cpu":
+            return (
+                "memory.limit is not applied: it is for an accelerator; limit the CPU's memory from outside, by a "
+                "cgroup (a container's memory option) or `ulimit -v`"
+            )
+        if self._device.type == "cuda":  # None: this torch call refuses a device without an index
+            torch.cuda.set_per_process_memory_fraction(self._limit, self._device.index)
+        else:
+            torch.mps.set_per_process_memory_fraction(self._limit)
+        total = self._read(self._device)["device_total_mib"]
+        return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
+
+    def check(self, step: int) -> list[str]:
+        """Look once, after update `step`; what a person should know. To be called every few updates.
+
+        A clear is followed by no other while the use, as seen at the checks, stays up: then the memory is needed,
+        and the next update would only fill the cache again.
+        """
+        figures = self._look()
+        used = share(figures, self._limit)
+        messages = []
+        if self._warn.crossed(used):
+            messages.append(
+                f"memory: {used:.0%} in use after update {step}; a smaller train.micro_batch, or "
+                f"model.checkpoint_every, needs less"
+            )
+        if self._device.type != "cpu" and self._clear.crossed(used, step - self._cleared >= CLEAR_UPDATES):
+            self._cleared = step
+            self.clear()
+            back = figures["driver_mib"] - self._read(self._device)["driver_mib"]
+            messages.append(
+                f"memory: {used:.0%} in use after update {step}; clearing the cache gave back {back:,.0f} MiB"
+            )
+        return messages
+
+    def clear(self) -> None:
+        """Empty the allocator's cache and count it: for `check`, and after an update that ran out of memory."""
+        clear_cache(self._device)
+        self._clears += 1
+
+    def interval(self) -> Figures:
+        """`usage` with three more, for the time since the last call: `peak_mib`, `clears`; and `share` now.
+
+        peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has seen.
+        """
+        figures = self._look()
+        found = figures | {
+            "share": round(share(figures, self._limit), 4),
+            "peak_mib": figures.get("allocated_peak_mib", self._peak),
+            "clears": self._clears,
+        }
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak, self._clears = 0.0, 0
+        return found
+
+    def _look(self) -> Figures:
+        figures = self._read(self._device)
+        self._peak = max(self._peak, figures.get("allocated_mib", figures["rss_mib"]))
+        return figures

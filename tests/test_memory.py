@@ -1,0 +1,315 @@
+"""Memory: figures, thresholds, the cache, and what running out of it looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from matrixlib.config import MemoryConfig
+from matrixlib.engine import memory
+from matrixlib.engine.memory import CLEAR_UPDATES, MEBI, Monitor, out_of_memory, share, usage
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+CONFIG = MemoryConfig(limit=0.0, warn=0.85, clear=0.92)
+
+
+class Accelerator:
+    """Stands for torch.cuda or torch.mps: 1,000 MiB in all; `held` is what the allocator has from the driver."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: Any) -> None:
+        self.tensors, self.held, self.others, self.peak, self.clears, self.limits = 100, 200, 50, 150, 0, []
+        functions: dict[str, Any] = {"empty_cache": self.empty, "set_per_process_memory_fraction": self.limit}
+        if module is torch.cuda:
+            functions |= {
+                "mem_get_info": lambda device: ((1000 - self.held - self.others) * MEBI, 1000 * MEBI),
+                "memory_allocated": lambda device: self.tensors * MEBI,
+                "max_memory_allocated": lambda device: self.peak * MEBI,
+                "memory_reserved": lambda device: self.held * MEBI,
+                "reset_peak_memory_stats": self.reset,
+            }
+        else:
+            functions |= {
+                "current_allocated_memory": lambda: self.tensors * MEBI,
+                "driver_allocated_memory": lambda: self.held * MEBI,
+                "recommended_max_memory": lambda: 1000 * MEBI,
+            }
+        for name, function in functions.items():
+            patch.setattr(module, name, function)
+
+    def empty(self) -> None:
+        self.held = self.tensors
+        self.clears += 1
+
+    def limit(self, fraction: float, device: Any = None) -> None:
+        assert isinstance(fraction, float)  # torch raises TypeError otherwise
+        assert device is None or isinstance(device, int)  # and ValueError for a device without an index
+        self.limits.append(fraction)
+
+    def reset(self, device: torch.device) -> None:
+        self.peak = self.tensors
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    return Accelerator(monkeypatch, torch.cuda)
+
+
+@pytest.fixture
+def mps(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    return Accelerator(monkeypatch, torch.mps)
+
+
+def test_figures_of_the_cpu() -> None:
+    found = usage(CPU)
+    assert set(found) == {"rss_mib", "rss_peak_mib", "total_mib"}
+    assert found["rss_mib"] == pytest.approx(psutil.Process().memory_info().rss / MEBI, rel=0.05)
+    assert 10 < found["rss_mib"] <= found["rss_peak_mib"]
+    assert found["rss_mib"] < found["total_mib"] <= psutil.virtual_memory().total / MEBI + 1
+
+
+def test_the_cgroup_limit_is_the_total_where_it_is_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.machine, "memory", lambda: 2**30)
+    assert usage(CPU)["total_mib"] == 1024
+    assert share({"rss_mib": 256, "total_mib": 1024}) == 0.25
+
+
+def test_figures_of_accelerators(cuda: Accelerator, mps: Accelerator) -> None:
+    """Allocated, reserved and the driver's count differ: all three are there."""
+    found = usage(CUDA)
+    names = ("allocated_mib", "allocated_peak_mib", "reserved_mib", "driver_mib", "device_total_mib")
+    assert [found[name] for name in names] == [100, 150, 200, 250, 1000]
+    found = usage(MPS)
+    assert [found[name] for name in ("allocated_mib", "driver_mib", "device_total_mib")] == [100, 200, 1000]
+
+
+@pytest.mark.parametrize(
+    "reserved, driver, limit, expected",
+    [
+        (200, 250, 0.0, 0.25),  # other processes' memory is in use, too
+        (200, 250, 0.5, 0.4),  # of the 500 that this process may take
+        (200, 900, 0.5, 0.9),  # the device's end is nearer
+        (None, 600, 0.0, 0.6),  # MPS
+        (None, 600, 0.75, 0.8),
+    ],
+)
+def test_share(reserved: float | None, driver: float, limit: float, expected: float) -> None:
+    figures = {"rss_mib": 1.0, "total_mib": 10.0, "driver_mib": driver, "device_total_mib": 1000.0}
+    if reserved is not None:
+        figures["reserved_mib"] = reserved
+    assert share(figures, limit) == pytest.approx(expected)
+
+
+# Thresholds
+
+
+def monitor(accelerator: Accelerator, **changes: float) -> Monitor:
+    return Monitor(CUDA, CONFIG.model_copy(update=changes))
+
+
+def test_a_healthy_run_says_nothing_and_clears_nothing(cuda: Accelerator) -> None:
+    watch = monitor(cuda)
+    assert watch.apply_limit() == ""
+    for step in range(0, 2000, 10):
+        cuda.held = 200 + step % 500
+        assert watch.check(step) == []
+    assert cuda.clears == watch.interval()["clears"] == 0
+    assert cuda.limits == []
+
+
+def test_warns_once_until_it_fell_five_points_below(cuda: Accelerator) -> None:
+    watch = monitor(cuda, clear=1.0)
+    warned = []
+    for step, used in enumerate([840, 860, 900, 840, 860, 810, 860, 795, 860, 860]):
+        cuda.held, cuda.others = used, 0
+        if messages := watch.check(step):
+            warned.append(step)
+            assert "memory: 86% in use" in messages[0]
+            assert "train.micro_batch" in messages[0]
+    assert warned == [1, 8]
+
+
+def test_cache_is_cleared_once_while_the_next_update_fills_it_again(cuda: Accelerator) -> None:
+    """The trap: a clear makes the use fall, which must not arm the next clear."""
+    watch = monitor(cuda, warn=1.0)
+    for step in range(0, 1000, 10):
+        cuda.held, cuda.others = 950, 0  # each update takes the blocks again
+        messages = watch.check(step)
+        assert bool(messages) == (step == 0)
+        if messages:
+            assert messages == ["memory: 95% in use after update 0; clearing the cache gave back 850 MiB"]
+    assert cuda.clears == 1
+    assert watch.interval()["clears"] == 1
+    assert watch.interval()["clears"] == 0
+
+
+def test_clears_lie_apart_even_where_the_use_goes_up_and_down(cuda: Accelerator) -> None:
+    watch = monitor(cuda, warn=1.0)
+    cleared = []
+    for step in range(1, 1001):
+        cuda.held, cuda.others = (950 if step % 2 else 500), 0
+        if watch.check(step):
+            cleared.append(step)
+    gaps = [b - a for a, b in pairwise(cleared)]
+    assert len(gaps) >= 8
+    assert min(gaps) >= CLEAR_UPDATES
+
+
+def test_a_clear_put_off_comes_later(cuda: Accelerator) -> None:
+    watch = monitor(cuda, warn=1.0)
+    uses = {0: 950, 10: 500, 20: 950, 90: 950, 100: 950, 110: 950}
+    cleared = []
+    for step, used in uses.items():
+        cuda.held, cuda.others = used, 0
+        cleared += [step] if watch.check(step) else []
+    assert cleared == [0, 100]
+
+
+def test_the_cpu_has_no_cache_to_clear() -> None:
+    figures = {"rss_mib": 99.0, "rss_peak_mib": 99.0, "total_mib": 100.0}
+    watch = Monitor(CPU, CONFIG, lambda device: dict(figures))
+    assert [len(watch.check(step)) for step in (1, 2)] == [1, 0]
+    assert watch.interval()["clears"] == 0
+
+
+def test_nothing_else_empties_the_cache() -> None:
+    """Neither the package nor a notebook: one clear too many costs more than it frees."""
+    files = [path for kind in ("matrixlib/**/*.py", "notebooks/*.ipynb") for path in ROOT.glob(kind)]
+    found = [path.name for path in files if "empty_cache" in path.read_text(encoding="utf-8")]
+    assert len(files) > 30
+    assert found == ["memory.py"]
+
+
+# Limit and intervals
+
+
+def test_limit_on_cuda(cuda: Accelerator) -> None:
+    watch = monitor(cuda, limit=0.5)
+    assert watch.apply_limit() == "memory.limit: this process may take 500 of 1,000 MiB"
+    assert cuda.limits == [0.5]
+    cuda.held = 450  # 90 % of what it may take
+    assert len(watch.check(1)) == 1
+
+
+def test_limit_on_mps_is_a_share_of_what_metal_recommends(mps: Accelerator) -> None:
+    watch = Monitor(MPS, CONFIG.model_copy(update={"limit": 0.9}))
+    assert watch.apply_limit() == "memory.limit: this process may take 900 of 1,000 MiB"
+    assert mps.limits == [0.9]
+
+
+def test_limit_on_the_cpu_is_reported_as_not_applied() -> None:
+    watch = Monitor(CPU, CONFIG.model_copy(update={"limit": 0.9}))
+    assert "not applied" in watch.apply_limit()
+
+
+def test_interval_on_cuda_has_the_exact_peak_and_resets_it(cuda: Accelerator) -> None:
+    watch = monitor(cuda)
+    found = watch.interval()
+    assert (found["peak_mib"], found["share"], found["allocated_mib"]) == (150, 0.25, 100)
+    assert watch.interval()["peak_mib"] == 100
+    cuda.peak = 180
+    usage(CUDA)  # the heartbeat reads, too, and resets nothing
+    assert watch.interval()["peak_mib"] == 180
+
+
+def test_interval_on_mps_has_the_most_that_a_check_saw(mps: Accelerator) -> None:
+    watch = Monitor(MPS, CONFIG)
+    for step, tensors in enumerate((100, 300, 200)):
+        mps.tensors = tensors
+        watch.check(step)
+    assert watch.interval()["peak_mib"] == 300
+    assert watch.interval()["peak_mib"] == 200
+
+
+def test_interval_on_the_cpu_falls_again_though_the_process_peak_never_does() -> None:
+    rss = iter([500.0, 900.0, 400.0, 400.0])
+
+    def read(device: torch.device) -> memory.Figures:
+        return {"rss_mib": next(rss), "rss_peak_mib": 900.0, "total_mib": 10_000.0}
+
+    watch = Monitor(CPU, CONFIG, read)
+    watch.check(1)
+    watch.check(2)
+    first, second = watch.interval(), watch.interval()
+    assert (first["peak_mib"], second["peak_mib"]) == (900, 400)
+    assert second["rss_peak_mib"] == 900
+
+
+def test_sampling_sees_a_peak_that_has_passed() -> None:
+    with memory.sampled(CPU) as peak:
+        before = usage(CPU)["rss_mib"]
+        block = torch.ones(50 * MEBI)
+        time.sleep(5 * memory.SAMPLE_SECONDS)
+        del block
+    assert peak["rss_mib"] > before + 150
+    assert usage(CPU)["rss_mib"] < before + 50
+
+
+# Running out
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8.89 GB, max allowed: 9.07 GB)."), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+                      "memory: you tried to allocate 536870912 bytes."), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),  # asynchronous: the context is dead
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(28, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)  # fmt: skip
+def test_what_running_out_of_memory_is(error: BaseException, expected: bool) -> None:
+    assert out_of_memory(error) is expected
+
+
+PROGRAM = """
+import resource, sys
+import torch
+from torch import nn
+from matrixlib.engine.memory import out_of_memory
+
+torch.set_num_threads(1)
+net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.SiLU())])
+adamw = torch.optim.AdamW(net.parameters())
+
+def update(rows):
+    net(torch.rand(rows, 32, 8, 8)).square().sum().backward()
+    adamw.step()
+
+update(8)
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 200 * 2**20,) * 2)
+for work in (lambda: update(65536), lambda: bytearray(2**33)):
+    failed = None
+    try:
+        work()
+    except Exception as error:
+        failed = type(error).__name__, out_of_memory(error)
+    print(*failed)
+    update(256)  # in smaller parts it goes on
+print("done")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS binds on Linux alone")
+def test_the_cpu_runs_out_for_real_and_goes_on_in_smaller_parts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["RuntimeError True", "MemoryError True", "done"], done.stderr

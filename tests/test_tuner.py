@@ -1,0 +1,195 @@
+"""The micro-batch tuner: the search by tables over made-up memories, the driving by a made-up device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from matrixlib.engine import memory
+from matrixlib.engine.memory import Figures
+from matrixlib.engine.tuner import PRECISION, TOLERANCE, Tuning, best, largest, sizes, tune
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_sizes_divide_the_update() -> None:
+    assert list(sizes(5)) == [1, 2, 3, 4, 5]
+    assert list(sizes(100, 96)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert list(sizes(10, 96)) == [1, 2, 3, 4, 6, 8]
+
+
+def seconds(size: int) -> float:
+    """A fixed cost and one a row: the larger, the faster."""
+    return 1.0 + 0.001 * size
+
+
+@pytest.mark.parametrize(
+    "capacity, start, most, batch, expected",
+    [
+        (600, 32, 4096, 4096, 512),  # not 256, where 80 % of 512 rounded down to a power of two would end
+        (512, 32, 4096, 4096, 512),
+        (511, 32, 4096, 4096, 256),  # the next divisor
+        (300, 32, 4096, 1000, 250),
+        (9999, 32, 4096, 1024, 1024),  # all at once
+        (9999, 32, 512, 1024, 512),
+        (9999, 32, 4096, 7, 7),  # a prime: 1 or all
+        (3, 32, 4096, 7, 1),
+        (5, 32, 4096, 4096, 4),  # starts too large
+        (1, 32, 4096, 4096, 1),
+        (40, 32, 4096, 96, 32),
+        (96, 32, 4096, 96, 96),
+    ],
+)
+def test_the_best_size_for_a_memory(capacity: int, start: int, most: int, batch: int, expected: int) -> None:
+    size, tried = largest(lambda n: seconds(n) if n <= capacity else None, start, most, batch)
+    assert size == expected
+    assert all(batch % n == 0 and n <= most for n in tried)
+    assert all((value is None) == (n > capacity) for n, value in tried.items())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 5000))
+def test_without_a_batch_the_end_is_found_to_an_eighth(capacity: int, start: int, most: int) -> None:
+    """Never half of what fits; and no more trials than doubling and halving need, none of them twice."""
+    calls = []
+
+    def works(size: int) -> float | None:
+        calls.append(size)
+        return seconds(size) if size <= capacity else None
+
+    size, _ = largest(works, start, most)
+    end = min(capacity, most)
+    assert size <= end
+    assert max(n for n in calls if n <= capacity) * (1 + 1 / PRECISION) + 1 > end
+    assert len(calls) == len(set(calls)) <= 30
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ValueError, match="not even one row"):
+        largest(lambda size: None, 32, 4096, 256)
+    with pytest.raises(ValueError, match="at least 1"):
+        largest(seconds, 0, 16)
+
+
+def test_the_smallest_of_those_that_are_as_good() -> None:
+    """Rows/s: 8 -> 80, 16 -> 98, 32 -> 100, 64 -> 90 (say, out of the cache), 128 does not fit."""
+    rates = {8: 80, 16: 98, 32: 100, 64: 90}
+    tried: dict[int, float | None] = {size: size / rate for size, rate in rates.items()}
+    assert TOLERANCE == 0.03
+    assert best(tried | {128: None}) == 16
+    assert best({8: 0.1, 16: 0.2, 32: 0.4}) == 8
+
+
+# Driving
+
+
+class Machine:
+    """A device where a row takes 1 MiB of 1,000 and 10 ms; 100 MiB are in use before anything is done."""
+
+    def __init__(self, on_cuda: bool = False) -> None:
+        self.now, self.used, self.runs, self.on_cuda = 0.0, 100, [], on_cuda
+
+    def step(self, size: int) -> None:
+        self.runs.append(size)
+        self.used = 100 + size
+        if self.used > 1000:
+            self.used = 100
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.now += 0.5 + 0.01 * size
+
+    def read(self, device: torch.device) -> Figures:
+        found = {"rss_mib": float(self.used), "total_mib": 1000.0}
+        return (
+            {**found, "driver_mib": found["rss_mib"], "device_total_mib": 1000.0} if self.on_cuda else found
+        )
+
+    def tune(self, batch: int, device: torch.device = CPU, budget: float = 1e6, **options: float) -> Tuning:
+        return tune(self.step, batch, device, budget, read=self.read, clock=lambda: self.now, **options)
+
+
+def test_headroom_is_measured_and_what_would_overrun_the_memory_is_not_run() -> None:
+    """On the CPU an update that is too large does not fail: the machine swaps, or the process is killed."""
+    made = Machine()
+    found = made.tune(batch=960, headroom=0.2)
+    assert found.size == 480  # the next is 960
+    assert max(made.runs) == 480
+    assert Machine().tune(batch=2800, headroom=0.15).size == 700  # the next are 560 and 1,400
+    assert Machine().tune(batch=2800, headroom=0.25).size == 560
+    assert [t.problem for t in found.trials if t.size == 960] == ["too little memory, by the smaller sizes"]
+
+
+def test_running_out_on_an_accelerator_is_a_trial_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    cleared = []
+    monkeypatch.setattr(memory, "clear_cache", cleared.append)
+    made = Machine(on_cuda=True)
+    found = made.tune(2048, CUDA, headroom=0.0)
+    assert found.size == 512
+    problems = {trial.size: trial.problem for trial in found.trials}
+    assert problems == {32: "", 64: "", 128: "", 256: "", 512: "", 1024: "out of memory"}
+    assert len(cleared) == len(
+        found.trials
+    )  # before each trial, or the driver's count would be of an earlier one
+    tight = made.tune(2048, CUDA, headroom=0.5)
+    assert tight.size == 256
+    assert {t.size: t.problem for t in tight.trials}[512] == "61% of the memory, more than 50%"
+
+
+def test_time_is_bounded() -> None:
+    made = Machine()
+    found = made.tune(batch=512, budget=20.0)
+    assert made.now <= 20.0 + 3 * 0.5
+    assert {t.problem for t in found.trials} == {"", "too little time left"}
+    assert found.size == max(t.size for t in found.trials if not t.problem)
+
+
+def test_other_errors_are_passed_on() -> None:
+    def broken(size: int) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        tune(broken, 64, CPU, 10.0)
+
+
+def test_the_first_update_of_a_trial_is_not_timed() -> None:
+    made = Machine()
+    plain = made.step
+
+    def step(size: int) -> None:
+        if size not in made.runs:
+            made.now += 100.0  # a warm-up: kernels chosen, memory taken from the system
+        plain(size)
+
+    found = tune(step, 64, CPU, 1e6, read=made.read, clock=lambda: made.now)
+    assert [trial.seconds for trial in found.trials] == pytest.approx([0.5 + 0.32, 0.5 + 0.64])
+
+
+def test_table() -> None:
+    assert Machine().tune(batch=960, headroom=0.2).table().splitlines() == [
+        "    rows     rows/s   peak MiB",
+        "      32       39.0        132  fits",
+        "      64       56.1        164  fits",
+        "     120       70.6        220  fits",
+        "     240       82.8        340  fits",
+        "     480       90.6        580  <- chosen",
+        "     960          -          -  too little memory, by the smaller sizes",
+    ]
+
+
+def test_a_real_network_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 4, 3, padding=1))
+    adamw = torch.optim.AdamW(net.parameters())
+
+    def step(size: int) -> None:
+        adamw.zero_grad()
+        net(torch.rand(size, 4, 8, 8)).square().sum().backward()
+        adamw.step()
+
+    found = tune(step, 48, CPU, 20.0, start=4, most=24)
+    assert [trial.size for trial in found.trials] == [4, 8, 16, 24]
+    assert found.size in (4, 8, 16, 24)
+    assert all(trial.seconds > 0 and trial.peak_mib > 10 and not trial.problem for trial in found.trials)
