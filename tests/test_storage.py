@@ -1,0 +1,323 @@
+"""The format of one checkpoint: round trip, compression, and every kind of damage."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from matrixlib.engine import storage
+from matrixlib.engine.storage import DamagedCheckpoint, NewerCheckpoint
+
+DTYPES = list(storage._DTYPES)
+
+
+def write(folder: Path, tensors: Any, state: Any, compress: int = 0, **more: Any) -> Path:
+    storage.check(tensors)
+    folder.mkdir(parents=True)
+    storage.write(
+        folder,
+        7,
+        storage.host_copies(tensors, {}),
+        storage.encode(state, "state"),
+        compress=compress,
+        **more,
+    )
+    return folder
+
+
+def small() -> storage.Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {"weight": torch.randn(5, 3, generator=generator), "flag": torch.tensor([True, False])},
+        "optimiser": {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 3, generator=generator)},
+    }
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def assert_same(found: storage.Tensors, expected: storage.Tensors) -> None:
+    assert {g: set(m) for g, m in found.items()} == {g: set(m) for g, m in expected.items()}
+    for group, members in expected.items():
+        for name, tensor in members.items():
+            back = found[group][name]
+            assert (back.dtype, back.shape, bits(back)) == (tensor.dtype, tensor.shape, bits(tensor))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+TENSOR = st.tuples(
+    st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4), st.integers(0, 2**31), st.booleans()
+)
+
+
+def make(spec: tuple[torch.dtype, list[int], int, bool]) -> torch.Tensor:
+    dtype, shape, seed, transpose = spec
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 100).to(dtype)
+    return tensor.mT if transpose and tensor.ndim > 1 else tensor
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    specs=st.dictionaries(
+        st.sampled_from(["model", "ema", "optimiser"]),
+        st.dictionaries(st.text(min_size=1), TENSOR, max_size=3),
+    ),
+    state=st.dictionaries(st.text(), JSON, max_size=3),
+    compress=st.sampled_from([0, 1, 3]),
+)
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, specs: Any, state: Any, compress: int) -> None:
+    tensors = {
+        group: {name: make(spec) for name, spec in members.items()} for group, members in specs.items()
+    }
+    path = write(tmp_path_factory.mktemp("run") / "step_00000007", tensors, state, compress)
+    found = storage.read(path)
+    assert (found.step, found.path, found.state) == (7, path, state)
+    assert_same(found.tensors, tensors)
+    if not compress:  # the library reads the files too
+        for group, members in tensors.items():
+            assert_same({group: safetensors.torch.load_file(path / f"{group}.safetensors")}, {group: members})
+
+
+def test_random_states_and_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    numpy_rng, python_rng, torch_rng = (
+        np.random.default_rng(5),
+        random.Random(5),
+        torch.Generator().manual_seed(5),
+    )
+    state = {
+        "numpy": numpy_rng.bit_generator.state,
+        "python": python_rng.getstate(),
+        "best": math.inf,
+        "loss": [math.nan],
+        "count": np.int64(3),
+    }
+    path = write(tmp_path / "a", {"rng": {"cpu": torch_rng.get_state()}}, state)
+    expected = numpy_rng.random(), python_rng.random(), torch.rand(1, generator=torch_rng).item()
+    found = storage.read(path)
+    numpy_rng.bit_generator.state = found.state["numpy"]
+    version, words, gauss = found.state["python"]
+    python_rng.setstate((version, tuple(words), gauss))
+    torch_rng.set_state(found.tensors["rng"]["cpu"])
+    assert (numpy_rng.random(), python_rng.random(), torch.rand(1, generator=torch_rng).item()) == expected
+    assert found.state["best"] == math.inf
+    assert math.isnan(found.state["loss"][0])
+    assert found.state["count"] == 3
+
+
+def test_state_json_is_standard_json(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", small(), {"best": math.inf}, mark={"value": 1.5, "order": 1})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    data = json.loads((path / "state.json").read_text(), parse_constant=refuse)
+    assert (data["schema"], data["step"], data["best"]) == (2, 7, {"value": 1.5, "order": 1})
+    assert data["time"].endswith("Z")
+    assert {"matrixlib", "python", "torch", "numpy", "safetensors", "zstandard"} <= set(data["versions"])
+    assert set(data["groups"]) == {"model", "optimiser"}
+
+
+def test_compressed_files_are_smaller_and_named_so(tmp_path: Path) -> None:
+    tensors = {"model": {"w": torch.arange(100_000)}}
+    path = write(tmp_path / "a", tensors, {}, compress=3)
+    file = path / "model.safetensors.zst"
+    assert sorted(p.name for p in path.iterdir()) == ["model.safetensors.zst", "state.json"]
+    assert file.stat().st_size < 400_000
+    assert_same({"model": safetensors.torch.load(zstandard.decompress(file.read_bytes()))}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"rng": torch.zeros(2)}, r"state\.rng: Tensor .* group of tensors"),
+        ({"a": [{"b": {1: 2}}]}, r"state\.a\[0\]\.b: key 1"),
+        ({"a": {1, 2}}, r"state\.a: set"),
+    ],
+)
+def test_state_that_json_cannot_hold_is_named(state: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        storage.encode(state, "state")
+
+
+def test_tensors_that_cannot_be_stored_are_named() -> None:
+    with pytest.raises(TypeError, match=r"model\.w: a torch\.sparse_coo tensor"):
+        storage.check({"model": {"w": torch.eye(2).to_sparse()}})
+    with pytest.raises(TypeError, match=r"model\.w: .* torch\.complex64 cannot be stored"):
+        storage.check({"model": {"w": torch.zeros(2, dtype=torch.complex64)}})
+    with pytest.raises(ValueError, match=r"group name .\.\./up."):
+        storage.check({"../up": {}})
+    with pytest.raises(ValueError, match="__metadata__"):
+        storage.check({"model": {"__metadata__": torch.zeros(1)}})
+
+
+def test_copies_own_their_memory_and_use_the_buffers_again() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {"model": {"w": weight, "tied": weight, "row": base[1], "column": base[:, 2]}}
+    first = storage.host_copies(tensors, {})
+    assert_same(first, {"model": {name: t.detach() for name, t in tensors["model"].items()}})
+    assert not any(t.requires_grad for t in first["model"].values())
+    where = {name: t.data_ptr() for name, t in first["model"].items()}
+    assert len(set(where.values())) == 4
+    tensors["model"]["row"], tensors["model"]["tied"] = base[:2], weight.detach().double()
+    second = storage.host_copies(tensors, first)
+    assert_same(second, {"model": {name: t.detach() for name, t in tensors["model"].items()}})
+    again = {name for name, t in second["model"].items() if t.data_ptr() == where[name]}
+    assert again == {"w", "column"}
+
+
+def test_shared_memory_is_found() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    members = {"a": base, "tied": base, "row": base[1], "alone": torch.zeros(2), "empty": torch.zeros(0)}
+    assert storage.shared_names(members) == [["a", "tied", "row"]]
+
+
+# Damage
+
+
+@functools.cache
+def whole(folder: Path, compress: int) -> Path:
+    return write(folder / f"whole{compress}", small(), {"x": 1}, compress)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("damage")
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), compress=st.sampled_from([0, 3]))
+def test_a_flipped_bit_anywhere_is_found(room: Path, data: st.DataObject, compress: int) -> None:
+    path = whole(room, compress)
+    file = data.draw(st.sampled_from(sorted(path.iterdir())))
+    raw = file.read_bytes()
+    where = data.draw(st.integers(0, len(raw) * 8 - 1))
+    broken = bytearray(raw)
+    broken[where // 8] ^= 1 << where % 8
+    file.write_bytes(broken)
+    try:
+        with pytest.raises(DamagedCheckpoint, match=file.name):
+            storage.read(path)
+    finally:
+        file.write_bytes(raw)
+    assert_same(storage.read(path).tensors, small())
+
+
+@pytest.mark.parametrize("compress", [0, 3])
+def test_every_truncated_length_is_found(room: Path, compress: int) -> None:
+    path = whole(room, compress)
+    for file in sorted(path.iterdir()):
+        raw = file.read_bytes()
+        for length in {0, 1, 8, len(raw) // 2, len(raw) - 1}:
+            os.truncate(file, length)
+            with pytest.raises(DamagedCheckpoint, match=file.name):
+                storage.read(path)
+            file.write_bytes(raw)
+
+
+def test_every_byte_of_the_state_counts_and_every_bit_of_the_schema(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", {}, {"x": 1})
+    raw = (path / "state.json").read_bytes()
+    rng = random.Random(0)
+    for where in range(len(raw)):
+        for bit in range(8) if where < 20 else [rng.randrange(8)]:
+            broken = bytearray(raw)
+            broken[where] ^= 1 << bit
+            (path / "state.json").write_bytes(broken)
+            with pytest.raises(DamagedCheckpoint):
+                storage.read(path)
+
+
+def forge(path: Path, raw: bytes, **entry: int) -> None:
+    """Put other bytes in the model's place, with checksums that agree."""
+    (path / "model.safetensors.zst").write_bytes(raw)
+    data = storage.read_state(path)
+    del data["sha256"]
+    data["groups"]["model"] |= {"sha256": storage.hashlib.sha256(raw).hexdigest(), "bytes": len(raw), **entry}
+    (path / "state.json").write_bytes(storage._seal(data))
+
+
+def test_a_frame_is_never_unpacked_beyond_its_recorded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a", small(), {}, compress=1)
+    size = storage.read_state(path)["groups"]["model"]["unpacked"]
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
+    assert len(bomb) < 50_000
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    good = zstandard.ZstdCompressor().compress(bytes(size))
+    # A frame that claims `size` bytes and holds more: its header, then the blocks of a larger one.
+    larger = zstandard.ZstdCompressor().compress(os.urandom(size + 50))
+    header, other = (zstandard.frame_header_size(frame) for frame in (good, larger))
+    liar = good[:header] + larger[other:]
+    for raw in (silent, good + good, good[:-3], liar, b"no frame at all", b""):
+        forge(path, raw)
+        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors\.zst cannot be decoded"):
+            storage.read(path)
+    forge(path, good)
+    with pytest.raises(DamagedCheckpoint, match=r"cannot be decoded"):  # not a safetensors file
+        storage.read(path)
+    forge(path, bomb)
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", pytest.fail)
+    with pytest.raises(DamagedCheckpoint, match=rf"claims {1 << 28} bytes, state\.json {size}"):
+        storage.read(path)
+
+
+def test_a_missing_file_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", small(), {})
+    (path / "optimiser.safetensors").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"a: optimiser\.safetensors is missing"):
+        storage.read(path)
+
+
+def test_schema_1_is_read_and_a_newer_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a", small(), {"x": 1})
+    data = storage.read_state(path)
+    del data["sha256"], data["best"]
+    (path / "state.json").write_bytes(storage._seal({**data, "schema": 1}))
+    assert storage.read(path).state == {"x": 1}
+    monkeypatch.setattr(storage, "SCHEMA", 7)
+    newer = write(tmp_path / "b", {}, {})
+    monkeypatch.undo()
+    with pytest.raises(NewerCheckpoint, match=r"b has checkpoint schema 7, .* up to schema 2\. Update"):
+        storage.read(newer)
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("a pickle was loaded",))
+
+
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    bomb = pickle.dumps(Bomb())
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "model.pt").write_bytes(bomb)
+    (tmp_path / "loose.pt").write_bytes(bomb)
+    with pytest.raises(DamagedCheckpoint, match=r"no state\.json \(model\.pt: pickles are never loaded\)"):
+        storage.read(tmp_path / "foreign")
+    with pytest.raises(DamagedCheckpoint, match="Pickles are never loaded"):
+        storage.read(tmp_path / "loose.pt")
+    path = write(tmp_path / "a", small(), {})
+    for name in ("model.safetensors", "state.json"):
+        (path / name).write_bytes(bomb)
+        with pytest.raises(DamagedCheckpoint, match=name):
+            storage.read(path)
