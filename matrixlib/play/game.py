@@ -1,0 +1,110 @@
+"""What search, self-play and matches ask of a game: rules over whole batches of states.
+
+States are one structured array (N,), a row a state, of a dtype of the game's own. Two sides move in turn, and
+every value is seen from the side to move: 1 a win, 0 a draw, -1 a loss. Moves are integers in [0, actions), the
+same as in the policy of a network. The functions here work for every game.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+States = NDArray[np.void]
+Moves = NDArray[np.int32]
+Offsets = NDArray[np.int64]
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A game to write down: where it started (a state (1,)), its moves, and what is known about it.
+
+    result: 1, 0 or -1 from the side that moved first, None unknown. tags: names to texts, such as the players.
+    comments: one a move, empty where there is none.
+    """
+
+    start: States
+    moves: Sequence[int]
+    result: float | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    comments: Sequence[str] = ()
+
+
+class Game(Protocol):
+    """The rules of a game for two, for batches of N states."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def actions(self) -> int:
+        """Number of different moves: the size of a policy."""
+        ...
+
+    def initial(self, n: int) -> States:
+        """n times the state in which a game starts."""
+        ...
+
+    def legal(self, states: States) -> tuple[Moves, Offsets]:
+        """Legal moves (K,), ascending in each state, and offsets (N + 1,): state i owns [o[i]:o[i + 1]]."""
+        ...
+
+    def play(self, states: States, moves: Moves) -> States:
+        """The states after one legal move (N,) in each; none of them counts as a repetition yet."""
+        ...
+
+    def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
+        """(N,) the value for the side to move where the game is over, else NaN; counts: legal moves of each."""
+        ...
+
+    def to_move(self, states: States) -> NDArray[np.uint8]:
+        """(N,) 0 where the side that starts the game is to move, 1 where the other is."""
+        ...
+
+    def key(self, states: States) -> NDArray[np.uint64]:
+        """(N,) a hash equal for states that count as a repetition of each other, else different."""
+        ...
+
+    def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
+        """The states, told how often each has occurred before in its game; `terminal` then goes by it."""
+        ...
+
+    def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
+        """(K,) the value for the mover of each legal move that ends the game, NaN where it goes on.
+
+        A move whose ending is dear to recognise may be NaN too; it is then found when the move is tried.
+        """
+        ...
+
+    def proven(self, states: States) -> Values:
+        """(N,) values known from elsewhere (endgame tables), exact with best play, NaN where unknown."""
+        ...
+
+    def write(self, game: Played) -> str:
+        """The game as text, in the form that people and programs of that game read."""
+        ...
+
+
+def endings(game: Game, states: States, moves: Moves, offsets: Offsets) -> Values:
+    """`Game.endings` for any game, by playing every move."""
+    after = game.play(np.repeat(states, np.diff(offsets)), moves)
+    _, after_offsets = game.legal(after)
+    return -game.terminal(after, np.diff(after_offsets))
+
+
+def unknown(states: States) -> Values:
+    """`Game.proven` for a game without tables: NaN (N,)."""
+    return np.full(len(states), np.nan, np.float32)
+
+
+def uniform(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+    """An evaluator that knows nothing: every legal move alike, value 0."""
+    counts = np.diff(offsets)
+    return np.repeat((1 / np.maximum(counts, 1)).astype(np.float32), counts), np.zeros(
+        len(states), np.float32
+    )

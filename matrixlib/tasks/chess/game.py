@@ -1,0 +1,188 @@
+"""Chess as a Game: states are records, moves policy indices 0-4671 of the oriented board.
+
+A game ends by mate, stalemate, dead position as python-chess sees it, the third occurrence of a position, and
+the 50th move of each side without capture or pawn move (unless it mates): without a claim, as in the data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import chess
+import chess.pgn
+import chess.syzygy
+import numpy as np
+from numpy.typing import NDArray
+
+from matrixlib.play.game import Moves, Offsets, Played, States, Values, unknown
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.records import from_boards, move_from_index, play, to_board
+
+_DARK = np.uint64(chess.BB_DARK_SQUARES)
+
+
+def _bit(square: Any) -> Any:
+    return np.uint64(1) << np.asarray(square).astype(np.uint64)
+
+
+def _touch_table() -> NDArray[np.uint64]:
+    code = bitboard.POLICY_MOVE.astype(np.int64)
+    return np.where(code == bitboard.NO_MOVE, np.uint64(0), _bit(code & 63) | _bit(code >> 6 & 63))
+
+
+_TOUCHES = _touch_table()  # (4672,) the two squares of a move
+
+
+class Tables(Protocol):
+    """The part of `chess.syzygy.Tablebase` that is used."""
+
+    def get_wdl(self, board: chess.Board, default: int | None = None) -> int | None: ...
+
+
+def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
+    """The Syzygy tables of a folder. ValueError if it has none."""
+    tables = chess.syzygy.open_tablebase(str(folder))
+    if not tables.wdl:
+        raise ValueError(f"no Syzygy tables (*.rtbw) in '{folder}'")
+    return tables
+
+
+def move_codes(states: States, moves: Moves) -> NDArray[np.uint16]:
+    """`bitboard` move codes (N,) of policy indices (N,), one for each state."""
+    code = bitboard.POLICY_MOVE[moves]
+    origin = (code & 63).astype(np.int64)
+    piece = states["pieces"][np.arange(len(states)), origin >> 1] >> (4 * (origin & 1)).astype(np.uint8) & 15
+    queens = (piece == bitboard.PAWN) & (code & 0xFFF >= 56 << 6) & (code >> 12 == 0)
+    return code | queens.astype(np.uint16) << np.uint16(14)
+
+
+class ChessGame:
+    """The rules of chess. tables: Syzygy tables, asked about positions of at most `pieces` men."""
+
+    name = "chess"
+    actions = bitboard.POLICY_SIZE
+
+    def __init__(self, tables: Tables | None = None, pieces: int = 5) -> None:
+        self.tables, self.pieces = tables, pieces
+
+    def initial(self, n: int) -> States:
+        """n times the initial position."""
+        return np.repeat(from_boards([chess.Board()]), n)
+
+    def legal(self, states: States) -> tuple[Moves, Offsets]:
+        """Policy indices (K,) of the legal moves and offsets (N + 1,)."""
+        indices, offsets = bitboard.legal_policy_indices(
+            states["pieces"], states["castling"], states["en_passant"]
+        )
+        return indices.astype(np.int32), offsets
+
+    def play(self, states: States, moves: Moves) -> States:
+        """The positions after a legal move in each."""
+        return play(states, move_codes(states, moves))
+
+    def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
+        """Values (N,) of finished games, NaN elsewhere."""
+        values = np.full(len(states), np.nan, np.float32)
+        values[(states["halfmove"] >= 100) | (states["repetition"] >= 2) | dead(states["pieces"])] = 0
+        stuck = np.flatnonzero(counts == 0)
+        values[stuck] = np.where(bitboard.in_check(states["pieces"][stuck]), -1, 0)
+        return values
+
+    def to_move(self, states: States) -> NDArray[np.uint8]:
+        """(N,) 0 White, 1 Black."""
+        side: NDArray[np.uint8] = states["side"]
+        return side
+
+    def key(self, states: States) -> NDArray[np.uint64]:
+        """(N,) hashes of pieces, side, castling rights and legal en passant: of what a repetition repeats."""
+        words = np.ascontiguousarray(states["pieces"]).view("<u8")
+        key = states["castling"] | (states["en_passant"] + 1).astype(np.uint64) << np.uint64(8)
+        key |= states["side"].astype(np.uint64) << np.uint64(16)
+        for i in range(4):
+            key = (key ^ words[:, i]) * np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
+            key ^= key >> np.uint64(29)
+        return key
+
+    def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
+        """The states with their number of earlier occurrences."""
+        states = states.copy()
+        states["repetition"] = np.minimum(counts, 2)
+        return states
+
+    def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
+        """1 for each move (K,) that mates, else NaN: draws are found when the move is tried."""
+        ends = np.full(len(moves), np.nan, np.float32)
+        owner = np.repeat(np.arange(len(states)), np.diff(offsets))
+        near = np.flatnonzero(_TOUCHES[moves] & _checking_squares(states)[owner])
+        rows = states[owner[near]]
+        pieces, castling, file, _ = bitboard.make_moves(
+            rows["pieces"],
+            rows["castling"],
+            rows["en_passant"],
+            rows["halfmove"],
+            move_codes(rows, moves[near]),
+        )
+        checks = np.flatnonzero(bitboard.in_check(pieces))
+        _, replies = bitboard.legal_policy_indices(pieces[checks], castling[checks], file[checks])
+        ends[near[checks[np.diff(replies) == 0]]] = 1
+        return ends
+
+    def proven(self, states: States) -> Values:
+        """What the tables say of positions right after a capture or pawn move, where it is exact; else NaN.
+
+        Wins and losses that the fifty-move rule turns into draws are draws.
+        """
+        values = unknown(states)
+        if self.tables is None:
+            return values
+        men = np.bitwise_count(bitboard.bitboards(states["pieces"])).sum(1)
+        for i in np.flatnonzero((men <= self.pieces) & (states["halfmove"] == 0) & (states["castling"] == 0)):
+            wdl = self.tables.get_wdl(to_board(states[i]))
+            if wdl is not None:
+                values[i] = {-2: -1, 2: 1}.get(wdl, 0)
+        return values
+
+    def write(self, game: Played) -> str:
+        """The game as PGN."""
+        board = to_board(game.start)
+        written = chess.pgn.Game()
+        written.setup(board)
+        result = "*"
+        if game.result is not None:
+            white = game.result if board.turn == chess.WHITE else -game.result
+            result = {1: "1-0", 0: "1/2-1/2", -1: "0-1"}[int(white)]
+        written.headers.update({**game.tags, "Result": result})
+        node: chess.pgn.GameNode = written
+        for i, index in enumerate(game.moves):
+            move = move_from_index(int(index), board)
+            node = node.add_variation(move, comment=game.comments[i] if game.comments else "")
+            board.push(move)
+        return str(written)
+
+
+def dead(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Positions (N,) with too little material to mate: python-chess's `is_insufficient_material`."""
+    boards = bitboard.bitboards(pieces)
+    mighty = (boards[:, [0, 3, 4, 6, 9, 10]] != 0).any(1)
+    knights = np.bitwise_count(boards[:, 1]) + np.bitwise_count(boards[:, 7])
+    bishops = boards[:, 2] | boards[:, 8]
+    one_colour = ((bishops & _DARK) == 0) | ((bishops & ~_DARK) == 0)
+    return ~mighty & np.where(knights == 0, one_colour, (knights == 1) & (bishops == 0))
+
+
+def _checking_squares(states: States) -> NDArray[np.uint64]:
+    """(N,) a move that gives check leaves or enters one of these squares.
+
+    They are those that a queen or a knight in place of the opponent's king attacks (a check that is discovered
+    starts from the first of them on its line), the king's square where castling is possible, and the square of
+    an en-passant capture.
+    """
+    pieces = states["pieces"].copy()
+    rows = np.arange(len(pieces))
+    king = np.bitwise_count(bitboard.bitboards(pieces)[:, 11] - np.uint64(1)).astype(np.int64)
+    pieces[rows, king >> 1] ^= (1 << 4 * (king & 1)).astype(np.uint8)  # 11, their king, to 10, their queen
+    squares = bitboard.attack_sets(pieces)[rows, king] | bitboard.KNIGHT_ATTACKS[king]
+    squares |= np.where(states["castling"] & 3, _bit(4), np.uint64(0))
+    file = states["en_passant"].astype(np.int64)
+    return squares | np.where(file >= 0, _bit(40 + file), np.uint64(0))

@@ -1,0 +1,118 @@
+"""What search relies on, for every game: random games played through the Game and its batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from tictactoe import TicTacToe
+
+from matrixlib.play import game as games
+from matrixlib.play.game import Game, Played, States
+from matrixlib.tasks.chess.game import ChessGame
+
+GAMES: tuple[Game, ...] = (TicTacToe(), ChessGame())
+BATCH, PLIES = 12, 160
+
+pytestmark = pytest.mark.parametrize("game", GAMES, ids=lambda game: game.name)
+
+
+def choose(rng: np.random.Generator, moves: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return moves[offsets[:-1] + rng.integers(np.diff(offsets))]
+
+
+def positions(game: Game, seed: int = 0) -> list[States]:
+    """Batches of states of random games, each batch as far as every game in it goes on."""
+    rng = np.random.default_rng(seed)
+    states, found = game.initial(BATCH), []
+    for _ in range(PLIES):
+        found.append(states)
+        moves, offsets = game.legal(states)
+        live = np.isnan(game.terminal(states, np.diff(offsets)))
+        if not live.any():
+            break
+        states = states[live]
+        moves, offsets = game.legal(states)
+        states = game.play(states, choose(rng, moves, offsets))
+    return found
+
+
+def test_a_game_starts_alike_with_the_first_side(game: Game) -> None:
+    states = game.initial(3)
+    assert len(states) == 3
+    assert (states == states[0]).all()
+    assert not game.to_move(states).any()
+    assert np.isnan(game.terminal(states, np.diff(game.legal(states)[1]))).all()
+
+
+def test_legal_moves_ascend_and_batches_do_not_matter(game: Game) -> None:
+    for states in positions(game):
+        moves, offsets = game.legal(states)
+        values = game.terminal(states, np.diff(offsets))
+        keys = game.key(states)
+        assert (offsets[0], offsets[-1], len(offsets)) == (0, len(moves), len(states) + 1)
+        assert moves.dtype == np.int32
+        for i in range(len(states)):
+            row = moves[offsets[i] : offsets[i + 1]]
+            assert (np.diff(row) > 0).all()
+            assert not len(row) or (row[0] >= 0 and row[-1] < game.actions)
+            alone, _ = game.legal(states[i : i + 1])
+            assert (alone == row).all()
+            value = game.terminal(states[i : i + 1], np.array([len(row)]))
+            np.testing.assert_array_equal(value, values[i : i + 1])
+            assert game.key(states[i : i + 1])[0] == keys[i]
+            assert len(row) or not np.isnan(values[i]), "a game without a move must be over"
+
+
+def test_sides_take_turns_and_play_leaves_its_input_alone(game: Game) -> None:
+    rng = np.random.default_rng(1)
+    for states in positions(game, seed=1):
+        live = np.isnan(game.terminal(states, np.diff(game.legal(states)[1])))
+        if not live.any():
+            continue
+        states = states[live]
+        before = states.copy()
+        after = game.play(states, choose(rng, *game.legal(states)))
+        assert (states == before).all()
+        assert (game.to_move(after) == 1 - game.to_move(states)).all()
+        assert (game.key(after) != game.key(states)).all()
+
+
+def test_endings_are_those_that_playing_the_moves_finds(game: Game) -> None:
+    """No ending is claimed that isn't one, and every win is recognised."""
+    seen: Counter[float] = Counter()
+    for states in [batch for seed in range(5) for batch in positions(game, seed)]:
+        moves, offsets = game.legal(states)
+        live = np.isnan(game.terminal(states, np.diff(offsets)))
+        if not live.any():
+            continue
+        moves, offsets = game.legal(states[live])
+        found = game.endings(states[live], moves, offsets)
+        wanted = games.endings(game, states[live], moves, offsets)
+        known = ~np.isnan(found)
+        assert (found[known] == wanted[known]).all()
+        assert ((found == 1) == (wanted == 1)).all()
+        seen.update(wanted[~np.isnan(wanted)].tolist())
+    assert seen[1] > 0
+
+
+def test_keys_tell_positions_apart(game: Game) -> None:
+    """Different states have different keys, but for what a repetition ignores."""
+    states = np.concatenate(positions(game))
+    plain = states.copy()
+    for name in {"ply", "halfmove", "repetition"} & set(states.dtype.names):
+        plain[name] = 0
+    assert len(np.unique(game.key(states))) == len({row.tobytes() for row in plain})
+
+
+def test_nothing_is_known_without_tables(game: Game) -> None:
+    assert np.isnan(game.proven(game.initial(4))).all()
+
+
+def test_a_game_can_be_written(game: Game) -> None:
+    moves, states = [], game.initial(1)
+    for _ in range(3):
+        moves.append(int(game.legal(states)[0][0]))
+        states = game.play(states, np.array(moves[-1:]))
+    assert game.write(Played(game.initial(1), moves, 0.0)).strip()

@@ -1,0 +1,588 @@
+"""The search on trees small enough to follow by hand, on solvable ones, and on tic-tac-toe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from tictactoe import TicTacToe, best_moves
+
+from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform, unknown
+from matrixlib.play.search import OF_NODES, Found, Pool, Search, SearchOptions, considered_visits
+
+NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
+# Exploration c = 1 whatever the visits, nothing taken off untried moves, one leaf at a time.
+PLAIN = SearchOptions(leaves=1, c_init=1.0, c_base=1e12, fpu=0.0, look_ahead=False)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A game given by hand. moves: node -> the nodes that its moves 0, 1, ... lead to; priors likewise (uniform
+    unless given); values: what the evaluator says (0 unless given) and over: the value where the game is over,
+    both for the side to move; known: what `proven` says."""
+
+    moves: Mapping[int, Sequence[int]]
+    priors: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    values: Mapping[int, float] = field(default_factory=dict)
+    over: Mapping[int, float] = field(default_factory=dict)
+    known: Mapping[int, float] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)
+    name = "graph"
+    actions = 16
+
+    def initial(self, n: int) -> States:
+        return np.zeros(n, NODE)
+
+    def legal(self, states: States) -> tuple[Moves, Offsets]:
+        rows = [
+            range(0 if int(s["node"]) in self.over else len(self.moves.get(int(s["node"]), ())))
+            for s in states
+        ]
+        offsets = np.cumsum([0, *map(len, rows)])
+        return np.array([m for row in rows for m in row], np.int32), offsets
+
+    def play(self, states: States, moves: Moves) -> States:
+        after = np.zeros(len(states), NODE)
+        after["node"] = [self.moves[int(s["node"])][int(m)] for s, m in zip(states, moves, strict=True)]
+        after["side"] = 1 - states["side"]
+        return after
+
+    def terminal(self, states: States, counts: np.ndarray) -> Values:
+        values = np.array([self.over.get(int(s["node"]), np.nan) for s in states], np.float32)
+        return np.where(states["repetition"] >= 2, 0, values).astype(np.float32)
+
+    def to_move(self, states: States) -> np.ndarray:
+        return states["side"]
+
+    def key(self, states: States) -> np.ndarray:
+        return (2 * states["node"] + states["side"]).astype(np.uint64)
+
+    def repeat(self, states: States, counts: np.ndarray) -> States:
+        states = states.copy()
+        states["repetition"] = counts
+        return states
+
+    def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
+        return endings(self, states, moves, offsets)
+
+    def proven(self, states: States) -> Values:
+        return np.array([self.known.get(int(s["node"]), np.nan) for s in states], np.float32)
+
+    def write(self, game: object) -> str:
+        raise NotImplementedError
+
+    def evaluate(self, states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        self.batches.append(len(states))
+        counts = np.diff(offsets)
+        rows = [self.priors.get(int(s["node"]), [1 / n] * n) for s, n in zip(states, counts, strict=True)]
+        values = [self.values.get(int(s["node"]), 0.0) for s in states]
+        return np.array([x for row in rows for x in row], np.float32), np.array(values, np.float32)
+
+
+def search(game: Graph, options: SearchOptions = PLAIN) -> Search:
+    return Search(game, game.evaluate, options)
+
+
+def consistent(found: Search) -> None:
+    """Nothing is under way, and an unproven position's sum is its evaluation and its moves' sums, sign turned."""
+    p = found._pool
+    assert not p.pending[: found._edges].any()
+    for node in range(found._nodes):
+        into, edges = p.into[node], slice(p.first[node], p.first[node] + p.size[node])
+        if p.low[into] == p.high[into]:
+            assert p.total[into] == pytest.approx(p.low[into] * p.visits[into])
+        else:
+            assert p.visits[into] == 1 + p.visits[edges].sum()
+            assert -p.total[into] == pytest.approx(p.value[node] + p.total[edges].sum(), abs=1e-5)
+
+
+# --- golden trees ---------------------------------------------------------------------------------
+
+# 0 -> 1, 2; 2 -> 3, 4; 4 -> 5
+GOLDEN = Graph(
+    moves={0: [1, 2], 1: [6], 2: [3, 4], 3: [7], 4: [5], 5: [8]},
+    priors={0: [0.6, 0.4], 2: [0.5, 0.5]},
+    values={0: 0.1, 1: 0.5, 2: -0.2, 3: 0.8, 4: -0.3, 5: 0.6},
+)
+# simulation: visits of the two root moves, sum of their values, and the sum at the root (with its own 0.1)
+STEPS = (
+    # untried moves count as the root, 0.1: 0.1 + 0.6 against 0.1 + 0.4. Node 1 is worth 0.5 to the opponent.
+    ((1, 0), (-0.5, 0.0), -0.4),
+    # -0.5 + sqrt 2 * 0.6 / 2 = -0.08 against -0.4 / 2 + sqrt 2 * 0.4 = 0.37
+    ((1, 1), (-0.5, 0.2), -0.2),
+    # -0.5 + sqrt 3 * 0.3 = 0.02 against 0.2 + sqrt 3 * 0.2 = 0.55; in 2 a tie: its first move; 3 is worth 0.8 to us
+    ((1, 2), (-0.5, 1.0), 0.6),
+    # 0.1 against 0.5 + 2 * 0.4 / 3 = 0.77; in 2: -0.8 + sqrt 2 / 4 = -0.45 against -1 / 2 + sqrt 2 / 2 = 0.21: 4, -0.3
+    ((1, 3), (-0.5, 0.7), 0.3),
+    # 0.17 against 0.7 / 3 + sqrt 5 * 0.4 / 4 = 0.46; in 2: -0.37 against 0.3 + sqrt 3 / 4 = 0.73; 5: 0.6, not to us
+    ((1, 4), (-0.5, 0.1), -0.3),
+)
+
+
+@pytest.mark.parametrize("simulations", range(1, 6))
+def test_golden_tree(simulations: int) -> None:
+    tree = search(GOLDEN)
+    found = tree.run(simulations)[0]
+    visits, sums, total = STEPS[simulations - 1]
+    values = [s / n if n else np.nan for s, n in zip(sums, visits, strict=True)]
+    assert found.visits.tolist() == list(visits)
+    np.testing.assert_allclose(found.values, values, atol=1e-6)
+    assert found.value == pytest.approx(total / (simulations + 1))
+    np.testing.assert_allclose(found.policy, np.array(visits) / simulations)
+    assert not found.proven
+    assert found.prior.tolist() == pytest.approx([0.6, 0.4])
+    consistent(tree)
+
+
+def test_golden_tree_line_and_continuation() -> None:
+    """Five simulations at once, or one after the other in the same tree; the line follows the visits."""
+    one, five = search(GOLDEN), search(GOLDEN)
+    for _ in range(5):
+        last = one.run(1)[0]
+    found = five.run(5)[0]
+    assert found.best == 1
+    assert found.line == last.line == (1, 1, 0)
+    assert (found.visits == last.visits).all()
+
+
+def test_first_play_urgency() -> None:
+    """After move 0 (prior 0.64): 0 + sqrt 2 * 0.32 = 0.45 against 0 - fpu * 0.8 + sqrt 2 * 0.36 = 0.51 - 0.8 fpu."""
+    game = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5]}, priors={0: [0.64, 0.36]})
+    for fpu, visits in ((0.0, [1, 1]), (0.06, [1, 1]), (0.08, [2, 0])):
+        assert search(game, replace(PLAIN, fpu=fpu)).run(2)[0].visits.tolist() == visits
+
+
+def test_exploration_grows_with_visits() -> None:
+    """c = c_init + ln((1 + N + c_base) / c_base); c_base 1 and N = 2: ln 4 = 1.39, which tips the second choice.
+
+    -0.5 + c * sqrt 2 * 0.4 against -0.25 + c * sqrt 2 * 0.2, after N = 1: c = ln 3, either way move 0.
+    """
+    game = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5]}, priors={0: [0.8, 0.2]}, values={1: 0.5})
+    assert search(game, replace(PLAIN, c_init=0.0, c_base=1.0)).run(2)[0].visits.tolist() == [2, 0]
+    assert search(game, replace(PLAIN, c_init=0.8)).run(2)[0].visits.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_the_sign_turns_at_every_ply(depth: int) -> None:
+    """A value of 1 at one depth of a chain of single moves, looked at from every ply above."""
+    chain = Graph({n: [n + 1] for n in range(12)}, values={depth: 1.0})
+    tree = search(chain)
+    found = tree.run(depth)[0]
+    p = tree._pool
+    for node in range(1, depth + 1):  # nodes are made in order; the edge into one belongs to the other side
+        into = p.into[node]
+        assert p.visits[into] == depth - node + 1
+        assert p.total[into] == (-1) ** (depth - node + 1)
+    assert found.value == pytest.approx((-1) ** depth / (depth + 1))
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_the_move_that_is_bad_for_the_opponent_is_preferred(good: int) -> None:
+    game = Graph({0: [1, 2], **{n: [n + 2] for n in range(1, 200)}}, values={1 + good: -0.5, 2 - good: 0.5})
+    for options in (PLAIN, SearchOptions(), SearchOptions(gumbel=2)):
+        found = search(game, options).run(40)[0]
+        assert found.best == good
+        assert found.policy[good] > 0.5
+        assert found.values[good] > found.values[1 - good]
+
+
+# --- proven values --------------------------------------------------------------------------------
+
+
+def test_a_proven_loss_corrects_the_averages_above() -> None:
+    """Move 0 looks well (0.9), until the opponent's winning reply is tried."""
+    game = Graph(
+        moves={0: [1, 2], 1: [3, 4], 2: [5], 3: [6]},
+        priors={0: [0.7, 0.3], 1: [0.2, 0.8]},
+        values={1: -0.9, 2: 0.5},
+        over={4: -1.0},
+    )
+    tree = search(game)
+    first = tree.run(1)[0]
+    assert (first.visits.tolist(), first.value) == ([1, 0], pytest.approx(0.9 / 2))
+    # 0.9 + sqrt 2 * 0.35 against 0.45 + sqrt 2 * 0.3: move 0, reply 1 (-0.9 + 0.8), which wins: 2 visits of -1
+    second = tree.run(1)[0]
+    assert (second.visits.tolist(), second.values[0]) == ([2, 0], -1.0)
+    assert second.value == pytest.approx(-2 / 3)
+    assert second.best == 1, "a lost move is never played while there is another"
+    assert second.policy.tolist() == [0, 1]
+    # The lost move is not tried again.
+    third = tree.run(1)[0]
+    assert (third.visits.tolist(), third.value) == ([2, 1], pytest.approx(-2.5 / 4))
+    consistent(tree)
+
+
+def test_endings_are_recognised_at_expansion() -> None:
+    """The winning move is known when the root is made; without looking ahead a prior of 0.001 hides it."""
+    game = Graph({0: [1, 2], 1: [3], 3: [4]}, priors={0: [0.999, 0.001]}, over={2: -1.0})
+    found = search(game, replace(PLAIN, look_ahead=True)).run(100)[0]
+    assert (found.best, found.proven, found.value, found.simulations) == (1, True, 1.0, 0)
+    assert found.policy.tolist() == [0, 1]
+    assert search(game).run(1)[0].best == 0
+
+
+def test_positions_won_by_the_next_move_are_not_evaluated() -> None:
+    game = Graph({0: [1, 2], 1: [3, 4], 2: [5], 3: [6], 5: [6]}, over={4: -1.0})
+    tree = search(game, replace(PLAIN, look_ahead=True))
+    found = tree.run(2)[0]
+    assert found.values.tolist() == [-1, 0]
+    assert found.best == 1
+    assert game.batches == [1, 1]
+
+
+def test_the_winner_hurries_and_the_loser_does_not() -> None:
+    # 0: move 0 wins in 3 plies, move 1 at once. 10: move 0 loses in 2 plies, move 1 in 4.
+    game = Graph(
+        moves={0: [1, 2], 1: [3], 3: [4], 10: [11, 12], 11: [13], 12: [14], 14: [15], 15: [16]},
+        over={2: -1.0, 4: -1.0, 13: -1.0, 16: -1.0},
+        priors={0: [0.99, 0.01]},
+    )
+    assert search(game, replace(PLAIN, look_ahead=True)).run(100)[0].best == 1
+    for look_ahead in (False, True):
+        tree = search(game, replace(PLAIN, look_ahead=look_ahead))
+        tree.reset(0, np.array([(10, 0, 0)], NODE))
+        found = tree.run(100)[0]
+        assert (found.best, found.proven, found.value) == (1, True, -1.0)
+
+
+def test_draws_are_proven_and_taken_rather_than_a_bad_move() -> None:
+    """Move 0 draws, move 1 is worth less than a draw but not lost; most visits go to the draw anyway."""
+    chain = {n: [n + 1] for n in range(2, 300)}
+    game = Graph({0: [1, 2], **chain}, over={1: 0.0}, values=dict.fromkeys(range(2, 300, 2), 0.3))
+    found = search(game).run(60)[0]
+    assert (found.best, found.values[0], found.proven) == (0, 0.0, False)
+    drawn = Graph({0: [1, 2], 2: [3]}, over={1: 0.0, 3: -1.0})
+    found = search(drawn).run(60)[0]
+    assert (found.best, found.value, found.proven) == (0, 0.0, True)
+
+
+def test_tables_settle_a_position_without_an_evaluation() -> None:
+    game = Graph({0: [1, 2], 1: [3], 2: [4]}, known={1: 1.0, 2: -1.0})
+    found = search(game).run(10)[0]
+    assert (found.best, found.proven, found.value) == (1, True, 1.0)
+    assert game.batches == [1]
+
+
+def test_the_third_occurrence_is_a_draw() -> None:
+    """0 1 2 3 0 1 2 3 0: the third time at ply 8. With the same cycle behind it, at ply 4."""
+    game = Graph({0: [1], 1: [2], 2: [3], 3: [0]}, values=dict.fromkeys(range(4), 0.7))
+    tree = search(game)
+    assert not tree.run(7)[0].proven
+    found = tree.run(1)[0]
+    assert (found.proven, found.value) == (True, 0.0)
+    tree.reset(0, game.initial(1), history=np.array([0, 3, 4, 7], np.uint64))  # keys: 2 * node + side
+    assert tree.states["repetition"][0] == 1
+    assert not tree.run(3)[0].proven
+    assert tree.run(1)[0].proven
+
+
+def test_history_grows_by_the_moves_played() -> None:
+    """The same cycle played move by move: the draw at ply 8 is seen after a move as before it."""
+    game = Graph({n: [(n + 1) % 4] for n in range(4)}, values=dict.fromkeys(range(4), 0.7))
+    tree = search(game)
+    tree.run(4)
+    for _ in range(3):
+        tree.advance([0], [0])
+        assert not tree.run(1)[0].proven  # one ply deeper each: up to ply 7
+    assert tree.run(1)[0].proven
+    for _ in range(5):
+        tree.advance([0], [0])
+    assert tree.states["repetition"][0] == 2
+    with pytest.raises(ValueError, match="is over"):
+        tree.run(1)
+
+
+def minimax(game: Graph, node: int) -> float:
+    if node in game.over:
+        return game.over[node]
+    return max(-minimax(game, child) for child in game.moves[node])
+
+
+def random_tree(seed: int) -> Graph:
+    """Up to five plies deep, two to four moves, endings of 1, 0 and -1, misleading values."""
+    rng = np.random.default_rng(seed)
+    moves: dict[int, list[int]] = {}
+    over: dict[int, float] = {}
+    level, made = [0], 1
+    for ply in range(6):
+        below: list[int] = []
+        for node in level:
+            if ply == 5 or (ply > 0 and rng.random() < 0.25):
+                over[node] = float(rng.choice([-1, -1, 0, 1]))
+                continue
+            moves[node] = list(range(made, made + int(rng.integers(2, 5))))
+            made += len(moves[node])
+            below += moves[node]
+        level = below
+    values = dict(enumerate(rng.uniform(-0.9, 0.9, made).tolist()))
+    return Graph(moves, values=values, over=over)
+
+
+OPTIONS = [
+    PLAIN,
+    replace(PLAIN, look_ahead=True),
+    SearchOptions(leaves=8),
+    SearchOptions(leaves=32, virtual_loss=3.0, look_ahead=False),
+    SearchOptions(gumbel=3),
+    SearchOptions(gumbel=16, look_ahead=False),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_small_trees_are_solved(options: SearchOptions) -> None:
+    """The proven value is the minimax value, with whatever options, and the move played keeps it."""
+    solved = 0
+    for seed in range(25):
+        game = random_tree(seed)
+        tree = search(game, options)
+        found = tree.run(3000)[0]
+        wanted = minimax(game, 0)
+        consistent(tree)
+        assert -tree._pool.high[0] <= wanted <= -tree._pool.low[0], seed
+        if found.proven:
+            solved += 1
+            assert found.value == wanted, seed
+            assert -minimax(game, game.moves[0][found.best]) == wanted, seed
+    assert solved >= 20
+
+
+# --- batches, reuse, noise ------------------------------------------------------------------------
+
+
+def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
+    """Priors 0.9, 0.1, values 0. One by one: 0 + sqrt 2 * 0.45 beats sqrt 2 * 0.1. In a batch of two the visit under
+    way counts as lost: -1 + sqrt 2 * 0.45 = -0.36 does not."""
+    game = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5]}, priors={0: [0.9, 0.1]})
+    assert search(game).run(2)[0].visits.tolist() == [2, 0]
+    assert game.batches == [1, 1, 1]
+    game.batches.clear()
+    tree = search(game, replace(PLAIN, leaves=2))
+    assert tree.run(2)[0].visits.tolist() == [1, 1]
+    assert game.batches == [1, 2]
+    consistent(tree)
+
+
+def test_a_leaf_is_never_evaluated_twice_in_a_batch() -> None:
+    chain = Graph({n: [n + 1] for n in range(40)})
+    tree = search(chain, replace(PLAIN, leaves=8))
+    found = tree.run(30)[0]
+    assert (found.visits.tolist(), found.simulations) == ([30], 30)
+    assert chain.batches == [1] * 31
+    consistent(tree)
+
+
+def equal(a: Found, b: Found) -> bool:
+    arrays = ("moves", "prior", "visits", "values", "policy")
+    plain = ("value", "proven", "best", "line", "simulations")
+    return all(np.array_equal(getattr(a, n), getattr(b, n), equal_nan=True) for n in arrays) and all(
+        getattr(a, n) == getattr(b, n) for n in plain
+    )
+
+
+@pytest.mark.parametrize("gumbel", [0, 4])
+def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
+    """Games with noise and reuse, searched together and each alone: the same numbers, and other ones by seed."""
+    game, options = TicTacToe(), SearchOptions(gumbel=gumbel, look_ahead=False)
+    budgets = [40, 17, 90]
+
+    def play(trees: list[int], seed: int = 5) -> dict[int, list[Found]]:
+        found: dict[int, list[Found]] = {tree: [] for tree in trees}
+        run = Search(game, uniform, options, trees=len(trees), seed=seed)
+        for slot, tree in enumerate(trees):
+            run.reset(slot, game.initial(1), stream=tree)
+        for _ in range(5):
+            results = run.run([budgets[tree] for tree in trees], noise=True)
+            consistent(run)
+            for tree, result in zip(trees, results, strict=True):
+                found[tree].append(result)
+            run.advance(range(len(trees)), [result.best for result in results])
+        return found
+
+    together = play([0, 1, 2])
+    for tree in range(3):
+        alone = play([tree])[tree]
+        assert all(equal(a, b) for a, b in zip(alone, together[tree], strict=True))
+    other = play([0], seed=6)[0]
+    assert not all(equal(a, b) for a, b in zip(other, together[0], strict=True))
+
+
+def test_subtrees_are_kept() -> None:
+    game = TicTacToe()
+    calls = []
+
+    def evaluate(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        calls.append(len(states))
+        return uniform(states, moves, offsets)
+
+    tree = Search(game, evaluate, replace(PLAIN, look_ahead=True), trees=2)
+    before = tree.run(300)[0]
+    nodes = tree._nodes
+    tree.advance([0], [before.best])
+    calls.clear()
+    after = tree.run(0)
+    assert not calls, "nothing new was evaluated"
+    assert tree._nodes < nodes, "what no root leads to is dropped"
+    best = before.visits.max()
+    assert after[0].visits.sum() == best - 1  # its first visit evaluated the position itself
+    assert after[0].value == pytest.approx(-before.values[before.visits.argmax()], abs=1e-6)
+    assert after[0].line == before.line[1:]
+    assert equal(after[1], replace(before, simulations=0)), "the other tree was left alone"
+    consistent(tree)
+    tree.advance([0], [int(after[0].moves[0])])
+    tree.run(5, trees=[0])
+    consistent(tree)
+
+
+def test_an_unexplored_move_starts_a_new_tree() -> None:
+    game = Graph({0: [1, 2], 1: [3], 2: [4], 4: [5]}, priors={0: [1.0, 0.0]}, values={4: 0.5})
+    tree = search(game)
+    tree.run(1)
+    tree.advance([0], [1])
+    found = tree.run(1)[0]
+    assert (found.moves.tolist(), found.value) == ([0], pytest.approx(-0.5 / 2))
+
+
+def test_noise_is_mixed_once_into_the_root_alone() -> None:
+    game = TicTacToe()
+    tree = Search(game, uniform, SearchOptions(leaves=1, noise_weight=0.9, noise_alpha=1.0), seed=3)
+    for _ in range(5):
+        found = tree.run(40, noise=True)[0]
+        assert (found.prior == found.prior[0]).all(), "priors come back without noise"
+    assert (tree._pool.prior[1 : tree._edges] >= 1 / 9 - 1e-6).all()
+    plain = Search(game, uniform, SearchOptions(leaves=1), seed=3).run(200)[0]
+    again = Search(game, uniform, SearchOptions(leaves=1), seed=4).run(200)[0]
+    assert equal(plain, again), "without noise nothing is random"
+    assert found.visits.max() > 2 * plain.visits.max(), "noise of 0.9 draws the visits to a few moves"
+
+
+# --- Gumbel ---------------------------------------------------------------------------------------
+
+
+def test_sequence_of_sequential_halving() -> None:
+    assert considered_visits(4, 8) == (0, 0, 0, 0, 1, 1, 2, 2)
+    assert considered_visits(1, 3) == (0, 1, 2)
+    assert considered_visits(2, 4) == (0, 0, 1, 1)
+    assert considered_visits(16, 32)[:28] == (0,) * 16 + (1,) * 8 + (2,) * 4
+    for moves in range(1, 20):
+        assert len(considered_visits(moves, 33)) == 33
+
+
+def test_gumbel_golden_root() -> None:
+    """Four moves, 8 simulations: each once, the best two three times; sigma(q) = (1 + most visits) * (q + 1) / 2."""
+    chain = {n: [n + 4] for n in range(1, 40)}
+    values = {
+        n + 4 * k: (-1) ** k * v
+        for n, v in zip(range(1, 5), (0.2, -0.4, 0.5, -0.6), strict=True)
+        for k in range(9)
+    }
+    game = Graph({0: [1, 2, 3, 4], **chain}, values=values, priors={0: [0.4, 0.1, 0.3, 0.2]})
+    options = replace(PLAIN, gumbel=4, gumbel_visits=1.0)
+    found = search(game, options).run(8)[0]
+    # After the first round: ln prior + 2 * (q + 1) / 2 with q = -0.2 0.4 -0.5 0.6:
+    # -0.916 + 0.8 = -0.116, -2.303 + 1.4 = -0.903, -1.204 + 0.5 = -0.704, -1.609 + 1.6 = -0.009: moves 3 and 0.
+    assert found.visits.tolist() == [3, 1, 1, 3]
+    np.testing.assert_allclose(found.values, [-0.2, 0.4, -0.5, 0.6], atol=1e-6)
+    # At the end (1 + 3) * (q + 1) / 2 = 1.6 2.8 1.0 3.2.
+    scores = np.log([0.4, 0.1, 0.3, 0.2]) + np.array([1.6, 2.8, 1.0, 3.2])
+    np.testing.assert_allclose(found.policy, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
+    assert found.best == 3
+
+
+def test_gumbel_completes_the_value_of_untried_moves() -> None:
+    """v_mix = (v + visits * sum(prior * q) / sum(prior)) / (1 + visits), sums over tried moves."""
+    game = Graph(
+        {0: [1, 2, 3], 1: [4], 2: [4], 3: [4]},
+        priors={0: [0.5, 0.3, 0.2]},
+        values={0: 0.1, 1: -0.2, 2: 0.1, 3: 0.9},
+    )
+    found = search(game, replace(PLAIN, gumbel=2, gumbel_visits=1.0)).run(2)[0]
+    assert found.visits.tolist() == [1, 1, 0]
+    mixed = (0.1 + 2 * (0.5 * 0.2 + 0.3 * -0.1) / 0.8) / 3
+    scores = np.log([0.5, 0.3, 0.2]) + (np.array([0.2, -0.1, mixed]) + 1)
+    np.testing.assert_allclose(found.policy, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
+    assert math.isnan(found.values[2])
+
+
+def test_gumbel_noise_samples_moves_by_their_prior() -> None:
+    """One considered move and one simulation: the Gumbel-max trick draws from the prior."""
+    game = Graph({0: [1, 2, 3], 1: [4], 2: [4], 3: [4], 4: [5]}, priors={0: [0.6, 0.3, 0.1]})
+    tree = Search(game, game.evaluate, SearchOptions(gumbel=1), trees=1500, seed=1)
+    best = np.array([f.best for f in tree.run(1, noise=True)])
+    np.testing.assert_allclose(np.bincount(best, minlength=3) / 1500, [0.6, 0.3, 0.1], atol=0.04)
+    assert {f.best for f in tree.run(1)} <= {0, 1, 2}
+
+
+def test_gumbel_batches_do_not_cross_a_halving() -> None:
+    """Many leaves at once give what one at a time gives, where no tree below the root has a choice."""
+    chain = {n: [n + 4] for n in range(1, 80)}
+    game = Graph({0: [1, 2, 3, 4], **chain}, values={n: 0.1 * (n % 4) for n in range(1, 80)})
+    one = search(game, replace(PLAIN, gumbel=4)).run(16)[0]
+    many = search(game, replace(PLAIN, gumbel=4, leaves=16)).run(16)[0]
+    assert equal(one, many)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_errors_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="leaves"):
+        SearchOptions(leaves=0)
+    with pytest.raises(ValueError, match="noise_weight"):
+        SearchOptions(noise_weight=1.5)
+    broken = Graph({0: [1], 1: [2]}, values={0: math.nan})
+    with pytest.raises(ValueError, match="not finite"):
+        search(broken).run(1)
+    over = Graph({}, over={0: 0.0})
+    with pytest.raises(ValueError, match="tree 0 is over"):
+        search(over).run(1)
+
+
+def test_a_search_can_be_stopped() -> None:
+    rounds = iter([False, False, True])
+    found = search(GOLDEN).run(100, until=lambda: next(rounds))[0]
+    assert found.simulations == 2
+
+
+def test_columns_and_their_kinds() -> None:
+    pool = search(GOLDEN)._pool
+    assert [len(a) for a in pool].count(len(pool.first)) == OF_NODES
+    assert (pool.total.dtype, pool.key.dtype) == (np.float64, np.uint64)
+    assert isinstance(pool, Pool)
+    assert np.isnan(unknown(np.zeros(2, NODE))).all()
+
+
+# --- tic-tac-toe ----------------------------------------------------------------------------------
+
+
+def losses_against_perfect_play(games: int, simulations: int, options: SearchOptions, seed: int = 0) -> int:
+    """Games lost by the search, which starts every other one, against a player that chooses among the best moves."""
+    game, rng = TicTacToe(), np.random.default_rng(seed)
+    run = Search(game, uniform, options, trees=games, seed=seed)
+    lost, live = 0, list(range(games))
+    for ply in range(9):
+        mine = [g for g in live if g % 2 == ply % 2]
+        moves = {g: f.best for g, f in zip(mine, run.run(simulations, mine), strict=True)} if mine else {}
+        for g in set(live) - set(mine):
+            state = run.states[g]
+            moves[g] = int(rng.choice(best_moves(int(state["ours"]), int(state["theirs"]))[1]))
+        run.advance(live, [moves[g] for g in live])
+        states = run.states[live]
+        values = game.terminal(states, np.diff(game.legal(states)[1]))
+        for g, value in zip(list(live), values, strict=True):
+            if not np.isnan(value):
+                lost += value == -1 and g not in mine
+                live.remove(g)
+    assert not live
+    return lost
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SearchOptions(), SearchOptions(leaves=1, look_ahead=False)],
+    ids=["defaults", "one by one without looking ahead"],
+)
+def test_no_loss_at_tic_tac_toe_in_200_games(options: SearchOptions) -> None:
+    assert losses_against_perfect_play(200, 5000, options) == 0
