@@ -1,0 +1,86 @@
+"""Training that is killed again and again ends with the bits of the run that was left alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from survivor import STEPS, survive
+
+from matrixlib.engine import metrics
+from matrixlib.engine.checkpoint import Checkpoints
+
+CLOCKS = {"time", "seconds", "throughput", "memory"}
+
+
+@pytest.fixture(scope="module")
+def forkserver() -> Any:
+    """Processes that start in no time, as torch is imported once."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes are started by forkserver, which this system lacks")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["survivor"])
+    return context
+
+
+def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: without_clocks(v) if isinstance(v, dict) else v for k, v in row.items() if k not in CLOCKS}
+
+
+def result(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Every tensor of the last checkpoint, and the metrics without clock times."""
+    found = Checkpoints(folder / "checkpoints", 2).newest()
+    assert found is not None
+    assert found.step == STEPS
+    tensors = {
+        f"{group}/{name}": t for group, members in found.tensors.items() for name, t in members.items()
+    }
+    return tensors, [without_clocks(row) for row in metrics.read(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("kills", "compress"),
+    [(10, 0), pytest.param(100, 0, marks=pytest.mark.soak), pytest.param(30, 3, marks=pytest.mark.soak)],
+)
+def test_killed_at_random_moments_every_resume_is_bit_equal(
+    tmp_path: Path, forkserver: Any, kills: int, compress: int
+) -> None:
+    started = time.perf_counter()
+    survive(tmp_path / "whole", compress)
+    expected = result(tmp_path / "whole")
+    alive = time.perf_counter() - started
+    assert [row["rollbacks"] for row in expected[1]][-1] == 1, "a rollback is part of what has to be resumed"
+    stream, killed, in_a_write, round_ = random.Random(kills), 0, 0, 0
+    while killed < kills:
+        round_ += 1
+        folder = tmp_path / f"round_{round_}"
+        folder.mkdir()
+        newest = 0
+        while not (folder / "done").exists():
+            process = forkserver.Process(target=survive, args=(folder, compress))
+            process.start()
+            process.join(stream.uniform(0.05, 0.25 * alive) if killed < kills else None)
+            checkpoints = folder / "checkpoints"
+            while killed % 2 and process.is_alive() and not any(checkpoints.glob("*.tmp")):
+                pass  # every second one in the middle of a checkpoint's write
+            if process.is_alive():
+                process.kill()
+                process.join()
+                killed += 1
+                in_a_write += any(checkpoints.glob("*.tmp"))
+            else:
+                assert process.exitcode == 0
+            found = Checkpoints(checkpoints, 2).newest()
+            step = found.step if found else 0
+            assert step >= newest or step >= 90, "only the rollback goes back"
+            newest = step
+        tensors, rows = result(folder)
+        assert [name for name, t in tensors.items() if not torch.equal(t, expected[0][name])] == []
+        assert rows == expected[1]
+    print(f"{killed} kills, {in_a_write} in the middle of a write, {round_} runs")
+    assert in_a_write
