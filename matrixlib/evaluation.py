@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
+    from matrixlib.engine.task import Batch
     from matrixlib.net import Net
 
 BANDS = ((0, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
@@ -34,29 +35,30 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     value_correlation: Pearson of expected scores. Baselines: uniform over legal moves, best capture by piece value
     (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority class. sample: 0 = all positions.
     """
-    import torch
+    from matrixlib.engine.validation import validate
 
-    totals: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    base: dict[str, float] = {}
-    rows = 0
-    task = net.task
-    for batch in loader.sequential(batch_size, sample=sample):
-        _add(counts, task.counts(batch))
-        _add(base, _baselines({name: tensor.numpy() for name, tensor in batch.items()}))
-        rows += len(batch["pieces"])
-        tensors = {name: tensor.to(net.runtime.torch_device) for name, tensor in batch.items()}
-        with torch.inference_mode(), net.runtime.autocast():
-            _, metrics = task.losses(net.model, tensors, frozenset({"policy", "value"}))
-        _add(totals, {name: float(value) for name, value in metrics.items()})
-    policy, value = max(1, counts["policy"]), max(1, counts["value"])
-    moments = {name: totals[f"value/{name}"] / value for name in ("x", "y", "x2", "y2", "xy")}
+    base: dict[str, float] = {"rows": 0}
+
+    def batches() -> Iterator[Batch]:
+        for batch in loader.sequential(batch_size, sample=sample):
+            found = _baselines({name: tensor.numpy() for name, tensor in batch.items()})
+            for name, amount in (found | {"rows": len(batch["pieces"])}).items():
+                base[name] = base.get(name, 0) + amount
+            yield batch
+
+    seen = validate(net.task, net.model, batches(), net.runtime, frozenset({"policy", "value"}), "full")
+    if seen is None or not seen.counts["policy"] or not seen.counts["value"]:
+        raise ValueError(
+            "the held-out positions have no policy or no value target to evaluate on; import others"
+        )
+    policy, value = seen.counts["policy"], seen.counts["value"]
+    moments = {name: seen.metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
     spread = (moments["x2"] - moments["x"] ** 2) * (moments["y2"] - moments["y"] ** 2)
     figures: dict[str, Any] = {
-        "positions": rows,
-        "top1": totals["policy/top1"] / policy,
-        "top3": totals["policy/top3"] / policy,
-        "policy_kl": totals["policy/kl"] / policy,
+        "positions": base["rows"],
+        "top1": seen.metrics["policy/top1"],
+        "top3": seen.metrics["policy/top3"],
+        "policy_kl": seen.metrics["policy/kl"],
         "value_correlation": (moments["xy"] - moments["x"] * moments["y"]) / spread**0.5
         if spread > 0
         else 0.0,
@@ -67,15 +69,10 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
             "best_capture_top1": base["capture_top1"] / policy,
         },
     }
-    if "value/accuracy" in totals:
-        figures["wdl_accuracy"] = totals["value/accuracy"] / value
+    if "value/accuracy" in seen.metrics:
+        figures["wdl_accuracy"] = seen.metrics["value/accuracy"]
         figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
     return figures
-
-
-def _add(totals: dict[str, Any], more: Mapping[str, float]) -> None:
-    for name, amount in more.items():
-        totals[name] = totals.get(name, 0) + amount
 
 
 def _baselines(batch: dict[str, np.ndarray]) -> dict[str, float]:

@@ -229,6 +229,8 @@ def _headline(summary: Mapping[str, Any], record: Mapping[str, Any]) -> str:
         words.append(plots.duration(seconds))
     if isinstance(rate := summary.get("positions_per_second"), (int, float)):
         words.append(f"{rate:,} positions/s")
+    if isinstance(share := summary.get("share_of_peak"), (int, float)):
+        words.append(f"{share:.0%} of the measured peak")
     if reason := summary.get("stopped_early"):
         words.append(f"stopped early: {reason}")
     if started := record.get("started"):

@@ -79,9 +79,14 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """True when the run has reached its last update or was stopped early by its validation."""
+        """True when the run has reached its last update or was stopped early by its validation.
+
+        After an early stop the trainer judges anew: patience or target loss may have been changed since.
+        """
         summary = read_json(self.folder / "summary.json")
-        return bool(summary.get("complete") and (summary["steps"] >= self.steps or summary["stopped_early"]))
+        if not summary.get("complete"):
+            return False
+        return summary["steps"] >= self.steps or bool(summary["stopped_early"] and self.trainer.stop_reason)
 
     @property
     def steps(self) -> int:

@@ -228,3 +228,13 @@ def test_connections_do_not_cross_processes(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == catalogue.hash()
     assert not any(isinstance(value, sqlite3.Connection) for value in vars(catalogue).values())
+
+
+def test_a_catalogued_shard_that_was_cut_short_is_quarantined_when_the_folder_is_opened(tmp_path: Path) -> None:
+    name = filled(tmp_path).shards("train")[0].name
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="quarantined"):
+        again = Catalogue(tmp_path)
+    assert name not in {row.name for row in again.shards()}
+    assert "instead of" in again._named(name).reason

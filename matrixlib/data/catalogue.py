@@ -195,7 +195,9 @@ class Catalogue:
             self._image = db.serialize()
 
     def _reconcile(self) -> None:
-        """Take in shards without a row; quarantine rows without a file, until it returns."""
+        """Take in shards without a row; quarantine rows without a file, until it returns, and those whose file was
+        cut short or replaced by one of another size (the loader could not even open it).
+        """
         files, rows = set(self._files()), {row.name: row for row in self.shards(state=None)}
         changed = []
         for name in sorted(files - rows.keys()):
@@ -206,6 +208,10 @@ class Catalogue:
             if name not in files and row.state == "healthy":
                 self._say(f"{row.path}: {MISSING}; quarantined")
                 changed.append(replace(row, state="quarantined", reason=MISSING))
+            elif row.state == "healthy" and (size := row.path.stat().st_size) != row.bytes:
+                reason = f"has {size:,} bytes instead of {row.bytes:,}"
+                self._say(f"{row.path}: {reason}; quarantined")
+                changed.append(replace(row, state="quarantined", reason=reason))
             elif name in files and row.reason == MISSING and not self._check(row):
                 self._say(f"{row.path}: is back and whole; used again")
                 changed.append(replace(row, state="healthy", reason=""))

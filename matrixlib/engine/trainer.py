@@ -29,6 +29,8 @@ from matrixlib.engine.task import Batch, Source, Task, rows, slice_batch
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
 from matrixlib.runtime import Runtime
 
+MEMORY_UPDATES = 10
+"""Updates between two looks at the memory."""
 EVIDENCE = 16
 """Updates at most whose records are kept after a blow-up, and rows of metrics from before it."""
 
@@ -260,7 +262,7 @@ class Trainer:
         messages = [
             *done.messages,
             *statistics.unusual(done, self._step.health),
-            *self._memory.check(self.step),
+            *(self._memory.check(self.step) if self.step % MEMORY_UPDATES == 0 else ()),
         ]
         if self._step.micro_batch != micro_batch:
             self._on_micro_batch(self._step.micro_batch)
