@@ -446,6 +446,13 @@ def _pool(nodes: int, edges: int) -> Pool:
     return Pool(*(np.zeros(nodes if i < OF_NODES else edges, kind) for i, kind in enumerate(KINDS)))
 
 
+def _longer(array: Any, size: int) -> Any:
+    """The array with room for more."""
+    out = np.empty(size, array.dtype)
+    out[: len(array)] = array
+    return out
+
+
 def _rows(keep: NDArray[np.bool_], moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
     """The ragged rows (N,) to keep."""
     counts = np.diff(offsets)
@@ -654,8 +661,8 @@ class Search:
         p = self._pool
         if nodes > len(p.first) or edges > len(p.move):
             nodes, edges = max(2 * nodes, len(p.first)), max(2 * edges, len(p.move))
-            self._pool = Pool(*(np.resize(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
-            self._node_states = np.resize(self._node_states, nodes)
+            self._pool = Pool(*(_longer(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
+            self._node_states = _longer(self._node_states, nodes)
 
     def _found(self, tree: int, prior: F32, logits: F64, base: I32, done: int) -> Found:
         p, o, edges = self._pool, self.options, self._edges_of(tree)
