@@ -12,10 +12,9 @@ import json
 import platform
 import statistics
 import subprocess
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
 from matrixlib import runtime as runtimes
+from matrixlib import trial
 from matrixlib.config import Config, ConfigError
 from matrixlib.engine.metrics import write_json, write_text
 
@@ -46,8 +46,6 @@ MAY_CHANGE = (
     "memory.",
 )
 
-WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0  # of the timing behind `train.steps: auto`
-SHORTEST = 20  # updates, where they are slow
 ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 
 
@@ -371,8 +369,13 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     runtime.apply()
     task = _build_task(config)
     training, held_out = _loaders(config, runtime, task, catalogue, messages)
+    if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
+        tuning = trial.tune_micro_batch(config, runtime, task, training)
+        runtime = replace(runtime, micro_batch=tuning.size)
+        config = runtime_config(config, runtime)
+        messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table()}")
     if config.train.steps == "auto":
-        steps = _fit_steps(config, runtime, task, training)
+        steps = trial.fit_steps(config, runtime, task, training)
         config = configuration.parse(
             configuration.merge(configuration.dump(config), {"train": {"steps": steps}})
         )
@@ -537,26 +540,6 @@ def _build_trainer(run: Run) -> Trainer:
     )
     trainer.resume()
     return trainer
-
-
-def _fit_steps(config: Config, runtime: runtimes.Runtime, task: ChessTask, training: Loader) -> int:
-    """Updates that fit in `train.minutes`, from timed updates of a throwaway model; random streams are untouched."""
-    import torch
-
-    from matrixlib.engine.trainer import trial_step
-
-    with torch.random.fork_rng(devices=[]):
-        step = trial_step(task, task.build_model(), runtime, config)
-        times: list[float] = []
-        # The first updates are slow: kernels are compiled and memory is taken.
-        for i in range(WARM_UPDATES + MOST_UPDATES):
-            started = time.perf_counter()
-            step({name: torch.from_numpy(array) for name, array in training.batch(i).items()})
-            times.append(time.perf_counter() - started)
-            if i >= WARM_UPDATES and sum(times[WARM_UPDATES:]) > TRIAL_SECONDS:
-                break
-    seconds = statistics.fmean(times[WARM_UPDATES:])
-    return max(SHORTEST, int(config.train.minutes * 60 / seconds))
 
 
 def _write_new(

@@ -23,7 +23,7 @@ from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch, slice_batch
-from matrixlib.engine.trainer import Trainer, trial_step
+from matrixlib.engine.trainer import Trainer
 from matrixlib.runtime import Runtime
 
 STEPS = 12
@@ -610,9 +610,3 @@ def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
     assert part.resume() == 9
     list(part.train())
     assert equal(weights(part), weights(whole))
-
-
-def test_trial_step_makes_updates_of_a_throwaway_model() -> None:
-    task = ToyTask()
-    step = trial_step(task, task.build_model(), toy_runtime(8), settings())
-    assert [step(toy_batch(20, seed)).update for seed in range(2)] == [0, 1]

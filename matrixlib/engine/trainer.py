@@ -24,7 +24,7 @@ from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog, write_json
 from matrixlib.engine.statistics import Stats
-from matrixlib.engine.step import GradientReport, Step, StepStats, make_step
+from matrixlib.engine.step import GradientReport, StepStats, make_step
 from matrixlib.engine.task import Batch, Source, Task, rows, slice_batch
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
 from matrixlib.runtime import Runtime
@@ -33,11 +33,6 @@ MEMORY_UPDATES = 10
 """Updates between two looks at the memory."""
 EVIDENCE = 16
 """Updates at most whose records are kept after a blow-up, and rows of metrics from before it."""
-
-
-def trial_step(task: Task, model: nn.Module, runtime: Runtime, config: Config) -> Step:
-    """A step as the trainer would make it, for timing updates of a throwaway model."""
-    return make_step(task, model, runtime, config, 1000)
 
 
 class Trainer:

@@ -1,0 +1,59 @@
+"""Timed updates before a run: steps that fit in a time, micro-batch that fits in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from toy_task import ToyTask, toy_batch, toy_runtime
+
+from matrixlib import config as configuration
+from matrixlib import trial
+from matrixlib.engine.task import Batch
+
+CONFIG = configuration.load("demo", {"train": {"batch_size": 48, "minutes": 0.05}})
+
+
+class Batches:
+    """As much of a loader as a trial needs."""
+
+    def batch(self, i: int) -> dict[str, np.ndarray]:
+        return {name: tensor.numpy() for name, tensor in toy_batch(48, seed=i).items()}
+
+
+def test_steps_fit_the_minutes_and_random_streams_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(float(k) / 2 for k in range(10_000))  # every update takes half a second
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
+    before = torch.get_rng_state()
+    loader: Any = Batches()
+    config = configuration.load("demo", {"train": {"batch_size": 48, "minutes": 2.0}})
+    assert trial.fit_steps(config, toy_runtime(8), ToyTask(), loader) == 240
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_slow_machine_makes_a_short_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(60.0 * k for k in range(10_000))
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
+    loader: Any = Batches()
+    assert trial.fit_steps(CONFIG, toy_runtime(8), ToyTask(), loader) == trial.SHORTEST
+
+
+def test_the_micro_batch_is_one_that_fits_and_divides_the_update() -> None:
+    class Hungry(ToyTask):
+        def losses(
+            self, model: nn.Module, batch: Batch, active: frozenset[str]
+        ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            if len(batch["x"]) > 13:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().losses(model, batch, active)
+
+    loader: Any = Batches()
+    tuning = trial.tune_micro_batch(CONFIG, toy_runtime(8), Hungry(), loader)
+    assert 48 % tuning.size == 0
+    assert tuning.size <= 12
+    tried = {one.size: one.problem for one in tuning.trials}
+    assert tried[8] == ""
+    assert tried[16] == "out of memory"
