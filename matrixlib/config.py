@@ -224,18 +224,20 @@ class CurriculumConfig(Section):
 
 
 class StagesConfig(Section):
-    """One dimension of a curriculum; the task's subclass adds `stages`, as many as `fractions`."""
+    """One dimension of a curriculum; the task's subclass says what its `stages` are."""
 
     enabled: bool = Field(description="false = the last stage from the start")
+    stages: tuple[Any, ...]
     fractions: tuple[Fraction, ...] = Field(
         description="share of the updates that each stage lasts; sum is 1"
     )
 
     @model_validator(mode="after")
     def _complete(self) -> StagesConfig:
-        stages = getattr(self, "stages", ())
-        if not stages or len(stages) != len(self.fractions):
-            raise ValueError(f"{len(stages)} stages and {len(self.fractions)} fractions; give one for each")
+        if not self.stages or len(self.stages) != len(self.fractions):
+            raise ValueError(
+                f"{len(self.stages)} stages and {len(self.fractions)} fractions; give one for each"
+            )
         if abs(sum(self.fractions) - 1) > 1e-9:
             raise ValueError(f"fractions {list(self.fractions)} add up to {sum(self.fractions):g}, not to 1")
         return self

@@ -266,7 +266,7 @@ def used_words() -> set[str]:
     return words
 
 
-@pytest.mark.parametrize("schema", [TASKS["chess"]])
+@pytest.mark.parametrize("schema", TASKS.values(), ids=TASKS)
 def test_every_key_is_used_outside_config(schema: type[Config]) -> None:
     used = used_words()
     assert not [".".join(path) for path in leaves(schema) if not set(path) <= used]

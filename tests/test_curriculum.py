@@ -50,9 +50,7 @@ def test_the_specifications_table_of_60_epochs() -> None:
 
 def test_the_preset_for_a_gpu_has_that_table() -> None:
     given: Any = load("latin_full").curriculum  # type: ignore[attr-defined]
-    dimensions = [
-        Dimension.of(n, getattr(given, n), getattr(given, n).stages) for n in ("size", "mode", "fill")
-    ]
+    dimensions = [Dimension.of(n, getattr(given, n)) for n in ("size", "mode", "fill")]
     assert [(d.stages, d.fractions) for d in dimensions if d.name != "mode"] == [
         (SIZE.stages, SIZE.fractions),
         (FILL.stages, FILL.fractions),
@@ -65,9 +63,9 @@ def test_a_dimension_that_is_switched_off_is_at_its_hardest() -> None:
         stages: tuple[int, ...]
 
     section = Stages(enabled=False, fractions=(0.5, 0.5), stages=(1, 2))
-    off = Dimension.of("size", section, section.stages)
+    off = Dimension.of("size", section)
     assert [phase.values for phase in phases([off])] == [{"size": 2}]
-    on = Dimension.of("size", section.model_copy(update={"enabled": True}), section.stages)
+    on = Dimension.of("size", section.model_copy(update={"enabled": True}))
     assert [phase.values for phase in phases([on])] == [{"size": 1}, {"size": 2}]
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
+from matrixlib.config import LatinConfig, load
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
+from matrixlib.tasks.latin import pool, squares
+from matrixlib.tasks.latin.task import LatinTask
 
 FORBIDDEN = (np.uint16, np.uint32, np.uint64)
 
@@ -141,6 +144,16 @@ def test_toy_task_keeps_the_contract(task: ToyTask) -> None:
     else:
         with pytest.raises(AssertionError, match=r"plane\.weight"):  # its head is rightly cut off
             check_task(task, {"records": toy_records(23)})
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "repeats": 2, "dropout": 0.2}])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_latin_task_keeps_the_contract(options: dict[str, Any], smoothing: float) -> None:
+    model = {"width": 16, "layers": 1, "heads": 2, **options}
+    config = load("latin_quick", {"model": model, "loss": {"label_smoothing": smoothing}})
+    assert isinstance(config, LatinConfig)
+    records = np.concatenate([pool.pack(squares.generate(size, 8, seed=size)) for size in (3, 4, 5)])
+    check_task(LatinTask(config), {"records": records})
 
 
 def _loss(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -26,11 +26,11 @@ class Dimension:
     fractions: tuple[float, ...]
 
     @classmethod
-    def of(cls, name: str, config: StagesConfig, stages: Sequence[Any]) -> Dimension:
+    def of(cls, name: str, config: StagesConfig) -> Dimension:
         """From its section; one that is switched off stays in its last, hardest stage."""
         if not config.enabled:
-            return cls(name, (stages[-1],), (1.0,))
-        return cls(name, tuple(stages), config.fractions)
+            return cls(name, (config.stages[-1],), (1.0,))
+        return cls(name, config.stages, config.fractions)
 
     def starts(self) -> list[Fraction]:
         """Share of the updates after which each stage begins; decimal, so that .5 + .3 is exactly .8."""

@@ -1,0 +1,1 @@
+"""Latin squares: completing partly revealed grids."""

@@ -1,0 +1,104 @@
+"""Loss sums, metrics, chance levels and floors of completed grids.
+
+Arrays: B batch, N side, K = N digit indices; `log_p` (B, N, N, K) fp32 log-probabilities of the digit indices of each
+cell's puzzle, `target` (B, N, N) int64 digit indices, `hidden` (B, N, N) bool, `size` (B,) int64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from matrixlib.tasks.latin.augment import inside
+
+IMPOSSIBLE = -1e9  # log-probability of a digit that the puzzle does not have
+
+Sums = dict[str, Tensor]
+
+
+def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Token logits (B, N, N, 35) to log-probabilities (B, N, N, K) of the digits whose tokens (B, K) are given,
+    0 = no such digit.
+    """
+    side = logits.shape[1]
+    index = tokens[:, None, None].expand(-1, side, side, -1)
+    chosen = logits.float().gather(3, index)
+    return chosen.masked_fill(index == 0, IMPOSSIBLE).log_softmax(3)
+
+
+def cell_loss(
+    log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoothing: float
+) -> tuple[Tensor, Sums]:
+    """Cross-entropy summed over the hidden cells; `smoothing` of the target is spread over the n digits.
+
+    Metrics, summed over the same cells: accuracy (best digit = target), entropy of the prediction (nats).
+    """
+    loss = -log_p.gather(3, target[..., None])[..., 0]
+    possible = log_p.masked_fill(log_p < IMPOSSIBLE / 2, 0.0)
+    if smoothing:
+        spread = -possible.sum(3) / size[:, None, None]
+        loss = (1 - smoothing) * loss + smoothing * spread
+    with torch.no_grad():
+        hits = (log_p.argmax(3) == target) & hidden
+        entropy = -(possible * log_p.exp()).sum(3)
+        metrics = {"accuracy": hits.sum(), "entropy": torch.where(hidden, entropy, 0.0).sum()}
+    return torch.where(hidden, loss, 0.0).sum(), metrics
+
+
+def constraint_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor) -> tuple[Tensor, Sums]:
+    """Penalty on digits expected more than once: per grid the mean over lines and digits of relu(E - 1)^2, rows
+    and columns added, summed over the grids with a hidden cell.
+
+    E is the expected number of times that a digit stands in a line: the prediction where a cell is hidden, the
+    given where it is not. Metrics over the same grids: valid (the best digits complete the grid), violations
+    (digits of a line too many, over all lines).
+    """
+    k = log_p.shape[3]
+    grid = inside(size, log_p.shape[1])
+    given = functional.one_hot(target, k) * grid[..., None]
+    p = torch.where(hidden[..., None], log_p.exp(), given.float())
+    over = _excess(p.sum(1)).square().sum((1, 2)) + _excess(p.sum(2)).square().sum((1, 2))
+    rows = hidden.flatten(1).any(1)
+    with torch.no_grad():
+        filled = torch.where(hidden, log_p.argmax(3), target)
+        wrong = violations(filled, size)
+        metrics = {"valid": ((wrong == 0) & rows).sum(), "violations": torch.where(rows, wrong, 0).sum()}
+    return torch.where(rows, over / size.square(), 0.0).sum(), metrics
+
+
+def violations(filled: Tensor, size: Tensor) -> Tensor:
+    """(B,) int64: how many digits of whole grids (B, N, N) repeat an earlier one of their row or column; 0 is a
+    Latin square.
+    """
+    side = filled.shape[1]
+    digits = functional.one_hot(filled, side) * inside(size, side)[..., None]
+    return _excess(digits.sum(1)).sum((1, 2)) + _excess(digits.sum(2)).sum((1, 2))
+
+
+def _excess(number: Tensor) -> Tensor:
+    """How many more than one."""
+    return (number - 1).clamp(min=0)
+
+
+def cell_bounds(hidden: Tensor, size: Tensor, smoothing: float) -> tuple[float, float]:
+    """(chance, floor) of `cell_loss`: ln n a cell, and the entropy of its smoothed target.
+
+    The floor is that of a network that knows each square; where a puzzle has several completions none does,
+    and the least mean loss is higher: ln |L(n)| / n^2 a cell of an empty grid if cells could be filled one after
+    another, ln n if, as here, all at once.
+    """
+    cells = hidden.flatten(1).sum(1).double()
+    n = size.double()
+    rest = smoothing / n
+    top = 1 - smoothing + rest
+    entropy = -(torch.xlogy(top, top) + (n - 1) * torch.xlogy(rest, rest))
+    return (cells * n.log()).sum().item(), (cells * entropy).sum().item()
+
+
+def constraint_chance(target: Tensor, hidden: Tensor, size: Tensor) -> float:
+    """`constraint_loss` of a network that finds all n digits equally likely; the least is 0."""
+    k = target.shape[1]
+    digits = torch.arange(k, device=size.device) < size[:, None]
+    uniform = torch.where(digits, -size.double().log()[:, None], IMPOSSIBLE)[:, None, None]
+    return constraint_loss(uniform.expand(-1, k, k, -1), target, hidden, size)[0].item()

@@ -1,0 +1,106 @@
+"""The network: a transformer over the cells of a grid.
+
+Arrays: B batch, N side of the grid that holds all squares of a batch, L = N * N cells, row by row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from matrixlib.config import LatinModelConfig
+from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS
+
+RELATIONS = 4  # between two cells: the same, same row, same column, neither
+DEVIATION = 0.02  # of the initial weights
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each behind a LayerNorm and added to its input."""
+
+    def __init__(self, config: LatinModelConfig) -> None:
+        super().__init__()
+        width, self.heads, self.dropout = config.width, config.heads, config.dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.relation = nn.Parameter(torch.zeros(config.heads, RELATIONS)) if config.relations else None
+        self.inner = nn.Linear(width, config.feedforward * width)
+        self.outer = nn.Linear(config.feedforward * width, width)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, relations: Tensor, seen: Tensor) -> Tensor:
+        """x (B, L, width); relations (L, L) int64; seen (B or 1, 1, L, L) 0 where a cell sees, else -inf."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        bias = seen if self.relation is None else seen + self.relation[:, relations]
+        mixed = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias.to(q.dtype), dropout_p=self.dropout if self.training else 0.0
+        )
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        inner = nn.functional.gelu(self.inner(self.norm2(x)))
+        return x + self.drop(self.outer(inner))
+
+
+class LatinNet(nn.Module):
+    """Tokens of a partly revealed grid to logits over the 35 tokens for each cell.
+
+    A cell is embedded as the sum of its token, row, column, the grid's size and its mode. `relations` adds a
+    learned attention bias by head for cells of one row and of one column, which is what the puzzle is about.
+    """
+
+    def __init__(self, config: LatinModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.token, self.mode = nn.Embedding(TOKENS, width), nn.Embedding(len(MODES), width)
+        self.row, self.column = nn.Embedding(SIDE, width), nn.Embedding(SIDE, width)
+        self.size = nn.Embedding(SIDE + 1, width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, TOKENS)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("relation"):
+                # Heads start with an eye for rows and for columns in turn.
+                with torch.no_grad():
+                    parameter[0::2, 1] = 1.0
+                    parameter[1::2, 2] = 1.0
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=DEVIATION)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor, size: Tensor, mode: Tensor) -> Tensor:
+        """tokens (B, N, N) int64, PAD outside the grid; size, mode (B,) int64 -> logits (B, N, N, 35)."""
+        side = tokens.shape[1]
+        places = torch.arange(side, device=tokens.device)
+        whole = (self.size(size) + self.mode(mode))[:, None, None]
+        first = self.token(tokens) + self.row(places)[:, None] + self.column(places) + whole
+        first = first.flatten(1, 2)
+        relations, seen = cell_relations(side, tokens.device), self._seen(tokens.flatten(1))
+        x = first
+        for repeat in range(self.config.repeats):
+            x = x + first if repeat else x
+            for block in self.blocks:
+                x = block(x, relations, seen)
+        logits: Tensor = self.head(self.norm(x))
+        return logits.unflatten(1, (side, side))
+
+    def _seen(self, tokens: Tensor) -> Tensor:
+        """(B, 1, L, L) fp32: 0 where a cell may look, -inf at cells outside the grid, and, if causal, at later
+        ones.
+        """
+        length = tokens.shape[1]
+        hidden = (tokens == PAD)[:, None, None, :].expand(-1, 1, length, length)
+        if self.config.causal:
+            places = torch.arange(length, device=tokens.device)
+            hidden = hidden | (places > places[:, None])
+        return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, float("-inf"))
+
+
+def cell_relations(side: int, device: torch.device) -> Tensor:
+    """(L, L) int64: 0 for a cell itself, 1 in its row, 2 in its column, 3 elsewhere."""
+    places = torch.arange(side * side, device=device)
+    row, column = places // side, places % side
+    same_row, same_column = row == row[:, None], column == column[:, None]
+    return 3 - 2 * same_row.long() - same_column.long()

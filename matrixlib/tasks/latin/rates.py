@@ -1,0 +1,144 @@
+"""How good a network is, by size, mode and fill: in one pass, cell by cell and by beam, beside its baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matrixlib.tasks.latin import decode, squares
+from matrixlib.tasks.latin.losses import violations
+from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.latin.vocabulary import MODES
+
+FILLS = ((0.0, 0.0), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7))
+EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size and from this fill on, all completions can be counted
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Figures of `grids` held-out puzzles of one size, mode and range of fill; shares lie in 0..1.
+
+    valid: completed by the best digits of one pass. exact: the same with the exact probabilities in the
+    network's place, which no network can beat by much; None where they cannot be counted. accuracy: hidden
+    cells whose best digit is the square's (1 cannot be reached where a puzzle has several completions).
+    violations: repeated digits a grid after one pass. iterative, beam: valid by decoding; *_baseline: the same
+    without a network.
+    """
+
+    size: int
+    mode: str
+    fill: tuple[float, float]
+    grids: int
+    valid: float
+    exact: float | None
+    accuracy: float
+    violations: float
+    iterative: float
+    iterative_baseline: float
+    beam: float
+    beam_baseline: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data."""
+        return asdict(self)
+
+
+def measure(
+    task: LatinTask,
+    model: nn.Module,
+    held_out: Mapping[int, np.ndarray],
+    *,
+    grids: int,
+    seed: int = 0,
+    fills: Sequence[tuple[float, float]] = FILLS,
+    modes: Iterable[str] | None = None,
+    width: int = 4,
+) -> list[Rate]:
+    """Rates of `model` (on any device, left in eval mode) on `grids` puzzles of each kind.
+
+    held_out: size -> (count, n, n) digit indices, drawn from with repetition. modes: default those of the task's
+    stage. width: of the beam. The same seed makes the same puzzles and the same baseline.
+    """
+    model.eval()
+    kinds = [(s, m, f) for s in held_out for m in (modes or task.modes) for f in fills]
+    with torch.inference_mode():
+        return [_rate(task, model, held_out[s], m, f, grids, seed, width) for s, m, f in kinds]
+
+
+def _rate(
+    task: LatinTask,
+    model: nn.Module,
+    chosen: np.ndarray,
+    mode: str,
+    fill: tuple[float, float],
+    grids: int,
+    seed: int,
+    width: int,
+) -> Rate:
+    side = chosen.shape[1]
+    device = next(model.parameters()).device
+    # All modes get the same puzzles, so that their rates can be compared.
+    rng = np.random.default_rng([seed, side, round(1000 * fill[0])])
+    square = chosen[rng.integers(0, len(chosen), grids)].astype(np.int64)
+    revealed = rng.uniform(*fill, grids)
+    hidden = rng.random(square.shape) >= revealed[:, None, None]
+    size = torch.full((grids,), side, device=device)
+    predict = decode.network(task, model, size, torch.full_like(size, MODES.index(mode)))
+    wide = decode.network(
+        task, model, size.repeat_interleave(width), torch.full_like(size, MODES.index(mode)).repeat(width)
+    )
+    target, gap = torch.from_numpy(square).to(device), torch.from_numpy(hidden).to(device)
+    cells = decode.puzzle(target, gap, size)
+    filled = decode.one_pass(cells, size, predict)
+    wrong = violations(filled, size)
+    stream = torch.Generator(device).manual_seed(seed)
+    return Rate(
+        size=side,
+        mode=mode,
+        fill=fill,
+        grids=grids,
+        valid=_share(wrong == 0),
+        exact=exact_rate(square, hidden) if side <= EXACT_SIZE and fill[0] >= EXACT_FILL else None,
+        accuracy=_share((filled == target)[gap]),
+        violations=wrong.double().mean().item(),
+        iterative=_share(decode.iterative(cells, size, predict, stream).valid),
+        iterative_baseline=_share(decode.iterative(cells, size, None, stream).valid),
+        beam=_share(decode.beam(cells, size, wide, stream, width).valid),
+        beam_baseline=_share(decode.beam(cells, size, None, stream, width).valid),
+    )
+
+
+def _share(hits: Tensor) -> float:
+    return hits.double().mean().item() if hits.numel() else 1.0
+
+
+def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
+    """Share of puzzles (G, n, n) that are valid when each hidden cell gets its most frequent digit of all
+    completions: what one pass of a perfect network reaches.
+    """
+    cells = np.where(hidden, -1, square)
+    best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
+    return float(squares.is_latin(np.where(hidden, best, square)).mean())
+
+
+def table(rates: Iterable[Rate]) -> str:
+    """The rates as text, a line for each kind of puzzle."""
+    lines = [
+        f"{'size':>4} {'mode':<14} {'fill':<9} {'one pass':>8} {'exact':>6} {'cells':>6} {'repeats':>7}"
+        f" {'iterative':>9} {'(random)':>8} {'beam':>6} {'(random)':>8}"
+    ]
+    for rate in rates:
+        exact = "" if rate.exact is None else f"{rate.exact:.3f}"
+        low, high = rate.fill
+        fill = f"{low:.1f}-{high:.1f}" if high else "empty"
+        lines.append(
+            f"{rate.size:>4} {rate.mode:<14} {fill:<9} {rate.valid:>8.3f} {exact:>6} {rate.accuracy:>6.3f}"
+            f" {rate.violations:>7.2f} {rate.iterative:>9.3f} {rate.iterative_baseline:>8.3f}"
+            f" {rate.beam:>6.3f} {rate.beam_baseline:>8.3f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""The 35 tokens, and the digits of each mode.
+
+Squares hold digit *indices* 0..n-1, the same in every mode; a mode says which digit each index stands for, in rising
+order. So a change of mode is an order-preserving bijection, and only tokens know of signs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+PAD, EMPTY = 0, 1  # outside the grid; a hidden cell
+TOKENS = 35
+SIDE = 16  # cells of the largest grid's side
+MODES = ("standard", "zero_inclusive", "negative")
+
+
+def token(digit: int) -> int:
+    """Token of a digit: 0..16 are 2..18, -16..-1 are 19..34. Raises ValueError outside -16..16."""
+    if not -16 <= digit <= 16:
+        raise ValueError(f"digits lie in -16..16, not {digit}")
+    return 2 + digit if digit >= 0 else TOKENS + digit
+
+
+def digit_of(token: int) -> int:
+    """Inverse of `token`. Raises ValueError for PAD, EMPTY and what is no token."""
+    if not 2 <= token < TOKENS:
+        raise ValueError(f"token {token} is no digit's")
+    return token - 2 if token <= 18 else token - TOKENS
+
+
+def digits(mode: str, size: int) -> list[int]:
+    """The `size` digits of a mode, rising: 1..n, 0..n-1, or -(n//2)..n//2 with 0 for odd n alone."""
+    if mode == "standard":
+        return list(range(1, size + 1))
+    if mode == "zero_inclusive":
+        return list(range(size))
+    if mode == "negative":
+        half = range(-(size // 2), size // 2 + 1)
+        return [digit for digit in half if digit or size % 2]
+    raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+
+
+def token_table() -> np.ndarray:
+    """(modes, 17, 16) int64: the token of each digit index, by mode and size; PAD where there is none."""
+    table = np.full((len(MODES), SIDE + 1, SIDE), PAD, np.int64)
+    for number, mode in enumerate(MODES):
+        for size in range(1, SIDE + 1):
+            table[number, size, :size] = [token(digit) for digit in digits(mode, size)]
+    return table

@@ -1,0 +1,44 @@
+"""ONNX: the file says what the network says, for every size and batches of 1 and 3."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from test_latin_task import latin_task
+
+from matrixlib.tasks.latin import export
+from matrixlib.tasks.latin.vocabulary import EMPTY, PAD, token_table
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+there = all(importlib.util.find_spec(name) for name in PACKAGES)
+
+
+@pytest.mark.skipif(not there, reason=f"needs {', '.join(PACKAGES)}")
+@pytest.mark.slow
+def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
+    model = latin_task().build_model()
+    path = tmp_path / "latin.onnx"
+    export.export(model, path)
+    assert [file.name for file in tmp_path.iterdir()] == [
+        "latin.onnx"
+    ]  # no weights in a file beside it (R202)
+    assert export.parity(model, path) < 1e-4
+
+
+@pytest.mark.skipif(there, reason="the packages are installed")
+def test_missing_packages_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pip install onnx onnxscript onnxruntime"):
+        export.export(latin_task().build_model(), tmp_path / "latin.onnx")
+
+
+def test_hidden_cells_are_fed_as_empty_and_not_as_pad() -> None:
+    """R191: the specification's consumer feeds 0, which is PAD by now."""
+    grid, _, mode = export.puzzles(3, 4, seed=0)
+    assert set(mode.tolist()) == {0, 1, 2}
+    assert (grid[:, 4:] == PAD).all()
+    assert (grid[:, :4, :4] != PAD).all()
+    assert (grid == EMPTY).any()
+    for one, number in zip(grid, mode, strict=True):
+        assert set(one[:4, :4].ravel().tolist()) <= {EMPTY, *token_table()[number, 4, :4]}

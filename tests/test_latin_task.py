@@ -1,0 +1,294 @@
+"""The Latin-square task: puzzles, losses, bounds, network; the mistakes of its specification."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from matrixlib.config import load, merge
+from matrixlib.engine.task import Batch
+from matrixlib.engine.validation import refuse_below_floor
+from matrixlib.tasks.latin import losses, pool, squares
+from matrixlib.tasks.latin.model import LatinNet, cell_relations
+from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digit_of, digits
+
+SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
+
+
+def latin_task(**sections: Any) -> LatinTask:
+    """`latin_quick` with a network of a few thousand parameters."""
+    config: Any = load("latin_quick", merge(SMALL, sections))
+    return LatinTask(config)
+
+
+def records(sizes: tuple[int, ...] = (3, 4, 5), each: int = 8, seed: int = 0) -> np.ndarray:
+    """Training squares of several sizes, mixed."""
+    found = [pool.pack(_training(size, each, seed)) for size in sizes]
+    return np.random.default_rng(seed).permutation(np.concatenate(found))
+
+
+def _training(size: int, count: int, seed: int) -> np.ndarray:
+    made = squares.generate(size, 4 * count, seed)
+    return made[~pool.held_out(made)][:count]
+
+
+def batch(task: LatinTask, rows: np.ndarray, seed: int = 0, plain: bool = False) -> Batch:
+    make = task.prepare_plain if plain else task.prepare
+    arrays = make({"records": rows}, np.random.default_rng(seed))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def logits_for(target: torch.Tensor, n: int, sharp: float = 50.0) -> torch.Tensor:
+    """Log-probabilities of a network that is sure of `target` (B, N, N)."""
+    return (sharp * torch.nn.functional.one_hot(target, n).float()).log_softmax(3)
+
+
+# Puzzles
+
+
+def test_the_stage_decides_size_mode_and_fill() -> None:
+    task = latin_task(data={"easy_share": 0.0})
+    stage = {"size": (4, 4), "mode": ("standard", "negative", "zero_inclusive"), "fill": (0.5, 0.7)}
+    rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
+    found = batch(task.at(stage), rows)
+    assert found["square"].shape == (4000, 4, 4)
+    shares = torch.bincount(found["mode"], minlength=3) / 4000
+    assert torch.allclose(shares, torch.tensor([0.5, 0.25, 0.25]), atol=0.03)
+    assert abs(found["hidden"].double().mean() - 0.4) < 0.02
+    mean = found["hidden"].flatten(1).double().mean(1)
+    assert abs(mean.var() - (0.2**2 / 12 + 0.4 * 0.6 / 16)) < 0.003  # one fill a puzzle, then cell by cell
+    assert batch(task.at(stage | {"mode": ("negative",)}), rows)["mode"].unique().tolist() == [2]
+    with pytest.raises(ValueError, match="squares of size 4 to 4, but the stage has"):
+        batch(task.at(stage | {"size": (3, 3)}), rows)
+    assert task.at(stage).uses("size 4")
+    assert not task.at(stage).uses("size 3")
+
+
+def test_some_puzzles_stay_easy() -> None:
+    """R083: with next to nothing revealed no identity can be learned."""
+    rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
+    task = latin_task(data={"easy_share": 0.5})
+    empty = {"size": (4, 4), "mode": ("standard",), "fill": (0.0, 0.0)}
+    hidden = batch(task.at(empty), rows)["hidden"].flatten(1).all(1).double().mean()
+    assert 0.5 <= hidden < 0.56
+    assert batch(task.at(empty), rows, plain=True)["hidden"].all()
+    assert task.every_fill == (0.0, 0.7)
+
+
+def test_validation_sees_every_fill_and_the_last_sizes_and_modes() -> None:
+    task = latin_task()
+    found = batch(task, records(each=300), plain=True)
+    assert set(found["size"].tolist()) == {3, 4, 5}
+    assert set(found["mode"].tolist()) == {0, 1, 2}
+    assert not found["key"].any()
+    share = found["hidden"].flatten(1).sum(1) / found["size"].square()
+    assert share.min() < 0.3
+    assert share.max() == 1
+
+
+def test_streams_differ_between_batches_and_are_fixed_within() -> None:
+    """A generator kept in the dataset gives every worker and every epoch the same permutations."""
+    task = pickle.loads(pickle.dumps(latin_task()))  # noqa: S301 - what the loader does for its workers
+    rows = records()
+    one, same, other = batch(task, rows, 1), batch(task, rows, 1), batch(task, rows, 2)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["key"], other["key"])
+    assert len(one["key"].unique()) == len(rows)
+    assert not batch(latin_task(data={"augment": False}), rows)["key"].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_show_the_revealed_digits_of_the_mode(mode: str) -> None:
+    """The specification's test fed PAD for empty cells and compared tokens with digits: always 0 %."""
+    task = latin_task().at({"size": (3, 5), "mode": (mode,), "fill": (0.3, 0.7)})
+    found = batch(task, records())
+    tokens = task.tokens(found, found["square"].long())
+    for i, size in enumerate(found["size"].tolist()):
+        names = digits(mode, size)
+        for row in range(5):
+            for column in range(5):
+                shown, value = int(tokens[i, row, column]), int(found["square"][i, row, column])
+                if row >= size or column >= size:
+                    assert shown == PAD
+                elif found["hidden"][i, row, column]:
+                    assert shown == EMPTY
+                else:
+                    assert digit_of(shown) == names[value]
+
+
+# Losses
+
+
+def test_only_hidden_cells_count() -> None:
+    """R191, mistake 2: in a mean over all 256 cells a random guess on an empty 3 x 3 costs 0.039."""
+    task = latin_task()
+    found = batch(task, records(), plain=True)
+    count = task.counts(found)
+    assert count["cell"] == found["hidden"].sum()
+    assert count["cell"] < found["hidden"].numel()
+    target, hidden, size = found["square"].long(), found["hidden"], found["size"]
+    right = logits_for(target, 5)
+    wrong_elsewhere = torch.where(hidden[..., None], right, right.roll(1, 3))
+    for log_p in (right, wrong_elsewhere):
+        loss, metrics = losses.cell_loss(log_p, target, hidden, size, 0.0)
+        assert loss.item() == pytest.approx(0, abs=1e-6)
+        assert metrics["accuracy"] == hidden.sum()
+        loss, metrics = losses.constraint_loss(log_p, target, hidden, size)
+        assert loss.item() == pytest.approx(0, abs=1e-6)
+        assert metrics["valid"] == count["constraint"]
+        assert metrics["violations"] == 0
+
+
+def test_the_constraint_is_that_of_the_mode_s_own_digits() -> None:
+    """R089: over the tokens of 1..n the term says nothing about the other modes."""
+    task = latin_task()
+    model = task.build_model()
+    for mode in MODES:
+        stage = task.at({"size": (4, 4), "mode": (mode,), "fill": (0.0, 0.4)})
+        found = batch(stage, pool.pack(_training(4, 6, 0)), plain=True)
+        logits = model(stage.tokens(found, found["square"].long()), found["size"], found["mode"])
+        log_p = losses.digit_log_probabilities(logits, stage.digit_tokens(found))
+        assert torch.allclose(log_p.exp().sum(3), torch.ones(6, 4, 4))
+        same = torch.zeros_like(found["square"].long())
+        twice = losses.constraint_loss(logits_for(same, 4), same, torch.ones(6, 4, 4).bool(), found["size"])
+        # Every line has one digit four times: (4 - 1)^2 for one of four digits, rows and columns.
+        assert twice[0].item() == pytest.approx(6 * 2 * 9 / 4, rel=1e-4)
+        assert twice[1]["violations"] == 6 * 2 * 4 * 3
+
+
+def test_uniform_predictions_satisfy_the_constraint_on_an_empty_grid() -> None:
+    """R193: so the term cannot break the symmetry; with givens it costs something."""
+    size = torch.tensor([4, 3])
+    target = torch.from_numpy(pool.unpack(pool.pack(squares.every(4)[:2]), 4)).long()
+    empty = torch.ones(2, 4, 4, dtype=torch.bool)
+    empty[1, 3] = empty[1, :, 3] = False
+    assert losses.constraint_chance(target, empty, size) == pytest.approx(0, abs=1e-9)
+    half = empty.clone()
+    half[:, ::2] = False
+    assert losses.constraint_chance(target, half, size) > 0.1
+
+
+def test_violations_by_hand() -> None:
+    grid = torch.tensor([[[0, 1, 2], [1, 2, 0], [2, 0, 1]], [[0, 1, 2], [1, 1, 0], [2, 0, 1]]])
+    assert losses.violations(grid, torch.tensor([3, 3])).tolist() == [0, 2]
+    wide = torch.zeros(1, 5, 5, dtype=torch.int64)
+    wide[0, :3, :3] = grid[0]
+    assert losses.violations(wide, torch.tensor([3])).tolist() == [0]
+
+
+def test_smoothing_has_a_floor_and_a_target_below_it_is_refused() -> None:
+    """Mistake 2: the specification's target of 0.09 lies below the floor of its own loss, 0.661 over 35."""
+    share, classes = 0.1, 35
+    top, rest = 1 - share + share / classes, share / classes
+    assert -(top * math.log(top) + 34 * rest * math.log(rest)) == pytest.approx(0.661, abs=1e-3)
+    task = latin_task(loss={"label_smoothing": share}, data={"augment": False})
+    found = batch(task, records(), plain=True)
+    target, hidden, size = found["square"].long(), found["hidden"], found["size"]
+    chance, floor = task.bounds(found)["cell"]
+    n = size.double()[:, None, None, None]
+    smoothed = share / n + (1 - share) * torch.nn.functional.one_hot(target, 5)
+    known = torch.where(torch.arange(5) < n, smoothed.log(), losses.IMPOSSIBLE).float()
+    best = losses.cell_loss(known, target, hidden, size, share)[0].item()
+    assert best == pytest.approx(floor, rel=1e-4)
+    assert chance == pytest.approx((hidden.flatten(1).sum(1) * size.double().log()).sum().item())
+    with pytest.raises(ValueError, match=r"target_loss 0\.09 is below"):
+        refuse_below_floor(0.09, task, [found], frozenset({"cell", "constraint"}))
+    bare = latin_task()
+    refuse_below_floor(0.09, bare, [found], frozenset({"cell", "constraint"}))
+
+
+def test_a_fresh_network_starts_at_chance() -> None:
+    task = latin_task()
+    found = batch(task, records(each=100))
+    with torch.no_grad():
+        sums, metrics = task.losses(task.build_model(), found, frozenset({"cell", "constraint"}))
+    chance = task.bounds(found)
+    assert sums["cell"].item() == pytest.approx(chance["cell"][0], rel=0.03)
+    assert sums["constraint"].item() == pytest.approx(chance["constraint"][0], rel=0.2)
+    entropy = metrics["cell/entropy"].item()
+    assert entropy == pytest.approx(chance["cell"][0], rel=0.03)
+
+
+# Network
+
+
+def test_grids_of_several_sizes_do_not_disturb_each_other() -> None:
+    task = latin_task()
+    model = task.build_model().eval()
+    found = batch(task, records(), plain=True)
+    tokens = task.tokens(found, found["square"].long())
+    with torch.no_grad():
+        whole = model(tokens, found["size"], found["mode"])
+        for i, size in enumerate(found["size"].tolist()):
+            alone = model(tokens[i : i + 1, :size, :size], found["size"][i : i + 1], found["mode"][i : i + 1])
+            assert torch.allclose(alone[0], whole[i, :size, :size], atol=1e-5)
+
+
+def test_the_mode_is_given_to_the_network() -> None:
+    """R082: the same empty grid has three sets of labels."""
+    task = latin_task()
+    tokens = torch.full((3, 4, 4), EMPTY)
+    logits = task.build_model().eval()(tokens, torch.full((3,), 4), torch.arange(3))
+    assert not torch.allclose(logits[0], logits[1])
+    assert not torch.allclose(logits[1], logits[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_cells_see_only_what_stands_before(causal: bool) -> None:
+    model = latin_task(model={"causal": causal}).build_model().eval()
+    size, mode = torch.tensor([4]), torch.tensor([0])
+    tokens = torch.full((1, 4, 4), EMPTY)
+    changed = tokens.clone()
+    changed[0, 2, 1] = 5
+    with torch.no_grad():
+        difference = (model(tokens, size, mode) - model(changed, size, mode)).abs().sum(3).flatten()
+    assert (difference[9:] > 0).all()
+    assert bool((difference[:9] > 0).any()) is not causal
+
+
+def test_relations_are_those_of_the_grid() -> None:
+    relations = cell_relations(3, torch.device("cpu"))
+    assert relations[4].tolist() == [3, 2, 3, 1, 0, 1, 3, 2, 3]
+    assert torch.equal(relations, cell_relations(3, torch.device("cpu")).T)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"repeats": 3}, {"relations": False}, {"causal": True}, {"dropout": 0.1}]
+)
+def test_every_option_trains_every_parameter(changes: dict[str, Any]) -> None:
+    task = latin_task(model=changes)
+    model = task.build_model()
+    sums, _ = task.losses(model, batch(task, records()), frozenset({"cell", "constraint"}))
+    torch.stack(list(sums.values())).sum().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
+    config: Any = load("latin_full")
+    with torch.device("meta"):
+        model = LatinNet(config.model)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(6_393_088, rel=0.02)
+
+
+def test_the_network_learns() -> None:
+    """A few updates on size 3 alone: cross-entropy well below chance."""
+    task = latin_task(model={"width": 32}).at({"size": (3, 3), "mode": ("standard",), "fill": (0.5, 0.7)})
+    model = task.build_model()
+    adam = torch.optim.AdamW(model.parameters(), 0.01)
+    rows = pool.pack(np.resize(_training(3, 100, 0), (128, 3, 3)))
+    found: list[float] = []
+    for step in range(60):
+        made = batch(task, rows, step)
+        sums, _ = task.losses(model, made, frozenset({"cell"}))
+        mean = sums["cell"] / task.counts(made)["cell"]
+        adam.zero_grad()
+        mean.backward()
+        adam.step()
+        found.append(mean.item())
+    assert np.mean(found[-5:]) < 0.6 * math.log(3)
