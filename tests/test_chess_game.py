@@ -233,11 +233,12 @@ def test_written_games_are_read_back() -> None:
         move = chess.Move.from_uci(uci)
         moves.append(policy_index(move, board.turn))
         board.push(move)
-    text = GAME.write(Played(start, moves, -1, {"White": "best", "Black": "next"}, ["", "+0.9", "", ""]))
+    text = GAME.write(Played(start, moves, -1, {"Round": "3.1"}, ["", "+0.9", "", ""], ("best", "next")))
     read = chess.pgn.read_game(io.StringIO(text))
     assert read is not None
     assert read.end().board().fen() == board.fen()
     assert (read.headers["White"], read.headers["Black"], read.headers["Result"]) == ("best", "next", "1-0")
+    assert read.headers["Round"] == "3.1"
     assert "+0.9" in text
     assert not read.errors
     assert '[Result "*"]' in GAME.write(Played(start, moves))

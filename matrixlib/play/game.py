@@ -24,8 +24,8 @@ Values = NDArray[np.float32]
 class Played:
     """A game to write down: where it started (a state (1,)), its moves, and what is known about it.
 
-    result: 1, 0 or -1 from the side that moved first, None unknown. tags: names to texts, such as the players.
-    comments: one a move, empty where there is none.
+    result: 1, 0 or -1 from the side to move at the start, None unknown. tags: names to texts. comments: one a move,
+    empty where there is none. players: names of the side that starts a game from the beginning and of the other.
     """
 
     start: States
@@ -33,6 +33,7 @@ class Played:
     result: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     comments: Sequence[str] = ()
+    players: tuple[str, str] = ("?", "?")
 
 
 class Game(Protocol):

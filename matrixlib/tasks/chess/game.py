@@ -152,7 +152,8 @@ class ChessGame:
         if game.result is not None:
             white = game.result if board.turn == chess.WHITE else -game.result
             result = {1: "1-0", 0: "1/2-1/2", -1: "0-1"}[int(white)]
-        written.headers.update({**game.tags, "Result": result})
+        white_name, black_name = game.players
+        written.headers.update({"White": white_name, "Black": black_name, **game.tags, "Result": result})
         node: chess.pgn.GameNode = written
         for i, index in enumerate(game.moves):
             move = move_from_index(int(index), board)
