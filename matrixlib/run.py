@@ -466,10 +466,12 @@ def _loaders(
     from matrixlib.data.loader import Loader
     from matrixlib.tasks.chess.records import LAYOUT
 
-    def damaged(name: str, block: int, reason: str) -> None:
-        text = f"shard {name}, block {block}: {reason}; its rows are replaced by others"
+    def say(text: str) -> None:
         messages.append(text)
         warnings.warn(text, stacklevel=2)
+
+    def damaged(name: str, block: int, reason: str) -> None:
+        say(f"shard {name}, block {block}: {reason}; its rows are replaced by others")
 
     rows = catalogue.shards("train")
     if not rows:
@@ -481,7 +483,7 @@ def _loaders(
             + (f" ({'; '.join(bad[:3])})" if bad else "")
             + "; restore the shards or import the data again"
         )
-    common: dict[str, Any] = {"seed": config.seed, "pin": runtime.pin, "on_damage": damaged}
+    common: dict[str, Any] = {"seed": config.seed, "pin": runtime.pin, "on_damage": damaged, "on_loss": say}
     training = Loader(
         rows,
         LAYOUT,

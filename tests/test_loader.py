@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy_shards import LAYOUT, META, Toy, count_threads, toy_batch, toy_shards
 
+from matrixlib.data import loader as loader_module
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import (
     Loader,
@@ -233,12 +235,44 @@ def test_error_in_prepare_surfaces_with_its_cause(folder: Path, workers: int) ->
     assert "in prepare" in str(error.value.__cause__)
 
 
-def test_killed_worker_is_an_error_not_a_hang(folder: Path, tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
+def test_killed_workers_are_started_again_and_no_batch_changes(folder: Path, tmp_path: Path) -> None:
+    pid_file, said = tmp_path / "pid", list[str]()
+    loader = open_loader(
+        folder,
+        workers=2,
+        prefetch=1,
+        prepare=Toy(pid_file=str(pid_file)).prepare,
+        skip=[(3, 5)],
+        on_loss=said.append,
+    )
+    iterator = loader.batches(2, 12)
+    got = [next(iterator)]
+    first = int(pid_file.read_text())
+    os.kill(first, signal.SIGKILL)
+    got += list(iterator)
+    whole = open_loader(folder, skip=[(3, 5)]).batches(2, 12)
+    assert all(equal(a, b) for a, b in zip(got, whole, strict=True))
+    assert len(said) == 1
+    assert re.search(r"started again at batch \d+: .*exited unexpectedly", said[0])
+    assert int(pid_file.read_text()) != first
+
+
+def test_workers_that_are_killed_again_and_again_are_an_error_not_a_hang(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "RESTARTS", 1)
+    pid_file, said = tmp_path / "pid", list[str]()
     iterator = open_loader(
-        folder, workers=1, prefetch=1, prepare=Toy(pid_file=str(pid_file)).prepare
+        folder,
+        workers=1,
+        prefetch=1,
+        prepare=Toy(pid_file=str(pid_file)).prepare,
+        on_loss=said.append,
     ).batches(0)
     next(iterator)
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    while not said:
+        next(iterator)
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(LoaderError, match=r"batch \d+ never came: .*exited unexpectedly.*fewer workers"):

@@ -31,11 +31,13 @@ Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
 Prepare = Callable[[Batch, np.random.Generator], Arrays]
 OnDamage = Callable[[str, int, str], None]  # (shard name, block, reason)
+OnLoss = Callable[[str], None]  # (what happened)
 Damage = tuple[str, int, str]
 
 ROUNDS = 8
 ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
 ENDLESS = 2**62
+RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
 MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
@@ -328,7 +330,8 @@ class Loader:
     `shards` are catalogue rows or paths, in catalogue order; `limit` keeps the first N rows of them (0: all);
     `window_blocks` is the shuffle window (0: everything). `skip` holds ranges (start, stop) of batch numbers
     that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
-    reason)` is called in this process once for every damaged block. Raises ShardError, LoaderError.
+    reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
+    are started again. Raises ShardError, LoaderError.
     """
 
     def __init__(
@@ -347,6 +350,7 @@ class Loader:
         skip: Sequence[tuple[int, int]] = (),
         pin: bool = False,
         on_damage: OnDamage | None = None,
+        on_loss: OnLoss = lambda text: None,
     ) -> None:
         if not shards:
             raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
@@ -361,6 +365,7 @@ class Loader:
         self._batches = Batches(self._reader, order, batch_size, prepare, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
+        self._on_loss = on_loss
         self.batch_size = batch_size
         self.count = self._reader.count
         self.per_epoch = -(-self.count // batch_size)
@@ -390,7 +395,9 @@ class Loader:
     def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
         """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers.
 
-        One iterator is meant to live as long as the training; closing it ends the workers.
+        One iterator is meant to live as long as the training; closing it ends the workers. Where a worker is gone
+        (killed, crashed), all are started again from the batch that never came: no batch is lost or changed, as
+        each is a function of its number. LoaderError when that has happened `RESTARTS` times and once more.
         """
         numbers = range(start, ENDLESS if stop is None else stop)
         if not self._workers:
@@ -398,13 +405,22 @@ class Loader:
                 item = self._batches[i]
                 yield self._open(item.pin_memory() if self._pin else item)
             return
-        iterator = self._start(numbers)
+        iterator, restarts = self._start(numbers), 0
         for i in numbers:
-            try:
-                item = next(iterator)
-            except RuntimeError as error:  # DataLoader's word for a worker that is gone
-                cause = f"{str(error).splitlines()[0]}; was it killed, or out of memory? use fewer workers"
-                raise LoaderError(f"batch {i} never came: {cause}") from error
+            while True:
+                try:
+                    item = next(iterator)
+                    break
+                except RuntimeError as error:  # DataLoader's word for a worker that is gone
+                    cause = (
+                        f"{str(error).splitlines()[0]}; was it killed, or out of memory? use fewer workers"
+                    )
+                    if restarts == RESTARTS or "DataLoader worker" not in str(error):
+                        raise LoaderError(f"batch {i} never came: {cause}") from error
+                restarts += 1
+                del iterator  # ends the others
+                iterator = self._start(numbers[i - start :])
+                self._on_loss(f"the loader's workers were started again at batch {i}: {cause}")
             yield self._open(item)
 
     def _start(self, numbers: range) -> Iterator[Item]:
