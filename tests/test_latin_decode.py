@@ -154,6 +154,7 @@ def test_rates_stand_beside_their_baselines(measured: list[rates.Rate]) -> None:
         assert (rate.exact is None) == (rate.fill[0] == 0)
         other = by[rate.size, "negative", rate.fill]
         assert rate.exact == other.exact  # the modes have the same puzzles
+        assert rate.of_exact == (rate.valid / rate.exact if rate.exact else None)
         assert rate.to_dict()["beam"] == rate.beam
     # An argmax of the same probabilities everywhere is never a Latin square.
     assert by[4, "standard", (0.0, 0.0)].valid == 0

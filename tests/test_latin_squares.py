@@ -177,6 +177,9 @@ def test_training_and_held_out_squares_have_nothing_in_common(tmp_path: Path) ->
         assert not sides["train"] & sides["validation"]
         if size == 4:
             assert len(sides["train"]) == 576 - 72
+    found = pool.read(sorted(tmp_path.glob("*_validation.npz")))
+    assert [(size, len(made)) for size, made in found.items()][:2] == [(3, 2), (4, 72)]
+    assert all(pool.held_out(made).all() and squares.is_latin(made).all() for made in found.values())
     before = {path: path.read_bytes() for path in tmp_path.glob("*.npz")}
     pool.build(tmp_path, range(3, 7), 800, seed=0)  # nothing is made twice
     other = tmp_path / "again"

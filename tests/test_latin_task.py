@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,16 @@ def test_the_stage_decides_size_mode_and_fill() -> None:
         batch(task.at(stage | {"size": (3, 3)}), rows)
     assert task.at(stage).uses("size 4")
     assert not task.at(stage).uses("size 3")
+
+
+def test_the_pool_has_the_squares_of_every_stage(tmp_path: Path) -> None:
+    stages = {"stages": [[5, 6], [3, 3]], "fractions": [0.5, 0.5]}
+    task = latin_task(curriculum={"size": stages}, data={"squares": 300}, seed=3)
+    assert task.pool_name == "latin_3-6_300_seed3"
+    task.make_pool(tmp_path)
+    assert sorted(pool.read(tmp_path.glob("*.npz"))) == [3, 5, 6]
+    assert list(task.sizes) == [3]
+    assert list(task.dimensions) == ["size", "mode", "fill"]
 
 
 def test_some_puzzles_stay_easy() -> None:

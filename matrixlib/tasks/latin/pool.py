@@ -13,13 +13,13 @@ out, and a network that has learned the other ten by heart is wrong on them: jud
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 
-from matrixlib.data.shards import Layout, write_shard
+from matrixlib.data.shards import Layout, Shard, write_shard
 from matrixlib.tasks.latin.squares import COUNTS, every, generate
 from matrixlib.tasks.latin.vocabulary import SIDE
 
@@ -63,6 +63,14 @@ def unpack(records: np.ndarray, side: int = SIDE) -> np.ndarray:
     cells = records["cells"]
     grid = np.stack([cells & 15, cells >> 4], axis=2).reshape(-1, SIDE, SIDE)
     return np.ascontiguousarray(grid[:, :side, :side])
+
+
+def read(paths: Iterable[Path | str]) -> dict[int, np.ndarray]:
+    """Size -> its different squares (count, n, n) in shards. Raises ShardError."""
+    shards = [Shard(path, LAYOUT) for path in paths]
+    records = np.concatenate([shard.gather(np.arange(len(shard)))["records"] for shard in shards])
+    sizes = np.unique(records["size"]).tolist()
+    return {n: np.unique(unpack(records[records["size"] == n], n), axis=0) for n in sizes}
 
 
 def source(size: int) -> str:

@@ -43,6 +43,11 @@ class Rate:
     beam: float
     beam_baseline: float
 
+    @property
+    def of_exact(self) -> float | None:
+        """`valid` as a share of `exact`."""
+        return self.valid / self.exact if self.exact else None
+
     def to_dict(self) -> dict[str, Any]:
         """JSON data."""
         return asdict(self)

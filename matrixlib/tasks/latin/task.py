@@ -53,6 +53,12 @@ class LatinTask:
         return found
 
     @property
+    def every_size(self) -> list[int]:
+        """Sizes of any stage."""
+        stages = self.config.curriculum.size.stages
+        return sorted({size for low, high in stages for size in range(low, high + 1)})
+
+    @property
     def every_fill(self) -> tuple[float, float]:
         """Least and greatest fill of any stage."""
         stages = self.config.curriculum.fill.stages
@@ -72,12 +78,12 @@ class LatinTask:
     @property
     def pool_name(self) -> str:
         """Name of the folder of the squares that `make_pool` would generate."""
-        sizes = self.at(None).sizes
+        sizes = self.every_size
         return f"latin_{sizes[0]}-{sizes[-1]}_{self.config.data.squares}_seed{self.config.seed}"
 
     def make_pool(self, folder: Path | str) -> None:
         """Write the shards that the whole curriculum needs and that `folder` lacks."""
-        pool.build(folder, self.at(None).sizes, self.config.data.squares, self.config.seed)
+        pool.build(folder, self.every_size, self.config.data.squares, self.config.seed)
 
     def uses(self, source: str) -> bool:
         """Whether shards of this source hold squares of this stage."""
