@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import psutil
 import yaml
 from tqdm import tqdm
 
@@ -46,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # the kernel gets it too: it saves a checkpoint first
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    if reason.startswith("Terminated"):
+        print("ended by SIGTERM; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 128 + signal.SIGTERM
     return _closing(folder, reason)
 
 
@@ -53,10 +59,11 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     """Run the notebook; returns why it failed, or an empty string.
 
     papermill runs in this process: the kernel ends when its parent does, so a killed launcher leaves no orphan that
-    goes on writing the run.
+    goes on writing the run. SIGTERM goes on to the kernel, which saves a checkpoint and ends the notebook.
     """
     import papermill
 
+    before = signal.signal(signal.SIGTERM, _pass_on)
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(folder, done), daemon=True)
     watcher.start()
@@ -74,7 +81,13 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     finally:
         done.set()
         watcher.join()
+        signal.signal(signal.SIGTERM, before)
     return ""
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    for child in psutil.Process().children():
+        child.send_signal(number)
 
 
 def _watch(folder: Path, done: threading.Event) -> None:

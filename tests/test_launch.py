@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 
 from matrixlib import launch
+from matrixlib.engine import metrics
 
 
 class Bar(SimpleNamespace):
@@ -78,3 +83,45 @@ def test_the_shell_command_trains_and_ends_with_the_report(
     assert (reports / name / "train.ipynb").exists()
     assert (reports / name / "report.html").exists()
     assert name in (reports / "index.html").read_text()
+
+
+def start(reports: Path, rows: int) -> subprocess.Popen[str]:
+    """The shell command in a process of its own, once its run has so many rows of metrics."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "matrixlib.launch", "--preset", "demo", "--run", "mine"],
+        env=os.environ | {"MATRIXLIB_DEVICE": "cpu"},
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 240
+    while launch._last_row(reports / "mine" / "metrics.jsonl") is None or done(reports) < rows:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def done(reports: Path) -> int:
+    row = launch._last_row(reports / "mine" / "metrics.jsonl")
+    assert row is not None
+    return int(row["step"])
+
+
+@pytest.mark.slow
+def test_ended_by_sigterm_and_then_killed_the_same_command_goes_on(reports: Path) -> None:
+    first = start(reports, 23)
+    first.terminate()
+    said = first.communicate()[1]
+    assert first.returncode == 143
+    assert "ended by SIGTERM" in said
+    stopped = done(reports)
+    assert (reports / "mine" / "checkpoints" / f"step_{stopped:08d}").is_dir(), "no update is lost"
+
+    second = start(reports, stopped + 1)
+    second.kill()
+    second.wait()
+    third = start(reports, 60)
+    assert third.wait() == 0
+    rows = metrics.read(reports / "mine" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert json.loads((reports / "mine" / "summary.json").read_text())["complete"] is True

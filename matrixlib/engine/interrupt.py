@@ -5,10 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+
+SAME_WISH = 3.0
+"""Seconds in which a second SIGTERM is taken for the first one."""
 
 
 class Terminated(SystemExit):
@@ -17,9 +22,10 @@ class Terminated(SystemExit):
 
 @dataclass
 class Termination:
-    """Whether SIGTERM has come."""
+    """Whether SIGTERM has come, and when (monotonic seconds)."""
 
     requested: bool = False
+    since: float = 0.0
 
     def check(self) -> None:
         """Raises Terminated if it has."""
@@ -29,9 +35,9 @@ class Termination:
 
 @contextmanager
 def termination() -> Iterator[Termination]:
-    """SIGTERM inside the block is noted and not acted upon; a second one ends the process at once.
+    """SIGTERM inside the block is noted and not acted upon; another one seconds later ends the process at once.
 
-    Only the main thread gets signals, so elsewhere nothing changes; nor where the process has set SIGTERM itself.
+    One right after the first is the same wish: schedulers signal every process of a job, and launchers pass it on. Only the main thread gets signals, so elsewhere nothing changes; nor where the process has set SIGTERM itself.
     """
     found = Termination()
     before = signal.getsignal(signal.SIGTERM)
@@ -40,11 +46,12 @@ def termination() -> Iterator[Termination]:
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if found.requested:
+        if not found.requested:
+            found.requested, found.since = True, time.monotonic()
+            print("SIGTERM: finishing this update, then saving", file=sys.stderr)
+        elif time.monotonic() - found.since > SAME_WISH:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
-        found.requested = True
-        print("SIGTERM: finishing this update, then saving", file=sys.stderr)
 
     signal.signal(signal.SIGTERM, handler)
     try:
