@@ -20,9 +20,10 @@ from matrixlib import config as configuration
 from matrixlib.config import Config
 from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
+from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.task import Batch, slice_batch
+from matrixlib.engine.task import Batch, Source, Task, slice_batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runtime import Runtime
 
@@ -53,6 +54,7 @@ def build(
     runtime: Runtime | None = None,
     steps: int = STEPS,
     model: nn.Module | None = None,
+    **more: Any,
 ) -> Trainer:
     task = task or ToyTask(dropout=0.3, norm="batch")
     config = config or settings()
@@ -71,6 +73,7 @@ def build(
         metrics=MetricsLog(folder / "metrics.jsonl"),
         steps=steps,
         state_extra={"config": {"name": "toy"}},
+        **more,
     )
 
 
@@ -610,3 +613,58 @@ def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
     assert part.resume() == 9
     list(part.train())
     assert equal(weights(part), weights(whole))
+
+
+def in_phases(
+    folder: Path, kind: str = "fractions", source: type[ToySource] = ToySource, **more: Any
+) -> Trainer:
+    """A run whose second half (or whose phase after two good validations) gets other batches."""
+    config = configuration.load("latin_quick").curriculum.model_copy(
+        update={"kind": kind, "metric": "class/hits", "up": 0.2, "down": 0.0, "patience": 2, "dwell": 1}
+    )
+    halves = Dimension("half", ("first", "second"), (0.5, 0.5))
+
+    def enter(phase: Phase) -> tuple[Task, Source, Iterable[Batch]]:
+        entered.append(phase.values["half"])
+        return ToyTask(dropout=0.3, norm="batch"), source(20, seed=phase.number), held_out("sample")
+
+    entered: list[str] = []
+    trainer = build(folder, curriculum=Curriculum(config, [halves]), enter=enter, **more)
+    trainer.entered = entered  # type: ignore[attr-defined]
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["fractions", "adaptive"])
+@pytest.mark.parametrize("stop", [5, 6, 7, 10])
+def test_phases_change_at_their_update_and_resume_bit_for_bit(tmp_path: Path, kind: str, stop: int) -> None:
+    whole = in_phases(tmp_path / "whole", kind)
+    stats = list(whole.train())
+    assert [s.phase for s in stats] == [0] * 6 + [1] * 6
+    assert whole.entered == ["first", "second"]
+    assert whole._step.health.losses == [s.loss for s in stats[6:]], "the band starts anew with the phase"
+    part = tmp_path / "part"
+    first = in_phases(part, kind)
+    list(first.train(stop))
+    again = in_phases(part, kind)
+    assert again.resume() == stop
+    list(again.train())
+    assert equal(weights(again), weights(whole))
+    assert history(part) == history(tmp_path / "whole")
+    assert again.curriculum.history == [(0, 0), (6, 1)]
+
+
+def test_a_rollback_over_a_phase_change_goes_back_to_the_old_phase(tmp_path: Path) -> None:
+    class Bad(ToySource):
+        def batches(self, start: int, stop: int) -> Iterator[Batch]:
+            for i, batch in enumerate(super().batches(start, stop), start):
+                if self.seed == 1 and self.raw(i) in range(6, 12):
+                    batch["x"][:] = torch.nan
+                yield batch
+
+    config = settings(health={"skips": 2, "rollbacks": 9}, checkpoint={"interval": 5, "keep": 2})
+    trainer = in_phases(tmp_path, source=Bad, config=config)
+    stats = list(trainer.train())
+    assert [s.verdict for s in stats].count("rollback") == 3
+    assert stats[-1].step == STEPS
+    assert stats[-1].phase == 1
+    assert trainer._skip == [(6, 8), (8, 10), (10, 12)]

@@ -67,7 +67,7 @@ class Curriculum:
     """
 
     def __init__(self, config: CurriculumConfig, dimensions: Sequence[Dimension]) -> None:
-        self.config = config
+        self.config, self.dimensions = config, dimensions
         self.phases = phases(dimensions)
         self.phase = 0
         self.history: list[tuple[int, int]] = [(0, 0)]

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-
 SAME_WISH = 3.0
 """Seconds in which a second SIGTERM is taken for the first one."""
 
@@ -37,7 +36,8 @@ class Termination:
 def termination() -> Iterator[Termination]:
     """SIGTERM inside the block is noted and not acted upon; another one seconds later ends the process at once.
 
-    One right after the first is the same wish: schedulers signal every process of a job, and launchers pass it on. Only the main thread gets signals, so elsewhere nothing changes; nor where the process has set SIGTERM itself.
+    One right after the first is the same wish: schedulers signal every process of a job, and launchers pass it on.
+    Only the main thread gets signals, so elsewhere nothing changes; nor where the process has set SIGTERM itself.
     """
     found = Termination()
     before = signal.getsignal(signal.SIGTERM)

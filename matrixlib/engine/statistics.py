@@ -37,9 +37,10 @@ class Stats:
     throughput: rows per second over the last updates. grad_norm: before clipping. clip_share: share of clipped
     gradients among the last after the warm-up. skipped, overflows: updates that moved no weight so far, for a
     blow-up or for the loss scale. rollbacks: rollbacks so far, before this update. gate: factor on the weights
-    of the self-supervised terms. validation: fields of `Validation`, where one was made. memory: use since the
-    last validation. statistics: "outputs" and "gradient_norm", at their interval. initial: at the first update,
-    by term "loss", "chance" and "floor". messages: warnings.
+    of the self-supervised terms. phase: of the curriculum. validation: fields of `Validation`, where one was
+    made. memory: use since the last validation. statistics: "outputs", "gradient_norm", "blocks" and
+    "dead_units", at their interval. initial: at the first update, by term "loss", "chance" and "floor".
+    messages: warnings.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Stats:
     seconds: float
     throughput: float
     gate: float | None = None
+    phase: int | None = None
     validation: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     statistics: dict[str, Any] | None = None

@@ -18,6 +18,7 @@ from matrixlib.config import Config
 from matrixlib.engine import anatomy, interrupt, optim, rng, statistics
 from matrixlib.engine import metrics as metrics_log
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from matrixlib.engine.curriculum import Curriculum, Phase
 from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, TrainingHalted, Verdict
 from matrixlib.engine.heartbeat import Heartbeat
@@ -57,6 +58,8 @@ class Trainer:
         metrics: MetricsLog,
         steps: int,
         state_extra: Mapping[str, Any] | None = None,
+        curriculum: Curriculum | None = None,
+        enter: Callable[[Phase], tuple[Task, Source, Iterable[Batch]]] | None = None,
         evidence: Callable[[Sequence[int], Path], None] = lambda batches, folder: None,
         on_micro_batch: Callable[[int], None] = lambda size: None,
     ) -> None:
@@ -65,6 +68,8 @@ class Trainer:
         source: where the batches of the updates come from. validation(kind): host batches of the fixed
         "sample" or the "full" set; empty where there is none. folder: gets heartbeat.json and evidence/.
         steps: updates of the whole run. state_extra: JSON data that every checkpoint also holds (config, ...).
+        curriculum, enter: where training goes through phases, enter(phase) gives the task, the source and the
+        held-out batches of one; `task`, `source` and `validation` then are those of the whole.
         evidence(batches, folder): keeps the records of these raw batch numbers, after a blow-up.
         on_micro_batch(size): called when memory ran out and a smaller micro-batch is used from now on.
         """
@@ -72,6 +77,7 @@ class Trainer:
         self.checkpoints, self.metrics = checkpoints, metrics
         self.state_extra = state_extra if state_extra is not None else {}
         self._source, self._validation, self._skip = source, validation, list[tuple[int, int]]()
+        self.curriculum, self._enter, self._phase_held_out = curriculum, enter, list[Batch]()
         self._evidence, self._on_micro_batch = evidence, on_micro_batch
         self._device, self._folder = runtime.torch_device, Path(folder)
         self._memory = Monitor(self._device, config.memory)
@@ -135,13 +141,39 @@ class Trainer:
         self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
         self._norms = statistics.GradientNorms(state["gradient_norms"])
-        self._skip_batches([(start, stop) for start, stop in state["skip"]])
+        self._skip = [(start, stop) for start, stop in state["skip"]]
+        if self.curriculum is not None:
+            curriculum = self.curriculum
+            self.curriculum = Curriculum.from_dict(
+                curriculum.config, curriculum.dimensions, state["curriculum"]
+            )
+            self._enter_phase()
+        self._skip_batches(self._skip)
         self.micro_step, self.initial = state["micro_step"], state["initial"]
         self.step = step.update = self._saved = found.step
         self.metrics.truncate_to(found.step)
 
     def _skip_batches(self, ranges: list[tuple[int, int]]) -> None:
         self._skip, self._source = ranges, self._source.skipping(ranges)
+
+    def _enter_phase(self) -> None:
+        """Task, source and held-out batches of the curriculum's phase in force."""
+        assert self.curriculum is not None and self._enter is not None  # noqa: PT018
+        phase = self.curriculum.phases[self.curriculum.phase]
+        self._step.task, source, held_out = self._enter(phase)
+        self._source = source.skipping(self._skip)
+        self._phase_held_out = list(held_out) if self.curriculum.config.kind == "adaptive" else []
+
+    def _advance(self) -> bool:
+        """Go on to the phase of the next update; True where it is another one than before."""
+        if self.curriculum is None:
+            return False
+        changed = self.curriculum.advance(self.step, self.steps)
+        if changed:
+            self._step.health.forget_band()
+        if changed or self.step == 0:
+            self._enter_phase()
+        return changed
 
     def train(self, stop: int | None = None) -> Iterator[Stats]:
         """Updates up to `stop` (default: the last one); yields after each.
@@ -172,6 +204,7 @@ class Trainer:
             "health": self._step.health.to_dict(),
             "gate": self._step.gate.to_dict(),
             "skip": self._skip,
+            "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
             "rng": self._streams.plain(),
             "gradient_norms": self._norms.to_list(),
@@ -197,6 +230,7 @@ class Trainer:
     def _updates(self, stop: int) -> Iterator[Stats]:
         self.model.train()
         self._beat("training", force=True)
+        self._advance()
         source = self._open(stop)
         try:
             with interrupt.termination() as termination:
@@ -204,8 +238,8 @@ class Trainer:
                     termination.check()
                     with interrupt.deferred():
                         stats = self._one(source)
-                        if stats.verdict == Verdict.ROLLBACK:
-                            source.close()
+                        if self._advance() or stats.verdict == Verdict.ROLLBACK:
+                            source.close()  # with the batches that it has made ahead
                             source = self._open(stop)
                     termination.check()
                     yield stats
@@ -278,6 +312,7 @@ class Trainer:
             clip_share=self._step.health.clip_share,
             verdict=str(verdict),
             gate=done.gate if self.task.gated else None,
+            phase=self.curriculum.phase if self.curriculum is not None else None,
             skipped=self._step.health.skipped,
             overflows=self._step.health.overflows,
             rollbacks=self._step.health.rollbacks,
@@ -372,6 +407,12 @@ class Trainer:
         if not math.isfinite(found.loss):
             messages.append(f"{kind} validation loss is {found.loss} after update {self.step}")
         self._cadence.record(self.step, kind, found.loss)
+        if self._phase_held_out and self.curriculum is not None:
+            task, active = self._step.task, self._step.active
+            with self.ema.applied(self.model) if self.ema is not None else nullcontext():
+                measured = validate(task, self.model, self._phase_held_out, self.runtime, active, "phase")
+            assert measured is not None
+            self.curriculum.record(measured.metrics)
         return found
 
     def _held_out(self, kind: str) -> Iterable[Batch]:
