@@ -36,6 +36,42 @@ class Played:
     players: tuple[str, str] = ("?", "?")
 
 
+@dataclass(frozen=True)
+class Trace:
+    """A finished game of self-play: n positions before a searched move, and what the search said of each.
+
+    policy and moves (K,): targets over the legal moves, row i at offsets[i]:offsets[i + 1]. values: of the search,
+    simulations: done for it, full: whether it is to be learned from, all (n,). result: from the side to move at
+    the first position, None unknown. ending: "normal", "resignation" or "ply limit". gave_up: row at which the rule
+    of resignation was met, -1 never; in a game that was played out the game went on.
+    """
+
+    number: int
+    states: States
+    played: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    moves: NDArray[np.int32]
+    policy: NDArray[np.float32]
+    values: NDArray[np.float32]
+    simulations: NDArray[np.int32]
+    full: NDArray[np.bool_]
+    result: float | None
+    ending: str
+    gave_up: int
+
+    @property
+    def wrongly_given_up(self) -> bool | None:
+        """Whether resigning would have been wrong, in a game played out to its end; None in others."""
+        if self.gave_up < 0 or self.ending != "normal" or self.result is None:
+            return None
+        return self.result * (-1) ** self.gave_up >= 0
+
+    def results(self) -> NDArray[np.float32]:
+        """(n,) the game's result from the side to move at each position, NaN unknown."""
+        signs = np.where(np.arange(len(self.states)) % 2, -1, 1)
+        return (signs * (np.nan if self.result is None else self.result)).astype(np.float32)
+
+
 class Game(Protocol):
     """The rules of a game for two, for batches of N states."""
 

@@ -599,10 +599,12 @@ class Search:
     ) -> None:
         """Noise of a root, and what Gumbel needs."""
         o, count, edges = self.options, len(prior), self._edges_of(tree)
-        rng = np.random.default_rng([self.seed, self._streams[tree], self._plies[tree]])
+        if noisy:
+            rng = np.random.default_rng([self.seed, self._streams[tree], self._plies[tree]])
         if o.gumbel:
             logits[i, :count] = np.log(np.maximum(prior, np.finfo(np.float32).tiny))
-            logits[i, :count] += rng.gumbel(size=count) if noisy else 0
+            if noisy:
+                logits[i, :count] += rng.gumbel(size=count)
             base[i, :count] = self._pool.visits[edges]
             schedule[i, :budget] = considered_visits(min(o.gumbel, count), budget)
         elif noisy and count > 1:

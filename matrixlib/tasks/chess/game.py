@@ -6,6 +6,7 @@ the 50th move of each side without capture or pawn move (unless it mates): witho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +16,10 @@ import chess.syzygy
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.play.game import Moves, Offsets, Played, States, Values, unknown
+from matrixlib.data.shards import Batch
+from matrixlib.play.game import Moves, Offsets, Played, States, Trace, Values, unknown
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.records import from_boards, move_from_index, play, to_board
+from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, move_from_index, play, to_board
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
@@ -160,6 +162,33 @@ class ChessGame:
             node = node.add_variation(move, comment=game.comments[i] if game.comments else "")
             board.push(move)
         return str(written)
+
+
+def training_batch(traces: Iterable[Trace], first_id: int, source: int) -> Batch:
+    """The positions of games that were fully searched, as records with the search's policy and the game's result.
+
+    Game n gets the id first_id + n; source: the records' number of where they come from. The win-draw-loss target
+    is left unknown: the search's value does not say how much of it is draws.
+    """
+    records, indices, weights = [np.empty(0, RECORD)], [np.empty(0, "<u2")], [np.empty(0, "<u2")]
+    counts = [np.zeros(1, np.int64)]
+    for trace in traces:
+        rows = trace.states[trace.full]
+        result = trace.results()[trace.full]
+        rows["result"] = np.where(np.isnan(result), UNKNOWN, result)
+        rows["wdl"], rows["source"], rows["game"] = 0, source, first_id + trace.number
+        length = np.diff(trace.offsets)
+        chosen = np.repeat(trace.full, length)
+        records.append(rows)
+        counts.append(length[trace.full])
+        indices.append(trace.moves[chosen].astype("<u2"))
+        weights.append(np.rint(trace.policy[chosen] * 65535).astype("<u2"))
+    return {
+        "records": np.concatenate(records),
+        "policy_offset": np.concatenate(counts).cumsum().astype("<i8"),
+        "policy_index": np.concatenate(indices),
+        "policy_weight": np.concatenate(weights),
+    }
 
 
 def dead(pieces: NDArray[np.uint8]) -> NDArray[np.bool_]:

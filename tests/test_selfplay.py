@@ -1,0 +1,194 @@
+"""Self-play: results of every game against the game replayed, independence of the batch, resignation, records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+
+import chess
+import numpy as np
+import pytest
+from tictactoe import TicTacToe
+
+from matrixlib.data.shards import check, write_shard
+from matrixlib.play.game import Game, Moves, Offsets, States, Trace, Values, uniform
+from matrixlib.play.search import SearchOptions
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.tasks.chess.game import ChessGame, training_batch
+from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices
+
+GAME = TicTacToe()
+OPTIONS = SelfPlayOptions(parallel=7, simulations=24, quick_simulations=6, full_share=0.5)
+
+
+def by_number(traces: list[Trace]) -> dict[int, Trace]:
+    assert len({t.number for t in traces}) == len(traces), "no game twice"
+    return {t.number: t for t in traces}
+
+
+def same(a: Trace, b: Trace) -> bool:
+    values = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(Trace)]
+    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in values)
+
+
+def replayed(game: Game, trace: Trace) -> float:
+    """The result for the side to move first, by playing the moves again; checks every row on the way."""
+    state = trace.states[:1]
+    past: Counter[int] = Counter()
+    for row, move in enumerate(trace.played):
+        assert trace.states[row].tobytes() == state[0].tobytes(), row
+        moves, offsets = game.legal(state)
+        assert np.isnan(game.terminal(state, np.diff(offsets))).all()
+        span = slice(trace.offsets[row], trace.offsets[row + 1])
+        assert (trace.moves[span] == moves).all()
+        assert move in moves
+        assert trace.policy[span].sum() == pytest.approx(1, abs=1e-5)
+        past[int(game.key(state)[0])] += 1
+        after = game.play(state, np.array([move], np.int32))
+        state = game.repeat(after, np.array([past[int(game.key(after)[0])]], np.int32))
+    value = game.terminal(state, np.diff(game.legal(state)[1]))[0]
+    return float(value if len(trace.played) % 2 == 0 else -value)
+
+
+@pytest.mark.parametrize("gumbel", [0, 4])
+def test_every_result_is_that_of_its_own_game(gumbel: int) -> None:
+    traces = list(play_games(GAME, uniform, range(60), OPTIONS, SearchOptions(gumbel=gumbel)))
+    assert sorted(by_number(traces)) == list(range(60))
+    for trace in traces:
+        result = replayed(GAME, trace)
+        assert (trace.result, trace.ending) == (result, "normal")
+        assert trace.results().tolist() == [result * (-1) ** i for i in range(len(trace.played))]
+        budget = np.where(trace.full, OPTIONS.simulations, OPTIONS.quick_simulations)
+        assert (trace.simulations <= budget).all()
+    assert len({t.result for t in traces}) > 1, "later games have results of their own"
+    assert len({tuple(t.played.tolist()) for t in traces}) > 30, "games differ"
+    full = np.concatenate([t.full for t in traces])
+    assert 0.35 < full.mean() < 0.65
+
+
+def test_games_do_not_depend_on_how_many_are_played_at_once() -> None:
+    together = by_number(list(play_games(GAME, uniform, range(20), OPTIONS)))
+    for parallel in (1, 20):
+        for trace in play_games(GAME, uniform, range(5, 12), replace(OPTIONS, parallel=parallel)):
+            assert same(trace, together[trace.number])
+    other = by_number(list(play_games(GAME, uniform, range(20), OPTIONS, seed=1)))
+    assert not all(same(other[n], together[n]) for n in range(20))
+
+
+def test_work_that_was_stopped_goes_on() -> None:
+    whole = by_number(list(play_games(GAME, uniform, range(30), OPTIONS)))
+    first = by_number(list(islice(play_games(GAME, uniform, range(30), OPTIONS), 11)))
+    rest = by_number(list(play_games(GAME, uniform, [n for n in range(30) if n not in first], OPTIONS)))
+    assert sorted(first | rest) == list(range(30))
+    assert all(same(whole[n], trace) for n, trace in (first | rest).items())
+    assert not list(play_games(GAME, uniform, range(30), OPTIONS, until=lambda: True))
+
+
+def test_temperature() -> None:
+    """0 plays the best move in every game, so all are equal; a high one draws among the tried moves."""
+    cold = replace(OPTIONS, temperature=0.0, full_share=1.0)
+    quiet = SearchOptions(noise_weight=0.0)
+    assert len({tuple(t.played.tolist()) for t in play_games(GAME, uniform, range(10), cold, quiet)}) == 1
+    warm = replace(cold, temperature=1.0, temperature_plies=1)
+    traces = list(play_games(GAME, uniform, range(60), warm, quiet))
+    assert len({int(t.played[0]) for t in traces}) > 5
+    after: dict[int, set[tuple[int, ...]]] = {}
+    for trace in traces:
+        after.setdefault(int(trace.played[0]), set()).add(tuple(trace.played[1:].tolist()))
+    assert all(len(lines) == 1 for lines in after.values()), "from the second ply on the best move"
+
+
+def test_openings_and_random_plies() -> None:
+    openings = GAME.play(GAME.initial(9), np.arange(9, dtype=np.int32))
+    traces = list(play_games(GAME, uniform, range(40), OPTIONS, openings=openings))
+    assert {t.states[0].tobytes() for t in traces} == {o.tobytes() for o in openings}
+    traces = list(play_games(GAME, uniform, range(40), replace(OPTIONS, random_plies=(2, 4))))
+    starts = {int(np.bitwise_count(t.states["ours"][0] | t.states["theirs"][0])) for t in traces}
+    assert starts == {2, 3, 4}
+    for trace in traces:
+        assert trace.result == replayed(GAME, trace)
+    over = np.zeros(1, openings.dtype)
+    over["theirs"] = 0o7
+    with pytest.raises(ValueError, match="end of a game"):
+        next(play_games(GAME, uniform, range(1), OPTIONS, openings=over))
+
+
+def gloomy(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+    """An evaluator that finds the side lost that does not start the game, whatever happens."""
+    prior, _ = uniform(states, moves, offsets)
+    return prior, np.where(states["side"] == 1, -0.99, 0.99).astype(np.float32)
+
+
+def test_resignation_and_the_share_that_plays_on() -> None:
+    options = SelfPlayOptions(
+        parallel=10, simulations=2, temperature_plies=9, resign_below=-0.7, resign_moves=2, play_out=0.4
+    )
+    plain = SearchOptions(leaves=1, look_ahead=False)
+    traces = list(play_games(GAME, gloomy, range(100), options, plain))
+    resigned = [t for t in traces if t.ending == "resignation"]
+    out = [t for t in traces if t.ending == "normal" and t.gave_up >= 0]
+    assert 40 <= len(resigned) <= 80
+    assert 10 <= len(out) <= 60
+    for trace in resigned:
+        assert trace.gave_up == len(trace.played) - 1
+        assert trace.states["side"][trace.gave_up] == 1
+        assert trace.result == 1, "the starting side wins, and it was to move first"
+        assert (trace.values[[trace.gave_up, trace.gave_up - 2]] < -0.7).all()
+        assert trace.wrongly_given_up is None
+    for trace in out:
+        assert trace.result == replayed(GAME, trace)
+        assert trace.wrongly_given_up == (trace.result <= 0)
+    assert len({t.wrongly_given_up for t in out}) == 2
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SelfPlayOptions(parallel=0)
+    with pytest.raises(ValueError, match="resign_below"):
+        SelfPlayOptions(resign_below=0.5)
+    with pytest.raises(ValueError, match="temperatures"):
+        SelfPlayOptions(temperature=-1)
+
+
+# --- chess ----------------------------------------------------------------------------------------
+
+
+def test_chess_games_become_records(tmp_path: Path) -> None:
+    """Random openings near the end of games, cut at 60 plies: results, legality and targets in a shard's batch."""
+    game = ChessGame()
+    fens = [
+        "8/8/8/4k3/8/8/8/QQ2K3 b - - 0 60",
+        "4k3/8/8/8/8/8/8/4K2R w K - 0 1",
+        "8/8/4k3/8/8/4K3/8/7R b - - 96 99",
+    ]
+    openings = from_boards([chess.Board(), *map(chess.Board, fens)])
+    options = SelfPlayOptions(parallel=6, simulations=12, quick_simulations=4, full_share=0.6, plies=60)
+    traces = list(play_games(game, uniform, range(14), options, openings=openings))
+    for trace in traces:
+        if trace.ending == "normal":
+            assert trace.result == replayed(game, trace)
+        else:
+            assert (trace.result, trace.ending, len(trace.played)) == (None, "ply limit", 60)
+    assert len({t.result for t in traces}) >= 3, "wins or losses, draws and unknown"
+    batch = training_batch(traces, first_id=1 << 40, source=2)
+    check(batch, LAYOUT)
+    records = batch["records"]
+    index, offset = legal_indices(records)
+    assert (batch["policy_index"] == index).all()
+    assert (batch["policy_offset"] == offset).all()
+    sums = np.add.reduceat(batch["policy_weight"].astype(np.int64), offset[:-1])
+    assert (np.abs(sums - 65535) < 200).all()
+    assert len(records) == sum(t.full.sum() for t in traces)
+    ids = {trace.number: (1 << 40) + trace.number for trace in traces}
+    for trace in traces:
+        rows = records[records["game"] == ids[trace.number]]
+        result = trace.results()[trace.full]
+        assert rows["result"].tolist() == np.where(np.isnan(result), 2, result).tolist()
+        assert (rows["pieces"] == trace.states["pieces"][trace.full]).all()
+        if trace.result is not None:  # one winner, whoever is to move
+            white = np.where(rows["side"] == 0, rows["result"], -rows["result"])
+            assert len(set(white.tolist())) <= 1
+    meta = {"source": "selfplay", "generator": {}, "seed": 0, "split": "train"}
+    assert write_shard(tmp_path / "games.npz", LAYOUT, batch, meta).count == len(records)
