@@ -163,7 +163,13 @@ class Run:
             folder / "records.npz",
             LAYOUT,
             rows,
-            {"source": f"evidence of run {self.name}", "batches": list(batches)},
+            {
+                "source": f"evidence of run {self.name}",
+                "generator": "training",
+                "seed": self.config.seed,
+                "split": "train",
+                "batches": list(batches),
+            },
         )
 
     def keep_micro_batch(self, size: int) -> None:

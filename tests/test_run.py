@@ -208,3 +208,17 @@ def test_finding_a_name_starts_nothing(reports: Path) -> None:
     name = runs.name_run("demo")
     assert name.startswith("demo-")
     assert not (reports / name).exists()
+
+
+def test_the_records_of_batches_are_kept_as_a_shard_that_can_be_read(reports: Path, tmp_path: Path) -> None:
+    from matrixlib.data.shards import Shard, concat
+    from matrixlib.tasks.chess.records import LAYOUT
+
+    current = runs.open_run(run="one", overrides=TINY)
+    current.keep_records([2, 5], tmp_path)
+    current.close()
+    kept = Shard(tmp_path / "records.npz", LAYOUT)
+    expected = concat([current.training.records(2), current.training.records(5)], LAYOUT)
+    assert len(kept) == 2 * 64
+    assert all((kept.arrays[name] == array).all() for name, array in expected.items())
+    assert kept.meta["batches"] == [2, 5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -267,6 +268,28 @@ def test_a_failing_emergency_checkpoint_does_not_hide_the_error(tmp_path: Path) 
     with pytest.raises(RuntimeError, match="a bug") as caught:
         list(trainer.train())
     assert caught.value.__notes__[0] == "the disk is full"
+
+
+def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl") as caught:
+        for stats in trainer.train():
+            if stats.step == 7:
+                monkeypatch.setattr(trainer.metrics._file, "flush", full, raising=False)
+                monkeypatch.setattr(trainer._heartbeat, "beat", full)
+    first, last = caught.value.__notes__
+    assert first == "stopped after 8 updates; the same command goes on from the checkpoint of update 6"
+    assert "heartbeat.json could not be written" in last
+    again = build(tmp_path)
+    assert again.resume() == 6
+    list(again.train())
+    assert equal(weights(again), whole[0])
 
 
 class ShortSource(ToySource):

@@ -42,8 +42,13 @@ class MetricsLog:
         """
         assert "step" in row, "a metrics row needs its update step"
         head = {"time": utc_now(), "step": row["step"], "micro_step": None}
-        self._file.write(json.dumps(plain(head | dict(row)), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps(plain(head | dict(row)), allow_nan=False, ensure_ascii=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # a failed write does not say of which file
+            raise
 
     def truncate_to(self, step: int) -> int:
         """Cut every row beyond `step` (a resumed run writes them again); returns how many were cut.

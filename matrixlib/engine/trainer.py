@@ -245,14 +245,20 @@ class Trainer:
                     yield stats
             self._save_if_new()
             self.checkpoints.join()
-        except TrainingHalted:
-            raise  # the present state is not worth keeping: the last good one is there
         except BaseException as error:
-            self._rescue(error)
+            if not isinstance(
+                error, TrainingHalted
+            ):  # its state is not worth keeping: the last good one is there
+                self._rescue(error)
+            try:
+                self._beat("stopped", force=True)
+            except OSError as failed:  # such as a full disk, which may well be what ended the run
+                error.add_note(f"heartbeat.json could not be written: {failed}")
             raise
+        else:
+            self._beat("stopped", force=True)
         finally:
             source.close()  # ends the loader's workers
-            self._beat("stopped", force=True)
 
     def _open(self, stop: int) -> Generator[Batch]:
         """Batches from the present update on."""
