@@ -516,12 +516,16 @@ def test_gumbel_noise_samples_moves_by_their_prior() -> None:
 
 
 def test_gumbel_batches_do_not_cross_a_halving() -> None:
-    """Many leaves at once give what one at a time gives, where no tree below the root has a choice."""
+    """Many leaves at once give what one at a time gives, where no tree below the root has a choice; and where there
+    is one, a batch still is no more than a round: of the 4 moves, then twice of the best 2."""
     chain = {n: [n + 4] for n in range(1, 80)}
     game = Graph({0: [1, 2, 3, 4], **chain}, values={n: 0.1 * (n % 4) for n in range(1, 80)})
     one = search(game, replace(PLAIN, gumbel=4)).run(16)[0]
     many = search(game, replace(PLAIN, gumbel=4, leaves=16)).run(16)[0]
     assert equal(one, many)
+    bushy = Graph({n: [4 * n + k for k in range(1, 5)] for n in range(400)})
+    search(bushy, replace(PLAIN, gumbel=4, leaves=16)).run(8)
+    assert bushy.batches == [1, 4, 2, 2]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -538,6 +542,23 @@ def test_errors_say_what_is_wrong() -> None:
     over = Graph({}, over={0: 0.0})
     with pytest.raises(ValueError, match="tree 0 is over"):
         search(over).run(1)
+
+
+def test_an_interrupted_search_can_be_used_again() -> None:
+    """An evaluator that fails once, in the midst of a batch: afterwards as if nothing had been."""
+    game, calls = TicTacToe(), iter(range(1000))
+
+    def fails(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
+        if next(calls) == 4:
+            raise MemoryError
+        return uniform(states, moves, offsets)
+
+    tree = Search(game, fails, seed=2)
+    with pytest.raises(MemoryError):
+        tree.run(200, noise=True)
+    found = tree.run(200)[0]
+    consistent(tree)
+    assert equal(found, Search(game, uniform, seed=2).run(200)[0])
 
 
 def test_a_search_can_be_stopped() -> None:

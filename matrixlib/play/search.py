@@ -160,7 +160,7 @@ def _puct(p: Pool, node: Int, c_init: float, c_base: float, fpu: float, loss: fl
 
 @njit(cache=True, nogil=True)
 def _gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, scores: F64) -> None:
-    """logits + sigma(completed q) of each move of a root; an untried move has the mixed value (eq. 33 there)."""
+    """logits + sigma(completed q) of each move of a root; an untried move has the mixed value (appendix D there)."""
     first, count = p.first[node], p.size[node]
     weight = average = 0.0
     visits = top = 0
@@ -206,10 +206,8 @@ def _backup(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None:
     while True:
         p.pending[edge] -= 1
         p.visits[edge] += 1
-        if p.low[edge] == p.high[edge]:
-            value = (
-                p.low[edge] * p.visits[edge] - p.total[edge]
-            )  # earlier visits count with the exact value too
+        if p.low[edge] == p.high[edge]:  # earlier visits count with the exact value too
+            value = p.low[edge] * p.visits[edge] - p.total[edge]
         p.total[edge] += value
         if node < 0:
             return
@@ -242,7 +240,7 @@ def _collect(
     n = 0
     for i in range(len(trees)):
         t = trees[i]
-        waiting, wanted = 0, -1
+        waiting, wanted = 0, 0
         while done[i] < budget[i] and waiting < leaves and p.low[t] != p.high[t]:
             node = roots[t]
             p.pending[t] += 1
@@ -484,20 +482,21 @@ class Search:
         self._history = np.zeros((trees, 64), np.uint64)  # keys of the states before the root
         self._plies = np.zeros(trees, np.int64)
         self._streams = np.arange(trees)
+        self._stale = False  # whether there may be nodes that no root leads to
 
     def reset(
         self, tree: int, state: States, history: NDArray[np.uint64] | None = None, stream: int | None = None
     ) -> None:
         """Put a tree at a state (1,) without what it knew. history: keys of the game's states before it.
 
-        Without a history the state is taken as it is, with the repetition that it says itself. stream: number of
-        the random stream, such as that of the game; the tree's own number unless given.
+        Without a history the state is taken as it is, and only positions from it on are seen to repeat. stream: number
+        of the random stream, such as that of the game; the tree's own number unless given.
         """
         past = np.zeros(0, np.uint64) if history is None else history
         if len(past):
             state = self.game.repeat(state, np.array([(past == self.game.key(state)).sum()], np.int32))
         self.states[tree] = state[0]
-        self._roots[tree] = -1
+        self._roots[tree], self._stale = -1, True
         self._streams[tree] = tree if stream is None else stream
         self._plies[tree] = len(past)
         self._lengthen(len(past))
@@ -513,6 +512,7 @@ class Search:
         past = self._history[chosen] == self.game.key(after)[:, None]
         past &= np.arange(past.shape[1]) < self._plies[chosen][:, None]
         self.states[chosen] = self.game.repeat(after, past.sum(1).astype(np.int32))
+        self._stale = True
         for tree, move in zip(chosen, played, strict=True):
             if self._roots[tree] >= 0:
                 edges = self._edges_of(tree)
@@ -528,7 +528,8 @@ class Search:
         """Search the trees (all unless given), each for a number of further simulations, and say what was found.
 
         noise: explore at the root (Dirichlet or Gumbel noise), for self-play; without it nothing is random.
-        until: asked before every round whether to stop early. ValueError if a tree's game is over.
+        until: asked before every round whether to stop early. ValueError if a tree's game is over. What interrupts a
+        search otherwise, such as an error of the evaluator, costs the trees what they knew.
         """
         chosen = np.arange(self.trees, dtype=np.int32) if trees is None else np.asarray(trees, np.int32)
         budget = np.zeros(len(chosen), np.int64) + np.asarray(simulations, np.int64)
@@ -546,14 +547,29 @@ class Search:
         out = np.zeros((len(chosen) * o.leaves, 3), np.int32)
         weights = (o.c_init, o.c_base, o.fpu, o.virtual_loss)
         sigma = (o.gumbel_visits, o.gumbel_scale)
-        while until is None or not until():
-            p = self._pool
-            n = _collect(
-                p, chosen, self._roots, budget, done, o.leaves, weights, sigma, schedule, logits, base, out
-            )
-            if n == 0:
-                break
-            self._visit(out[:n])
+        try:
+            while until is None or not until():
+                p = self._pool
+                n = _collect(
+                    p,
+                    chosen,
+                    self._roots,
+                    budget,
+                    done,
+                    o.leaves,
+                    weights,
+                    sigma,
+                    schedule,
+                    logits,
+                    base,
+                    out,
+                )
+                if n == 0:
+                    break
+                self._visit(out[:n])
+        except BaseException:
+            self._roots[chosen], self._stale = -1, True  # visits are under way, and the priors have noise
+            raise
         for i, tree in enumerate(chosen):
             self._pool.prior[self._edges_of(tree)] = clean[i]
         return [self._found(int(t), clean[i], logits[i], base[i], int(done[i])) for i, t in enumerate(chosen)]
@@ -571,8 +587,10 @@ class Search:
 
     def _prune(self) -> None:
         """Drop what no root leads to any more."""
-        moved = np.empty(self._nodes, np.int32)
-        before = self._nodes
+        if not self._stale:
+            return
+        self._stale = False
+        before, moved = self._nodes, np.empty(self._nodes, np.int32)
         self._nodes, self._edges = _compact(self._pool, self.trees, self._roots, before, moved)
         self._node_states[: self._nodes] = self._node_states[:before][moved >= 0]
 

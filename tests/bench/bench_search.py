@@ -1,4 +1,4 @@
-"""Simulations per second of the search on one core with an evaluator that costs nothing, and where the time goes.
+"""Simulations and games per second of one core with an evaluator that costs nothing, and where the time goes.
 
     python tests/bench/bench_search.py [--simulations 800] [--repeats 5]
 
@@ -24,6 +24,7 @@ from positions import random_positions
 
 from matrixlib.play.game import uniform
 from matrixlib.play.search import Search, SearchOptions
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards
 
@@ -96,6 +97,15 @@ def main() -> None:
             f"{rules:6.0%}  {ahead:10.0%}",
             flush=True,
         )
+    options = SelfPlayOptions(parallel=256, simulations=32, plies=200)
+    start, plies, games = time.thread_time(), 0, 512
+    for trace in play_games(ChessGame(), uniform, range(games), options, SearchOptions(gumbel=16)):
+        plies += len(trace.played)
+    elapsed = time.thread_time() - start
+    print(
+        f"self-play: {games / elapsed:.1f} games/s of 32 simulations a move, {plies / elapsed:,.0f} moves/s,"
+    )
+    print(f"           {plies / games:.0f} plies a game, 256 games at a time")
 
 
 if __name__ == "__main__":
