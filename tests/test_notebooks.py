@@ -182,6 +182,38 @@ def test_a_bad_parameter_stops_with_one_line(reports: Path, options: list[str], 
     assert "\n" not in error.strip()
 
 
+@pytest.mark.slow
+def test_compare_trains_both_sides_headless(reports: Path) -> None:
+    options = ["-p", "run", "ab", "-p", "steps", "8", "-y", f"{{overrides_a: {TINY}, overrides_b: {TINY}}}"]
+    done, error = papermill("compare", reports, *options)
+    assert (done.returncode, error) == (0, ""), done.stderr[-2000:]
+    outputs = [o for c in nbformat.read(reports / "compare.ipynb", 4).cells for o in c.get("outputs", [])]
+    assert sum("image/png" in o.get("data", {}) for o in outputs) == 1
+    text = "".join(o.get("text", "") for o in outputs)
+    assert "B is configured exactly as A" in text
+    assert "Both sides end with the same validation loss" in text, "the same seed and data, bit for bit"
+    assert sorted(path.parent.name for path in reports.glob("*/summary.json")) == ["ab-a0", "ab-b0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["-p", "seed_s", "3"], "did you mean 'seeds'"),
+        (["-y", "overrides_b: {optim: {learing_rate: 2e-4}}"], "did you mean 'learning_rate'"),
+        (["-p", "run_a", "mine"], "name finished runs for both sides"),
+    ],
+    ids=["misspelt parameter", "misspelt override of B", "one side named"],
+)
+def test_a_comparison_that_cannot_be_made_stops_with_one_line(
+    reports: Path, options: list[str], reason: str
+) -> None:
+    done, error = papermill("compare", reports, *options)
+    assert done.returncode != 0
+    assert reason in error
+    assert "\n" not in error.strip()
+
+
 def test_papermill_reads_every_parameter_with_its_type_and_help() -> None:
     """What `--help-notebook` shows. papermill cannot parse `int | None`, and drops all that follows it."""
     for path in NOTEBOOKS:

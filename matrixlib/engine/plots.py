@@ -430,35 +430,33 @@ def _nothing(axes: Axes, label: str) -> None:
     )
 
 
-def comparison_figure(sides: Mapping[str, Sequence[Rows]], metric: str = "") -> Figure:
-    """Curves of the runs of each side, by label: mean over the runs with a band from the least to the greatest.
+def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "loss [nat]") -> Figure:
+    """Loss, gradient norm and update steps a second of the runs of each side, by label.
 
-    Loss (or the metric of that name), gradient norm and update steps a second; dots are full validations and single
-    runs. Training curves are running means over a fiftieth of their length.
+    Lines are running means over a fiftieth of the updates, averaged over the runs of a side, in a band from the least
+    to the greatest of them. Dots are full validations, and the single runs' speeds (of their median update).
     """
     figure = Figure(figsize=(10, 3.6))
-    grid = figure.add_gridspec(
-        1, 3, left=0.065, right=0.985, bottom=0.14, top=0.92, wspace=0.28, width_ratios=(2, 2, 1)
-    )
-    loss, norm, speed = (figure.add_subplot(cell) for cell in grid)
+    grid = figure.add_gridspec(1, 5, left=0.065, right=0.985, bottom=0.14, top=0.92, wspace=0.7)
+    loss, norm, speed = (figure.add_subplot(grid[part]) for part in (slice(0, 2), slice(2, 4), 4))
     drawn: list[float] = []
+    norms: list[float] = []
     for index, (label, runs) in enumerate(sides.items()):
         colour = f"C{index}"
-        drawn += _band(loss, [_column(rows, "loss", metric) for rows in runs], colour, label)
+        drawn += _band(loss, [_smoothed(rows, "loss") for rows in runs], colour, label)
+        norms += _band(norm, [_smoothed(rows, "grad_norm") for rows in runs], colour, label)
         for rows in runs:
-            checks = [(row["step"], row["validation"]) for row in rows if "validation" in row]
-            full = [(step, found) for step, found in checks if found["kind"] == "full"]
-            dots = [found["metrics"][metric] if metric else found["loss"] for _, found in full]
+            full = [(row["step"], row["validation"]["loss"]) for row in rows if _fully_validated(row)]
+            dots = [value for _, value in full]
             loss.plot([step for step, _ in full], dots, "o", markersize=4, color=colour)
             drawn += dots
-        _band(norm, [_column(rows, "grad_norm") for rows in runs], colour, label)
         rates = [1 / statistics.median(row["seconds"] for row in rows) for rows in runs]
         speed.bar(label, statistics.fmean(rates), color=colour, alpha=0.5)
         speed.plot([label] * len(rates), rates, "o", markersize=4, color=colour)
     _log_axis(loss, drawn)
-    norm.set_yscale("log")
+    _log_axis(norm, norms)
     loss.legend(fontsize=8)
-    names = (metric or "loss [nat]", "gradient norm before clipping", "update steps/s")
+    names = (loss_label, "gradient norm before clipping", "update steps/s")
     for axes, name in zip((loss, norm, speed), names, strict=True):
         axes.set_title(name, fontsize=9)
         axes.tick_params(labelsize=8, which="both")
@@ -469,32 +467,26 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], metric: str = "") -> 
     return figure
 
 
-def _column(rows: Rows, name: str, metric: str = "") -> dict[int, float]:
-    """Step -> value, smoothed; a step that was made again counts as it was made last."""
-    values = {row["step"]: row["metrics"].get(metric, math.nan) if metric else row[name] for row in rows}
-    window = max(1, len(values) // 50)
-    recent: deque[float] = deque(maxlen=window)
+def _fully_validated(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("validation", {}).get("kind") == "full")
+
+
+def _smoothed(rows: Rows, name: str) -> dict[int, float]:
+    """Step -> running mean over a fiftieth of the rows."""
+    recent: deque[float] = deque(maxlen=max(1, len(rows) // 50))
     out = {}
-    for step, value in values.items():
-        recent.append(value)
-        out[step] = sum(recent) / len(recent)
+    for row in rows:
+        recent.append(row[name])
+        out[row["step"]] = sum(recent) / len(recent)
     return out
 
 
 def _band(axes: Axes, columns: Sequence[Mapping[int, float]], colour: str, label: str) -> list[float]:
-    """Mean over runs as a line, least to greatest as a band, at the steps that all of them made; returns the means."""
+    """Mean as a line, least to greatest as a band, at the steps that all columns have; returns what was drawn."""
     steps = sorted(set(columns[0]).intersection(*columns[1:]))
-    steps = steps[:: max(1, len(steps) // POINTS)]
+    steps = steps[:: len(steps) // POINTS + 1]
     values = [[column[step] for column in columns] for step in steps]
-    means = [sum(row) / len(row) for row in values]
+    means, low, high = [sum(row) / len(row) for row in values], list(map(min, values)), list(map(max, values))
     axes.plot(steps, means, color=colour, linewidth=1.2, label=label)
-    if len(columns) > 1:
-        axes.fill_between(
-            steps,
-            [min(row) for row in values],
-            [max(row) for row in values],
-            color=colour,
-            alpha=0.25,
-            linewidth=0,
-        )
-    return means
+    axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
+    return means + low + high
