@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,16 +99,16 @@ def compare(runs_a: Sequence[Path], runs_b: Sequence[Path]) -> Comparison:
     Raises ValueError where a comparison would mislead: no runs, a run without updates, a seed twice on a side, runs of
     a side that differ in more than the seed, sides that were measured on different held-out games.
     """
-    a, b = (sorted((_read(Path(folder)) for folder in side), key=_seed) for side in (runs_a, runs_b))
+    a, b = (
+        sorted((_read(Path(folder)) for folder in side), key=attrgetter("seed")) for side in (runs_a, runs_b)
+    )
     for label, side in (("A", a), ("B", b)):
         if not side:
             raise ValueError(f"side {label} has no runs")
         if len({result.seed for result in side}) < len(side):
             raise ValueError(f"side {label} has two runs of one seed; a seed counts once")
-        odd = {key for r in side for key in configuration.difference(r.requested, side[0].requested)} - {
-            "seed"
-        }
-        if odd:
+        odd = {key for r in side for key in configuration.difference(r.requested, side[0].requested)}
+        if odd := odd - {"seed"}:
             raise ValueError(f"runs of side {label} differ in more than the seed: {', '.join(sorted(odd))}")
     if len({result.catalogue for result in (*a, *b)}) > 1:
         raise ValueError(
@@ -118,10 +119,15 @@ def compare(runs_a: Sequence[Path], runs_b: Sequence[Path]) -> Comparison:
 
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean by Student's t, for independent and roughly normal differences; None below two."""
+    """95 % interval of the mean by Student's t, for independent and roughly normal differences.
+
+    None below two; nan where one of them is not finite.
+    """
     n = len(differences)
     if n < 2:
         return None
+    if not all(map(math.isfinite, differences)):
+        return math.nan, math.nan
     half = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1] * statistics.stdev(differences) / math.sqrt(n)
     mean = statistics.fmean(differences)
     return mean - half, mean + half
@@ -387,10 +393,8 @@ def _read(folder: Path) -> Result:
     )
 
 
-def _seed(result: Result) -> int:
-    return result.seed
-
-
 def _spread(values: Sequence[float], digits: int) -> str:
     text = f"{statistics.fmean(values):.{digits}f}"
-    return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
+    if len(values) < 2 or not all(map(math.isfinite, values)):  # the deviation of nan is an error
+        return text
+    return f"{text} ± {statistics.stdev(values):.{digits}f}"

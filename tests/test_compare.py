@@ -171,6 +171,22 @@ def test_a_loss_that_is_not_finite_gives_no_verdict(reports: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_seed_of_several_is_shown_and_gives_no_verdict(reports: Path, bad: float) -> None:
+    found = sides(reports, [3.0, 3.1, bad], [bad, 2.9, 2.8])
+    assert found.verdict.startswith("No verdict")
+    assert "+nan to +nan" in found.table()
+
+
+def test_a_side_that_did_not_end_is_still_shown(reports: Path) -> None:
+    a = [fake(reports, "a0", 0), fake(reports, "a1", 1)]
+    b = [fake(reports, "b0", 0), fake(reports, "b1", 1, complete=False)]
+    found = compare.compare(a, b)
+    assert found.verdict == "No verdict on the loss: b1 did not reach the end."
+    assert [figure.name for figure in found.figures] == ["validation loss", "updates/s", "positions/s"]
+    assert "nan" in found.table()
+
+
 def test_speeds_are_those_of_the_median_update(reports: Path) -> None:
     """The first update, fifty times slower, must not count."""
     speeds = sides(reports, [3.0], [2.0]).a[0].speeds
