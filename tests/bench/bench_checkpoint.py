@@ -60,6 +60,7 @@ def raw_write(file: Path, tensors: storage.Tensors) -> None:
 
 def main(folder: str | None = None) -> None:
     tensors = made()
+    torch.set_num_threads(1)  # copies are bound by memory; on a busy machine more threads wait for each other
     size = sum(tensor.nbytes for members in tensors.values() for tensor in members.values())
     print(f"{size / 1e9:.2f} GB of tensors; median and least of {REPEATS}")
     seconds: dict[str, list[float]] = {}
