@@ -438,7 +438,7 @@ class Trainer:
     def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:
         """Outputs, gradient norms, blocks and dead units after an update; `before`: the weights before it."""
         blocks = anatomy.block_statistics(self.model, before)
-        dead = anatomy.dead_units(self.task, self.model, self._held_out("full"), self.runtime)
+        dead = anatomy.dead_units(self.task, self.model, self._held_out("sample"), self.runtime)
         part = slice_batch(batch, 0, min(rows(batch), self._step.micro_batch))
         found: dict[str, Any] = {
             "outputs": statistics.output_statistics(self.task, self.model, part, self.runtime),
