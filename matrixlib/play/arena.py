@@ -8,7 +8,7 @@ Scores are those of the first player.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TypeAlias
@@ -144,6 +144,68 @@ def _fitted(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
         else:
             high = x
     return np.log(shares / (1 + x * distance))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One row of a rating table: Elo against the mean of all players, with its 95 % interval."""
+
+    name: str
+    games: int
+    score: float
+    elo: float
+    low: float
+    high: float
+
+
+def rating_table(
+    matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0
+) -> list[Standing]:
+    """Ratings of several players, best first, from the pairs (5,) of each match (first player, second player).
+
+    The likeliest strengths of the Bradley-Terry model (a draw is half a point each), with one drawn pair added
+    between players that met, so that they are finite; intervals by the bootstrap over pairs. ValueError where some
+    players are linked to the others by no match.
+    """
+    names = sorted({name for players in matches for name in players})
+    row = {name: i for i, name in enumerate(names)}
+    rng = np.random.default_rng(seed)
+    points = np.zeros((samples + 1, len(names), len(names)))  # of i against j: as it was, then resampled
+    for (one, other), pairs in matches.items():
+        counts = _checked(pairs)
+        n = int(counts.sum())
+        scored = np.concatenate([counts[None], rng.multinomial(n, counts / n, samples)]) @ PAIR_SCORES
+        points[:, row[one], row[other]] += 2 * scored
+        points[:, row[other], row[one]] += 2 * (n - scored)
+    games = points[0] + points[0].T
+    met = games > 0
+    if not np.linalg.matrix_power(met + np.eye(len(names)), len(names)).all():
+        raise ValueError(f"no chain of matches links all of {', '.join(names)}: they have no common scale")
+    elo = _strengths(points + met)
+    low, high = np.quantile(elo[1:], [(1 - SETTLED) / 2, (1 + SETTLED) / 2], axis=0)
+    played, score = games.sum(1), points[0].sum(1)
+    standings = [
+        Standing(
+            name, int(played[i]), float(score[i] / played[i]), float(elo[0, i]), float(low[i]), float(high[i])
+        )
+        for i, name in enumerate(names)
+    ]
+    return sorted(standings, key=lambda standing: -standing.elo)
+
+
+def _strengths(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Elo (B, n), mean 0, from points (B, n, n) of i against j: minorisation-maximisation (Hunter 2004)."""
+    games = points + points.transpose(0, 2, 1)
+    strength = np.ones(points.shape[:2])
+    for _ in range(5000):
+        wanted = points.sum(2) / (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
+        wanted /= np.exp(np.log(wanted).mean(1, keepdims=True))
+        done = np.abs(np.log(wanted / strength)).max() < 1e-7
+        strength = wanted
+        if done:
+            break
+    elo: NDArray[np.float64] = 400 * np.log10(strength)
+    return elo
 
 
 # --- players --------------------------------------------------------------------------------------
