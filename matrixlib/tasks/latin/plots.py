@@ -76,5 +76,5 @@ def rates_figure(rates: Sequence[Rate]) -> Figure:
     for axis in axes[len(kinds) :]:
         axis.set_visible(False)
     axes[0].set_ylabel("valid grids")
-    axes[0].legend(fontsize=7)
+    max(axes, key=lambda axis: len(axis.lines)).legend(fontsize=7)
     return figure
