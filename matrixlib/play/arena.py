@@ -308,7 +308,7 @@ def play_pairs(
         values = game.terminal(states[live], np.diff(offsets))
         for i, value in zip(live.tolist(), values, strict=True):
             if not np.isnan(value):
-                results[i], endings[i] = value if ply % 2 == 0 else -value, "normal"
+                results[i], endings[i] = value * (-1) ** ply + 0.0, "normal"  # no negative zero
                 if ply == 0:
                     raise ValueError(f"opening {i // 2} is the end of a game: leave it out")
         allowed = dict(zip(live.tolist(), np.split(legal, offsets[1:-1]), strict=True))

@@ -173,7 +173,7 @@ def _finished(now: _Running, value: float, options: SelfPlayOptions) -> Trace | 
     plies = len(now.played)
     result: float | None
     if not np.isnan(value):
-        result, ending = value * (-1) ** plies, "normal"
+        result, ending = value * (-1) ** plies + 0.0, "normal"  # no negative zero
     elif now.resigns and now.gave_up >= 0:
         result, ending = -1.0 * (-1) ** now.gave_up, "resignation"
     elif plies >= options.plies:
