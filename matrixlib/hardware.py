@@ -10,7 +10,7 @@ from matrixlib import config as configuration
 from matrixlib import runtime as runtimes
 from matrixlib.engine.metrics import write_json
 from matrixlib.machine import DeviceFacts, Gpu, Rates
-from matrixlib.run import data_folder, read_json
+from matrixlib.run import read_json
 
 # Rates in GFLOP/s measured on one core pair each; only their ratios matter to the policy.
 _ZEN4 = Rates(183, 420, 160, 165, 300, 310)
@@ -99,10 +99,11 @@ def _loader_rate(batch_size: int = 1024, batches: int = 20) -> dict[str, float]:
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.tasks.chess.records import LAYOUT
+    from matrixlib.tasks.chess.shipped import unpack_sample
     from matrixlib.tasks.chess.task import ChessTask
 
     settings = configuration.load("demo")
-    rows = Catalogue(data_folder("sample")).shards("train")
+    rows = Catalogue(unpack_sample()).shards("train")
     loader = Loader(rows, LAYOUT, batch_size, settings.seed, ChessTask(settings).prepare)
     for i in range(5):
         loader.batch(i)

@@ -134,13 +134,8 @@ def _closing(folder: Path, reason: str) -> int:
 
 
 def _result(folder: Path, summary: dict[str, Any]) -> None:
-    figures, base = summary["evaluation"], summary["evaluation"]["baselines"]
-    print(
-        f"{summary['positions']:,} positions in {summary['seconds'] / 60:.1f} min; held-out: "
-        f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
-        f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}, "
-        f"WDL {figures.get('wdl_accuracy', float('nan')):.1%}, value correlation {figures['value_correlation']:.2f}"
-    )
+    minutes = summary["seconds"] / 60
+    print(f"{summary['positions']:,} positions in {minutes:.1f} min; held-out: {summary['headline']}")
     print(f"report: {_shown(folder / 'report.html')}")
 
 

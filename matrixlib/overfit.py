@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from matrixlib import run as runs
 from matrixlib.config import merge
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.run import Run, RunError
+
+if TYPE_CHECKING:
+    from matrixlib.tasks.chess.task import ChessTask
 
 POSITIONS = 16
 STEPS = 100
@@ -69,9 +72,13 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
     """
     if run.complete:
         raise RunError(f"run '{run.name}' has ended; leave `run` empty or give another name")
+    from matrixlib.tasks.chess.task import ChessTask
+
+    if not isinstance(run.task, ChessTask):
+        raise RunError(f"the overfit check is for chess; preset '{run.preset}' trains {run.config.task}")
     if run.config.loss.policy == 0 or run.config.model.value.kind != "wdl":
         raise RunError("the overfit check needs loss.policy above 0 and model.value.kind wdl; override them")
-    problems = _labels(run)
+    problems = _labels(run, run.task)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     chance, floor = _bounds(run, run.training.batch(0))
     curve: list[tuple[int, float, float]] = []
@@ -97,14 +104,14 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
     return Diagnosis(step, gap, accuracy, tuple(problems), tuple(curve))
 
 
-def _labels(run: Run) -> list[str]:
+def _labels(run: Run, task: ChessTask) -> list[str]:
     """Faults of the targets: mass on illegal moves; labels of a position that change between visits."""
     problems = []
     seen: dict[bytes, bytes] = {}
     changed = 0
     for visit in range(VISITS):
         batch = run.training.batch(visit)
-        mass = run.task.illegal_mass(batch)
+        mass = task.illegal_mass(batch)
         if (bad := int((mass > 0).sum())) and visit == 0:
             problems.append(
                 f"{bad} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "

@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,17 +24,20 @@ from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
 from matrixlib import runtime as runtimes
+from matrixlib import subject as subjects
 from matrixlib import trial
-from matrixlib.config import Config, ConfigError
+from matrixlib.config import Config
 from matrixlib.engine.metrics import write_json, write_text
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.catalogue import Catalogue, ShardRow
     from matrixlib.data.loader import Loader
+    from matrixlib.engine.curriculum import Phase
+    from matrixlib.engine.task import Source, Task
     from matrixlib.engine.trainer import Stats, Trainer
-    from matrixlib.tasks.chess.task import ChessTask
+    from matrixlib.subject import Subject
 
 MAY_CHANGE = (
     "train.steps",
@@ -61,19 +64,25 @@ class Run:
     preset: str
     config: Config
     runtime: runtimes.Runtime
-    task: ChessTask
+    subject: Subject
     catalogue: Catalogue
     training: Loader
     held_out: Loader
     requested: Config
     resumed: bool
     lock: FileLock
+    options: dict[str, Any]
     messages: list[str] = field(default_factory=list)
     _trainer: Trainer | None = None
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def task(self) -> Task:
+        """What the engine trains."""
+        return self.subject.task
 
     @property
     def complete(self) -> bool:
@@ -156,12 +165,12 @@ class Run:
     def keep_records(self, batches: Sequence[int], folder: Path) -> None:
         """Write the records of these raw batch numbers as one shard, `records.npz`, in `folder`."""
         from matrixlib.data.shards import concat, write_shard
-        from matrixlib.tasks.chess.records import LAYOUT
 
-        rows = concat([self.training.records(raw) for raw in batches], LAYOUT)
+        layout = self.subject.layout
+        rows = concat([self.training.records(raw) for raw in batches], layout)
         write_shard(
             folder / "records.npz",
-            LAYOUT,
+            layout,
             rows,
             {
                 "source": f"evidence of run {self.name}",
@@ -185,18 +194,22 @@ class Run:
             self.trainer.metrics.path
         )  # the trainer has cut the file back to the newest checkpoint
 
+    def checks(self) -> list[subjects.Check]:
+        """What must hold of the result, if the network has learned anything: name, whether, what it says."""
+        return self.subject.checks(self.summary()["evaluation"])
+
     def summary(self) -> dict[str, Any]:
         """Contents of summary.json; empty before the run has ended."""
         return read_json(self.folder / "summary.json")
 
     def _finish(self) -> None:
-        """Evaluate on the held-out games; write summary.json, the picture of the curves and the report."""
-        from matrixlib import evaluation, report
+        """Evaluate on the held-out data; write summary.json, the picture of the curves and the report."""
+        from matrixlib import report
         from matrixlib.engine import plots
-        from matrixlib.net import Net
 
         rows = self.history()
-        net = Net(self.trainer.evaluation_model(), self.task, self.runtime)
+        model = self.trainer.evaluation_model()
+        figures = self.subject.evaluate(model, self.runtime, self.held_out, self.catalogue)
         rate = statistics.median(row["throughput"] for row in rows)
         summary = {
             "run": self.name,
@@ -210,8 +223,9 @@ class Run:
             "seconds": round(sum(row["seconds"] for row in rows), 1),
             "positions_per_second": round(rate),
             "share_of_peak": self._share_of_peak(rate),
-            "parameters": net.parameters,
-            "evaluation": evaluation.held_out(net, self.held_out),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "evaluation": figures,
+            "headline": self.subject.headline(figures),
             "runtime": self.runtime.to_dict(),
         }
         write_json(self.folder / "summary.json", summary)
@@ -222,10 +236,9 @@ class Run:
     def _share_of_peak(self, rate: float) -> float | None:
         """Floating-point work of training (three times the forward pass) as a share of the probe's matrix rate."""
         from matrixlib import hardware
-        from matrixlib.tasks.chess.model import forward_flops
 
-        peak = hardware.peak(self.runtime.device, self.runtime.dtype)
-        return round(3 * forward_flops(self.config.model) * rate / (peak * 1e9), 4) if peak else None
+        flops, peak = self.subject.flops(), hardware.peak(self.runtime.device, self.runtime.dtype)
+        return round(3 * flops * rate / (peak * 1e9), 4) if flops and peak else None
 
     def close(self) -> None:
         """Give the run's lock back; twice does no harm."""
@@ -277,13 +290,20 @@ def _hold(lock: FileLock, name: str) -> None:
 
 
 def finished_run(name: str = "", preset: str = "demo") -> Path:
-    """Folder of a complete run: the named one, else the newest; where there is none, `preset` is trained first.
+    """Folder of a complete run: the named one, else the newest of the task of `preset`, which is trained where there
+    is none.
 
     Raises RunError for a name without a complete run.
     """
     root = configuration.reports_root()
     ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
-    done = [folder for folder in ended if name or read_json(folder / "run.json").get("kind") == "train"]
+    records = {folder: read_json(folder / "run.json") for folder in ended}
+    task = configuration.load(preset).task
+    done = [
+        folder
+        for folder, record in records.items()
+        if name or (record.get("kind") == "train" and record.get("requested", {}).get("task") == task)
+    ]
     if name:
         if root / name not in done:
             known = ", ".join(sorted(folder.name for folder in done)) or "none yet"
@@ -298,11 +318,12 @@ def finished_run(name: str = "", preset: str = "demo") -> Path:
     return fresh.folder
 
 
-def held_out_data(task: ChessTask) -> Loader:
-    """The held-out positions of the data set that a task was configured for. RunError where it has none."""
+def held_out_data(config: Config) -> Loader:
+    """The held-out rows of the data set that a configuration names. RunError where it has none."""
     from matrixlib.data.catalogue import Catalogue
 
-    return _held_out(task, Catalogue(data_folder(task.config.data.source)))
+    subject = subjects.of(config)
+    return _held_out(subject, config, Catalogue(subject.folder()))
 
 
 def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
@@ -360,8 +381,7 @@ def _locked(folder: Path) -> bool:
 def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str) -> Run:
     from matrixlib.data.catalogue import Catalogue
 
-    source = data_folder(requested.data.source)
-    catalogue = Catalogue(source)
+    catalogue = Catalogue(subjects.of(requested).folder())
     record = read_json(folder / "run.json")
     messages: list[str] = []
     if record:
@@ -373,15 +393,17 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         runtime = runtimes.resolve(requested.runtime, requested.train, requested.data)
         config = runtime_config(requested, runtime)
     runtime.apply()
-    task = _build_task(config)
-    training, held_out = _loaders(config, runtime, task, catalogue, messages)
+    subject = subjects.of(config)
+    options = _loader_options(runtime, messages)
+    training = _training(config, runtime, subject, catalogue, subject.task, **options)
+    held_out = _held_out(subject, config, catalogue, pin=runtime.pin, on_damage=options["on_damage"])
     if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
-        tuning = trial.tune_micro_batch(config, runtime, task, training)
+        tuning = trial.tune_micro_batch(config, runtime, subject.task, training)
         runtime = replace(runtime, micro_batch=tuning.size)
         config = runtime_config(config, runtime)
         messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table()}")
     if config.train.steps == "auto":
-        steps = trial.fit_steps(config, runtime, task, training)
+        steps = trial.fit_steps(config, runtime, subject.task, training)
         config = configuration.parse(
             configuration.merge(configuration.dump(config), {"train": {"steps": steps}})
         )
@@ -393,13 +415,14 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         preset,
         config,
         runtime,
-        task,
+        subject,
         catalogue,
         training,
         held_out,
         requested,
         bool(record),
         lock,
+        options,
         messages,
     )
 
@@ -445,32 +468,8 @@ def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
     return configuration.parse(configuration.merge(configuration.dump(config), resolved))
 
 
-def data_folder(source: str) -> Path:
-    """Folder of a data source: the set that ships (unpacked on first use), or a folder with shards.
-
-    Raises ConfigError when the folder is absent.
-    """
-    if source == "sample":
-        from matrixlib.tasks.chess.shipped import unpack_sample
-
-        return unpack_sample()
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"data.source '{source}' is no folder; use 'sample' or a folder of shards")
-    return folder
-
-
-def _build_task(config: Config) -> ChessTask:
-    from matrixlib.tasks.chess.task import ChessTask
-
-    return ChessTask(config)
-
-
-def _loaders(
-    config: Config, runtime: runtimes.Runtime, task: ChessTask, catalogue: Catalogue, messages: list[str]
-) -> tuple[Loader, Loader]:
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.records import LAYOUT
+def _loader_options(runtime: runtimes.Runtime, messages: list[str]) -> dict[str, Any]:
+    """What every training loader of a run shares: how it pins memory, and how it says what went wrong."""
 
     def say(text: str) -> None:
         messages.append(text)
@@ -479,43 +478,70 @@ def _loaders(
     def damaged(name: str, block: int, reason: str) -> None:
         say(f"shard {name}, block {block}: {reason}; its rows are replaced by others")
 
-    rows = catalogue.shards("train")
+    return {"pin": runtime.pin, "on_damage": damaged, "on_loss": say}
+
+
+def _training(
+    config: Config,
+    runtime: runtimes.Runtime,
+    subject: Subject,
+    catalogue: Catalogue,
+    task: Task,
+    sources: Iterable[str] = (),
+    **options: Any,
+) -> Loader:
+    """The training rows of these sources (all without any), prepared by `task`. RunError where there is none."""
+    from matrixlib.data.loader import Loader
+
+    rows = _of_sources(catalogue.shards("train"), sources)
     if not rows:
         bad = [
             f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")
         ] + catalogue.messages
         raise RunError(
             f"data set '{config.data.source}' has no healthy training shard left"
+            + (f" of {', '.join(sources)}" if sources else "")
             + (f" ({'; '.join(bad[:3])})" if bad else "")
             + "; restore the shards or import the data again"
         )
-    common: dict[str, Any] = {"seed": config.seed, "pin": runtime.pin, "on_damage": damaged, "on_loss": say}
-    training = Loader(
+    return Loader(
         rows,
-        LAYOUT,
+        subject.layout,
         config.train.batch_size,
-        prepare=task.prepare,
+        config.seed,
+        task.prepare,
         limit=config.data.limit,
         window_blocks=config.data.window_blocks,
         workers=runtime.workers,
         prefetch=runtime.prefetch,
-        **common,
+        **options,
     )
-    return training, _held_out(task, catalogue, **common)
 
 
-def _held_out(task: ChessTask, catalogue: Catalogue, **options: Any) -> Loader:
+def _held_out(
+    subject: Subject,
+    config: Config,
+    catalogue: Catalogue,
+    task: Task | None = None,
+    sources: Iterable[str] = (),
+    **options: Any,
+) -> Loader:
+    """The held-out rows of these sources (all without any), prepared by `task` (the subject's without one)."""
     from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.records import LAYOUT
 
-    rows, config = catalogue.shards("validation"), task.config
+    rows = _of_sources(catalogue.shards("validation"), sources)
     if not rows:
         raise RunError(
-            f"data set '{config.data.source}' holds out no games, so nothing could be said of what is learned; "
-            "add games: about one in twenty is held out"
+            f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
+            "add data: about one game in twenty is held out"
         )
-    options = {"seed": config.seed, **options}
-    return Loader(rows, LAYOUT, config.validation.batch_size, prepare=task.prepare_plain, **options)
+    size, prepare = config.validation.batch_size, (task or subject.task).prepare_plain
+    return Loader(rows, subject.layout, size, config.seed, prepare, **options)
+
+
+def _of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:
+    wanted = set(sources)
+    return [row for row in rows if not wanted or row.source in wanted]
 
 
 def _build_trainer(run: Run) -> Trainer:
@@ -528,6 +554,14 @@ def _build_trainer(run: Run) -> Trainer:
 
     def validation(kind: str) -> Iterator[Any]:
         return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
+
+    def enter(phase: Phase) -> tuple[Task, Source, Iterator[Any]]:
+        task, sources = run.subject.staged(phase)
+        training = _training(
+            config, run.runtime, run.subject, run.catalogue, task, sources, phase=phase.number, **run.options
+        )
+        kept = _held_out(run.subject, config, run.catalogue, task, sources)
+        return task, training, kept.sequential(size, sample=config.validation.sample)
 
     trainer = Trainer(
         task=run.task,
@@ -543,6 +577,8 @@ def _build_trainer(run: Run) -> Trainer:
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
+        curriculum=run.subject.curriculum(),
+        enter=enter,
         evidence=run.keep_records,
         on_micro_batch=run.keep_micro_batch,
     )
