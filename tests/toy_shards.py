@@ -56,7 +56,9 @@ class Toy:
         if self.fail_at in rows:
             raise KeyError(f"label of row {self.fail_at}")
         if self.pid_file:
-            Path(self.pid_file).write_text(str(os.getpid()))
+            mine = Path(f"{self.pid_file}.{os.getpid()}")
+            mine.write_text(str(os.getpid()))
+            os.replace(mine, self.pid_file)
         running = np.concatenate([[0], np.cumsum(batch["target_weight"].astype(np.int64))])
         sums = running[batch["target_offset"]]
         noise = rng.random((len(rows), 3), np.float32)

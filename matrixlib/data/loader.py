@@ -37,6 +37,12 @@ Damage = tuple[str, int, str]
 ROUNDS = 8
 ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
 ENDLESS = 2**62
+GONE = (
+    ConnectionError,
+    EOFError,
+    FileNotFoundError,
+)  # a dead worker cannot hand over the batches it made ahead
+GONE_WORDS = ("exited unexpectedly", "killed by signal")  # DataLoader's, of a worker or its pinning thread
 RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
 MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -411,16 +417,18 @@ class Loader:
                 try:
                     item = next(iterator)
                     break
-                except RuntimeError as error:  # DataLoader's word for a worker that is gone
-                    cause = (
-                        f"{str(error).splitlines()[0]}; was it killed, or out of memory? use fewer workers"
-                    )
-                    if restarts == RESTARTS or "DataLoader worker" not in str(error):
-                        raise LoaderError(f"batch {i} never came: {cause}") from error
+                except (RuntimeError, *GONE) as error:
+                    said = (str(error) or type(error).__name__).splitlines()[0]
+                    cause = f"({said}); was it killed, or out of memory? use fewer workers"
+                    gone = isinstance(error, GONE) or any(words in said for words in GONE_WORDS)
+                    if restarts == RESTARTS or not gone:
+                        raise LoaderError(f"batch {i} never came {cause}") from error
                 restarts += 1
                 del iterator  # ends the others
                 iterator = self._start(numbers[i - start :])
-                self._on_loss(f"the loader's workers were started again at batch {i}: {cause}")
+                self._on_loss(
+                    f"the loader's workers were started again at batch {i}, as one was gone {cause}"
+                )
             yield self._open(item)
 
     def _start(self, numbers: range) -> Iterator[Item]:
