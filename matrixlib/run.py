@@ -194,6 +194,12 @@ class Run:
             self.trainer.metrics.path
         )  # the trainer has cut the file back to the newest checkpoint
 
+    def phases(self) -> str:
+        """The curriculum's phases so far, a line each; "" without a curriculum."""
+        curriculum = self.trainer.curriculum
+        spans = curriculum.spans(self.trainer.step) if curriculum is not None else []
+        return "\n".join(f"update {start + 1:>6,} to {stop:>6,}: {phase}" for start, stop, phase in spans)
+
     def checks(self) -> list[subjects.Check]:
         """What must hold of the result, if the network has learned anything: name, whether, what it says."""
         return self.subject.checks(self.summary()["evaluation"])

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from matrixlib.engine import plots
-from matrixlib.engine.plots import Curve, History, LivePlot, duration, png, training_figure
+from matrixlib.engine.plots import Curve, Figure, History, LivePlot, draw, duration, png, training_figure
 
 
 def stats(step: int, loss: float = 1.0, validation: dict[str, Any] | None = None) -> SimpleNamespace:
@@ -30,6 +30,8 @@ def stats(step: int, loss: float = 1.0, validation: dict[str, Any] | None = None
         learning_rate=1e-3,
         grad_norm=0.5,
         throughput=1000.0,
+        rollbacks=0,
+        phase=None,
         validation=validation,
     )
 
@@ -154,7 +156,7 @@ from matrixlib.engine.plots import LivePlot
 with LivePlot(3) as plot:
     for step in (1, 2, 3):
         plot.update(N(step=step, losses={"a": 1.0}, metrics={}, learning_rate=0.1, grad_norm=1.0,
-                      throughput=1.0, validation=None))
+                      throughput=1.0, rollbacks=0, phase=None, validation=None))
 assert plot.draws == 0
 assert "ipywidgets" not in sys.modules and "matplotlib.pyplot" not in sys.modules
 """
@@ -221,7 +223,7 @@ from matrixlib.engine.plots import LivePlot
 with LivePlot(3) as plot:
     for step in (1, 2, 3):
         plot.update(N(step=step, losses={"a": 1.0}, metrics={}, learning_rate=0.1, grad_norm=1.0,
-                      throughput=1.0, validation=None))
+                      throughput=1.0, rollbacks=0, phase=None, validation=None))
 """
 
 
@@ -241,3 +243,16 @@ def test_papermill_leaves_one_static_picture(
     assert [output["output_type"] for output in outputs] == ["display_data"]
     assert set(outputs[0]["data"]) == {"image/png", "text/plain"}
     assert "0x" not in "".join(outputs[0]["data"]["text/plain"])
+
+
+def test_a_rollback_is_drawn_over_and_marked_and_phases_are_marked() -> None:
+    history = History()
+    rows = [(1, 0, 0, 1.0), (2, 0, 0, 1.0), (3, 0, 1, 90.0), (2, 1, 0, 2.0), (3, 1, 1, 3.0), (4, 1, 1, 4.0)]
+    for step, rollbacks, phase, loss in rows:
+        history.add({"step": step, "rollbacks": rollbacks, "phase": phase, "losses": {"policy": loss}})
+    assert history.losses["policy"].points() == ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    assert history.rollbacks == [2]
+    assert history.phases == [3]
+    figure = Figure()
+    draw(figure, history, "run")
+    assert "rolled back to update 1" in figure.get_suptitle()

@@ -312,7 +312,7 @@ def test_the_module_that_went_bad_first_is_named_by_a_replay() -> None:
     state = torch.get_rng_state()
     before = {name: value.clone() for name, value in step.model.state_dict().items()}
     assert step(toy_batch(16)).verdict is Verdict.SKIP
-    assert "first in module plane" in step.health.last
+    assert "first: plane" in step.health.last
     assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
     once = torch.get_rng_state()
     torch.set_rng_state(state)

@@ -278,11 +278,14 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl") as caught:
+    def train() -> None:
         for stats in trainer.train():
             if stats.step == 7:
                 monkeypatch.setattr(trainer.metrics._file, "flush", full, raising=False)
                 monkeypatch.setattr(trainer._heartbeat, "beat", full)
+
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl") as caught:
+        train()
     first, last = caught.value.__notes__
     assert first == "stopped after 8 updates; the same command goes on from the checkpoint of update 6"
     assert "heartbeat.json could not be written" in last

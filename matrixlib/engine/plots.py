@@ -22,7 +22,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from matrixlib.engine.metrics import flatten
 
 POINTS = 2000  # per curve
-_ACCURACY = ("top", "accuracy")  # a metric whose last name starts so is drawn as a share
+_ACCURACY = ("top", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
 _TRAIN = " (train)"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -46,6 +46,8 @@ class Stats(Protocol):
     def throughput(self) -> float: ...
     @property
     def rollbacks(self) -> int: ...
+    @property
+    def phase(self) -> int | None: ...
     @property
     def validation(self) -> Mapping[str, Any] | None: ...
 
@@ -101,6 +103,8 @@ class History:
         self.single: dict[str, Curve] = {}  # learning_rate, grad_norm, throughput
         self.not_finite = 0  # updates with a loss or gradient norm that is not finite
         self.rollbacks: list[int] = []  # first updates after a rollback
+        self.phases: list[int] = []  # first updates of the curriculum's later phases
+        self._phase: int | None = None
         self.step = self._rolled_back = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -111,9 +115,13 @@ class History:
             for curves in (self.losses, self.validation, self.accuracy, self.single):
                 for curve in curves.values():
                     curve.cut(step)
+            self.phases, self._phase = [first for first in self.phases if first < step], row.get("phase")
         if row.get("rollbacks", 0) > self._rolled_back:
             self._rolled_back = row["rollbacks"]
             self.rollbacks.append(step)
+        if (phase := row.get("phase")) != self._phase and self._phase is not None:
+            self.phases.append(step)
+        self._phase = phase
         self.step = step
         finite = True
         for name, value in _numbers(row.get("losses")):
@@ -187,6 +195,7 @@ class LivePlot:
             "grad_norm": stats.grad_norm,
             "throughput": stats.throughput,
             "rollbacks": stats.rollbacks,
+            "phase": stats.phase,
             "validation": stats.validation,
         }
         self.history.add(row)
@@ -325,6 +334,8 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     for axes in (losses, *rest):
         for step in history.rollbacks:
             axes.axvline(step, color="#b3261e", linewidth=0.8, linestyle=":")
+        for step in history.phases:
+            axes.axvline(step, color="0.6", linewidth=0.8, linestyle="--")
         axes.set_xlabel("update step", fontsize=8)
         axes.tick_params(labelsize=8, which="both")
         axes.grid(alpha=0.3)
@@ -490,3 +501,46 @@ def _band(axes: Axes, columns: Sequence[Mapping[int, float]], colour: str, label
     axes.plot(steps, means, color=colour, linewidth=1.2, label=label)
     axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
     return means + low + high
+
+
+def faults_figure(clean: Sequence[Rows], planted: Mapping[str, tuple[Rows, Rows]]) -> Figure:
+    """Training loss and validation losses (dots) of runs with a fault, each beside the first clean run.
+
+    clean: rows of the clean runs; the first has the planted runs' seed, the others are drawn in grey. planted: by
+    title (rows of the run, rows of the updates that it went back over: crosses, at the upper edge if beyond it).
+    """
+    columns = min(4, len(planted))
+    lines = -(-len(planted) // columns)
+    figure = Figure(figsize=(2.75 * columns, 2.1 * lines + 0.5), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    every = [row["loss"] for rows in clean for row in rows]
+    floor = min(
+        [*every, *(row["validation"]["loss"] for rows in clean for row in rows if "validation" in row)]
+    )
+    top = max(every) + 0.1
+    for axes, (title, (rows, left)) in zip(grid.flat, planted.items(), strict=False):
+        for other in clean[1:]:
+            _loss_curve(axes, other, "0.8", "other seeds")
+        _loss_curve(axes, clean[0], "C0", "clean")
+        _loss_curve(axes, rows, "C1", "with the fault")
+        heights = [min(row["loss"], top) if math.isfinite(row["loss"]) else top for row in left]
+        axes.plot([row["step"] for row in left], heights, "x", color="C3", label="rolled back")
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+        axes.set_ylim(floor - 0.05, top + 0.05)
+    for axes in list(grid.flat)[len(planted) :]:
+        axes.set_axis_off()
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(list(unique.values()), list(unique), loc="outside lower center", ncols=4, fontsize=8)
+    figure.supylabel("loss [nat]", fontsize=8)
+    return figure
+
+
+def _loss_curve(axes: Axes, rows: Rows, colour: str, label: str) -> None:
+    axes.plot(
+        [row["step"] for row in rows], [row["loss"] for row in rows], color=colour, linewidth=1, label=label
+    )
+    checks = [(row["step"], row["validation"]["loss"]) for row in rows if "validation" in row]
+    axes.plot([step for step, _ in checks], [loss for _, loss in checks], "o", markersize=3, color=colour)

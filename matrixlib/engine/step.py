@@ -331,7 +331,7 @@ class Step:
         finally:
             self.model = compiled
             rng.restore(after, self.runtime.torch_device)
-        return f"; first in module {name}" if name else ""
+        return f"; first: {name}" if name else ""
 
     def _restore(self, before: list[Tensor]) -> None:
         with torch.no_grad():
