@@ -1,0 +1,58 @@
+"""Faults planted on purpose, each by itself; test_proof.py trains with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from matrixlib import config as configuration
+from matrixlib import faults, proof
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import BLOCK, DamagedBlock, Shard
+from matrixlib.tasks.chess.records import LAYOUT
+
+
+def test_faults_are_chosen_by_name() -> None:
+    assert faults.chosen("all") == list(faults.FAULTS)
+    assert faults.chosen("kill, sigterm") == ["kill", "sigterm"]
+    with pytest.raises(ValueError, match="unknown fault 'sigtrem', did you mean 'sigterm'"):
+        faults.chosen("kill,sigtrem")
+    with pytest.raises(ValueError, match="no fault is chosen"):
+        faults.chosen(" , ")
+
+
+def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path) -> None:
+    config = configuration.load("demo", proof.overrides_of(40))
+    proof.take_data(config, tmp_path / "data")
+    train, held_out = (Catalogue(tmp_path / "data").shards(split) for split in ("train", "validation"))
+    assert (train[0].count, held_out[0].count) == (8 * BLOCK, 1024)
+    faults.flip_bytes(tmp_path / "data")
+    assert Catalogue(tmp_path / "data").shards("train") == train, "it looks healthy from outside"
+    shard = Shard(train[0].path, LAYOUT)
+    shard.gather(np.arange(100))
+    with pytest.raises(DamagedBlock):
+        shard.gather(np.array([BLOCK]))
+    small = configuration.load("demo", {"data": {"limit": 100}})
+    proof.take_data(small, tmp_path / "small")
+    with pytest.raises(ValueError, match="8,192 training positions"):
+        faults.flip_bytes(tmp_path / "small")
+
+
+def test_half_precision_overflows_where_it_does() -> None:
+    found = faults.in_half_precision(torch.tensor([65504.0, 65536.0, -1e9]))
+    assert found.tolist() == [65504.0, float("inf"), float("-inf")]
+
+
+def test_a_disk_of_its_own_or_none(tmp_path: Path) -> None:
+    with faults.small_disk(tmp_path / "disk", 2**20) as disk:
+        if disk is None:
+            pytest.skip("this machine mounts no file system for its users")
+        assert os.path.ismount(disk)
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "large").write_bytes(bytes(2**21))
+    assert not disk.exists()
+    assert not list((tmp_path / "disk").iterdir())

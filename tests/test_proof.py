@@ -1,0 +1,154 @@
+"""The proof by planted faults: every fault is noticed, loses nothing and ends near the clean runs; and it can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+
+from matrixlib import faults
+from matrixlib import proof as proving
+
+ROOT = Path(__file__).resolve().parents[1]
+SAID = {
+    "nan_target": "no weight moved.*non-finite gradient.*value_head",
+    "inf_input": "no weight moved.*not finite: loss of policy, value.*the input is already not finite",
+    "no_policies": "no valid target of policy",
+    "learning_rate": "rolled back to the checkpoint of update 12 .*batches 16 to .* are left out",
+    "corrupt_records": "shard train.npz, block 1: .*fails its check.*its rows are replaced by others",
+    "dead_worker": "workers were started again at batch ~, as one was gone .*fewer workers",
+    "out_of_memory": "out of memory with a micro-batch of 64 .*repeated with 32",
+    "overflow": "no weight moved: the loss scale was too large",
+    "sigterm": "stopped after 16 updates; the same command goes on from the checkpoint of update 16",
+    "kill": "went on from update 12",
+    "full_disk": "No space left on device|File too large",
+}
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> proving.Proof:
+    """All faults at a tiny size, planted after 15 updates of 30."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIXLIB_REPORTS", str(tmp_path_factory.mktemp("reports")))
+        return proving.prove(device="cpu", steps=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(faults.FAULTS))
+def test_each_fault_is_noticed_loses_nothing_and_ends_near_the_clean_runs(
+    proof: proving.Proof, name: str
+) -> None:
+    row = proof.rows[list(faults.FAULTS).index(name)]
+    assert row.problems == []
+    assert row.outcome.lost == ()
+    assert "\n".join(row.words) != ""
+    assert any(re.search(SAID[name], text) for text in row.words), row.words
+    assert set(row.outcome.happened) == {row.fault.notice}, "and nothing else happened"
+
+
+@pytest.mark.slow
+def test_the_clean_runs_differ_and_nothing_happens_to_them(proof: proving.Proof) -> None:
+    assert proof.clean_problems == []
+    assert len({outcome.loss for outcome in proof.clean}) == 3
+    assert proof.deviation == pytest.approx(np.std([o.loss for o in proof.clean], ddof=1))
+    assert not proof.clean[0].equals(proof.clean[1])
+    assert proof.clean[0].equals(proof.clean[0])
+
+
+@pytest.mark.slow
+def test_processes_end_as_their_faults_end_them(proof: proving.Proof) -> None:
+    exits = {name: row.outcome.exits for name, row in zip(faults.FAULTS, proof.rows, strict=True)}
+    assert exits.pop("sigterm") == (143, 0)
+    assert exits.pop("kill") == (-9, 0)
+    assert exits.pop("full_disk") == (1, 0)
+    assert set(exits.values()) == {(0,)}
+
+
+@pytest.mark.slow
+def test_the_table_words_and_figure_hold_every_fault(proof: proving.Proof) -> None:
+    for text in (proof.table(), proof.words(), proof.losses()):
+        assert all(fault.title in text for fault in faults.FAULTS.values())
+    assert str(proof.folder) not in proof.words()
+    drawn = [axes.get_title() for axes in proof.figure().axes]
+    assert [title.split(":")[0] for title in drawn[:11]] == [f.title for f in faults.FAULTS.values()]
+    crosses = {line.get_marker(): len(line.get_xdata()) for line in proof.figure().axes[3].lines}
+    assert crosses["x"] >= 5, "the updates that were rolled back are shown"
+
+
+@pytest.mark.slow
+def test_a_row_fails_when_it_should(proof: proving.Proof) -> None:
+    """The proof itself is tested: a tight limit, a loss, a difference in bits, a fault that nobody noticed."""
+    row = proof.rows[0]
+    assert "validation loss" in dataclasses.replace(row, allowed=0.0).problems[0]
+    bits = dataclasses.replace(row.fault, like="bits")
+    assert "not equal to the clean run" in dataclasses.replace(row, fault=bits).problems[0]
+    blind = dataclasses.replace(row.fault, notice="rollbacks")
+    assert "did not notice" in dataclasses.replace(row, fault=blind).problems[0]
+
+    def lost(**changes: Any) -> str:
+        return ", ".join(dataclasses.replace(row.outcome, **changes).lost)
+
+    rows = row.outcome.rows
+    assert "1 updates" in lost(rows=rows[:-1])
+    assert "rows of the metrics" in lost(rows=rows[:5] + rows[6:])
+    assert "a checkpoint" in lost(checkpoints=((24, False), (30, True)))
+    assert "the last checkpoint" in lost(checkpoints=((24, True),))
+    assert "the run itself" in lost(exits=(1, 1))
+    assert not dataclasses.replace(row, outcome=dataclasses.replace(row.outcome, rows=())).near, "nan"
+
+
+@pytest.mark.slow
+def test_a_full_disk_where_none_can_be_mounted(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults.shutil, "which", lambda name: None)
+    (row,) = proving.prove(device="cpu", steps=20, seeds=2, faults="full_disk").rows
+    assert row.problems == []
+    assert any("File too large" in text for text in row.words), row.words
+
+
+@pytest.mark.soak
+def test_more_updates_and_more_seeds(reports: Path) -> None:
+    found = proving.prove(device="cpu", steps=400, seeds=5)
+    print(found.table(), found.losses(), sep="\n")
+    assert {row.title: row.problems for row in found.rows if row.problems} == {}
+    assert found.clean_problems == []
+
+
+@pytest.mark.parametrize("wrong", [{"seeds": 1}, {"steps": 10}, {"parallel": 0}])
+def test_a_proof_that_cannot_be_one_is_refused(reports: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        proving.prove(**wrong)
+    assert not list(reports.iterdir())
+
+
+def test_messages_are_freed_of_what_differs_between_machines() -> None:
+    job = proving.Job("kill", "demo", {}, Path("/there/proof/kill"), 20)
+    text = "/proc/12/root/there/proof/kill/disk/run: update 26: loss 14044, gradient norm 1.5e+03, tower.0.conv, x 0.5"
+    assert proving._plain(text, job) == "kill/disk/run: update 26: loss ~, gradient norm ~, tower.0.conv, x ~"
+
+
+@pytest.mark.slow
+def test_the_notebook_fails_with_a_row(reports: Path) -> None:
+    """Zero standard deviations are allowed to no run that skipped an update. nbval replays the proof that holds."""
+    out = reports / "out.ipynb"
+    command = [sys.executable, "-m", "papermill", "notebooks/faults.ipynb", str(out), "-k", "python3"]
+    command += ["-p", "faults", "nan_target,no_policies", "-p", "steps", "20", "-p", "seeds", "2"]
+    command += ["-p", "deviations", "0.0"]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("JPY_")}
+    variables |= {"MATRIXLIB_REPORTS": str(reports), "MATRIXLIB_DEVICE": "cpu", "MATRIXLIB_LIVE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, check=False)
+    assert done.returncode != 0
+    cells = nbformat.read(out, as_version=4).cells
+    text = json.dumps([cell.get("outputs", []) for cell in cells])
+    assert "2 clean runs and 2 with a fault, 20 updates each" in text
+    for words in ("1 skipped", "1 without a target", "OUTSIDE", "VERDICT: FAIL", "VerdictFailed"):
+        assert words in text
+    assert "image/png" in text, "the curves are there to be looked at"
