@@ -104,6 +104,7 @@ class TrainConfig(Section):
 class ValidationConfig(Section):
     interval: Count = Field(description="updates between validations")
     sample: Count = Field(description="positions of the fixed sample that each validation uses")
+    limit: CountOrZero = Field(description="use only the first N held-out rows; 0 = all")
     full_every: Count = Field(description="every k-th validation uses the whole set")
     batch_size: Count = Field(description="positions of one forward pass in validation")
     plateau: CountOrZero = Field(

@@ -53,11 +53,13 @@ class Spoilt(Loader):
 
 @dataclass(frozen=True)
 class HighScale(Runtime):
-    """A runtime with a loss scale that is far too large at first, and grows often."""
+    """A runtime with a loss scale that is too large at first, and doubled every `growth` updates."""
+
+    growth: int = 10
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         """On any device, as the trainer would use it on a GPU."""
-        return torch.amp.GradScaler(self.device, init_scale=2.0**19, growth_interval=10)
+        return torch.amp.GradScaler(self.device, init_scale=2.0**19, growth_interval=self.growth)
 
 
 def spoil(current: runs.Run, at: int, change: Callable[[Tensors], object] = lambda batch: None) -> Spoilt:
@@ -112,7 +114,7 @@ def out_of_memory(current: runs.Run, at: int) -> None:
 
 def overflow(current: runs.Run, at: int) -> None:
     """Gradients of half precision's range and a loss scale beyond it, at the start and whenever it has grown."""
-    current.runtime = HighScale(**vars(current.runtime))
+    current.runtime = HighScale(**vars(current.runtime), growth=max(1, at // 2))
     for parameter in current.model.parameters():
         parameter.register_hook(in_half_precision)
 

@@ -7,6 +7,7 @@ reports/<run>/train.ipynb. The bar reads the run's metrics.jsonl, so it shows wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -46,9 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     parameters = {"preset": options.preset, "device": options.device, "run": name, "steps": options.steps}
     try:
         reason = _execute(folder, parameters)
-    except KeyboardInterrupt:  # the kernel gets it too: it saves a checkpoint first
+    except KeyboardInterrupt:
+        reason = "KeyboardInterrupt"
+    if reason.startswith("KeyboardInterrupt"):
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
     if reason.startswith("Terminated"):
         print("ended by SIGTERM; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -59,11 +62,11 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     """Run the notebook; returns why it failed, or an empty string.
 
     papermill runs in this process: the kernel ends when its parent does, so a killed launcher leaves no orphan that
-    goes on writing the run. SIGTERM goes on to the kernel, which saves a checkpoint and ends the notebook.
+    goes on writing the run. SIGTERM and Ctrl-C go on to the kernel, which saves a checkpoint and ends the notebook.
     """
     import papermill
 
-    before = signal.signal(signal.SIGTERM, _pass_on)
+    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(folder, done), daemon=True)
     watcher.start()
@@ -81,13 +84,19 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     finally:
         done.set()
         watcher.join()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return ""
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    for child in psutil.Process().children():
-        child.send_signal(number)
+    """To the kernel; where there is none yet, the launcher itself ends."""
+    children = psutil.Process().children()
+    if not children:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
 
 def _watch(folder: Path, done: threading.Event) -> None:

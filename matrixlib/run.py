@@ -139,7 +139,9 @@ class Run:
         """
         if self.complete:
             return
-        _hold(self.lock, self.name)
+        if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
+            self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
+            self._trainer = None
         try:
             for text in self.trainer.messages:
                 self._say(text)
@@ -162,12 +164,12 @@ class Run:
         self.messages.append(text)
         warnings.warn(text, stacklevel=3)
 
-    def keep_records(self, batches: Sequence[int], folder: Path) -> None:
-        """Write the records of these raw batch numbers as one shard, `records.npz`, in `folder`."""
+    def keep_records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
+        """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
         from matrixlib.data.shards import concat, write_shard
 
         layout = self.subject.layout
-        rows = concat([self.training.records(raw) for raw in batches], layout)
+        rows = concat([source.records(raw) for raw in batches], layout)
         write_shard(
             folder / "records.npz",
             layout,
@@ -283,16 +285,17 @@ def open_run(
         raise
 
 
-def _hold(lock: FileLock, name: str) -> None:
-    """Take a run's lock unless this process has it. RunError where another process has."""
+def _hold(lock: FileLock, name: str) -> bool:
+    """Take a run's lock; False where this process has it already. RunError where another process has."""
     if lock.is_locked:
-        return
+        return False
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise RunError(
             f"run '{name}' is being written by another process; wait for it or give another run name"
         ) from None
+    return True
 
 
 def finished_run(name: str = "", preset: str = "demo") -> Path:
@@ -541,8 +544,8 @@ def _held_out(
             f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
             "add data: about one game in twenty is held out"
         )
-    size, prepare = config.validation.batch_size, (task or subject.task).prepare_plain
-    return Loader(rows, subject.layout, size, config.seed, prepare, **options)
+    held, prepare = config.validation, (task or subject.task).prepare_plain
+    return Loader(rows, subject.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
 
 
 def _of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:

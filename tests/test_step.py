@@ -439,3 +439,21 @@ def test_the_learning_rate_after_a_rollback_is_smaller() -> None:
     step = build()
     step.health = Health(step.config.health, cut=0.25, cut_at=0)
     assert step(toy_batch(16)).learning_rate == pytest.approx(0.25 * step.schedule(0))
+
+
+def test_a_bad_batch_says_nothing_about_the_loss_scale() -> None:
+    step = build(ToyTask(), runtime=scaled(1024.0))
+    for _ in range(2):
+        assert step(poisoned("input")).verdict is Verdict.SKIP
+    assert step.scaler.get_scale() == 1024.0
+    assert step(toy_batch(16)).verdict is Verdict.OK
+
+
+def test_a_replay_that_runs_out_of_memory_leaves_the_update_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(replay: object, model: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("matrixlib.engine.step.first_nonfinite", failing)
+    step = build()
+    assert step(poisoned("input")).verdict is Verdict.SKIP
+    assert "ran out of memory" in step.health.last

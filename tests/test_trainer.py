@@ -69,7 +69,7 @@ def build(
         validation=validation,
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-        evidence=lambda batches, where: (where / "batches.txt").write_text(str(list(batches))),
+        evidence=lambda source, batches, where: (where / "batches.txt").write_text(str(list(batches))),
         on_micro_batch=lambda size: (folder / "micro_batch.txt").write_text(str(size)),
         metrics=MetricsLog(folder / "metrics.jsonl"),
         steps=steps,
@@ -694,3 +694,43 @@ def test_a_rollback_over_a_phase_change_goes_back_to_the_old_phase(tmp_path: Pat
     assert stats[-1].step == STEPS
     assert stats[-1].phase == 1
     assert trainer._skip == [(6, 8), (8, 10), (10, 12)]
+
+
+def test_a_run_broken_off_in_the_middle_of_a_move_goes_on_from_the_checkpoint(
+    tmp_path: Path, whole: Any
+) -> None:
+    """The same trainer is entered again, as a notebook's cell is: what was half-made is not trained on."""
+    trainer = build(tmp_path)
+    move = trainer._step._move
+
+    def failing(rate: float) -> None:
+        move(rate)
+        if trainer.step == 7:
+            trainer._step._move = move  # type: ignore[method-assign]
+            raise RuntimeError("half-way")
+
+    trainer._step._move = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="half-way"):
+        list(trainer.train())
+    assert next(iter(trainer.train())).step == 7
+    list(trainer.train())
+    assert equal(weights(trainer), whole[0])
+    assert history(tmp_path) == whole[1]
+
+
+def test_an_earlier_save_that_failed_does_not_stop_the_emergency_checkpoint(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    updates = trainer.train()
+    for _ in range(7):
+        next(updates)
+    join, calls = trainer.checkpoints.join, []
+
+    def failing() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise CheckpointError("the disk was full")
+        join()
+
+    trainer.checkpoints.join = failing  # type: ignore[method-assign]
+    updates.close()
+    assert trainer.checkpoints.newest().step == 7

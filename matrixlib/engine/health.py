@@ -199,7 +199,7 @@ class Health:
 
     def forget_band(self) -> None:
         """Start the bands anew: what is trained has changed (a phase of a curriculum), so the old ones do not hold."""
-        self.losses, self.norms, self.nonfinite, self.outliers = [], [], 0, 0
+        self.losses, self.norms = [], []
 
     def diagnosis(self, nothing_to_return_to: bool = False) -> str:
         """Why training was halted and what to try."""

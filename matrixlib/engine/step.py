@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class Step:
     """Makes one update from one batch.
 
     State: `update` (index of the next one), `micro_batch` (halved when memory runs out), scaler, health, gate.
-    `moving` is True while weights are being changed: an error then leaves them half-changed.
+    `moving` is True while weights and counters are being changed: an error then leaves them half-changed.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Step:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
         self.scaler = runtime.grad_scaler()
         self.update = 0
-        self.moving = False
+        self.moving = self._unscaled = False
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
         self._buffers = [b for b in unwrap(model).buffers() if b is not None]
 
@@ -168,12 +169,13 @@ class Step:
         streams, before = rng.capture(self.runtime.torch_device), [b.clone() for b in self._buffers]
         messages: list[str] = []
         try:
-            plan = self._plan(batch)
-            sums = self._sums(batch, plan, streams, before, messages)
+            plan, sums = self._sums(batch, streams, before, messages)
             return self._judged(batch, plan, sums, streams, before, messages, report)
         except BaseException:
             if not self.moving:
-                self._restore(before)
+                with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
+                    self._restore(before)
+            self._keep_scale()
             raise
 
     def _plan(self, batch: Batch) -> _Plan:
@@ -188,13 +190,14 @@ class Step:
         return _Plan(weights, {t: counts[t] for t in active}, active - gated, until)
 
     def _sums(
-        self, batch: Batch, plan: _Plan, streams: rng.Streams, before: list[Tensor], messages: list[str]
-    ) -> dict[str, Tensor]:
-        """Gradients of the whole batch in `.grad`; sums of losses and metrics, on the device."""
+        self, batch: Batch, streams: rng.Streams, before: list[Tensor], messages: list[str]
+    ) -> tuple[_Plan, dict[str, Tensor]]:
+        """Gradients of the whole batch in `.grad`; what was computed, sums of losses and metrics on the device."""
         while True:
             self.optimiser.zero_grad(set_to_none=True)
+            plan = self._plan(batch)
             try:
-                return self._accumulate(batch, plan)
+                return plan, self._accumulate(batch, plan)
             except (RuntimeError, MemoryError) as error:
                 if self.micro_batch == 1 or not out_of_memory(error):
                     raise
@@ -221,6 +224,7 @@ class Step:
     ) -> StepStats:
         """Read the numbers, decide, and move the weights or put the buffers back."""
         if self.scaler is not None:
+            self._unscaled = True
             self.scaler.unscale_(self.optimiser)
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         values = _read({"": norm, **sums})
@@ -238,10 +242,11 @@ class Step:
                 detail += self._first_nonfinite(batch, plan, streams, before)
         clipped = grad_norm > self.config.optim.clip_norm
         rate = self.schedule(self.update) * self.health.rate_scale(self.update)
+        self.moving = True  # from here on counters and weights change together
         verdict = self.health.judge(
             Measured(
                 self.update,
-                math.fsum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
+                sum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
                 grad_norm,
                 healthy,
                 overflow,
@@ -251,11 +256,9 @@ class Step:
             )
         )
         if verdict is Verdict.OK:
-            self.moving = True
             if clipped:
                 clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
             self._move(rate)
-            self.moving = False
         else:
             self._restore(before)
             unstable = not overflow and self.task.gated & self.active
@@ -263,12 +266,15 @@ class Step:
                 messages.append(
                     f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
                 )
-        if self.scaler is not None:
+        if self.scaler is not None and (verdict is Verdict.OK or overflow):
             self.scaler.update()
+            self._unscaled = False
+        self._keep_scale()
         self.update += 1
+        self.moving = False
         return StepStats(
             update=self.update - 1,
-            loss=math.fsum(plan.weights[t] * loss for t, loss in losses.items()),
+            loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
             losses=losses,
             metrics=_means({k: v for k, v in values.items() if k not in counts}, counts),
             counts=counts,
@@ -284,7 +290,15 @@ class Step:
             messages=tuple(messages),
         )
 
-    def _accumulate(self, batch: Batch, plan: _Plan) -> dict[str, Tensor]:
+    def _keep_scale(self) -> None:
+        """Close an update whose gradients were unscaled and not used, with the loss scale as it is: a bad batch says
+        nothing about it.
+        """
+        if self.scaler is not None and self._unscaled:
+            self.scaler.update(self.scaler.get_scale())
+            self._unscaled = False
+
+    def _accumulate(self, batch: Batch, plan: _Plan, timed: bool = True) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; sums of losses and metrics on the device."""
         sums: dict[str, Tensor] = {}
         size, started = rows(batch), time.monotonic()
@@ -298,7 +312,7 @@ class Step:
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
             stop = start + self.micro_batch
-            if self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
+            if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
                 if self.runtime.device != "cpu":
                     torch.accelerator.synchronize()  # else the clock would see launches alone
                 self.gate.took(time.monotonic() - started, plan.until)
@@ -327,7 +341,11 @@ class Step:
         after = rng.capture(self.runtime.torch_device)
         rng.restore(streams, self.runtime.torch_device)
         try:
-            name = first_nonfinite(lambda: self._accumulate(batch, plan), self.model)
+            name = first_nonfinite(lambda: self._accumulate(batch, plan, timed=False), self.model)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            name = "not named, as the replay ran out of memory"
         finally:
             self.model = compiled
             rng.restore(after, self.runtime.torch_device)

@@ -60,7 +60,7 @@ class Trainer:
         state_extra: Mapping[str, Any] | None = None,
         curriculum: Curriculum | None = None,
         enter: Callable[[Phase], tuple[Task, Source, Iterable[Batch]]] | None = None,
-        evidence: Callable[[Sequence[int], Path], None] = lambda batches, folder: None,
+        evidence: Callable[[Source, Sequence[int], Path], None] = lambda source, batches, folder: None,
         on_micro_batch: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Nothing is read or trained yet.
@@ -70,7 +70,7 @@ class Trainer:
         steps: updates of the whole run. state_extra: JSON data that every checkpoint also holds (config, ...).
         curriculum, enter: where training goes through phases, enter(phase) gives the task, the source and the
         held-out batches of one; `task`, `source` and `validation` then are those of the whole.
-        evidence(batches, folder): keeps the records of these raw batch numbers, after a blow-up.
+        evidence(source, batches, folder): keeps the records of these raw batch numbers, after a blow-up.
         on_micro_batch(size): called when memory ran out and a smaller micro-batch is used from now on.
         """
         self.task, self.runtime, self.config, self.steps = task, runtime, config, steps
@@ -106,7 +106,12 @@ class Trainer:
 
     @property
     def _between_updates(self) -> bool:
-        return self._whole and not self._step.moving
+        return self._whole and not self._step.moving and self._step.update == self.step
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether there is a checkpoint that this trainer has neither written nor read."""
+        return max(self.checkpoints.steps(), default=-1) > self._saved
 
     def resume(self) -> int:
         """Go on from the newest whole checkpoint; returns its update count, 0 where there is none.
@@ -228,21 +233,30 @@ class Trainer:
         return model.requires_grad_(False).eval()
 
     def _updates(self, stop: int) -> Iterator[Stats]:
+        if not self._between_updates:  # an earlier call was broken off half-way
+            self._step.moving, self._whole = False, True
+            if not self.resume():
+                raise ValueError(
+                    "an update was broken off half-way and there is no checkpoint yet: open the run anew"
+                )
         self.model.train()
         self._beat("training", force=True)
         self._advance()
+        with interrupt.termination() as termination:  # around the saving at the end, too
+            yield from self._loop(stop, termination)
+
+    def _loop(self, stop: int, termination: interrupt.Termination) -> Iterator[Stats]:
         source = self._open(stop)
         try:
-            with interrupt.termination() as termination:
-                while self.step < stop and not self.stop_reason:
-                    termination.check()
-                    with interrupt.deferred():
-                        stats = self._one(source)
-                        if self._advance() or stats.verdict == Verdict.ROLLBACK:
-                            source.close()  # with the batches that it has made ahead
-                            source = self._open(stop)
-                    termination.check()
-                    yield stats
+            while self.step < stop and not self.stop_reason:
+                termination.check()
+                with interrupt.deferred():
+                    stats = self._one(source)
+                    if self._advance() or stats.verdict == Verdict.ROLLBACK:
+                        source.close()  # with the batches that it has made ahead
+                        source = self._open(stop)
+                termination.check()
+                yield stats
             self._save_if_new()
             self.checkpoints.join()
         except BaseException as error:
@@ -267,9 +281,14 @@ class Trainer:
     def _rescue(self, error: BaseException) -> None:
         """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
         try:
+            self.checkpoints.join()
+        except CheckpointError as failed:  # of an earlier save: the present state is still to be saved
+            error.add_note(str(failed))
+            self._saved = -1
+        try:
             self._save_if_new()
             self.checkpoints.join()
-        except CheckpointError as failed:
+        except (CheckpointError, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
             error.add_note(str(failed))
         newest = max(self.checkpoints.steps(), default=-1)
         where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
@@ -386,7 +405,7 @@ class Trainer:
             "health": health.to_dict(),
         }
         write_json(folder / "evidence.json", record | {"rows": rows})
-        self._evidence(batches, folder)
+        self._evidence(self._source, batches, folder)
         return folder
 
     def _checkpoint(self, validation: Validation | None) -> None:
