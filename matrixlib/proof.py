@@ -65,6 +65,7 @@ DEMO: dict[str, Any] = {
         "policy": {"channels": 8},
         "value": {"channels": 8, "hidden": 16},
     },
+    "optim": {"learning_rate": 0.01},
     "train": {"batch_size": 64},
     "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
 }

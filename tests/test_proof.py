@@ -116,7 +116,10 @@ def test_a_full_disk_where_none_can_be_mounted(reports: Path, monkeypatch: pytes
 
 @pytest.mark.soak
 def test_more_updates_and_more_seeds(reports: Path) -> None:
-    found = proving.prove(device="cpu", steps=400, seeds=5)
+    slower = {
+        "optim": {"learning_rate": 0.003}
+    }  # at the demo's rate, runs of that length drift apart by themselves
+    found = proving.prove(device="cpu", steps=400, seeds=5, overrides=slower)
     print(found.table(), found.losses(), sep="\n")
     assert {row.title: row.problems for row in found.rows if row.problems} == {}
     assert found.clean_problems == []
