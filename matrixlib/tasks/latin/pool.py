@@ -28,6 +28,8 @@ LAYOUT = Layout("latin", 1, np.dtype([("size", "u1"), ("cells", "u1", (PACKED,))
 """A record: size, and the digit indices of a 16 x 16 grid, two cells a byte (low half first), 0 outside."""
 HELD_OUT = 8  # one square in so many
 PRIME = 2**31 - 1
+CREATED = "2026-01-01T00:00:00Z"
+"""Creation time in every pool, which is a function of sizes, count and seed alone: the same bytes everywhere."""
 
 
 @functools.cache
@@ -110,6 +112,7 @@ def build(folder: Path | str, sizes: Sequence[int], count: int, seed: int) -> No
                     "generator": "Jacobson-Matthews",
                     "seed": seed,
                     "split": split,
+                    "created": CREATED,
                 }
                 meta["distinct"] = min(len(chosen), rows[split])
                 records = pack(np.resize(chosen, (rows[split], size, size)))
