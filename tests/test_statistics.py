@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
+from matrixlib import config as configuration
 from matrixlib.engine.health import Health, Verdict
 from matrixlib.engine.statistics import (
     GradientNorms,
@@ -107,18 +108,24 @@ def test_first_losses_beside_chance() -> None:
         assert "1.0986" in messages[0]
 
 
+def health(**changes: object) -> Health:
+    return Health(configuration.load("demo").health, **changes)
+
+
 def test_warnings_in_words() -> None:
-    assert unusual(done()) == []
-    assert "no valid target of plane" in unusual(done(empty=("plane",)))[0]
-    assert "not finite" in unusual(done(verdict=Verdict.SKIP))[0]
-    assert "loss scale" in unusual(done(verdict=Verdict.SKIP, overflow=True))[0]
-    assert clip_warning(Health(warm=99, clipped=99)) == []
-    assert clip_warning(Health(warm=100, clipped=10)) == []
-    assert "11%" in clip_warning(Health(warm=100, clipped=11))[0]
+    well, ill = health(), health(last="update 7: loss nan", overflowed=[1, 2, 3])
+    assert unusual(done(), well) == []
+    assert "no valid target of plane" in unusual(done(empty=("plane",)), well)[0]
+    assert "update 7: loss nan" in unusual(done(verdict=Verdict.SKIP), ill)[0]
+    assert "loss scale" in unusual(done(verdict=Verdict.SKIP, overflow=True), well)[0]
+    assert "fell 3 times" in unusual(done(verdict=Verdict.SKIP, overflow=True), ill)[1]
+    assert clip_warning(health(clips=[True] * 99)) == []
+    assert clip_warning(health(clips=[True] * 10 + [False] * 90)) == []
+    assert "11%" in clip_warning(health(clips=[True] * 11 + [False] * 89))[0]
 
 
 def test_a_row_leaves_out_what_an_update_has_not() -> None:
-    stats = Stats(1, 2, 1.0, {"a": 1.0}, {}, 0.1, 1.0, 0.0, "ok", 0, 0, 0.5, 10.0)
+    stats = Stats(1, 2, 1.0, {"a": 1.0}, {}, 0.1, 1.0, 0.0, "ok", 0, 0, 0, 0.5, 10.0)
     row = stats.row()
     assert row["step"] == 1
     assert row["micro_step"] == 2
