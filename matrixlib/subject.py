@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from matrixlib.config import ChessConfig, Config, ConfigError, LatinConfig
+from matrixlib.config import ChessConfig, Config, ConfigError, LatinConfig, cache_root
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,12 +172,10 @@ class Latin:
         return LAYOUT
 
     def folder(self) -> Path:
-        from matrixlib.tasks.chess.shipped import default_cache
-
         source = self.task.config.data.source
         if source != "generated":
             return given_folder(source, "generated")
-        folder = default_cache() / self.task.pool_name
+        folder = cache_root() / self.task.pool_name
         self.task.make_pool(folder)
         return folder
 

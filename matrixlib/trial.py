@@ -21,7 +21,7 @@ TUNING_SECONDS = 30.0
 
 
 def fit_steps(config: Config, runtime: Runtime, task: Task, training: Loader) -> int:
-    """Updates that fit in `train.minutes`; random streams are untouched."""
+    """Updates that fit in `train.minutes`; torch's random stream on the CPU is left as it was."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

@@ -72,14 +72,12 @@ def test_weight_decay_only_on_matrices_and_kernels() -> None:
     assert sum(len(group["params"]) for group in groups) == len(decayed | plain)
 
 
-def test_adamw_is_fused_on_the_cpu_and_says_so() -> None:
+def test_adamw_is_fused_on_the_cpu() -> None:
     adamw = optim.optimiser(ToyNet(), settings(), CPU)
     assert adamw.defaults["fused"] is True
     assert not adamw.defaults["foreach"]
-    assert "fused" in optim.describe(adamw)
     foreach = optim.optimiser(ToyNet().to("meta"), settings(), torch.device("meta"))
     assert foreach.defaults["foreach"] is True
-    assert "foreach" in optim.describe(foreach)
 
 
 def test_a_frozen_model_is_refused() -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from test_packing import make_work
 
+from matrixlib.config import cache_root
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess import packing, shipped
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
-from matrixlib.tasks.chess.shipped import damage, default_cache, read_manifest, ship, unpack_sample
+from matrixlib.tasks.chess.shipped import damage, read_manifest, ship, unpack_sample
 
 SHIPPED = pytest.mark.skipif(
     not (shipped.SAMPLE / shipped.MANIFEST).exists(), reason="no sample set is shipped"
@@ -123,9 +124,9 @@ def test_a_cache_that_is_no_folder_is_said(package, tmp_path):
 
 def test_the_cache_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path
+    assert cache_root() == tmp_path
     monkeypatch.delenv("MATRIXLIB_CACHE")
-    assert default_cache().name == "matrixlib"
+    assert cache_root().name == "matrixlib"
 
 
 UNPACK = """

@@ -38,7 +38,6 @@ def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, 
     assert all(math.isfinite(value) for value in values)
     assert (rows[-1]["skipped"], rows[-1]["rollbacks"]) == (0, 0)
     memory = [row["memory"] for row in rows if "memory" in row]
-    assert sum(found["clears"] for found in memory) == 0, "a healthy run never empties the allocator's cache"
     resident = [found["rss_mib"] for found in memory]
     quarter = len(resident) // 4
     growth = max(resident[-quarter:]) - statistics.median(resident[quarter : 2 * quarter])

@@ -266,11 +266,14 @@ def test_overflow_of_the_loss_scale_lowers_it_and_counts_apart() -> None:
 
 
 def test_a_collapsed_loss_scale_is_no_excuse() -> None:
-    step = build(ToyTask(), runtime=scaled(1.0))
-    step.model.register_parameter("trap", nn.Parameter(torch.zeros(())))
-    stats = step(poisoned("input"))
-    assert not stats.overflow
-    assert step.health.skipped == 1
+    """A gradient that is not finite at a scale of 1 is no overflow; at a larger one it would be."""
+    for scale, overflow in ((1.0, False), (1024.0, True)):
+        step = build(ToyTask(), runtime=scaled(scale))
+        step.model.plane.bias.register_hook(lambda gradient: gradient * math.inf)
+        stats = step(toy_batch(16))
+        assert math.isfinite(stats.loss)
+        assert stats.overflow is overflow
+        assert (step.health.skipped, step.health.overflows) == (int(not overflow), int(overflow))
 
 
 def test_first_update_report_names_missing_and_zero_gradients() -> None:

@@ -205,7 +205,7 @@ class Monitor:
         return messages
 
     def clear(self) -> None:
-        """Empty the allocator's cache and count it: for `check`, and after an update that ran out of memory."""
+        """Empty the allocator's cache and count it."""
         clear_cache(self._device)
         self._clears += 1
 

@@ -86,7 +86,7 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
     """AdamW over `model`, which must already be on `device`: the fused kernel where there is one, else
     foreach.
 
-    The step sets the learning rate of each update; `describe` says which kernel was taken.
+    The step sets the learning rate of each update.
     Raises ValueError when no parameter can be trained.
     """
     groups = parameter_groups(model, config.weight_decay)
@@ -101,15 +101,6 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
         fused=fused,
         foreach=None if fused else True,
     )
-
-
-def describe(optimiser: torch.optim.AdamW) -> str:
-    """One line: kernel and number of parameters with and without weight decay."""
-    count = [0, 0]
-    for group in optimiser.param_groups:
-        count[group["weight_decay"] == 0] += sum(parameter.numel() for parameter in group["params"])
-    kernel = "fused" if optimiser.defaults["fused"] else "foreach"
-    return f"AdamW ({kernel}), {count[0]:,} parameters with weight decay, {count[1]:,} without"
 
 
 def optimiser_tensors(optimiser: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:

@@ -183,20 +183,20 @@ class Trainer:
     def train(self, stop: int | None = None) -> Iterator[Stats]:
         """Updates up to `stop` (default: the last one); yields after each.
 
-        However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error or the caller's leaving
-        the loop, the state after the last whole update has been saved; only TrainingHalted leaves the last good
-        one. After a rollback (`verdict`) the next stats are of an earlier update. Raises ValueError at once for a
-        target loss that cannot be reached, and TrainingHalted (with a diagnosis) when the run cannot be kept
-        stable.
+        However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error in an update or the caller's
+        leaving the loop, the state after the last whole update has been saved. TrainingHalted leaves the last good
+        checkpoint, an error after the weights moved (in a validation, say) the last one on disk. After a rollback
+        (`verdict`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
+        be reached, and TrainingHalted (with a diagnosis) when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
             refuse_below_floor(target, self.task, self._held_out("sample"), self._step.active)
         return self._updates(self.steps if stop is None else min(stop, self.steps))
 
-    def save(self, best: float | None = None, wait: bool = False) -> Path:
+    def save(self, best: float | None = None) -> Path:
         """Write a checkpoint of the present state, which must lie between two updates, in the background.
 
-        best: the validation loss that makes it the best one. wait: until it is durable.
+        best: the validation loss that makes it the best one.
         """
         assert self._between_updates, "a half-made update cannot be saved"
         tensors = {
@@ -221,7 +221,7 @@ class Trainer:
         if self._step.scaler is not None:
             state["scaler"] = self._step.scaler.state_dict()
         assert not state.keys() & self.state_extra.keys(), "state_extra uses a name of the trainer's"
-        path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best, wait=wait)
+        path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best)
         self._saved = self.step
         return path
 

@@ -13,7 +13,6 @@ import json
 import lzma
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from matrixlib.config import cache_root
 from matrixlib.data.shards import file_hash
 from matrixlib.tasks.chess import packing
 from matrixlib.tasks.chess.packing import Positions
@@ -32,17 +32,6 @@ DATA, MANIFEST = "sample.npz.xz", "manifest.json"
 FORMAT = 1
 REINSTALL = "install the package again, or take the file from a fresh clone"
 _SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class of the other colour
-
-
-def default_cache() -> Path:
-    """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
-    if chosen := os.environ.get("MATRIXLIB_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "matrixlib"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "matrixlib"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matrixlib"
 
 
 def turned(squares: np.ndarray, black: np.ndarray) -> np.ndarray:
@@ -149,11 +138,11 @@ def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
     """The folder with the unpacked shards of the sample set, unpacked on first use, verified every time.
 
-    It lies in `cache` (default: default_cache()). A missing, half-unpacked or damaged set is made again; two
+    It lies in `cache` (default: cache_root()). A missing, half-unpacked or damaged set is made again; two
     processes may call at once. Raises ValueError when the shipped file is damaged or the cache is read-only.
     """
     manifest = read_manifest(folder)
-    root = cache if cache is not None else default_cache()
+    root = cache if cache is not None else cache_root()
     target = root / f"sample-{manifest['sha256'][:12]}"
     if not damage(target, manifest):
         return target
