@@ -134,6 +134,56 @@ def test_a_loss_that_stays_up_is_found_within_patience(seed: int, factor: float)
     assert run(health, [(2 * factor, 1.0)] * 3) == [OK, OK, ROLLBACK]
 
 
+def around(level: float, updates: int, seed: int = 2) -> list[tuple[float, float]]:
+    stream = random.Random(seed)
+    return [(level + stream.gauss(0, 0.05), 1.0) for _ in range(updates)]
+
+
+@pytest.mark.parametrize(
+    ("level", "verdict"),
+    [
+        (2.0, OK),
+        (1.7, OK),
+        (2.03, OK),  # within the noise
+        (2.2, ROLLBACK),  # inside the band of the single losses, but not where they were
+    ],
+)
+def test_a_short_spike_is_rolled_back_if_the_loss_settles_worse(level: float, verdict: Verdict) -> None:
+    health = settled(window=40)
+    run(health, around(2.0, 30))
+    assert run(health, [HIGH, HIGH]) == [OK, OK]
+    assert run(health, around(level, 9, seed=3)) == [OK] * 9
+    assert not health.steady, "what comes of it is not known yet"
+    assert run(health, around(level, 1)) == [verdict]
+    assert health.steady
+    if verdict is ROLLBACK:
+        assert health.onset == 50
+        assert "settled at 2.2" in health.last
+        assert "after a spike, from" in health.last
+
+
+def test_a_loss_that_settled_worse_halts_nothing() -> None:
+    health = settled(window=40, rollbacks=0)
+    run(health, around(2.0, 30))
+    assert run(health, [HIGH, HIGH, *around(2.2, 40)]) == [OK] * 42
+
+
+def test_frequent_outliers_leave_steady_moments() -> None:
+    health = settled(window=40)
+    run(health, around(2.0, 30))
+    steady = 0
+    for seed in range(40):  # an outlier in eight updates
+        run(health, [HIGH, *around(2.0, 7, seed)])
+        steady += health.steady
+    assert steady > 10
+
+
+def test_skips_of_updates_need_no_watching() -> None:
+    health = settled()
+    run(health, [BAD, GOOD])
+    assert health.steady
+
+
 def test_gradients_of_the_warm_up_are_not_judged_and_not_counted_as_clipped() -> None:
     health = Health(options())
     for update in range(40):

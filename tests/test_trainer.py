@@ -535,6 +535,29 @@ def test_a_loss_spike_is_rolled_back(tmp_path: Path) -> None:
     assert all(value.abs().max() < 20 for value in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("interval", [5, 1000])
+def test_a_short_spike_that_leaves_damage_is_rolled_back(tmp_path: Path, interval: int) -> None:
+    """Two bad batches, then targets that are a little off: the loss stays inside the band, but above its old level."""
+
+    def change(raw: int, batch: Batch) -> None:
+        batch["target"] *= 1000 if raw in (31, 32) else 1
+        batch["target"] += 1.5 if raw > 32 else 0
+
+    config = settings(
+        **configuration.merge(
+            SPIKES, {"checkpoint": {"interval": interval}, "health": {"band": 1000.0, "patience": 9}}
+        )
+    )
+    trainer = build(tmp_path, source=ToySource(20, change=change), config=config, steps=45)
+    back = [s for s in trainer.train() if s.verdict != "ok"]
+    assert "settled" in trainer._step.health.last
+    if interval == 5:
+        assert back[0].verdict == "rollback"
+        assert "checkpoint of update 30" in back[0].messages[-1]
+    else:
+        assert [s.verdict for s in back] == ["skip"], "nowhere to go back to: no reason to stop"
+
+
 def test_the_checkpoint_of_the_interval_waits_while_the_loss_is_up(tmp_path: Path) -> None:
     config = settings(**configuration.merge(SPIKES, {"health": {"patience": 9}}))
     trainer = build(tmp_path, source=spiking(33, 35), config=config, steps=60)

@@ -1,8 +1,8 @@
 """Verdict on an update, from numbers alone: may the weights move, must the run go back? No tensors here.
 
 OK moves the weights. SKIP moves none: the loss or a gradient is not finite. ROLLBACK goes back to the last good
-checkpoint: loss or gradient norm stayed far above its running band, or updates stayed non-finite. HALT ends the run:
-it was rolled back too often, or there is nothing good to go back to.
+checkpoint: loss or gradient norm stayed far above its running band, or came back from there to a worse loss, or
+updates stayed non-finite. HALT ends the run: it was rolled back too often, or there is nothing good to go back to.
 
 The band is robust (median and median absolute deviation of the last accepted updates), so that a few outliers inside
 it do not widen it. It has an upper edge only: a falling loss is no fault.
@@ -24,6 +24,8 @@ NORMAL = 1.4826
 LOSS_FLOOR, NORM_FLOOR = 0.05, 0.25
 """Least standard deviation of the band as a share of the median: a quiet stretch must not make a normal update an
 outlier. Gradient norms scatter more than losses do."""
+SETTLED_FLOOR = 0.01
+"""The same for the median loss after a short spike, which scatters less."""
 CLIP_WINDOW = 500
 """Updates after the warm-up that the share of clipped gradients looks back on."""
 OVERFLOW_WINDOW, OVERFLOWS = 100, 3
@@ -74,9 +76,10 @@ class Health:
     updates: updates judged. skipped: those with a non-finite loss or gradient. overflows: fp16 gradients beyond the
     range at the current loss scale; the scaler halves the scale, which is normal, so they count apart and never
     towards a rollback. overflowed: their latest update indices. nonfinite, outliers: such updates in a row up to now.
-    onset: update index where the present row of them began. losses, norms: the running bands. clips: whether the
-    latest gradients after the warm-up were clipped. rollbacks: rollbacks so far. cut, cut_at: learning-rate factor
-    set by the last one, and the update that it went back to. last: what was wrong last.
+    onset: update index where the present row of them began. losses, norms: the running bands. before, after: the
+    losses before a row that ended by itself, and since then, until it is known whether they came back to their level.
+    clips: whether the latest gradients after the warm-up were clipped. rollbacks: rollbacks so far. cut, cut_at:
+    learning-rate factor set by the last one, and the update that it went back to. last: what was wrong last.
     """
 
     config: HealthConfig
@@ -89,6 +92,8 @@ class Health:
     onset: int = 0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
     clips: list[bool] = field(default_factory=list)
     rollbacks: int = 0
     cut: float = 1.0
@@ -109,12 +114,13 @@ class Health:
         if not why:
             self.nonfinite = self.outliers = 0
             self._accept(seen)
-            return Verdict.OK
+            return Verdict.ROLLBACK if self._settled_worse(seen) else Verdict.OK
         if self.steady:
             self.onset = seen.update
         self.last = f"{seen}" if not finite else f"{seen}; {why}"
         if finite:
             self.nonfinite, self.outliers = 0, self.outliers + 1
+            self.before = self.before or self.losses
         else:
             self.skipped, self.nonfinite = self.skipped + 1, self.nonfinite + 1
         if self.nonfinite >= self.config.skips or self.outliers >= self.config.patience:
@@ -135,10 +141,26 @@ class Health:
                 found.append(f"{name} above {edge:.4g}, the band's edge (median {median(band):.4g})")
         return "; ".join(found)
 
+    def _settled_worse(self, seen: Measured) -> bool:
+        """Whether the losses after a short spike have settled above those before it: the weights were damaged.
+
+        Known once as many losses have come in as make a band. Such a run is not lost, so it is never halted for it.
+        """
+        if not self.before:
+            return False
+        self.after = [*self.after, seen.loss]
+        if len(self.after) < self.config.window // 4:
+            return False
+        level, now = median(self.before), median(self.after)
+        worse = now > level + max(_deviation(self.before), SETTLED_FLOOR * abs(level))
+        if worse:
+            self.last = f"{seen}; the median loss has settled at {now:.4g} after a spike, from {level:.4g} before it"
+        self.before, self.after = [], []
+        return worse and self.rollbacks < self.config.rollbacks
+
     def _edge(self, band: Sequence[float], floor: float) -> float:
         middle = median(band)
-        deviation = NORMAL * median([abs(value - middle) for value in band])
-        return middle + self.config.band * max(deviation, floor * abs(middle))
+        return middle + self.config.band * max(_deviation(band), floor * abs(middle))
 
     def _accept(self, seen: Measured) -> None:
         self.losses = [*self.losses, seen.loss][-self.config.window :]
@@ -148,8 +170,11 @@ class Health:
 
     @property
     def steady(self) -> bool:
-        """Whether the last update was neither an outlier nor non-finite: such a state is worth keeping."""
-        return not self.outliers and not self.nonfinite
+        """Whether no update since the loss was last at its level was an outlier or not finite.
+
+        Such a state is worth keeping.
+        """
+        return not self.outliers and not self.nonfinite and not self.before
 
     @property
     def clip_share(self) -> float:
@@ -199,7 +224,7 @@ class Health:
 
     def forget_band(self) -> None:
         """Start the bands anew: what is trained has changed (a phase of a curriculum), so the old ones do not hold."""
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.before, self.after = [], [], [], []
 
     def diagnosis(self, nothing_to_return_to: bool = False) -> str:
         """Why training was halted and what to try."""
@@ -230,3 +255,9 @@ class Health:
         if odd := sorted(known ^ set(data)):
             raise ValueError(f"health state of the checkpoint is of another version: {', '.join(odd)}")
         return cls(config, **data)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Standard deviation of normally distributed values, by the median absolute deviation: outliers do not count."""
+    middle = median(values)
+    return NORMAL * median([abs(value - middle) for value in values])

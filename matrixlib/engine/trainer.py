@@ -363,12 +363,17 @@ class Trainer:
         return stats
 
     def _verdict(self, done: StepStats) -> tuple[Verdict, int | None]:
-        """The verdict, and where a rollback goes to; without a good checkpoint the run has to halt."""
+        """The verdict, and where a rollback goes to; without a good checkpoint the run has to halt.
+
+        Not where the loss is back from a spike and merely worse: then this update is left out.
+        """
         if done.verdict is not Verdict.ROLLBACK:
             return done.verdict, None
         self.checkpoints.join()
         target = self._step.health.target(self.checkpoints.steps())
-        return (Verdict.HALT if target is None else Verdict.ROLLBACK), target
+        if target is None:
+            return (Verdict.SKIP if self._step.health.steady else Verdict.HALT), None
+        return Verdict.ROLLBACK, target
 
     def _roll_back(self, target: int) -> str:
         """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
