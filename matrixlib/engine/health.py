@@ -154,7 +154,9 @@ class Health:
         level, now = median(self.before), median(self.after)
         worse = now > level + max(_deviation(self.before), SETTLED_FLOOR * abs(level))
         if worse:
-            self.last = f"{seen}; the median loss has settled at {now:.4g} after a spike, from {level:.4g} before it"
+            self.last = (
+                f"{seen}; the median loss has settled at {now:.4g} after a spike, from {level:.4g} before it"
+            )
         self.before, self.after = [], []
         return worse and self.rollbacks < self.config.rollbacks
 
