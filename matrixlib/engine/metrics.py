@@ -128,9 +128,12 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically and durably: temporary name, fsync, rename, fsync of the folder."""
+    """Write a UTF-8 file atomically and durably: temporary name, fsync, rename, fsync of the folder.
+
+    The temporary name is this process's own: two runs may write the index of the reports at once.
+    """
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
