@@ -1,6 +1,6 @@
 """ONNX export, and the proof that the exported network says the same.
 
-Needs `onnx`, `onnxscript` and `onnxruntime`, which nothing else here needs: `pip install onnx onnxscript onnxruntime`.
+Needs `onnx`, `onnxscript` and `onnxruntime`, which nothing else here needs: the extra `onnx` of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -92,4 +92,6 @@ def _need(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise ValueError(f"'{name}' is not installed; pip install onnx onnxscript onnxruntime") from None
+        raise ValueError(
+            f"'{name}' is not installed; `make install` brings it, or the extra: pip install '.[onnx]'"
+        ) from None
