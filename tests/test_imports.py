@@ -32,6 +32,12 @@ TYPES_ALONE = {
 }  # under `if TYPE_CHECKING:` the policy names the sections that it reads
 NOTEBOOK_ROWS = ("notebook", "runtime", "engine.plots", "tasks.*.plots")
 LIGHT = ("", "config", "machine", "rates", "runtime", "data.shards", "data.catalogue", "data.quality")
+TASK_WORDS = re.compile(
+    r"chess|\blatin(?![-_]?1\b)|(?<![a-z])(pawn|knight|bishop|rook|queen|king)s?(?![a-z])|sudoku|isotop"
+    r"|castling|en[ _]passant|check_?mate|stale_?mate|stockfish|\b(lc0|leela|uci|pgn|fens?|syzygy)\b",
+    re.IGNORECASE,
+)
+"""Words of a task; those of any game (move, ply, draw) and of mathematics (squares, digits) are not."""
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl", "sources"))
 
 
@@ -180,4 +186,27 @@ def test_no_module_does_work_at_import(parts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("parts", [p for p in MODULES if p[1] in ("engine", "data", "play")], ids=".".join)
 def test_engine_data_and_play_know_no_task(parts: tuple[str, ...]) -> None:
     text = (ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8")
-    assert not re.search(r"\b(chess|latin(?![-_]?1))", text, re.IGNORECASE)
+    assert [found.group() for found in TASK_WORDS.finditer(text)] == []
+
+
+def test_the_search_for_words_of_tasks_finds_them() -> None:
+    for text in (
+        "a ChessTask",
+        "Latin squares",
+        "latin_demo",
+        "two Knights",
+        "the king's",
+        "isotopies",
+        "Sudoku",
+    ):
+        assert TASK_WORDS.search(text), text
+    for text in (
+        "latin-1",
+        "shaking",
+        "mean squares",
+        "speaking",
+        "looking",
+        "promote",
+        "the moves of a game",
+    ):
+        assert not TASK_WORDS.search(text), text

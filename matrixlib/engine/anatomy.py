@@ -147,7 +147,7 @@ def dead_units(
 ) -> DeadUnits:
     """Look at every activation function that `task.outputs` runs, over the first `minimum` rows or more.
 
-    A unit is a channel, over rows and squares: dimension 1 of a tensor with four or more (B, C, H, W), the
+    A unit is a channel, over rows and places: dimension 1 of a tensor with four or more (B, C, H, W), the
     last one of a smaller tensor (B, C) or (B, tokens, C). It is dead if it is never above 0 (ReLU), or if
     its standard deviation is below 1e-4 (SiLU, GELU, Mish). Functions are seen as the operations they run,
     so they need not be modules. batches: host tensors. Eval mode; one host read; all hooks are gone

@@ -16,7 +16,7 @@ Batch = dict[str, Tensor]
 class Task(Protocol):
     """What the engine trains. One contract test (tests/test_task_contract.py) runs over every task.
 
-    A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or squares,
+    A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or pixels,
     tokens) with a usable target. Losses and metrics leave the task as SUMS over items, never as means: the
     engine cuts an update into micro-batches, adds the sums and divides once, by the item counts of the whole
     update. So the gradient is that of the big batch, however rows with missing targets fall into the
@@ -77,7 +77,7 @@ class Task(Protocol):
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor), both SUMS over the items that `counts` counts, of a batch on the host.
 
-        `chance`: the loss of a freshly initialised network, e.g. ln(number of legal moves) per row. `floor`:
+        `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`:
         the least loss that any network can reach, e.g. the entropy of the (smoothed) targets. The engine
         compares the first with the first update's losses and refuses a target loss below the second.
         """
