@@ -68,7 +68,9 @@ def _as_tuple(value: Any) -> Any:
 
 class DataConfig(Section):
     source: str = Field(description="a folder of shards with a catalogue, or a name that the task knows")
-    limit: CountOrZero = Field(description="use only the first N training positions; 0 = all")
+    limit: CountOrZero = Field(
+        description="use only N training positions, the first of each source, of all the same share; 0 = all"
+    )
     window_blocks: CountOrZero = Field(
         description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
     )
@@ -105,7 +107,7 @@ class TrainConfig(Section):
 class ValidationConfig(Section):
     interval: Count = Field(description="updates between validations")
     sample: Count = Field(description="positions of the fixed sample that each validation uses")
-    limit: CountOrZero = Field(description="use only the first N held-out rows; 0 = all")
+    limit: CountOrZero = Field(description="use only N held-out rows, taken as those of data.limit; 0 = all")
     full_every: Count = Field(description="every k-th validation uses the whole set")
     batch_size: Count = Field(description="positions of one forward pass in validation")
     plateau: CountOrZero = Field(

@@ -26,6 +26,7 @@ from matrixlib.data.loader import (
     LoaderError,
     WorkerTraceback,
     generator,
+    kept_rows,
     make_key,
     merge_ranges,
     permute,
@@ -135,6 +136,35 @@ def test_limit_is_the_first_rows(folder: Path, limit: int, size: int, window: in
     stream = rows_of(loader, range(min(-(-count // size), 20)))[:count]
     assert stream.max() < count
     assert len(np.unique(stream)) == len(stream)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shards=st.lists(st.tuples(st.integers(1, 50), st.sampled_from("abc")), min_size=1, max_size=8),
+    limit=st.integers(0, 300),
+)
+def test_limit_takes_the_same_share_of_every_source(shards: list[tuple[int, str]], limit: int) -> None:
+    counts, sources = zip(*shards, strict=True)
+    kept, total = kept_rows(counts, sources, limit), sum(counts)
+    assert sum(kept) == min(limit or total, total)
+    for source in set(sources):
+        own = [(k, n) for k, n, s in zip(kept, counts, sources, strict=True) if s == source]
+        rows, have = map(sum, zip(*own, strict=True))
+        assert abs(rows - sum(kept) * have / total) < 1
+        before = np.cumsum([0, *(n for _, n in own)])
+        expected = [min(max(rows - start, 0), n) for start, (_, n) in zip(before, own, strict=False)]
+        assert [k for k, _ in own] == expected, "the first rows of a source"
+
+
+def test_a_limited_set_of_two_sources_has_rows_of_both(tmp_path: Path) -> None:
+    for name, first, source in (("a", 0, "one"), ("b", 6000, "two")):
+        write_shard(tmp_path / f"{name}.npz", LAYOUT, toy_batch(6000, first), META | {"source": source})
+    loader = Loader(Catalogue(tmp_path).shards("train"), LAYOUT, 500, 3, Toy().prepare, limit=1000)
+    assert loader.count == 1000
+    found = np.sort(rows_of(loader, range(2)))
+    assert (found == np.concatenate([np.arange(500), np.arange(6000, 6500)])).all()
+    held = np.concatenate([batch["row"].numpy() for batch in loader.sequential(300)])
+    assert (held == found).all()
 
 
 def test_batch_larger_than_the_data(folder: Path) -> None:

@@ -173,6 +173,27 @@ def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 # Rows
 
 
+def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
+    """How many rows of each shard (counts, sources) a limit keeps, from its beginning on; 0 keeps all.
+
+    Every source keeps the same share, or a limited set would be one of the source that comes first; of a source
+    the first rows in the order of its shards.
+    """
+    total = sum(counts)
+    if not limit or limit >= total:
+        return list(counts)
+    left, passed = dict.fromkeys(sources, 0), 0
+    for source in left:
+        rows = sum(count for count, own in zip(counts, sources, strict=True) if own == source)
+        left[source] = limit * (passed + rows) // total - limit * passed // total
+        passed += rows
+    kept = []
+    for count, source in zip(counts, sources, strict=True):
+        kept.append(min(count, left[source]))
+        left[source] -= kept[-1]
+    return kept
+
+
 class Reader:
     """Rows of several shards by one running number, damaged blocks replaced. Workers open their own maps.
 
@@ -180,15 +201,18 @@ class Reader:
     holds depends on the files alone and not on who found the damage first.
     """
 
-    def __init__(self, names: Sequence[str], paths: Sequence[Path], layout: Layout, limit: int) -> None:
+    def __init__(
+        self, names: Sequence[str], paths: Sequence[Path], sources: Sequence[str], layout: Layout, limit: int
+    ) -> None:
         self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
         self._shards: dict[int, Shard] = {}
-        counts = [len(self._shard(i)) for i in range(len(paths))]
+        counts = kept_rows([len(self._shard(i)) for i in range(len(paths))], sources, limit)
         self.start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # first row of each shard
-        self.count = min(limit, int(self.start[-1])) if limit else int(self.start[-1])
+        self.count = int(self.start[-1])
         firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
-        first = np.concatenate([np.empty(0, np.int64), *firsts])
-        self.first = np.append(first[first < self.count], self.count)  # first row of each block, and N
+        self.first = np.concatenate([*firsts, [self.count]]).astype(
+            np.int64
+        )  # first row of each block, and N
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
         self.fresh: list[Damage] = []
@@ -333,7 +357,7 @@ def one_thread() -> Iterator[None]:
 class Loader:
     """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
 
-    `shards` are catalogue rows or paths, in catalogue order; `limit` keeps the first N rows of them (0: all);
+    `shards` are catalogue rows or paths, in catalogue order; `limit` keeps N rows of them (0: all; see `kept_rows`);
     `window_blocks` is the shuffle window (0: everything). `skip` holds ranges (start, stop) of batch numbers
     that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
     reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
@@ -366,7 +390,8 @@ class Loader:
             )
         names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
         paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
-        self._reader = Reader(names, paths, layout, limit)
+        sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
+        self._reader = Reader(names, paths, sources, layout, limit)
         order = Order(self._reader.first, seed, phase, window_blocks)
         self._batches = Batches(self._reader, order, batch_size, prepare, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
