@@ -40,6 +40,7 @@ Fraction = Annotated[Real, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
+Activation = Literal["silu", "relu", "gelu", "mish"]
 SSLHead = Literal["piece", "threat", "pin", "fork", "control"]
 SSL_CHANNELS = {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}
 
@@ -278,6 +279,7 @@ class ValueHeadConfig(Section):
     pool: Literal["flatten", "pooled"] = Field(description="flatten the squares, or average over them")
     channels: Count = Field(description="channels before the linear layers")
     hidden: Count = Field(description="width of the first hidden layer; the second is half of it")
+    activation: Activation = Field(description="of the hidden layers; units of `relu` may die and stay dead")
 
 
 class ModelConfig(Section):
@@ -287,7 +289,7 @@ class ModelConfig(Section):
     block: Literal["basic", "bottleneck"] = Field(description="3x3-3x3, or 1x1-3x3-1x1")
     bottleneck: Count = Field(description="a bottleneck block's inner width is channels // bottleneck")
     preact: bool = Field(description="norm and activation before each convolution")
-    activation: Literal["silu", "relu", "gelu", "mish"] = Field(description="activation of trunk and heads")
+    activation: Activation = Field(description="activation of trunk and heads")
     norm: NormConfig
     se_ratio: Fraction = Field(description="squeeze-and-excitation width as a share of channels; 0 = none")
     droppath: Annotated[Real, Field(ge=0, lt=1)] = Field(

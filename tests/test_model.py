@@ -39,7 +39,7 @@ BASE = merge(
             "norm": "pre",
         },
         "policy": {"kind": "conv", "channels": 32, "rank": 5},
-        "value": {"kind": "wdl", "pool": "pooled", "channels": 16, "hidden": HIDDEN},
+        "value": {"kind": "wdl", "pool": "pooled", "channels": 16, "hidden": HIDDEN, "activation": "silu"},
     },
 )
 ALL_SSL = list(SSL_CHANNELS)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from matrixlib.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.blocks import (
+    ACTIVATIONS,
     SQUARES,
     AttentionBlock,
     ChessFeatures,
@@ -156,6 +157,7 @@ class ValueHead(nn.Module):
         self.input = ConvNorm(config, config.channels, options.channels, 1)
         self.dropout = nn.Dropout(config.dropout)
         self.scalar, self.pooled = options.kind == "scalar", options.pool == "pooled"
+        self.activation = ACTIVATIONS[options.activation]
         half = max(1, options.hidden // 2)
         self.fc1 = nn.Linear(options.channels * (1 if self.pooled else SQUARES), options.hidden)
         self.fc2 = nn.Linear(options.hidden, half)
@@ -167,7 +169,7 @@ class ValueHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
         x = x.mean((2, 3)) if self.pooled else x.flatten(1)
-        out = self.fc3(F.relu(self.fc2(F.relu(self.fc1(x))))).float()
+        out = self.fc3(self.activation(self.fc2(self.activation(self.fc1(x))))).float()
         return torch.tanh(out).squeeze(1) if self.scalar else out
 
 
