@@ -301,6 +301,7 @@ class ModelConfig(Section):
     policy: PolicyHeadConfig
     value: ValueHeadConfig
     ssl: tuple[SSLHead, ...] = Field(description="self-supervised heads by name; [] = none")
+    ssl_trunk: bool = Field(description="their gradient reaches the trunk; false trains the heads alone")
     auxiliary: bool = Field(description="Matrix0's from-square and move-type heads (never trained there)")
     checkpoint_every: CountOrZero = Field(description="activation checkpointing of every k-th block; 0 = off")
 
@@ -316,10 +317,28 @@ class ModelConfig(Section):
         return self
 
 
+class SSLWeights(Section):
+    piece: NonNegative = Field(description="weight of the piece head's loss: what stands on hidden squares")
+    threat: NonNegative = Field(description="weight of the threat head's loss: attacked by the opponent")
+    pin: NonNegative = Field(description="weight of the pin head's loss: pinned to its own king")
+    fork: NonNegative = Field(description="weight of the fork head's loss: attacks two worthwhile targets")
+    control: NonNegative = Field(description="weight of the control head's loss: who has more attackers")
+
+
+class PositiveWeights(Section):
+    pin: Annotated[Real, Field(ge=1)] = Field(
+        description="how many times a pinned piece counts in the pin loss; predictions are corrected for it"
+    )
+    fork: Annotated[Real, Field(ge=1)] = Field(
+        description="how many times a forking piece counts in the fork loss; predictions are corrected for it"
+    )
+
+
 class LossConfig(Section):
     policy: NonNegative = Field(description="weight of the policy cross-entropy")
     value: NonNegative = Field(description="weight of the value loss")
-    ssl: NonNegative = Field(description="weight of each self-supervised head's loss")
+    ssl: SSLWeights
+    positive: PositiveWeights
     label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
         description="share of the policy target spread over the legal moves"
     )
@@ -335,6 +354,11 @@ class ChessDataConfig(DataConfig):
         description="`sample` (ships with the package) or a folder of shards with a catalogue"
     )
     mirror: bool = Field(description="mirror left-right at random where no castling right is left")
+    hidden_rows: Fraction = Field(
+        description="share of the positions with squares hidden at the input, where there is a `piece` head; "
+        "they train that head alone"
+    )
+    hidden_squares: Fraction = Field(description="share of the squares hidden in such a position")
 
 
 class ChessConfig(Config):

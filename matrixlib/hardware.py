@@ -103,6 +103,7 @@ def _loader_rate(batch_size: int = 1024, batches: int = 20) -> dict[str, float]:
     from matrixlib.tasks.chess.task import ChessTask
 
     settings = configuration.load("demo")
+    assert isinstance(settings, configuration.ChessConfig)
     rows = Catalogue(unpack_sample()).shards("train")
     loader = Loader(rows, LAYOUT, batch_size, settings.seed, ChessTask(settings).prepare)
     for i in range(5):

@@ -138,6 +138,10 @@ def load(run: str | Path, checkpoint: str = "best", device: str = "auto") -> Net
     config = configuration.parse(
         yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
     )
+    if not isinstance(config, configuration.ChessConfig):
+        raise ValueError(
+            f"run '{folder.name}' trains {config.task}, not chess; its own notebook evaluates it"
+        )
     settings = {
         "device": device,
         "precision": "auto",

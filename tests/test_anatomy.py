@@ -145,7 +145,8 @@ def plant_relu(norm: nn.Module, channels: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_dead_relu_channels_are_found_exactly(norm: str) -> None:
-    net = chess_net(activation="relu", norm={"blocks": norm, "stem_heads": norm}).train()
+    value = {"activation": "relu"}
+    net = chess_net(activation="relu", norm={"blocks": norm, "stem_heads": norm}, value=value).train()
     plant_relu(net.policy_head.input.norm, (2, 5))
     plant_relu(net.tower[1].norms[1], (0, 7, 11))  # the second activation of this block
     with torch.no_grad():

@@ -16,12 +16,13 @@ import torch
 from test_task_contract import check_task
 from torch import Tensor, nn
 
-from matrixlib.config import Config, dump, load, merge, parse
+from matrixlib.config import ChessConfig, dump, load, merge, parse
 from matrixlib.engine.task import slice_batch
 from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
 from matrixlib.tasks.chess.planes import planes
-from matrixlib.tasks.chess.task import HIDDEN_ROWS, HIDDEN_SQUARES, ChessTask, ssl_target
+from matrixlib.tasks.chess.targets import target as ssl_target
+from matrixlib.tasks.chess.task import ChessTask
 
 ALL_SSL = ["piece", "threat", "pin", "fork", "control"]
 MANY_MOVES = "R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1"  # 218 legal moves
@@ -29,8 +30,10 @@ CUTS = ((0, 7), (7, 50), (50, 96))
 Rows = dict[str, np.ndarray]
 
 
-def config(**changes: Any) -> Config:
-    return parse(merge(dump(load("demo")), changes))
+def config(**changes: Any) -> ChessConfig:
+    found = parse(merge(dump(load("demo")), changes))
+    assert isinstance(found, ChessConfig)
+    return found
 
 
 def task(encoding: str = "oriented", ssl: list[str] = ALL_SSL, **changes: Any) -> ChessTask:
@@ -177,8 +180,8 @@ def test_hidden_squares_have_their_shares(rows: Rows) -> None:
     big["policy_offset"] = np.concatenate([[0], np.cumsum(np.tile(np.diff(rows["policy_offset"]), 20))])
     hidden = task().prepare(big, rng())["hidden"]
     chosen = hidden.any(1)
-    assert chosen.mean() == pytest.approx(HIDDEN_ROWS, abs=0.04)
-    assert np.bitwise_count(hidden[chosen]).sum(1).mean() / 64 == pytest.approx(HIDDEN_SQUARES, abs=0.02)
+    assert chosen.mean() == pytest.approx(0.25, abs=0.04)
+    assert np.bitwise_count(hidden[chosen]).sum(1).mean() / 64 == pytest.approx(0.3, abs=0.02)
     assert not task().prepare_plain(big, rng())["hidden"].any()
 
 
@@ -396,8 +399,10 @@ def test_the_task_is_frozen_and_travels_to_workers(rows: Rows) -> None:
 
 
 def test_weights() -> None:
-    chess_task = task(ssl=["pin", "piece"], loss={"policy": 2.0, "value": 0.5, "ssl": 0.1})
-    assert chess_task.weights == {"policy": 2.0, "value": 0.5, "ssl_pin": 0.1, "ssl_piece": 0.1}
+    chess_task = task(
+        ssl=["pin", "piece"], loss={"policy": 2.0, "value": 0.5, "ssl": {"pin": 0.1, "piece": 0.3}}
+    )
+    assert chess_task.weights == {"policy": 2.0, "value": 0.5, "ssl_pin": 0.1, "ssl_piece": 0.3}
 
 
 def test_a_few_updates_lower_every_loss(rows: Rows) -> None:
@@ -413,3 +418,48 @@ def test_a_few_updates_lower_every_loss(rows: Rows) -> None:
         torch.stack([found[term] / counts[term] for term in sorted(terms)]).sum().backward()
         optimiser.step()
     assert all(history[-1][term] < history[0][term] for term in terms)
+
+
+@pytest.mark.parametrize("trunk", [True, False])
+def test_ssl_reaches_the_trunk_unless_it_is_switched_off(rows: Rows, trunk: bool) -> None:
+    """Matrix0 cut its trunk off by default, so its self-supervised loss could not shape the network (R162)."""
+    chess_task = task(model={"ssl_trunk": trunk})
+    model, batch = chess_task.build_model(), tensors(chess_task.prepare(rows, rng()))
+    for head in ALL_SSL:
+        model.zero_grad(set_to_none=True)
+        found, _ = chess_task.losses(model, batch, frozenset({f"ssl_{head}"}))
+        found[f"ssl_{head}"].backward()
+        reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        heads = {name for name in reached if name.startswith(f"ssl_heads.{head}.")}
+        assert heads
+        assert ("stem.conv.weight" in reached) == trunk
+        assert (reached == heads) != trunk
+
+
+def test_weights_of_heads_are_applied(rows: Rows) -> None:
+    """Matrix0's configured weights were never read: all were 1 in effect."""
+    from matrixlib.engine.task import active_terms
+
+    weights = {"piece": 0.0, "threat": 0.25, "pin": 1.5, "fork": 3.0, "control": 0.125}
+    chess_task = task(loss={"ssl": weights})
+    assert {term: chess_task.weights[f"ssl_{term}"] for term in ALL_SSL} == weights
+    assert "ssl_piece" not in active_terms(chess_task)
+
+
+def test_the_share_of_hidden_rows_is_the_configured_one(rows: Rows) -> None:
+    none = task(data={"hidden_rows": 0.0}).prepare(rows, rng())
+    assert not none["hidden"].any()
+    every = task(data={"hidden_rows": 1.0, "hidden_squares": 1.0}).prepare(rows, rng())
+    assert (every["hidden"] == 255).all()
+    assert task(data={"hidden_rows": 1.0}).counts(tensors(every))["policy"] == 0
+
+
+def test_predictions_are_corrected_for_positive_weights(rows: Rows) -> None:
+    """A head that knows nothing but the base rate says the base rate, however much its positives count."""
+    chess_task = task(ssl=["pin"], loss={"positive": {"pin": 50.0}})
+    model = chess_task.build_model().eval()
+    batch = tensors(chess_task.prepare_plain(rows, rng()))
+    for parameter in model.ssl_heads["pin"].out.parameters():
+        torch.nn.init.zeros_(parameter)
+    said = chess_task.predict(model, batch, frozenset({"pin"}))["ssl/pin"]
+    torch.testing.assert_close(said, torch.full_like(said, 1 / 51))

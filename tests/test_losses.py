@@ -302,6 +302,7 @@ def test_square_losses_equal_a_slow_reference(seed: int) -> None:
         "predicted": guess.sum(),
         "actual": truth.sum(),
     }
+    assert float(metrics.pop("cross_entropy")) == float(loss)  # a 1 counts once: nothing to correct
     assert {name: int(value) for name, value in metrics.items()} == expected
 
 
@@ -311,3 +312,20 @@ def test_metrics_carry_no_gradient() -> None:
     loss, metrics = losses.policy_loss(**case, smoothing=0.0)
     assert loss.requires_grad
     assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_positive_weights_count_ones_and_leave_the_best_probability_true() -> None:
+    """The weighted loss of a constant guess is least where the calibrated logit is that of the base rate."""
+    target = torch.zeros(4, 8, 8)
+    target[0, 0, :5] = 1  # 5 of 256
+    squares = torch.ones(4, 8, 8, dtype=torch.bool)
+    grid = torch.linspace(-8, 4, 4001)
+    weighted = [float(losses.binary_loss(x.expand(4, 1, 8, 8), target, squares, 20.0)[0]) for x in grid]
+    best = grid[int(np.argmin(weighted))]
+    rate = float(losses.calibrated(best, 20.0).sigmoid())
+    assert rate == pytest.approx(5 / 256, rel=0.02)
+    _, metrics = losses.binary_loss(best.expand(4, 1, 8, 8), target, squares, 20.0)
+    entropy = -256 * (5 / 256 * math.log(5 / 256) + 251 / 256 * math.log(251 / 256))
+    assert float(metrics["cross_entropy"]) == pytest.approx(entropy, rel=1e-3)
+    zero, _ = losses.binary_loss(torch.zeros(4, 1, 8, 8), target, squares, 20.0)
+    assert losses.binary_bounds(target, squares, 20.0) == (pytest.approx(float(zero), rel=1e-6), 0.0)

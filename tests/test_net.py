@@ -12,7 +12,7 @@ import pytest
 import matrixlib
 from matrixlib import config as configuration
 from matrixlib import run as runs
-from matrixlib.net import Net
+from matrixlib.net import Net, load
 from matrixlib.runtime import resolve
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -120,3 +120,9 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
         file.write_bytes(file.read_bytes()[:-16])
     with pytest.raises(ValueError, match=r"model\.safetensors has"):
         matrixlib.load("mine", device="cpu")
+
+
+def test_a_run_of_another_task_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(configuration.load("latin_demo")))
+    with pytest.raises(ValueError, match="trains latin, not chess"):
+        load(tmp_path)

@@ -155,8 +155,9 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
         policy=PolicyHeadConfig(
             kind="factored" if rank else "dense", channels=64, rank=max(1, rank), clamp=5.0, logit_norm=True
         ),
-        value=ValueHeadConfig(kind="scalar", pool="flatten", channels=64, hidden=channels),
+        value=ValueHeadConfig(kind="scalar", pool="flatten", channels=64, hidden=channels, activation="relu"),
         ssl=("piece",) if given["self_supervised"] else (),
+        ssl_trunk=True,
         auxiliary=given["aux_policy_from_square"],
         checkpoint_every=0,
     )

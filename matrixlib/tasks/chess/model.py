@@ -240,7 +240,8 @@ class PolicyValueNet(nn.Module):
             out["features"] = x
         asked = {name: head for name, head in self.ssl_heads.items() if f"ssl_{name}" in wanted}
         if asked:
-            out["ssl"] = {name: head(x) for name, head in asked.items()}
+            shared = x if self.config.ssl_trunk else x.detach()
+            out["ssl"] = {name: head(shared) for name, head in asked.items()}
         return out
 
     def trunk(self, planes: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import ChessDataConfig, Config
+from matrixlib.config import SSL_CHANNELS, ChessConfig
 from matrixlib.engine.task import Batch
-from matrixlib.tasks.chess import bitboard, losses, records, ssl
+from matrixlib.tasks.chess import bitboard, losses, records, ssl, targets
 from matrixlib.tasks.chess.losses import Sums
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.planes import (
@@ -27,14 +27,10 @@ from matrixlib.tasks.chess.planes import (
     move_map,
     planes,
     unpack_maps,
-    unpack_pieces,
 )
 
-HIDDEN_ROWS = 0.25  # share of the rows that have squares hidden at the input, where there is a piece head
-HIDDEN_SQUARES = 0.30  # share of the squares hidden in such a row
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32
-MAP_NUMBERS = {name: number for number, name in enumerate(ssl.MAPS)}
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 _SWAPPED = [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12]  # piece classes with the colours exchanged
 
@@ -43,13 +39,13 @@ _SWAPPED = [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12]  # piece classes with the 
 class ChessTask:
     """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy."""
 
-    config: Config
+    config: ChessConfig
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each term."""
         weights = self.config.loss
-        heads = {f"ssl_{name}": weights.ssl for name in self.config.model.ssl}
+        heads = {f"ssl_{name}": getattr(weights.ssl, name) for name in self.config.model.ssl}
         return {"policy": weights.policy, "value": weights.value} | heads
 
     @property
@@ -71,9 +67,9 @@ class ChessTask:
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
-        hidden = ssl.hide(rng, rows, HIDDEN_ROWS, HIDDEN_SQUARES)
-        assert isinstance(self.config.data, ChessDataConfig)
-        if self.config.data.mirror:
+        data = self.config.data
+        hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
+        if data.mirror:
             batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
         return self._packed(batch, hidden)
 
@@ -148,8 +144,10 @@ class ChessTask:
         name = term.removeprefix("ssl_")
         # Outputs are turned to the oriented board, where the targets are.
         logits, squares = self._oriented(out["ssl"][name], batch, name), _squares(batch, name)
-        loss = losses.class_loss if logits.shape[1] > 1 else losses.binary_loss
-        return loss(logits, ssl_target(batch, name), squares)
+        wanted = targets.target(batch, name)
+        if SSL_CHANNELS[name] > 1:
+            return losses.class_loss(logits, wanted, squares)
+        return losses.binary_loss(logits, wanted, squares, self._positive(name))
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor) as sums over the items of `counts`: see losses.py; a self-supervised head
@@ -164,9 +162,13 @@ class ChessTask:
             ),
             "value": losses.value_bounds(target, rows, scalar, options.scalar, options.huber_delta),
         }
-        classes = {"piece": 13, "control": 3}
         for name in self.config.model.ssl:
-            out[f"ssl_{name}"] = (counts[f"ssl_{name}"] * math.log(classes.get(name, 2)), 0.0)
+            classes, squares = SSL_CHANNELS[name], _squares(batch, name)
+            if classes > 1:
+                out[f"ssl_{name}"] = (counts[f"ssl_{name}"] * math.log(classes), 0.0)
+            else:
+                wanted = targets.target(batch, name)
+                out[f"ssl_{name}"] = losses.binary_bounds(wanted, squares, self._positive(name))
         return out
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -197,7 +199,10 @@ class ChessTask:
             said["value"] = said["wdl"][:, 0] - said["wdl"][:, 2]
         for name in heads:
             logits = self._oriented(out["ssl"][name], batch, name)
-            said[f"ssl/{name}"] = logits.softmax(1) if logits.shape[1] > 1 else logits.sigmoid()
+            binary = logits.shape[1] == 1
+            said[f"ssl/{name}"] = (
+                losses.calibrated(logits, self._positive(name)).sigmoid() if binary else logits.softmax(1)
+            )
         return said
 
     def illegal_mass(self, batch: dict[str, np.ndarray]) -> np.ndarray:
@@ -217,6 +222,10 @@ class ChessTask:
         total = weight.sum(1)
         mass: np.ndarray = np.where(good, 0, weight).sum(1) / np.where(total > 0, total, 1)
         return mass.astype(np.float32)
+
+    def _positive(self, head: str) -> float:
+        """How many times a 1 counts in a binary head's loss."""
+        return float(getattr(self.config.loss.positive, head, 1.0))
 
     def _value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
         target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
@@ -239,24 +248,6 @@ class ChessTask:
         # do, but its own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
         return torch.where(black, maps[:, _SWAPPED] if name == "piece" else maps, maps.flip(2))
-
-
-def ssl_target(batch: Batch, name: str) -> Tensor:
-    """(B, 8, 8) target of a self-supervised head on the oriented board: classes, or 0 and 1 (DESIGN: chess
-    facts).
-
-    control: 0, 1, 2 = sign(our attackers - theirs) + 1.
-    """
-    if name == "piece":
-        return unpack_pieces(batch["pieces"]).unflatten(1, (8, 8))
-    if name == "control":
-        ours, theirs = (_map(batch, f"control_{side}") for side in ("ours", "theirs"))
-        return 1 + ours - theirs
-    return _map(batch, name)
-
-
-def _map(batch: Batch, name: str) -> Tensor:
-    return unpack_maps(batch["maps"][:, MAP_NUMBERS[name]])
 
 
 def _plain_rows(batch: Batch) -> Tensor:
