@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -298,21 +298,27 @@ def _hold(lock: FileLock, name: str) -> bool:
     return True
 
 
-def finished_run(name: str = "", preset: str = "demo") -> Path:
+def finished_run(
+    name: str = "",
+    preset: str = "demo",
+    overrides: Mapping[str, Any] | None = None,
+    wanted: Callable[[Mapping[str, Any]], bool] = lambda requested: True,
+) -> Path:
     """Folder of a complete run: the named one, else the newest of the task of `preset`, which is trained where there
     is none.
 
-    Raises RunError for a name without a complete run.
+    wanted: which of them will do, by the configuration that was asked for. overrides: over the preset, so that what
+    is trained will do. Raises RunError for a name without a complete run.
     """
     root = configuration.reports_root()
     ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
-    records = {folder: read_json(folder / "run.json") for folder in ended}
     task = configuration.load(preset).task
-    done = [
-        folder
-        for folder, record in records.items()
-        if name or (record.get("kind") == "train" and record.get("requested", {}).get("task") == task)
-    ]
+    done = []
+    for folder in ended:
+        record = read_json(folder / "run.json")
+        asked = record.get("requested", {})
+        if name or (record.get("kind") == "train" and asked.get("task") == task and wanted(asked)):
+            done.append(folder)
     if name:
         if root / name not in done:
             known = ", ".join(sorted(folder.name for folder in done)) or "none yet"
@@ -320,7 +326,7 @@ def finished_run(name: str = "", preset: str = "demo") -> Path:
         return root / name
     if done:
         return max(done, key=lambda folder: (folder / "summary.json").stat().st_mtime)
-    fresh = open_run(preset)
+    fresh = open_run(preset, overrides=overrides)
     for _ in fresh.train():
         pass
     fresh.close()
