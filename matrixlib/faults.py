@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,30 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from matrixlib import config as configuration
 from matrixlib import run as runs
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader, Tensors
-from matrixlib.data.shards import BLOCK, Shard
+from matrixlib.data.shards import BLOCK, Layout, Shard
 from matrixlib.runtime import Runtime
-from matrixlib.tasks.chess.records import LAYOUT
 
 FILLER = "filler"
 """File that takes the room of the full disk."""
-
-
-class Spoilt(Loader):
-    """A loader that changes one of its batches. `now` holds the raw number of the batch handed out last."""
-
-    def __init__(self, loader: Loader, at: int, change: Callable[[Tensors], object]) -> None:
-        vars(self).update(vars(loader))
-        self.at, self.change, self.now = at, change, [-1]
-
-    def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
-        """As the loader's."""
-        with contextlib.closing(super().batches(start, stop)) as inner:  # type: ignore[type-var]
-            for i, batch in enumerate(inner, start):
-                self.now[0] = self.raw(i)
-                if self.now[0] == self.at:
-                    self.change(batch)
-                yield batch
 
 
 @dataclass(frozen=True)
@@ -62,31 +45,76 @@ class HighScale(Runtime):
         return torch.amp.GradScaler(self.device, init_scale=2.0**19, growth_interval=self.growth)
 
 
-def spoil(current: runs.Run, at: int, change: Callable[[Tensors], object] = lambda batch: None) -> Spoilt:
-    """Change batch `at` of a run that has not begun to train in this process."""
-    current.training = Spoilt(current.training, at, change)
-    return current.training
+def nothing(batch: Tensors) -> None:
+    """Leave a batch as it is."""
+
+
+def spoil(numbers: Container[int], change: Callable[[Tensors], object] = nothing) -> list[int]:
+    """Change the batches with these raw numbers, of any loader of this process, in any phase.
+
+    Returns the place where the raw number of the batch that was handed out last is kept.
+    """
+    now, batches = [-1], Loader.batches
+
+    def changed(loader: Loader, start: int, stop: int | None = None) -> Iterator[Tensors]:
+        with contextlib.closing(batches(loader, start, stop)) as inner:  # type: ignore[type-var]
+            for i, batch in enumerate(inner, start):
+                now[0] = loader.raw(i)
+                if now[0] in numbers:
+                    change(batch)
+                yield batch
+
+    Loader.batches = changed  # type: ignore[method-assign, assignment]
+    return now
 
 
 def nan_in_a_target(current: runs.Run, at: int) -> None:
     """The win-draw-loss of one position of the batch is NaN."""
-    spoil(current, at, lambda batch: batch["wdl"][0].fill_(math.nan))
+    spoil([at], lambda batch: batch["wdl"][0].fill_(math.nan))
+
+
+def nan_in_an_output(current: runs.Run, at: int) -> None:
+    """What the network says of one row of the batch is NaN: for tasks whose targets are whole numbers."""
+    now = spoil([at])
+    current.model.register_forward_hook(spoil_output(math.nan, lambda: now[0] == at))
 
 
 def inf_in_an_input(current: runs.Run, at: int) -> None:
     """One number of the planes is infinite; the packed positions could not hold it."""
-    loader = spoil(current, at)
+    now = spoil([at])
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and loader.now[0] == at:
+        if module.training and now[0] == at:
             args[0].view(-1)[0] = math.inf
 
     current.model.register_forward_pre_hook(hook)
 
 
+def inf_in_an_embedding(current: runs.Run, at: int) -> None:
+    """What the network first makes of one row of its input is infinite: for tasks whose inputs are whole numbers."""
+    now = spoil([at])
+    first = next(module for module in current.model.modules() if isinstance(module, torch.nn.Embedding))
+    first.register_forward_hook(spoil_output(math.inf, lambda: now[0] == at))
+
+
+def spoil_output(value: float, when: Callable[[], bool]) -> Callable[..., None]:
+    """A forward hook that puts a value over all that a module makes of its first row in training."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if module.training and when():
+            output[0] = value  # in place, so that it is what is trained on
+
+    return hook
+
+
 def no_policies(current: runs.Run, at: int) -> None:
     """No position of the batch has a policy target."""
-    spoil(current, at, lambda batch: batch["policy_weight"].zero_())
+    spoil([at], lambda batch: batch["policy_weight"].zero_())
+
+
+def no_hidden_cells(current: runs.Run, at: int) -> None:
+    """No grid of the batch has a hidden cell, so there is nothing to learn from it."""
+    spoil([at], lambda batch: batch["hidden"].zero_())
 
 
 def learning_rate_times_1000(current: runs.Run, at: int) -> None:
@@ -103,10 +131,10 @@ def learning_rate_times_1000(current: runs.Run, at: int) -> None:
 
 def out_of_memory(current: runs.Run, at: int) -> None:
     """The forward pass of one micro-batch finds no memory, once."""
-    loader, once = spoil(current, at), iter([True])
+    now, once = spoil([at]), iter([True])
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and loader.now[0] == at and next(once, False):
+        if module.training and now[0] == at and next(once, False):
             raise torch.OutOfMemoryError("planted: out of memory")
 
     current.model.register_forward_pre_hook(hook)
@@ -126,7 +154,7 @@ def in_half_precision(gradient: torch.Tensor) -> torch.Tensor:
 
 def dead_worker(current: runs.Run, at: int) -> None:
     """A worker of the loader is killed."""
-    spoil(current, at, lambda batch: multiprocessing.active_children()[0].kill())
+    spoil([at], lambda batch: multiprocessing.active_children()[0].kill())
 
 
 def signalled(current: runs.Run, at: int, number: signal.Signals) -> None:
@@ -136,7 +164,7 @@ def signalled(current: runs.Run, at: int, number: signal.Signals) -> None:
         current.trainer.checkpoints.join()
         os.kill(os.getpid(), number)
 
-    spoil(current, at, strike)
+    spoil([at], strike)
 
 
 def full_disk(current: runs.Run, at: int) -> None:
@@ -154,19 +182,27 @@ def full_disk(current: runs.Run, at: int) -> None:
             while True:
                 file.write(bytes(4096))
 
-    spoil(current, at, fill)
+    spoil([at], fill)
 
 
-def flip_bytes(folder: Path) -> None:
-    """Flip every bit of 16 records in the middle of the shard's second block. ValueError where it has none."""
-    path = folder / "train.npz"
-    records = Shard(path, LAYOUT).arrays["records"][BLOCK + BLOCK // 2 :][:16].tobytes()
-    if not records:
+def flip_bytes(folder: Path, layout: Layout) -> None:
+    """Flip every bit of 16 records in the middle of the second block of a training shard.
+
+    ValueError where no shard has two blocks.
+    """
+    for row in Catalogue(folder).shards("train"):
+        records = Shard(row.path, layout).arrays["records"]
+        if len(records) >= 2 * BLOCK:
+            break
+    else:
         raise ValueError(
-            f"corrupt records need {2 * BLOCK:,} training positions, so that others can replace them"
+            f"corrupt records need {2 * BLOCK:,} training positions of one source, so that others can replace them"
         )
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(records, bytes(byte ^ 0xFF for byte in records), 1))
+    whole = bytearray(row.path.read_bytes())
+    size = records.dtype.itemsize
+    start = whole.index(records.tobytes()) + (BLOCK + BLOCK // 2) * size
+    whole[start : start + 16 * size] = bytes(byte ^ 0xFF for byte in whole[start : start + 16 * size])
+    row.path.write_bytes(whole)
 
 
 @dataclass(frozen=True)
@@ -203,6 +239,18 @@ FAULTS = {
     ),
     "full_disk": Fault("full disk", "run restarted", full_disk, "bits"),
 }
+
+OF_LATIN = {
+    "nan_target": Fault("NaN in an output", "skipped", nan_in_an_output),
+    "inf_input": Fault("Inf in an embedding", "skipped", inf_in_an_embedding),
+    "no_policies": Fault("no cell hidden", "without a target", no_hidden_cells),
+}
+"""The nearest thing for Latin squares, whose inputs and targets are whole numbers, and which have no policy."""
+
+
+def faults_of(task: str) -> dict[str, Fault]:
+    """The faults for a task ("chess", "latin"): the same names, and the same faults where these mean something."""
+    return FAULTS | (OF_LATIN if task == "latin" else {})
 
 
 def chosen(faults: str) -> list[str]:

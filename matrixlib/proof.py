@@ -31,12 +31,12 @@ from matrixlib import run as runs
 from matrixlib import runtime as runtimes
 from matrixlib import subject
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import kept_rows
 from matrixlib.data.shards import BLOCK, Shard, concat, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.storage import DamagedCheckpoint
-from matrixlib.faults import FAULTS, FILLER, Fault, chosen, flip_bytes, small_disk
-from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.faults import FILLER, Fault, chosen, faults_of, flip_bytes, small_disk
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,18 +58,34 @@ PRELOAD = [
 KERNEL = "ipykernel.kernelapp"
 """What a process that a notebook starts imports again."""
 
-DEMO: dict[str, Any] = {
-    "model": {
-        "channels": 8,
-        "blocks": 1,
-        "policy": {"channels": 8},
-        "value": {"channels": 8, "hidden": 16},
+SMALLER: dict[str, dict[str, Any]] = {
+    "demo": {
+        "model": {
+            "channels": 8,
+            "blocks": 1,
+            "policy": {"channels": 8},
+            "value": {"channels": 8, "hidden": 16},
+        },
+        "optim": {"learning_rate": 0.01},
+        "train": {"batch_size": 64},
+        "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
     },
-    "optim": {"learning_rate": 0.01},
-    "train": {"batch_size": 64},
-    "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
+    "latin_demo": {
+        "data": {"squares": 5 * BLOCK},
+        "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
+        "curriculum": {  # a phase long enough before the fault that its band is known, and one after it
+            "size": {"fractions": [0.2, 0.8]},
+            "mode": {"fractions": [0.8, 0.2]},
+            "fill": {"fractions": [0.2, 0.6, 0.2]},
+        },
+        "optim": {"learning_rate": 0.01},
+        "train": {"batch_size": 64},
+        "health": {"window": 32},
+        "validation": {"sample": 256},  # sixteen puzzles of each kind to decode, not a hundred
+        "runtime": {"precision": "fp32", "threads": 1},
+    },
 }
-"""Over the demo preset alone, which is made smaller still, as more than a dozen runs are trained."""
+"""Over the demo presets alone, which are made smaller still, as more than a dozen runs are trained."""
 
 
 def overrides_of(steps: int) -> dict[str, Any]:
@@ -121,7 +137,7 @@ def work(job: Job) -> None:
         current = runs.open_run(job.preset, run="run", overrides=job.overrides, kind="faults")
         said["messages"] = current.messages
         if job.fault:
-            FAULTS[job.fault].plant(current, job.at)
+            faults_of(current.config.task)[job.fault].plant(current, job.at)
         said["start"] = current.trainer.step
         for _ in current.train():
             pass
@@ -435,10 +451,10 @@ def prove(
     parallel: int = 2,
     say: Callable[[str], None] = lambda text: None,
 ) -> Proof:
-    """Train `seeds` clean runs and one for each of `faults` ("all", or names of FAULTS with commas between).
+    """Train `seeds` clean runs and one for each of `faults` ("all", or names with commas between).
 
     All lie in one new folder below the reports. The network, its data and every setting are the preset's with
-    `overrides` over it, but for `overrides_of`. The data set is the first `data.limit` training positions (0: all)
+    `overrides` over it, but for `overrides_of`. The data set is `data.limit` training positions (0: all)
     and `validation.sample` held-out ones; faults come in the middle. deviations: how far a final loss may be from
     the clean run with the same seed, in standard deviations of the clean runs. parallel: runs at the same time.
     Raises ValueError for an unknown fault or too few seeds or updates, and what `run.open_run` raises.
@@ -449,10 +465,9 @@ def prove(
         raise ValueError(
             "a proof needs 2 seeds (a standard deviation), 20 updates (a middle) and 1 run at a time at least"
         )
-    base = configuration.merge(DEMO if preset == "demo" else {}, overrides_of(steps))
+    base = configuration.merge(overrides_of(steps), SMALLER.get(preset, {}))
     asked = configuration.load(preset, configuration.merge(base, overrides or {}))
-    if asked.task != "chess":
-        raise ValueError(f"the faults are planted in batches of chess; preset '{preset}' is of {asked.task}")
+    planted_faults = faults_of(asked.task)
     if device != "auto":
         asked = _with(asked, {"runtime": {"device": device}})
     if seed >= 0:
@@ -465,7 +480,7 @@ def prove(
     take_data(decided, folder / "data")
     if "corrupt_records" in names:
         shutil.copytree(folder / "data", folder / "damaged")
-        flip_bytes(folder / "damaged")
+        flip_bytes(folder / "damaged", subject.of(decided).layout)
     settings = configuration.merge(
         configuration.dump(decided), {"data": {"source": str(folder / "data"), "limit": 0}}
     )
@@ -477,7 +492,7 @@ def prove(
         ]
         planted = {}
         for name in names:
-            changes = dict(FAULTS[name].overrides)
+            changes = dict(planted_faults[name].overrides)
             if name == "corrupt_records":
                 changes = {"data": {"source": str(folder / "damaged")}}
             planted[name] = pool.submit(run_job, _job(job, name, changes), clean[0])
@@ -493,25 +508,32 @@ def prove(
     allowed = deviations * statistics.stdev(outcome.loss for outcome in measures)
     usual = frozenset(text for outcome in measures for text in outcome.words)
     rows = [
-        Row(FAULTS[name].title, FAULTS[name], outcomes[name], measures[0], allowed, usual) for name in names
+        Row(fault.title, fault, outcomes[name], measures[0], allowed, usual)
+        for name, fault in ((name, planted_faults[name]) for name in names)
     ]
     return Proof(folder, measures, tuple(rows))
 
 
 def take_data(config: configuration.Config, folder: Path) -> None:
-    """A data set in `folder`: the first `data.limit` training and `validation.sample` held-out positions."""
+    """A data set in `folder`: `data.limit` training and `validation.sample` held-out rows, as training takes them.
+
+    A shard for each split and, where a curriculum chooses among them, for each source.
+    """
     folder.mkdir()
-    catalogue = Catalogue(subject.of(config).folder())
+    chosen = subject.of(config)
+    catalogue, staged = Catalogue(chosen.folder()), chosen.curriculum() is not None
     for split, limit in (("train", config.data.limit), ("validation", config.validation.sample)):
-        parts: list[Any] = []
-        left = limit or sys.maxsize
-        for row in catalogue.shards(split):
-            if left:
-                shard = Shard(row.path, LAYOUT)
-                parts.append(shard.gather(np.arange(min(left, len(shard)))))
-                left -= len(parts[-1]["records"])
-        meta = {"source": "first rows of another set", "generator": "faults", "seed": 0, "split": split}
-        write_shard(folder / f"{split}.npz", LAYOUT, concat(parts, LAYOUT), meta)
+        rows = catalogue.shards(split)
+        counts = kept_rows([row.count for row in rows], [row.source for row in rows], limit)
+        parts: dict[str, list[Any]] = {}
+        for row, count in zip(rows, counts, strict=True):
+            if count:
+                source = row.source if staged else "first rows of another set"
+                parts.setdefault(source, []).append(Shard(row.path, chosen.layout).gather(np.arange(count)))
+        for number, (source, batches) in enumerate(parts.items()):
+            meta = {"source": source, "generator": "faults", "seed": 0, "split": split}
+            name = f"{split}_{number}.npz" if number else f"{split}.npz"
+            write_shard(folder / name, chosen.layout, concat(batches, chosen.layout), meta)
     Catalogue(folder)
 
 
@@ -521,5 +543,5 @@ def _with(config: configuration.Config, changes: Mapping[str, Any]) -> configura
 
 def _job(job: Job, name: str, changes: Mapping[str, Any]) -> Job:
     overrides = configuration.merge(job.overrides, changes)
-    fault = name if name in FAULTS else ""
+    fault = "" if name.startswith("clean") else name
     return replace(job, name=name, overrides=overrides, folder=job.folder / name, fault=fault)

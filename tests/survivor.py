@@ -1,37 +1,59 @@
-"""A training run that can be killed: a toy task with dropout, averages, validation, a rollback and many checkpoints."""
+"""Training runs that can be killed: with averages, validation, a rollback, many checkpoints, and in phases or with
+dropout.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from toy_task import ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
+from matrixlib import faults
+from matrixlib import run as runs
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
 
-STEPS = 300
-CHANGES = {
+STEPS = {"toy": 300, "latin": 150}
+POISONED = range(100, 104)
+"""Batches in a row that lead to a rollback."""
+CHANGES: dict[str, Any] = {
     "optim": {"warmup_steps": 3, "ema_decay": 0.9, "learning_rate": 0.003},
     "train": {"batch_size": 16, "statistics_interval": 50, "heartbeat_seconds": 100},
     "validation": {"interval": 13, "full_every": 3, "sample": 24, "batch_size": 24},
     "health": {"skips": 4},
     "checkpoint": {"interval": 7, "keep": 2},
 }
+LATIN: dict[str, Any] = {
+    "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2, "dropout": 0.2},
+    "validation": {"limit": 96},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
+}
 
 
 def poison(raw: int, batch: Batch) -> None:
-    """Four batches in a row that lead to a rollback."""
-    if 100 <= raw < 104:
+    if raw in POISONED:
         batch["x"][:] = torch.nan
 
 
-def survive(folder: Path, compress: int) -> None:
-    """Start or resume the run in `folder` and train to its end."""
+def survive(folder: Path, compress: int, task: str = "toy") -> None:
+    """Start or resume the run in `folder`/run and train to its end."""
     torch.set_num_threads(1)
+    trainer = toy(folder / "run", compress) if task == "toy" else latin(folder, compress)
+    for _ in trainer.train():
+        pass
+    (folder / "done").touch()
+
+
+def toy(folder: Path, compress: int) -> Trainer:
+    """The engine alone."""
     config = configuration.load("demo", CHANGES)
     task = ToyTask(width=400, dropout=0.2, norm="batch")
     torch.manual_seed(1)
@@ -45,9 +67,19 @@ def survive(folder: Path, compress: int) -> None:
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, compress),
         metrics=MetricsLog(folder / "metrics.jsonl"),
-        steps=STEPS,
+        steps=STEPS["toy"],
     )
     trainer.resume()
-    for _ in trainer.train():
-        pass
-    (folder / "done").touch()
+    return trainer
+
+
+def latin(folder: Path, compress: int) -> Trainer:
+    """A whole run: configuration, data, loader, and a curriculum of three phases."""
+    os.environ["MATRIXLIB_REPORTS"] = str(folder)
+    warnings.simplefilter("ignore")
+    more = {"train": {"steps": STEPS["latin"]}, "checkpoint": {"compress": compress}}
+    overrides = configuration.merge(configuration.merge(CHANGES, LATIN), more)
+    current = runs.open_run("latin_demo", run="run", overrides=overrides)
+    now = faults.spoil(())
+    current.model.register_forward_hook(faults.spoil_output(math.nan, lambda: now[0] in POISONED))
+    return current.trainer

@@ -14,6 +14,7 @@ from matrixlib import faults, proof
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import BLOCK, DamagedBlock, Shard
 from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.latin.pool import LAYOUT as SQUARES
 
 
 def test_faults_are_chosen_by_name() -> None:
@@ -30,7 +31,7 @@ def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path)
     proof.take_data(config, tmp_path / "data")
     train, held_out = (Catalogue(tmp_path / "data").shards(split) for split in ("train", "validation"))
     assert (train[0].count, held_out[0].count) == (8 * BLOCK, 1024)
-    faults.flip_bytes(tmp_path / "data")
+    faults.flip_bytes(tmp_path / "data", LAYOUT)
     assert Catalogue(tmp_path / "data").shards("train") == train, "it looks healthy from outside"
     shard = Shard(train[0].path, LAYOUT)
     shard.gather(np.arange(100))
@@ -39,7 +40,22 @@ def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path)
     small = configuration.load("demo", {"data": {"limit": 100}})
     proof.take_data(small, tmp_path / "small")
     with pytest.raises(ValueError, match="8,192 training positions"):
-        faults.flip_bytes(tmp_path / "small")
+        faults.flip_bytes(tmp_path / "small", LAYOUT)
+
+
+def test_a_data_set_for_a_curriculum_keeps_its_sources_and_their_shares(tmp_path: Path) -> None:
+    """Squares of size 3 repeat, so bytes that are searched for would be found in another block."""
+    changes = proof.SMALLER["latin_demo"] | {"data": {"squares": 5 * BLOCK, "limit": 6 * BLOCK}}
+    proof.take_data(configuration.load("latin_demo", changes), tmp_path / "data")
+    catalogue = Catalogue(tmp_path / "data")
+    train, held_out = catalogue.shards("train"), catalogue.shards("validation")
+    assert [(row.source, row.count) for row in train] == [("size 3", 3 * BLOCK), ("size 4", 3 * BLOCK)]
+    assert [(row.source, row.count) for row in held_out] == [("size 3", 128), ("size 4", 128)]
+    faults.flip_bytes(tmp_path / "data", SQUARES)
+    shard = Shard(train[0].path, SQUARES)
+    shard.gather(np.array([0, 2 * BLOCK]))
+    with pytest.raises(DamagedBlock):
+        shard.gather(np.array([BLOCK]))
 
 
 def test_half_precision_overflows_where_it_does() -> None:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from matrixlib import run as runs
 from matrixlib.config import ConfigError
+from matrixlib.engine import metrics
+from matrixlib.engine.checkpoint import Checkpoints
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},
@@ -26,6 +28,17 @@ TINY: dict[str, Any] = {
     "checkpoint": {"interval": 4, "keep": 2},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
+
+LATIN: dict[str, Any] = {
+    "data": {"limit": 1024},
+    "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2, "dropout": 0.1},
+    "curriculum": {"patience": 1, "dwell": 1, "metric": "cell/accuracy", "up": 0.2, "down": 0.1},
+    "train": {"steps": 12, "batch_size": 64, "micro_batch": 32},
+    "validation": {"interval": 2, "sample": 64, "limit": 200},
+    "checkpoint": {"interval": 4, "keep": 2},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
+}
+"""Phases by shares change after updates 4 and 8, adaptive ones after the validations of updates 2 and 4."""
 
 PROGRAM = """
 import json, sys, time
@@ -188,6 +201,42 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(reports: Path) -
     assert_equal(final_weights(first.folder), final_weights(second.folder))
     one, other = final_weights(first.folder), final_weights(third.folder)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [("chess", 7), ("fractions", 3), ("fractions", 4), ("fractions", 9), ("adaptive", 2), ("adaptive", 5)],
+)
+def test_stopped_and_resumed_equals_the_uninterrupted_run_bit_for_bit(
+    reports: Path, kind: str, stop: int
+) -> None:
+    """N updates, a stop, M updates are N + M updates; with a curriculum, the phases are the same ones."""
+    preset, overrides = ("demo", TINY) if kind == "chess" else ("latin_demo", LATIN)
+    if kind != "chess":
+        overrides = runs.configuration.merge(overrides, {"curriculum": {"kind": kind}})
+    found = {}
+    for name, stops in (("whole", [12]), ("parts", [stop, 12])):
+        for until in stops:
+            current = runs.open_run(preset, run=name, overrides=overrides)
+            for stats in current.trainer.train():  # without the evaluation at the end of a run
+                if stats.step == until:
+                    break
+            current.trainer.metrics.close()
+            current.close()
+        rows = [without_clocks(row) for row in metrics.read(reports / name / "metrics.jsonl")]
+        newest = Checkpoints(reports / name / "checkpoints", 2).newest()
+        assert newest is not None
+        found[name] = final_weights(reports / name), rows, newest.state.get("curriculum"), current.phases()
+    assert_equal(found["whole"][0], found["parts"][0])
+    assert found["whole"][1:] == found["parts"][1:]
+    phases = [row.get("phase", 0) for row in rows]
+    assert len(phases) == 12
+    assert len(set(phases)) == (1 if kind == "chess" else 3)
+
+
+def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
+    clocks = {"time", "seconds", "throughput", "memory"}
+    return {k: without_clocks(v) if isinstance(v, dict) else v for k, v in row.items() if k not in clocks}
 
 
 @pytest.mark.slow
