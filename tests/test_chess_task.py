@@ -463,3 +463,41 @@ def test_predictions_are_corrected_for_positive_weights(rows: Rows) -> None:
         torch.nn.init.zeros_(parameter)
     said = chess_task.predict(model, batch, frozenset({"pin"}))["ssl/pin"]
     torch.testing.assert_close(said, torch.full_like(said, 1 / 51))
+
+
+def heads_only(chess_task: ChessTask, rows: Rows, chunk: int) -> tuple[list[Tensor], int]:
+    """(losses and gradients of the heads' terms, bytes kept for the backward pass) with a chunk."""
+    model, batch = chess_task.build_model().train(), tensors(chess_task.prepare(rows, rng()))
+    chess_task.set_chunk(model, chunk)
+    storages: dict[int, int] = {}  # kept alive by the graph, so an address names one of them
+
+    def pack(value: Tensor) -> Tensor:
+        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        found, _ = chess_task.losses(model, batch, chess_task.gated)
+    kept = sum(storages.values())
+    torch.stack([found[term] for term in sorted(found)]).sum().backward()
+    grads = [value.grad for value in model.parameters() if value.grad is not None]
+    return [*(found[term].detach() for term in sorted(found)), *grads], kept
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 96, 1000])
+def test_a_chunk_of_the_heads_changes_nothing_but_memory(rows: Rows, chunk: int) -> None:
+    """R103: parts weigh by their size, the shared features get one gradient, and the losses are the same."""
+    chess_task = task()
+    whole, most = heads_only(chess_task, rows, 0)
+    parts, kept = heads_only(chess_task, rows, chunk)
+    assert len(whole) == len(parts)
+    for one, two in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    assert (kept < 0.9 * most) == (chunk < 96)
+
+
+def test_batchnorm_heads_are_never_cut(rows: Rows) -> None:
+    """Their statistics are those of the whole micro-batch."""
+    chess_task = task(model={"norm": {"stem_heads": "batch"}})
+    whole, _ = heads_only(chess_task, rows, 0)
+    parts, _ = heads_only(chess_task, rows, 7)
+    assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))

@@ -15,7 +15,17 @@ import torch
 
 from matrixlib.config import MemoryConfig
 from matrixlib.engine import memory
-from matrixlib.engine.memory import CLEAR_UPDATES, MEBI, Monitor, out_of_memory, share, usage
+from matrixlib.engine.memory import (
+    CALM,
+    CLEAR_UPDATES,
+    LEAST_CHUNK,
+    MEBI,
+    Chunk,
+    Monitor,
+    out_of_memory,
+    share,
+    usage,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
@@ -313,3 +323,31 @@ def test_the_cpu_runs_out_for_real_and_goes_on_in_smaller_parts() -> None:
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines() == ["RuntimeError True", "MemoryError True", "done"], done.stderr
+
+
+def test_a_chunk_halves_while_memory_is_tight_and_grows_back_slowly() -> None:
+    chunk = Chunk()
+    assert [chunk.look(0.9, 0.85, 64) for _ in range(5)] == [True, True, True, False, False]
+    assert chunk.rows == LEAST_CHUNK
+    assert not any(chunk.look(0.80, 0.85, 64) for _ in range(3 * CALM))  # below, but not well below
+    sizes = []
+    for _ in range(3 * CALM):
+        chunk.look(0.5, 0.85, 64)
+        sizes.append(chunk.rows)
+    assert sizes == [8] * (CALM - 1) + [16] * CALM + [32] * CALM + [0]
+    assert not chunk.look(0.5, 0.85, 64)
+    assert chunk.rows == 0
+
+
+def test_a_chunk_that_is_calm_only_now_and_then_stays() -> None:
+    chunk = Chunk(rows=8)
+    for _ in range(CALM):
+        assert not chunk.look(0.5, 0.85, 64)
+        assert not chunk.look(0.84, 0.85, 64)
+    assert chunk.rows == 8
+
+
+def test_a_tiny_micro_batch_is_not_cut() -> None:
+    chunk = Chunk()
+    chunk.look(0.9, 0.85, 4)
+    assert chunk.rows == 4

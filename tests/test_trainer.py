@@ -23,6 +23,7 @@ from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch, Source, Task, slice_batch
 from matrixlib.engine.trainer import Trainer
@@ -756,3 +757,25 @@ def test_an_earlier_save_that_failed_does_not_stop_the_emergency_checkpoint(tmp_
     trainer.checkpoints.join = failing  # type: ignore[method-assign]
     updates.close()
     assert trainer.checkpoints.newest().step == 7
+
+
+def test_tight_memory_cuts_the_chunk_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
+    """R103: the chunk of the self-supervised terms follows the memory, and a resumed run goes on with it."""
+    figures = {"rss_mib": 95.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
+    trainer = build(tmp_path, ToyTask(gate_plane=True))
+    trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
+    said = [message for stats in trainer.train() for message in stats.messages]
+    assert any("the self-supervised heads work on 8 of 8 rows at once after update 10" in m for m in said)
+    assert trainer.model.chunk == 8
+    again = build(tmp_path, ToyTask(gate_plane=True), steps=STEPS + 1)
+    again.resume()
+    assert again.model.chunk == 8
+
+
+def test_without_gated_terms_there_is_no_chunk(tmp_path: Path) -> None:
+    figures = {"rss_mib": 95.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
+    trainer = build(tmp_path)
+    trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
+    for _ in trainer.train():
+        pass
+    assert trainer._chunk == Chunk()

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -20,6 +21,8 @@ from matrixlib.runtime import machine
 
 MEBI = 2**20
 FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
+CALM = 10  # looks in a row after which a smaller chunk is tried larger again
+LEAST_CHUNK = 8  # rows; below it the passes cost more than the memory is worth
 CLEAR_UPDATES = 100  # least distance between two clears
 SAMPLE_SECONDS = 0.02
 OUT_OF_MEMORY = (  # RuntimeErrors of the allocators that have no exception class for it
@@ -153,6 +156,27 @@ class Threshold:
         return fires
 
 
+@dataclass
+class Chunk:
+    """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
+
+    Halved at a look above `memory.warn`, doubled after `CALM` looks in a row well below it. calm: such looks so far.
+    """
+
+    rows: int = 0
+    calm: int = 0
+
+    def look(self, share: float, warn: float, micro_batch: int) -> bool:
+        """Take in the share of the memory in use; True when `rows` changes."""
+        before, present = self.rows, self.rows or micro_batch
+        self.calm = self.calm + 1 if share < warn - 2 * FALL else 0
+        if share > warn:
+            self.rows = max(min(LEAST_CHUNK, micro_batch), present // 2)
+        elif self.rows and self.calm >= CALM:
+            self.rows, self.calm = 2 * self.rows if 2 * self.rows < micro_batch else 0, 0
+        return self.rows != before
+
+
 class Monitor:
     """Watches a run's memory: warns above `memory.warn`, empties the allocator's cache above `memory.clear`."""
 
@@ -164,6 +188,7 @@ class Monitor:
         self._warn, self._clear = Threshold(config.warn), Threshold(config.clear)
         self._cleared = -CLEAR_UPDATES
         self._peak, self._clears = 0.0, 0
+        self.share = 0.0  # of the memory in use, at the last check
 
     def apply_limit(self) -> str:
         """Let the allocator refuse more than `memory.limit`; what was done, in words, "" where none is asked for."""
@@ -188,7 +213,7 @@ class Monitor:
         and the next update would only fill the cache again.
         """
         figures = self._look()
-        used = share(figures, self._limit)
+        used = self.share = share(figures, self._limit)
         messages = []
         if self._warn.crossed(used):
             messages.append(

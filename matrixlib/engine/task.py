@@ -53,6 +53,12 @@ class Task(Protocol):
         """A freshly initialised fp32 model on the CPU; the same for the same configuration and seed."""
         ...
 
+    def set_chunk(self, model: nn.Module, rows: int) -> None:
+        """Let the layers of the gated terms alone work on `rows` rows at once, 0: all. It takes less memory and
+        changes the losses by rounding at most; a task without such terms does nothing.
+        """
+        ...
+
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of every term in `batch`. `batch` is on the host, so this waits for no device.
 

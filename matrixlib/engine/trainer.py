@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from matrixlib.engine.curriculum import Curriculum, Phase
 from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, TrainingHalted, Verdict
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.memory import Monitor
+from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog, write_json
 from matrixlib.engine.statistics import Stats
 from matrixlib.engine.step import GradientReport, StepStats, make_step
@@ -81,6 +81,7 @@ class Trainer:
         self._evidence, self._on_micro_batch = evidence, on_micro_batch
         self._device, self._folder = runtime.torch_device, Path(folder)
         self._memory = Monitor(self._device, config.memory)
+        self._chunk = Chunk()
         said = self._memory.apply_limit()
         self.messages: list[str] = [said] if said else []
         self._step = make_step(task, model, runtime, config, steps)
@@ -143,6 +144,8 @@ class Trainer:
             step.scaler.load_state_dict(state["scaler"])
         step.health = Health.from_dict(self.config.health, state["health"])
         step.gate = Gate.from_dict(self.config.gating, state["gate"])
+        self._chunk = Chunk(**state["chunk"])
+        self.task.set_chunk(self.model, self._chunk.rows)
         self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
         self._norms = statistics.GradientNorms(state["gradient_norms"])
@@ -208,6 +211,7 @@ class Trainer:
             "micro_step": self.micro_step,
             "health": self._step.health.to_dict(),
             "gate": self._step.gate.to_dict(),
+            "chunk": asdict(self._chunk),
             "skip": self._skip,
             "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
@@ -316,7 +320,7 @@ class Trainer:
         messages = [
             *done.messages,
             *statistics.unusual(done, self._step.health),
-            *(self._memory.check(self.step) if self.step % MEMORY_UPDATES == 0 else ()),
+            *(self._watch_memory() if self.step % MEMORY_UPDATES == 0 else ()),
         ]
         if self._step.micro_batch != micro_batch:
             self._on_micro_batch(self._step.micro_batch)
@@ -361,6 +365,19 @@ class Trainer:
             self._checkpoint(validation)
         self._beat("training")
         return stats
+
+    def _watch_memory(self) -> list[str]:
+        """Look at the memory; where it is tight, the self-supervised terms work on fewer rows at once."""
+        messages = self._memory.check(self.step)
+        micro_batch = self._step.micro_batch
+        if self.task.gated and self._chunk.look(self._memory.share, self.config.memory.warn, micro_batch):
+            self.task.set_chunk(self.model, self._chunk.rows)
+            rows_ = self._chunk.rows or micro_batch
+            messages.append(
+                f"memory: the self-supervised heads work on {rows_} of {micro_batch} rows at once after "
+                f"update {self.step}"
+            )
+        return messages
 
     def _verdict(self, done: StepStats) -> tuple[Verdict, int | None]:
         """The verdict, and where a rollback goes to; without a good checkpoint the run has to halt.

@@ -200,6 +200,7 @@ class PolicyValueNet(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.ssl_chunk = 0  # positions that a self-supervised head works on at once; 0: all
         width = config.channels
         self.stem = ConvNorm(config, PLANES, width, 3)
         self.features = ChessFeatures(config) if config.chess_features else None
@@ -241,7 +242,7 @@ class PolicyValueNet(nn.Module):
         asked = {name: head for name, head in self.ssl_heads.items() if f"ssl_{name}" in wanted}
         if asked:
             shared = x if self.config.ssl_trunk else x.detach()
-            out["ssl"] = {name: head(shared) for name, head in asked.items()}
+            out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in asked.items()}
         return out
 
     def trunk(self, planes: Tensor) -> Tensor:
@@ -253,6 +254,16 @@ class PolicyValueNet(nn.Module):
         for number, block in enumerate(self.tower, start=1):
             x = recomputed(block, x) if every and number % every == 0 else block(x)
         return x
+
+
+def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
+    """head(x), made from `rows` rows at a time and again in the backward pass, so that the inside of one chunk is
+    held; 0: from all at once.
+    """
+    if not rows or rows >= len(x):
+        return head(x)
+    again = torch.is_grad_enabled()
+    return torch.cat([recomputed(head, part) if again else head(part) for part in x.split(rows)])
 
 
 def _tower(config: ModelConfig) -> list[nn.Module]:

@@ -103,6 +103,13 @@ class ChessTask:
             torch.default_generator.manual_seed(self.config.seed)
             return PolicyValueNet(self.config.model)
 
+    def set_chunk(self, model: nn.Module, rows: int) -> None:
+        """Let the self-supervised heads work on `rows` positions at once; not those with BatchNorm, whose statistics
+        are of all of them.
+        """
+        assert isinstance(model, PolicyValueNet)
+        model.ssl_chunk = rows if self.config.model.norm.stem_heads == "group" else 0
+
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
         rows = _plain_rows(batch)
