@@ -57,3 +57,33 @@ def test_the_micro_batch_is_one_that_fits_and_divides_the_update() -> None:
     tried = {one.size: one.problem for one in tuning.trials}
     assert tried[8] == ""
     assert tried[16] == "out of memory"
+
+
+def test_the_memory_table_names_what_each_part_keeps() -> None:
+    """R102: a part that keeps twice the activations stands there with twice the memory."""
+
+    class Wide(ToyTask):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model.add_module("wasteful", nn.Sequential(nn.Linear(1, 2**18), nn.GELU()))
+            return model
+
+        def losses(
+            self, model: nn.Module, batch: Batch, active: frozenset[str]
+        ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            losses, metrics = super().losses(model, batch, active)
+            nothing = 0 * model.get_submodule("wasteful")(torch.ones(1, 1)).sum()
+            return {term: loss + nothing for term, loss in losses.items()}, metrics
+
+    before = torch.get_rng_state()
+    loader: Any = Batches()
+    title, *lines = trial.memory_table(CONFIG, toy_runtime(48), Wide(), loader).splitlines()
+    assert title.endswith("micro-batch 48 [MiB]")
+    found = {line[:-10].strip(): float(line[-10:]) for line in lines}
+    assert found["wasteful"] == pytest.approx(
+        2.0, abs=0.1
+    )  # what goes into GELU and what comes out, 1 MiB each
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = sum(value.numel() for value in Wide().build_model().parameters()) * 4 / 2**20
+    assert found["weights"] == found["their gradients"] == pytest.approx(weights, abs=0.01)
+    assert found["optimiser"] == pytest.approx(2 * weights, abs=0.01)  # AdamW's two moments
