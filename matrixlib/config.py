@@ -369,6 +369,20 @@ class ChessConfig(Config):
     model: ModelConfig
     loss: LossConfig
 
+    @model_validator(mode="after")
+    def _piece_head(self) -> ChessConfig:
+        trained = "piece" in self.model.ssl and self.loss.ssl.piece
+        if trained and not (self.data.hidden_rows and self.data.hidden_squares):
+            raise ValueError(
+                "the piece head is asked about hidden squares, and none are hidden: give data.hidden_rows and "
+                "data.hidden_squares values above 0, or take piece out of model.ssl"
+            )
+        if trained and self.data.hidden_rows == 1:
+            raise ValueError(
+                "with data.hidden_rows 1 every position trains the piece head alone; a quarter (0.25) is usual"
+            )
+        return self
+
 
 # Latin squares
 

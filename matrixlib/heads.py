@@ -1,23 +1,22 @@
-"""What the self-supervised heads of a finished run have learned: figures, and a verdict on each with its reason.
+"""What the self-supervised heads of a finished run have learned: looked at, judged (verdicts.py), shown.
 
-A loss alone says nothing: Matrix0 called 2.57 a working head, and ln 13 is 2.565. So each head is held against what
-needs no network, against python-chess, against mistaken readings of its target, and its gradient against those of
-policy and value.
+And how their gradients at the trunk stand to those of policy and value.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib import run as runs
-from matrixlib.compare import T_QUANTILES
+from matrixlib import verdicts
+from matrixlib.verdicts import Finding, Seen
 
 if TYPE_CHECKING:
     import chess
@@ -27,79 +26,35 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Batch
     from matrixlib.net import Net
 
-Word = Literal["learning", "trivial", "dead", "harmful"]
-
 HEADS = ("piece", "threat", "pin", "fork", "control")
 MAIN = ("policy", "value")
-SURE = 3.0  # standard errors
-CONSTANT = 1e-3  # deviation of log-probabilities over positions below which a head looks at nothing
-GIVEN_AWAY = 0.02  # share of the prior entropy below which the square itself gives the target away
-LEAST = 0.01  # share of the prior entropy that counts as knowing something
-COST = 0.05  # share of a main term's step down its own gradient that a head may take away
-BINS = 10
-BATCH = 128  # positions of one measured gradient
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a head says about N positions of the side to move.
-
-    log_p: (N, c, 8, 8) float32 log-probabilities of the classes, c = 2 for maps of 0 and 1. truth: (N, 8, 8) uint8
-    class. squares: (N, 8, 8) bool, where it is asked. content: (N, 8, 8) uint8, what the network sees on the square:
-    0-11 pieces, 12 nothing.
-    """
-
-    log_p: NDArray[np.float32]
-    truth: NDArray[np.uint8]
-    squares: NDArray[np.bool_]
-    content: NDArray[np.uint8]
+BATCH = 128  # positions looked at in one pass
+GRADIENT_BATCH = 256  # positions of one measured gradient
 
 
 @dataclass(frozen=True)
 class Look:
-    """A network looked at: its positions, and what each head says about them."""
+    """A network looked at: its positions, what each head says about them, and what may be taken for its target.
+
+    readings: head -> name -> (N, 8, 8) classes, the exact target by python-chess among them.
+    """
 
     boards: tuple[chess.Board, ...]
     seen: dict[str, Seen]
+    readings: dict[str, dict[str, NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """How a head's gradient at the trunk stands to those of policy and value; a mean over batches and a 95 % interval.
+    """How a head's gradient at the trunk stands to those of policy and value: main term -> (estimate, half a 95 %
+    interval); None where the main term's own gradient cannot be told from noise.
 
-    cosine: main term -> (mean, half width). effect: main term -> (mean, half width) of what the head's weighted
-    gradient adds to a small step down the main term's own, as a share of what that step gains: -0.1 takes a tenth away.
+    effect: what the head's weighted gradient adds to a small step down the main term's own, as a share of what that
+    step gains: -0.1 takes a tenth away.
     """
 
-    cosine: dict[str, tuple[float, float]]
-    effect: dict[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One head's verdict with the numbers behind it.
-
-    Losses in nats a square: `loss`; `uniform`, ln(classes); `prior`, the entropy of the classes' shares; `square`, the
-    best that is possible by what the square itself shows. gain: share of `prior` that the head saves, with its
-    standard error over positions. precision, recall, f1: macro averages over the classes that occur, of class 1 alone
-    for maps. average_precision: of maps, 0 else. calibration: expected calibration error over ten bins of the
-    probability of class 1, or of the likeliest class. rate: share of class 1, or of the commonest class.
-    """
-
-    head: str
-    word: Word
-    why: str
-    loss: float
-    uniform: float
-    prior: float
-    square: float
-    gain: tuple[float, float]
-    precision: float
-    recall: float
-    f1: float
-    average_precision: float
-    calibration: float
-    rate: float
+    cosine: dict[str, tuple[float, float] | None]
+    effect: dict[str, tuple[float, float] | None]
 
 
 # Which run
@@ -116,12 +71,14 @@ def finished(run: str = "") -> Path:
 # Looking
 
 
-def look(net: Net, loader: Loader, positions: int = 512, seed: int = 0) -> Look:
-    """What each head of the network says about `positions` held-out positions.
+def look(net: Net, loader: Loader, positions: int = 2048, seed: int = 0) -> Look:
+    """What each head of the network says about `positions` held-out positions, 0: all of them.
 
     The piece head is asked on squares that are hidden from it, as in training. ValueError for a network without heads.
     """
     import torch
+
+    from matrixlib.tasks.chess import readings
 
     heads = net.task.config.model.ssl
     if not heads:
@@ -136,13 +93,11 @@ def look(net: Net, loader: Loader, positions: int = 512, seed: int = 0) -> Look:
             with torch.inference_mode(), net.runtime.autocast():
                 said = net.task.predict(net.model, on_device, frozenset({head}))[f"ssl/{head}"]
             parts[head].append(_seen(head, said.float().cpu(), shown))
-    if not boards:
-        raise ValueError("there are no held-out positions to look at; `positions` has to be 1 at least")
     joined = {
-        head: Seen(*(np.concatenate([getattr(one, name) for one in seen]) for name in Seen.__annotations__))
+        head: Seen(*(np.concatenate([getattr(one, field.name) for one in seen]) for field in fields(Seen)))
         for head, seen in parts.items()
     }
-    return Look(tuple(boards), joined)
+    return Look(tuple(boards), joined, readings.readings(boards))
 
 
 def _batches(net: Net, loader: Loader, positions: int, size: int, seed: int) -> Iterator[tuple[Batch, Batch]]:
@@ -172,16 +127,16 @@ def _boards(batch: Batch) -> list[chess.Board]:
 def _seen(head: str, said: Any, batch: Batch) -> Seen:
     import torch
 
-    from matrixlib.tasks.chess import targets
+    from matrixlib.tasks.chess import readings, targets
     from matrixlib.tasks.chess.planes import unpack_maps
 
     probability = said if said.shape[1] > 1 else torch.cat([1 - said, said], dim=1)
     truth = targets.target(batch, head).to(torch.uint8)
     content = targets.target(batch, "piece")
     squares = torch.ones_like(truth, dtype=torch.bool)
-    if "hidden" in batch and head == "piece":
+    if head == "piece":
         squares = unpack_maps(batch["hidden"]).bool()
-        content = torch.where(squares, 12, content)
+        content = torch.where(squares, readings.EMPTY, content)
     log_p = probability.clamp(min=1e-12).log()
     return Seen(log_p.numpy(), truth.numpy(), squares.numpy(), content.to(torch.uint8).numpy())
 
@@ -190,260 +145,109 @@ def wrong_targets(found: Look) -> dict[str, int]:
     """Squares on which the targets that the network is trained on differ from those of python-chess, by head."""
     from matrixlib.tasks.chess import readings
 
-    exact = [readings.maps(board) for board in found.boards]
+    exact = {head: every[readings.EXACT] for head, every in found.readings.items()}
     return {
-        head: int(((seen.truth != np.stack([one[head] for one in exact])) & seen.squares).sum())
-        for head, seen in found.seen.items()
+        head: int(((seen.truth != exact[head]) & seen.squares).sum()) for head, seen in found.seen.items()
     }
+
+
+def judge(net: Net, found: Look) -> list[Finding]:
+    """A verdict on each head, in the order of the configuration."""
+    from matrixlib.tasks.chess import readings
+
+    copies = frozenset({readings.COPY})
+    findings = []
+    for head, seen in found.seen.items():
+        if not net.task.weights[f"ssl_{head}"]:
+            findings.append(Finding(head, "undecided", f"its weight loss.ssl.{head} is 0: it is not trained"))
+            continue
+        wrong = {name: value for name, value in found.readings[head].items() if name != readings.EXACT}
+        findings.append(verdicts.judge(head, seen, wrong, copies))
+    return findings
 
 
 # Gradients
 
 
-def conflicts(net: Net, loader: Loader, batches: int = 8, seed: int = 0) -> dict[str, Conflict]:
-    """How each head's gradient at the trunk stands to those of policy and value, over batches of 128 positions.
+def conflicts(net: Net, loader: Loader, batches: int = 16, seed: int = 0) -> dict[str, Conflict]:
+    """How each head's gradient at the trunk stands to those of policy and value, over batches of 256 positions.
 
-    The model is in evaluation mode. Intervals are Student's. Empty where the trunk is cut off (model.ssl_trunk).
-    ValueError for fewer than two batches, which give no interval.
+    One batch's gradient is mostly noise, and terms of one batch share it. So inner products are taken between
+    different batches alone, which leaves those of the true gradients, and intervals by leaving a batch out in turn
+    (jackknife). In fp32 and evaluation mode; all gradients are held on the host, 4 bytes for each batch, term and
+    parameter of the trunk. Empty where no head's gradient reaches the trunk. ValueError for fewer than 4 batches.
     """
     import torch
 
-    if batches < 2:
-        raise ValueError(f"an interval needs at least 2 batches, not {batches}")
-    task = net.task
-    if not task.config.model.ssl_trunk:
-        return {}
+    from matrixlib.tasks.chess.model import PolicyValueNet
+
+    task, device = net.task, net.runtime.torch_device
     terms = sorted(term for term, weight in task.weights.items() if weight > 0)
-    trunk = [
-        value
-        for name, value in net.model.named_parameters()
-        if name.split(".")[0] in ("stem", "features", "tower")
-    ]
-    gram = []
+    heads = [head for head in task.config.model.ssl if f"ssl_{head}" in terms]
+    if not (task.config.model.ssl_trunk and heads):
+        return {}
+    assert isinstance(net.model, PolicyValueNet)
+    trunk = net.model.trunk_parameters()
+    found = []
     try:
         for value in trunk:
             value.requires_grad_(True)
-        for batch, hidden in _batches(net, loader, batches * BATCH, BATCH, seed):
+        for batch, hidden in _batches(net, loader, batches * GRADIENT_BATCH, GRADIENT_BATCH, seed):
+            if len(batch["pieces"]) < GRADIENT_BATCH:
+                continue
             rows = []
             for term in terms:
                 shown = hidden if term == "ssl_piece" else batch
-                count = task.counts(shown)[term]
-                on_device = {name: tensor.to(net.runtime.torch_device) for name, tensor in shown.items()}
-                with net.runtime.autocast():
-                    losses, _ = task.losses(net.model, on_device, frozenset({term}))
-                grads = torch.autograd.grad(losses[term] / max(1, count), trunk)
-                rows.append(torch.cat([grad.float().flatten() for grad in grads]))
-            flat = torch.stack(rows)
-            gram.append((flat @ flat.T).double().cpu().numpy())
+                on_device = {name: tensor.to(device) for name, tensor in shown.items()}
+                losses, _ = task.losses(net.model, on_device, frozenset({term}))
+                grads = torch.autograd.grad(losses[term] / max(1, task.counts(shown)[term]), trunk)
+                rows.append(torch.cat([grad.flatten() for grad in grads]).cpu())
+            found.append(torch.stack(rows).numpy())
     finally:
-        for value in trunk:
-            value.requires_grad_(False)
-    if len(gram) < 2:
-        raise ValueError(f"{len(gram)} batches of {BATCH} held-out positions give no interval; add data")
-    return {
-        head: _conflict(np.stack(gram), terms, f"ssl_{head}", task.weights)
-        for head in task.config.model.ssl
-        if f"ssl_{head}" in terms
-    }
+        net.model.requires_grad_(False)
+    if len(found) < 4:
+        raise ValueError(
+            f"{len(found)} batches of {GRADIENT_BATCH} held-out positions tell too little of the gradients; "
+            "take 4 at least"
+        )
+    main = {term: terms.index(term) for term in MAIN if term in terms}
+    weights = [float(task.weights[term]) for term in terms]
+    return {head: compared(np.stack(found), terms.index(f"ssl_{head}"), main, weights) for head in heads}
 
 
-def _conflict(gram: NDArray[np.float64], terms: list[str], term: str, weights: Any) -> Conflict:
-    """gram: (batches, terms, terms) inner products of the terms' gradients."""
-    h = terms.index(term)
+def compared(
+    gradients: NDArray[np.float32], head: int, main: dict[str, int], weights: Sequence[float]
+) -> Conflict:
+    """A head's conflict by gradients (batches, terms, parameters); head, main: places among the terms."""
     cosine, effect = {}, {}
-    for main in MAIN:
-        if main not in terms:
-            continue
-        m = terms.index(main)
-        inner, own, other = gram[:, h, m], gram[:, m, m], gram[:, h, h]
-        cosine[main] = _interval(inner / np.sqrt(np.maximum(own * other, 1e-30)))
-        effect[main] = _interval(weights[term] * inner / (weights[main] * np.maximum(own, 1e-30)))
+    for name, m in main.items():
+        inner, own, other = (_across(gradients, *pair) for pair in ((head, m), (m, m), (head, head)))
+        told = own[0] > 2 * _jackknife(own)
+        ratio = weights[head] / weights[m] * inner / np.maximum(own, 1e-30)
+        effect[name] = (float(ratio[0]), 1.96 * _jackknife(ratio)) if told else None
+        told = told and other[0] > 2 * _jackknife(other)
+        angle = inner / np.sqrt(np.maximum(own * other, 1e-30))
+        cosine[name] = (float(angle[0]), 1.96 * _jackknife(angle)) if told else None
     return Conflict(cosine, effect)
 
 
-def _interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval."""
-    quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
-    return float(values.mean()), float(quantile * values.std(ddof=1) / math.sqrt(len(values)))
-
-
-# Judging
-
-
-def judge(found: Look, conflict: dict[str, Conflict]) -> list[Finding]:
-    """A verdict on each head, in the order of the configuration."""
-    return [_judge(head, seen, found, conflict.get(head)) for head, seen in found.seen.items()]
-
-
-def _judge(head: str, seen: Seen, found: Look, conflict: Conflict | None) -> Finding:
-    classes = seen.log_p.shape[1]
-    asked = seen.squares
-    own, prior = _nats(seen, seen.truth), _prior(seen, seen.truth)
-    shares = np.bincount(seen.truth[asked], minlength=classes) / asked.sum()
-    square = _by_content(seen, seen.truth)
-    saved = _mean_and_error(prior - own, asked)
-    beyond = _mean_and_error(square - own, asked)
-    figures = {
-        "loss": float(own[asked].mean()),
-        "prior": float(prior[asked].mean()),
-        "square": float(square[asked].mean()),
-    }
-    gain = saved[0] / max(figures["prior"], 1e-12), saved[1] / max(figures["prior"], 1e-12)
-    word, why = _word(head, seen, found, figures, gain, beyond, conflict)
-    precision, recall, f1, ranked = _detection(seen, classes)
-    return Finding(
-        head,
-        word,
-        why,
-        figures["loss"],
-        math.log(classes),
-        figures["prior"],
-        figures["square"],
-        gain,
-        precision,
-        recall,
-        f1,
-        ranked,
-        _calibration(seen)[0],
-        float(shares[1] if classes == 2 else shares.max()),
-    )
-
-
-def _word(
-    head: str,
-    seen: Seen,
-    found: Look,
-    figures: dict[str, float],
-    gain: tuple[float, float],
-    beyond: tuple[float, float],
-    conflict: Conflict | None,
-) -> tuple[Word, str]:
-    from matrixlib.tasks.chess import readings
-
-    if float(seen.log_p.std(0).max()) < CONSTANT:
-        return "dead", "it says the same of every position"
-    mistaken = _mistaken(head, seen, found)
-    if mistaken:
-        name, agrees, squares = mistaken
-        what = f"{agrees:.0%} right by that on the {squares} squares where it is not the target"
-        if name == readings.COPY:
-            return "trivial", f"it is {name}: {what}"
-        return "harmful", f"it has learned another target, {name}: {what}"
-    if gain[0] < max(LEAST, SURE * gain[1]):
-        return "dead", f"it saves {gain[0]:.1%} +- {gain[1]:.1%} of the entropy of the classes' shares"
-    if figures["square"] < GIVEN_AWAY * figures["prior"]:
-        return "trivial", "what stands on a square gives its target away"
-    if beyond[0] < max(LEAST * figures["prior"], SURE * beyond[1]):
-        return (
-            "trivial",
-            f"a table of what stands on the square does as well: {figures['square']:.4f} nat",
-        )
-    if conflict:
-        for main, (mean, half) in conflict.effect.items():
-            if mean + half < -COST:
-                return "harmful", f"it takes {-mean:.0%} +- {half:.0%} of the {main}'s gradient away"
-    return "learning", f"it saves {gain[0]:.0%} of the entropy of the classes' shares"
-
-
-def _mistaken(head: str, seen: Seen, found: Look) -> tuple[str, float, int] | None:
-    """The mistaken reading of its target that a head follows rather than the target: name, agreement, squares.
-
-    It is one that the head knows more about than what stands on a square tells (a copy: than the shares of its
-    classes); that is surely likelier, by the head's own probabilities, on the squares where it differs from the exact
-    target; and more often right there than not. Of several, the one that is right most often.
+def _across(gradients: NDArray[np.float32], a: int, b: int) -> NDArray[np.float64]:
+    """(1 + batches,): mean inner product of term a's and term b's gradients of different batches, over all batches and
+    over all but one.
     """
-    from matrixlib.tasks.chess import readings
-
-    every = readings.readings(found.boards, head, seen.squares if head == "piece" else seen.squares & False)
-    exact = every.pop(readings.EXACT)
-    best: tuple[str, float, int] | None = None
-    for name, reading in every.items():
-        differs = (reading != exact) & seen.squares
-        easy = _prior(seen, reading) if name == readings.COPY else _by_content(seen, reading)
-        known, error = _mean_and_error(easy - _nats(seen, reading), seen.squares)
-        if not differs.any() or known < SURE * error:
-            continue
-        ahead, error = _mean_and_error(_nats(seen, exact) - _nats(seen, reading), differs)
-        agrees = float((seen.log_p.argmax(1) == reading)[differs].mean())
-        if ahead > SURE * error and agrees > 0.5 and (best is None or agrees > best[1]):
-            best = (name, agrees, int(differs.sum()))
-    return best
+    gram = (gradients[:, a] @ gradients[:, b].T).astype(np.float64)
+    n = len(gram)
+    diagonal = np.diag(gram)
+    total = gram.sum() - diagonal.sum()
+    without = total - (gram.sum(0) + gram.sum(1) - 2 * diagonal)
+    return np.concatenate([[total / (n * (n - 1))], without / ((n - 1) * (n - 2))])
 
 
-def _nats(seen: Seen, classes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """(N, 8, 8): minus log-probability of these classes (N, 8, 8)."""
-    found: NDArray[np.float32] = -np.take_along_axis(seen.log_p, classes[:, None].astype(np.int64), 1)[:, 0]
-    return found
-
-
-def _prior(seen: Seen, classes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """(N, 8, 8): minus log of the share of these classes (N, 8, 8) among the squares that are asked about."""
-    counts = np.bincount(classes[seen.squares], minlength=seen.log_p.shape[1])
-    found: NDArray[np.float64] = -np.log(np.maximum(counts / counts.sum(), 1e-12))[classes]
-    return found
-
-
-def _by_content(seen: Seen, classes: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """(N, 8, 8): nats that these classes (N, 8, 8) cost the best guess that sees its own square alone."""
-    counts = np.zeros((13, seen.log_p.shape[1]))
-    np.add.at(counts, (seen.content[seen.squares], classes[seen.squares]), 1)
-    log_p = np.log(np.maximum(counts / np.maximum(counts.sum(1, keepdims=True), 1), 1e-12))
-    found: NDArray[np.float64] = -log_p[seen.content, classes]
-    return found
-
-
-def _mean_and_error(values: NDArray[Any], squares: NDArray[np.bool_]) -> tuple[float, float]:
-    """Mean over squares, and its standard error where a position's squares depend on each other (ratio estimator)."""
-    sums = np.where(squares, values, 0).sum((1, 2), dtype=np.float64)
-    counts = squares.sum((1, 2))
-    mean = float(sums.sum() / counts.sum())
-    rows = len(sums)
-    if rows < 2:
-        return mean, math.inf
-    spread = np.sqrt(np.square(sums - mean * counts).sum() / (rows - 1))
-    return mean, float(spread * math.sqrt(rows) / counts.sum())
-
-
-def _detection(seen: Seen, classes: int) -> tuple[float, float, float, float]:
-    """(precision, recall, f1, average precision); see `Finding`."""
-    truth, guess = seen.truth[seen.squares], seen.log_p.argmax(1)[seen.squares]
-    table = confusion(seen)
-    present = [1] if classes == 2 else [k for k in range(classes) if table[k].any()]
-    hit = np.diag(table).astype(float)
-    precision = hit / np.maximum(np.bincount(guess, minlength=classes), 1)
-    recall = hit / np.maximum(np.bincount(truth, minlength=classes), 1)
-    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
-    means = (float(value[present].mean()) for value in (precision, recall, f1))
-    ranked = 0.0
-    if classes == 2 and truth.any():
-        order = np.argsort(-seen.log_p[:, 1][seen.squares], kind="stable")
-        hits = truth[order] == 1
-        ranked = float((np.cumsum(hits) / np.arange(1, len(hits) + 1))[hits].mean())
-    return *means, ranked  # type: ignore[return-value]
-
-
-def confusion(seen: Seen) -> NDArray[np.int64]:
-    """(classes, classes): squares by true class (rows) and likeliest class (columns)."""
-    classes = seen.log_p.shape[1]
-    table = np.zeros((classes, classes), np.int64)
-    np.add.at(table, (seen.truth[seen.squares], seen.log_p.argmax(1)[seen.squares]), 1)
-    return table
-
-
-def _calibration(seen: Seen) -> tuple[float, list[tuple[float, float, int]]]:
-    """Expected calibration error, and (mean probability, share that is right, squares) of each bin that is used."""
-    if seen.log_p.shape[1] == 2:
-        said, right = np.exp(seen.log_p[:, 1])[seen.squares], seen.truth[seen.squares] == 1
-    else:
-        said = np.exp(seen.log_p.max(1))[seen.squares]
-        right = (seen.log_p.argmax(1) == seen.truth)[seen.squares]
-    at = np.minimum((said * BINS).astype(int), BINS - 1)
-    points = [
-        (float(said[at == k].mean()), float(right[at == k].mean()), int((at == k).sum()))
-        for k in range(BINS)
-        if (at == k).any()
-    ]
-    return sum(abs(p - r) * n for p, r, n in points) / max(1, len(said)), points
+def _jackknife(estimates: NDArray[np.float64]) -> float:
+    """Standard error of the first estimate, of all batches, from the others, each without one of them."""
+    without = estimates[1:]
+    n = len(without)
+    return float(math.sqrt((n - 1) / n * np.square(without - without.mean()).sum()))
 
 
 # Showing
@@ -452,14 +256,15 @@ def _calibration(seen: Seen) -> tuple[float, list[tuple[float, float, int]]]:
 def table(findings: Sequence[Finding]) -> str:
     """Text table: a head's loss beside its lines of chance, and how it finds what is rare."""
     lines = [
-        f"{'head':8}{'loss':>8}{'uniform':>9}{'prior':>8}{'square':>8}{'saves':>8}"
+        f"{'head':8}{'loss':>8}{'uniform':>9}{'prior':>8}{'table':>8}{'saves':>8}{'beyond':>8}"
         f"{'rate':>9}{'precision':>11}{'recall':>8}{'F1':>7}{'AP':>7}{'ECE':>8}"
     ]
     for one in findings:
-        ranked = f"{one.average_precision:.2f}" if one.average_precision else "-"
+        ranked = "-" if math.isnan(one.average_precision) else f"{one.average_precision:.2f}"
         lines.append(
-            f"{one.head:8}{one.loss:8.4f}{one.uniform:9.4f}{one.prior:8.4f}{one.square:8.4f}{one.gain[0]:8.1%}"
-            f"{one.rate:9.2%}{one.precision:11.2f}{one.recall:8.2f}{one.f1:7.2f}{ranked:>7}{one.calibration:8.4f}"
+            f"{one.head:8}{one.loss:8.4f}{one.uniform:9.4f}{one.prior:8.4f}{one.table:8.4f}{one.gain[0]:8.1%}"
+            f"{one.beyond[0]:8.1%}{one.rate:9.2%}{one.precision:11.2f}{one.recall:8.2f}{one.f1:7.2f}"
+            f"{ranked:>7}{one.calibration:8.4f}"
         )
     return "\n".join(lines)
 
@@ -472,10 +277,29 @@ def progress(folder: Path, loader: Loader, device: str, positions: int = 512) ->
     lines: list[str] = []
     for step in Checkpoints(folder / "checkpoints", keep=2).steps():
         net = nets.load(folder, f"step_{step:08d}", device)
-        findings = judge(look(net, loader, positions), {})
+        found = look(net, loader, positions)
         if not lines:
-            lines.append(f"{'update':>8}" + "".join(f"{one.head:>10}" for one in findings))
-        lines.append(f"{step:8}" + "".join(f"{one.gain[0]:10.1%}" for one in findings))
+            lines.append(f"{'update':>8}" + "".join(f"{head:>10}" for head in found.seen))
+        saved = (verdicts.saved(seen) for seen in found.seen.values())
+        lines.append(f"{step:8}" + "".join(f"{share:10.1%}" for share in saved))
+    return "\n".join(lines)
+
+
+def conflict_table(found: dict[str, Conflict]) -> str:
+    """Text table: cosine of each head's gradient with those of policy and value, and what it does to their steps."""
+    if not found:
+        return "no head's gradient reaches the trunk (model.ssl_trunk, loss.ssl)"
+    lines = [
+        f"{'head':8}"
+        + "".join(f"{f'cosine with {m}':>22}{'to its step':>20}" for m in next(iter(found.values())).cosine)
+    ]
+    for head, one in found.items():
+        cells = ""
+        for main, cosine in one.cosine.items():
+            effect = one.effect[main]
+            cells += f"{f'{cosine[0]:+.2f} +- {cosine[1]:.2f}' if cosine else 'not to be told':>22}"
+            cells += f"{f'{effect[0]:+.0%} +- {effect[1]:.0%}' if effect else 'not to be told':>20}"
+        lines.append(f"{head:8}{cells}")
     return "\n".join(lines)
 
 
@@ -488,30 +312,14 @@ def curves_figure(folder: Path, findings: Sequence[Finding]) -> Figure:
     return plots.curves_figure(rows, {one.head: one.prior for one in findings})
 
 
-def conflict_table(found: dict[str, Conflict]) -> str:
-    """Text table: cosine of each head's gradient with those of policy and value, and what it does to their steps."""
-    if not found:
-        return "model.ssl_trunk is off: the heads' gradients do not reach the trunk"
-    lines = [
-        f"{'head':8}"
-        + "".join(f"{f'cosine with {m}':>22}{'to its step':>17}" for m in next(iter(found.values())).cosine)
-    ]
-    for head, one in found.items():
-        cells = "".join(
-            f"{cosine:+13.3f} +- {half:5.3f}{one.effect[main][0]:+10.1%} +- {one.effect[main][1]:4.1%}"
-            for main, (cosine, half) in one.cosine.items()
-        )
-        lines.append(f"{head:8}{cells}")
-    return "\n".join(lines)
-
-
 def calibration_figure(found: Look) -> Figure:
     """Reliability of each head, and the confusion of those with several classes."""
     from matrixlib.tasks.chess import plots
 
+    asked = {head: seen for head, seen in found.seen.items() if seen.squares.any()}
     return plots.calibration_figure(
-        {head: _calibration(seen)[1] for head, seen in found.seen.items()},
-        {head: confusion(seen) for head, seen in found.seen.items() if seen.log_p.shape[1] > 2},
+        {head: verdicts.calibration(seen)[1] for head, seen in asked.items()},
+        {head: verdicts.confusion(seen) for head, seen in asked.items() if seen.classes > 2},
     )
 
 
@@ -520,14 +328,11 @@ def boards_figure(found: Look, count: int = 3) -> Figure:
     from matrixlib.tasks.chess import plots
 
     maps = {
-        head: (_expected(np.exp(seen.log_p[:count])), seen.truth[:count], seen.squares[:count])
+        head: (
+            np.exp(seen.log_p[:count, 1]) if seen.classes == 2 else seen.guess[:count],
+            seen.truth[:count],
+            seen.squares[:count],
+        )
         for head, seen in found.seen.items()
     }
     return plots.maps_figure(found.boards[:count], maps)
-
-
-def _expected(probability: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(N, 8, 8): probability of class 1 of a map, else the likeliest class."""
-    if probability.shape[1] == 2:
-        return probability[:, 1]
-    return probability.argmax(1).astype(np.float32)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0
 SHORTEST = 20  # updates of a run, where they are slow
 TUNING_SECONDS = 30.0
+BESIDES = (
+    1.1  # time of a run's update in that of a timed one: moving average, metrics, validation, checkpoints
+)
 
 
 def fit_steps(config: Config, runtime: Runtime, task: Task, training: Loader) -> int:
@@ -39,7 +42,7 @@ def fit_steps(config: Config, runtime: Runtime, task: Task, training: Loader) ->
             times.append(time.perf_counter() - started)
             if i >= WARM_UPDATES and sum(times[WARM_UPDATES:]) > TRIAL_SECONDS:
                 break
-    seconds = statistics.median(times[WARM_UPDATES:])
+    seconds = BESIDES * statistics.median(times[WARM_UPDATES:])
     return max(SHORTEST, int(config.train.minutes * 60 / seconds))
 
 

@@ -16,7 +16,7 @@ import torch
 from test_task_contract import check_task
 from torch import Tensor, nn
 
-from matrixlib.config import ChessConfig, dump, load, merge, parse
+from matrixlib.config import ChessConfig, ConfigError, dump, load, merge, parse
 from matrixlib.engine.task import slice_batch
 from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
@@ -447,11 +447,29 @@ def test_weights_of_heads_are_applied(rows: Rows) -> None:
 
 
 def test_the_share_of_hidden_rows_is_the_configured_one(rows: Rows) -> None:
-    none = task(data={"hidden_rows": 0.0}).prepare(rows, rng())
-    assert not none["hidden"].any()
-    every = task(data={"hidden_rows": 1.0, "hidden_squares": 1.0}).prepare(rows, rng())
-    assert (every["hidden"] == 255).all()
-    assert task(data={"hidden_rows": 1.0}).counts(tensors(every))["policy"] == 0
+    half = task(data={"hidden_rows": 0.5, "hidden_squares": 1.0}).prepare(rows, rng())
+    assert set(half["hidden"].ravel().tolist()) == {0, 255}
+    assert (half["hidden"] == 255).all(1).mean() == pytest.approx(0.5, abs=0.12)
+
+
+def test_nothing_is_hidden_for_a_piece_head_without_weight(rows: Rows) -> None:
+    """Its rows would train nothing at all: an ablation by weights would compare different numbers of positions."""
+    chess_task = task(loss={"ssl": {"piece": 0.0}})
+    batch = tensors(chess_task.prepare(rows, rng()))
+    assert "hidden" not in batch
+    assert (
+        chess_task.counts(batch)["policy"]
+        == chess_task.counts(tensors(task().prepare_plain(rows, rng())))["policy"]
+    )
+    assert chess_task.counts(batch)["ssl_piece"] == 0
+
+
+@pytest.mark.parametrize("shares", [{"hidden_rows": 0.0}, {"hidden_squares": 0.0}, {"hidden_rows": 1.0}])
+def test_shares_that_leave_a_head_untrained_are_refused(shares: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="hidden"):
+        task(data=shares)
+    task(data=shares, ssl=["threat"])
+    task(data=shares, loss={"ssl": {"piece": 0.0}})
 
 
 def test_predictions_are_corrected_for_positive_weights(rows: Rows) -> None:

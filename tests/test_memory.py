@@ -18,10 +18,10 @@ from matrixlib.engine import memory
 from matrixlib.engine.memory import (
     CALM,
     CLEAR_UPDATES,
-    LEAST_CHUNK,
     MEBI,
     Chunk,
     Monitor,
+    needed,
     out_of_memory,
     share,
     usage,
@@ -328,7 +328,7 @@ def test_the_cpu_runs_out_for_real_and_goes_on_in_smaller_parts() -> None:
 def test_a_chunk_halves_while_memory_is_tight_and_grows_back_slowly() -> None:
     chunk = Chunk()
     assert [chunk.look(0.9, 0.85, 64) for _ in range(5)] == [True, True, True, False, False]
-    assert chunk.rows == LEAST_CHUNK
+    assert chunk.rows == 8  # an eighth
     assert not any(chunk.look(0.80, 0.85, 64) for _ in range(3 * CALM))  # below, but not well below
     sizes = []
     for _ in range(3 * CALM):
@@ -347,7 +347,21 @@ def test_a_chunk_that_is_calm_only_now_and_then_stays() -> None:
     assert chunk.rows == 8
 
 
-def test_a_tiny_micro_batch_is_not_cut() -> None:
+def test_a_chunk_follows_a_micro_batch_that_was_halved() -> None:
+    chunk = Chunk(rows=64)
+    assert chunk.look(0.9, 0.85, 16)
+    assert chunk.rows == 8
+
+
+def test_a_micro_batch_of_one_is_not_cut() -> None:
     chunk = Chunk()
-    chunk.look(0.9, 0.85, 4)
-    assert chunk.rows == 4
+    assert not chunk.look(0.9, 0.85, 1)
+    assert chunk.rows == 0
+
+
+def test_what_is_needed_leaves_the_allocators_cache_out() -> None:
+    figures = {"allocated_mib": 20.0, "reserved_mib": 90.0, "driver_mib": 95.0, "device_total_mib": 100.0}
+    assert share(figures) == 0.95
+    assert needed(figures) == 0.2
+    assert needed(figures, limit=0.5) == 0.4
+    assert needed({"rss_mib": 30.0, "total_mib": 100.0}) == 0.3

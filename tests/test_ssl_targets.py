@@ -1,4 +1,4 @@
-"""Self-supervised targets against definitions written out with python-chess, in real colours."""
+"""Self-supervised targets of the numba core against definitions written out with python-chess (readings.py)."""
 
 from __future__ import annotations
 
@@ -9,42 +9,15 @@ import numpy as np
 import pytest
 from positions import hard_positions, random_positions
 
-from matrixlib.tasks.chess import records, ssl
-
-VALUE = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9, chess.KING: 1000}
-
-
-def forks(board: chess.Board, square: chess.Square) -> bool:
-    piece = board.piece_at(square)
-    if piece is None:
-        return False
-    count = 0
-    for target in board.attacks(square):
-        victim = board.piece_at(target)
-        if victim is None or victim.color == piece.color:
-            continue
-        undefended = not board.attackers_mask(victim.color, target)
-        worth_more = VALUE[victim.piece_type] > VALUE[piece.piece_type]
-        count += victim.piece_type == chess.KING or worth_more or undefended
-    return count >= 2
+from matrixlib.tasks.chess import readings, records, ssl
 
 
 def truth(board: chess.Board) -> np.ndarray:
     """(5, 64) bool by oriented square, straight from the definitions."""
-    us, them = board.turn, not board.turn
-    out = np.zeros((5, 64), bool)
-    for square in chess.SQUARES:
-        s = square if us else square ^ 56
-        ours = board.attackers_mask(us, square).bit_count()
-        theirs = board.attackers_mask(them, square).bit_count()
-        piece = board.piece_at(square)
-        out[0, s] = board.is_attacked_by(them, square)
-        if piece is not None and piece.piece_type != chess.KING:
-            out[1, s] = board.is_pinned(piece.color, square)
-        out[2, s] = forks(board, square)
-        out[3, s] = ours > theirs
-        out[4, s] = theirs > ours
-    return out
+    maps = readings.maps(board)
+    control = maps["control"]
+    every = (maps["threat"], maps["pin"], maps["fork"], control == 2, control == 0)
+    return np.stack(every).reshape(5, 64).astype(bool)
 
 
 def found(boards: list[chess.Board]) -> np.ndarray:
@@ -122,7 +95,8 @@ def test_pawns_attack_in_the_right_direction(turn: str) -> None:
 )
 def test_known_forks(fen: str, expected: set[str]) -> None:
     board = chess.Board(fen)
-    assert {chess.square_name(s) for s in chess.SQUARES if forks(board, s)} == expected, "the oracle"
+    oracle = {chess.square_name(s if board.turn else s ^ 56) for s in np.flatnonzero(truth(board)[2])}
+    assert oracle == expected, "the oracle"
     assert squares(fen, "fork") == expected
 
 

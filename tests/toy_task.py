@@ -73,9 +73,10 @@ class ToyTask:
     def build_model(self) -> nn.Module:
         return ToyNet(self.width, self.dropout, self.norm)
 
-    def set_chunk(self, model: nn.Module, rows: int) -> None:
+    def set_chunk(self, model: nn.Module, rows: int) -> int:
         """Remembered by the model, so that tests can see it."""
         model.chunk = rows  # type: ignore[assignment]
+        return rows
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"class": int((batch["label"] >= 0).sum()), "plane": int(batch["known"].sum())}

@@ -22,7 +22,6 @@ from matrixlib.runtime import machine
 MEBI = 2**20
 FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
 CALM = 10  # looks in a row after which a smaller chunk is tried larger again
-LEAST_CHUNK = 8  # rows; below it the passes cost more than the memory is worth
 CLEAR_UPDATES = 100  # least distance between two clears
 SAMPLE_SECONDS = 0.02
 OUT_OF_MEMORY = (  # RuntimeErrors of the allocators that have no exception class for it
@@ -89,6 +88,13 @@ def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
     own = figures.get("reserved_mib", figures["driver_mib"])
     total = figures["device_total_mib"]
     return max(figures["driver_mib"] / total, own / (total * (limit or 1.0)))
+
+
+def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
+    """As `share`, of what is in tensors: an allocator gives nothing back, so `share` hardly falls with the need."""
+    if "device_total_mib" not in figures:
+        return share(figures)
+    return figures["allocated_mib"] / (figures["device_total_mib"] * (limit or 1.0))
 
 
 def clear_cache(device: torch.device) -> None:
@@ -160,20 +166,21 @@ class Threshold:
 class Chunk:
     """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
 
-    Halved at a look above `memory.warn`, doubled after `CALM` looks in a row well below it. calm: such looks so far.
+    Halved at a look above `memory.warn`, down to an eighth of the micro-batch, where the passes begin to cost more than
+    the memory is worth; doubled after `CALM` looks in a row well below it. calm: such looks so far.
     """
 
     rows: int = 0
     calm: int = 0
 
-    def look(self, share: float, warn: float, micro_batch: int) -> bool:
+    def look(self, used: float, warn: float, micro_batch: int) -> bool:
         """Take in the share of the memory in use; True when `rows` changes."""
-        before, present = self.rows, self.rows or micro_batch
-        self.calm = self.calm + 1 if share < warn - 2 * FALL else 0
-        if share > warn:
-            self.rows = max(min(LEAST_CHUNK, micro_batch), present // 2)
+        before, present = self.rows, min(self.rows or micro_batch, micro_batch)
+        self.calm = self.calm + 1 if used < warn - 2 * FALL else 0
+        if used > warn and present // 2 >= max(1, micro_batch // 8):
+            self.rows = present // 2
         elif self.rows and self.calm >= CALM:
-            self.rows, self.calm = 2 * self.rows if 2 * self.rows < micro_batch else 0, 0
+            self.rows, self.calm = 2 * present if 2 * present < micro_batch else 0, 0
         return self.rows != before
 
 
@@ -188,7 +195,7 @@ class Monitor:
         self._warn, self._clear = Threshold(config.warn), Threshold(config.clear)
         self._cleared = -CLEAR_UPDATES
         self._peak, self._clears = 0.0, 0
-        self.share = 0.0  # of the memory in use, at the last check
+        self.needed = 0.0  # share of the memory that tensors took at the last check, caches left out
 
     def apply_limit(self) -> str:
         """Let the allocator refuse more than `memory.limit`; what was done, in words, "" where none is asked for."""
@@ -213,7 +220,7 @@ class Monitor:
         and the next update would only fill the cache again.
         """
         figures = self._look()
-        used = self.share = share(figures, self._limit)
+        used, self.needed = share(figures, self._limit), needed(figures, self._limit)
         messages = []
         if self._warn.crossed(used):
             messages.append(

@@ -53,9 +53,9 @@ class Task(Protocol):
         """A freshly initialised fp32 model on the CPU; the same for the same configuration and seed."""
         ...
 
-    def set_chunk(self, model: nn.Module, rows: int) -> None:
+    def set_chunk(self, model: nn.Module, rows: int) -> int:
         """Let the layers of the gated terms alone work on `rows` rows at once, 0: all. It takes less memory and
-        changes the losses by rounding at most; a task without such terms does nothing.
+        changes the losses by rounding at most. Returns what is in force: 0 where the task cannot.
         """
         ...
 

@@ -126,11 +126,13 @@ class Trainer:
             return 0
         try:
             self._restore(found)
+            self._chunk = Chunk(**found.state["chunk"])  # a rollback keeps the one that memory needs now
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{found.path.name} does not fit this run ({error}); give the run another name, or bring "
                 "back the configuration it was made with"
             ) from error
+        self.task.set_chunk(self.model, self._chunk.rows)
         return found.step
 
     def _restore(self, found: Checkpoint) -> None:
@@ -144,8 +146,6 @@ class Trainer:
             step.scaler.load_state_dict(state["scaler"])
         step.health = Health.from_dict(self.config.health, state["health"])
         step.gate = Gate.from_dict(self.config.gating, state["gate"])
-        self._chunk = Chunk(**state["chunk"])
-        self.task.set_chunk(self.model, self._chunk.rows)
         self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
         self._norms = statistics.GradientNorms(state["gradient_norms"])
@@ -369,14 +369,14 @@ class Trainer:
     def _watch_memory(self) -> list[str]:
         """Look at the memory; where it is tight, the self-supervised terms work on fewer rows at once."""
         messages = self._memory.check(self.step)
-        micro_batch = self._step.micro_batch
-        if self.task.gated and self._chunk.look(self._memory.share, self.config.memory.warn, micro_batch):
-            self.task.set_chunk(self.model, self._chunk.rows)
-            rows_ = self._chunk.rows or micro_batch
-            messages.append(
-                f"memory: the self-supervised heads work on {rows_} of {micro_batch} rows at once after "
-                f"update {self.step}"
-            )
+        size, needed = self._step.micro_batch, self._memory.needed
+        if self.task.gated and self._chunk.look(needed, self.config.memory.warn, size):
+            chunk = self.task.set_chunk(self.model, self._chunk.rows)
+            if chunk or not self._chunk.rows:
+                messages.append(
+                    f"memory: the self-supervised heads work on {chunk or size} of {size} rows at once after "
+                    f"update {self.step}"
+                )
         return messages
 
     def _verdict(self, done: StepStats) -> tuple[Verdict, int | None]:

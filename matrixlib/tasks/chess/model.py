@@ -245,6 +245,11 @@ class PolicyValueNet(nn.Module):
             out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in asked.items()}
         return out
 
+    def trunk_parameters(self) -> list[nn.Parameter]:
+        """The parameters that all heads share."""
+        parts = [self.stem, self.tower] + ([self.features] if self.features is not None else [])
+        return [parameter for part in parts for parameter in part.parameters()]
+
     def trunk(self, planes: Tensor) -> Tensor:
         """Features (B, C, 8, 8) that all heads share."""
         x = self.stem(planes)

@@ -12,18 +12,22 @@ import chess
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.tasks.chess import ssl
+
 Maps = dict[str, NDArray[np.uint8]]
 
 EXACT = "exact"
 BACKWARDS = "pawns attack backwards"
 COPY = "a copy of what stands on the square"
+EXCHANGED = "the colours exchanged"
 EMPTY = 12
+HEADS = ("piece", "threat", "pin", "fork", "control")
 _WORTH = (1, 3, 3, 5, 9, 1000)  # P N B R Q K
-_SWAPPED = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, EMPTY], np.uint8)
 
 
 def maps(board: chess.Board, backwards: bool = False) -> Maps:
-    """Targets (8, 8) uint8 of one position by head, on the board of the side to move (DESIGN: chess facts).
+    """Targets (8, 8) uint8 of one position by head, on the board of the side to move (DESIGN: chess facts); and `ours`,
+    what that side attacks.
 
     backwards: with pawns that attack the two squares behind them.
     """
@@ -32,9 +36,9 @@ def maps(board: chess.Board, backwards: bool = False) -> Maps:
     count = np.zeros((2, 64), np.int64)  # attackers of theirs, ours
     for square, mask in attacks.items():
         count[int(board.color_at(square) or 0), list(chess.scan_forward(mask))] += 1
-    out = {head: np.zeros(64, np.uint8) for head in ("piece", "threat", "pin", "fork", "control")}
+    out = {name: np.zeros(64, np.uint8) for name in (*HEADS, "ours")}
     out["piece"][:] = EMPTY
-    out["threat"][:] = count[0] > 0
+    out["threat"][:], out["ours"][:] = count > 0
     out["control"][:] = 1 + np.sign(count[1] - count[0])
     for square, mask in attacks.items():
         piece = board.piece_at(square)
@@ -46,34 +50,34 @@ def maps(board: chess.Board, backwards: bool = False) -> Maps:
     return {head: value.reshape(8, 8) for head, value in out.items()}
 
 
-def readings(boards: Sequence[chess.Board], head: str, hidden: NDArray[np.bool_]) -> Maps:
-    """Name -> (N, 8, 8) uint8: the exact target of a head over N boards, and what may be taken for it.
+def readings(boards: Sequence[chess.Board]) -> dict[str, Maps]:
+    """Head -> name -> (N, 8, 8) uint8: the exact targets of N boards, and what may be taken for them.
 
-    hidden: (N, 8, 8) bool, squares that the network does not see: they look empty. Readings that differ from the exact
-    target nowhere are left out.
+    Readings that differ from the exact target nowhere are left out.
     """
-    every = [maps(board) for board in boards]
-    exact = np.stack([one[head] for one in every])
-    piece = np.where(hidden, EMPTY, np.stack([one["piece"] for one in every]))
-    found = {EXACT: exact, "upside down": exact[:, ::-1], "left for right": exact[:, :, ::-1]}
-    if head in ("threat", "fork", "control"):
-        found[BACKWARDS] = np.stack([maps(board, backwards=True)[head] for board in boards])
-    if head == "threat":
-        ours = [maps(_other_side(board))[head][::-1] for board in boards]
-        found["attacked by the side to move"] = np.stack(ours)
-    elif head in ("control", "piece"):
-        found["the colours exchanged"] = 2 - exact if head == "control" else _SWAPPED[exact]
-    if head == "piece":
-        found[COPY] = piece
-    elif head == "control":
-        found[COPY] = np.where(piece == EMPTY, 1, np.where(piece < 6, 2, 0))
-    else:
-        found[COPY] = piece != EMPTY
+    exact = _stacked([maps(board) for board in boards])
+    wrong = _stacked([maps(board, backwards=True) for board in boards])
+    piece = exact["piece"]
+    found: dict[str, Maps] = {}
+    for head in HEADS:
+        true = exact[head]
+        found[head] = {EXACT: true, "upside down": true[:, ::-1], "left for right": true[:, :, ::-1]}
+        if head in ("threat", "fork", "control"):
+            found[head][BACKWARDS] = wrong[head]
+        if head in ("threat", "pin", "fork"):
+            found[head][COPY] = (piece != EMPTY).astype(np.uint8)
+    found["threat"]["attacked by the side to move"] = exact["ours"]
+    found["piece"][EXCHANGED] = ssl.SWAPPED[piece]
+    found["control"][EXCHANGED] = 2 - exact["control"]
+    found["control"][COPY] = np.where(piece == EMPTY, 1, np.where(piece < 6, 2, 0)).astype(np.uint8)
     return {
-        name: value.astype(np.uint8)
-        for name, value in found.items()
-        if name == EXACT or (value != exact).any()
+        head: {name: value for name, value in every.items() if name == EXACT or (value != every[EXACT]).any()}
+        for head, every in found.items()
     }
+
+
+def _stacked(every: Sequence[Maps]) -> Maps:
+    return {name: np.stack([one[name] for one in every]) for name in every[0]}
 
 
 def _attacked(board: chess.Board, square: chess.Square, backwards: bool) -> int:
@@ -91,10 +95,3 @@ def _worthwhile(
     assert victim is not None
     undefended = not count[int(victim.color), square]
     return bool(undefended or _WORTH[victim.piece_type - 1] > _WORTH[piece.piece_type - 1])
-
-
-def _other_side(board: chess.Board) -> chess.Board:
-    """The same pieces with the other side to move; the position need not be legal."""
-    other = board.copy(stack=False)
-    other.turn, other.ep_square = not board.turn, None
-    return other

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from matrixlib.tasks.chess import bitboard
 
+SWAPPED = np.array([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12], np.uint8)
+"""Piece classes with the colours exchanged."""
 MAPS = ("threat", "pin", "fork", "control_ours", "control_theirs")  # axis 1 of `targets`
 
 

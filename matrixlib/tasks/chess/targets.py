@@ -1,6 +1,7 @@
 """Targets of the self-supervised heads as tensors: unpacked from a batch's bit maps, or given by somebody else.
 
-What is given is cast head by head. One cast for all was the specification's mistake: whole numbers destroyed its
+Others' targets come with data that is imported, Matrix0's shards for one, and with targets that are tried out. What is
+given is cast head by head. One cast for all was the specification's mistake: whole numbers destroyed its
 maps of threats, and the largest of thirteen zeros is a pawn (R154, R156).
 """
 
@@ -95,17 +96,19 @@ def cast(head: str, value: Tensor) -> Tensor:
         raise ValueError(
             f"target '{head}' runs from {int(whole.min())} to {int(whole.max())}; it needs 0 to {top}{hint}"
         )
+    if shape == (classes, *BOARD) and classes > 1 and (whole.sum(0) == 1).all():
+        raise ValueError(
+            f"target '{head}' looks like the one-hot of one position; add its leading dimension: [None]"
+        )
     if classes == 1:
         return whole.reshape(-1, *BOARD).float()
     if not planes:
         return whole
     if (whole.sum(1) != 1).any():
         bad = int((whole.sum(1) != 1).sum())
+        hint = "; an empty square is class 12" if head == "piece" else ""
         raise ValueError(
-            f"target '{head}' is one-hot, but on {bad} of its squares not exactly one class is set; "
-            "an empty square is class 12"
-            if head == "piece"
-            else f"target '{head}' is one-hot, but on {bad} of its squares not exactly one class is set"
+            f"target '{head}' is one-hot, but on {bad} of its squares not exactly one class is set{hint}"
         )
     return whole.argmax(1)
 

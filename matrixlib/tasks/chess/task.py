@@ -32,7 +32,6 @@ from matrixlib.tasks.chess.planes import (
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
-_SWAPPED = [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 12]  # piece classes with the colours exchanged
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,12 @@ class ChessTask:
         repetition, side, ply; `policy_index` i16 (B, L) on the oriented board, -1 in pads; `policy_weight`
         f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32 (B, 3) likewise; `result` i8 (B,), 2
         unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as `ssl.MAPS`; with the piece head
-        `hidden` u8 (B, 8).
+        `hidden` u8 (B, 8),
+        where its loss has a weight.
 
         Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right,
-        before anything else is made of them. Every random number is drawn whether it is used or not.
+        before anything else is made of them. Every random number is drawn whether it is used or not. Rows with
+        hidden squares idle while the gate leaves the piece head out.
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
@@ -74,7 +75,9 @@ class ChessTask:
         return self._packed(batch, hidden)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value."""
+        """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value, none a loss of the
+        piece head, which the ssl notebook measures.
+        """
         return self._packed(batch, np.zeros((len(batch["records"]), 8), np.uint8))
 
     def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
@@ -91,7 +94,7 @@ class ChessTask:
         }
         if self.config.model.ssl:
             out["maps"] = ssl.targets(rows)
-        if "piece" in self.config.model.ssl:
+        if self.weights.get("ssl_piece"):
             out["hidden"] = hidden
         return out
 
@@ -103,12 +106,13 @@ class ChessTask:
             torch.default_generator.manual_seed(self.config.seed)
             return PolicyValueNet(self.config.model)
 
-    def set_chunk(self, model: nn.Module, rows: int) -> None:
+    def set_chunk(self, model: nn.Module, rows: int) -> int:
         """Let the self-supervised heads work on `rows` positions at once; not those with BatchNorm, whose statistics
-        are of all of them.
+        are of all of them. Returns what is in force.
         """
         assert isinstance(model, PolicyValueNet)
         model.ssl_chunk = rows if self.config.model.norm.stem_heads == "group" else 0
+        return model.ssl_chunk
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
@@ -254,7 +258,7 @@ class ChessTask:
         # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows
         # do, but its own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
-        return torch.where(black, maps[:, _SWAPPED] if name == "piece" else maps, maps.flip(2))
+        return torch.where(black, maps[:, ssl.SWAPPED.tolist()] if name == "piece" else maps, maps.flip(2))
 
 
 def _plain_rows(batch: Batch) -> Tensor:
@@ -269,7 +273,8 @@ def _squares(batch: Batch, name: str) -> Tensor:
     others.
     """
     if name == "piece":
-        return unpack_maps(batch["hidden"]).bool()
+        hidden = batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))
+        return unpack_maps(hidden).bool()
     return _plain_rows(batch)[:, None, None].expand(-1, 8, 8)
 
 

@@ -145,8 +145,9 @@ class LatinTask:
             torch.default_generator.manual_seed(self.config.seed)
             return LatinNet(self.config.model)
 
-    def set_chunk(self, model: nn.Module, rows: int) -> None:
+    def set_chunk(self, model: nn.Module, rows: int) -> int:
         """Nothing: no term is gated."""
+        return 0
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Hidden cells; grids with a hidden cell."""
