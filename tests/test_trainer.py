@@ -766,10 +766,10 @@ def test_tight_memory_cuts_the_chunk_and_the_checkpoint_keeps_it(tmp_path: Path)
     trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
     said = [message for stats in trainer.train() for message in stats.messages]
     assert any("the self-supervised heads work on 4 of 8 rows at once after update 10" in m for m in said)
-    assert trainer.model.chunk == 2  # halved again after update 20
+    assert trainer.model.chunk == 4
     again = build(tmp_path, ToyTask(gate_plane=True), steps=STEPS + 1)
     again.resume()
-    assert again.model.chunk == 2
+    assert again.model.chunk == 4
 
 
 def test_without_gated_terms_there_is_no_chunk(tmp_path: Path) -> None:
