@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matrixlib.run import Run, RunError
+from matrixlib.subject import Check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from matrixlib.tasks.latin.rates import Rate
+
+
+ONE_PASS = {4: 0.9, 5: 0.7}
+"""Size -> share of the exact probabilities' valid grids that is demanded in one pass."""
 
 
 def rates(figures: Mapping[str, Any]) -> list[Rate]:
@@ -27,6 +32,27 @@ def table(figures: Mapping[str, Any]) -> str:
     from matrixlib.tasks.latin import rates as found
 
     return found.table(rates(figures))
+
+
+def targets(figures: Mapping[str, Any]) -> list[Check]:
+    """What a network that had its time has to reach in STANDARD: checks by size.
+
+    In one pass at 50 to 70 % fill, a share of what the exact probabilities reach; decoded from the empty grid, more
+    valid grids than without a network, where that leaves room.
+    """
+    found: list[Check] = []
+    for rate in rates(figures):
+        if rate.mode != "standard":
+            continue
+        share, demanded = rate.of_exact, ONE_PASS.get(rate.size)
+        if rate.fill == (0.5, 0.7) and share is not None and demanded is not None:
+            said = f"{rate.valid:.1%} valid, {share:.0%} of what the exact probabilities reach, {demanded:.0%} demanded"
+            found.append((f"size {rate.size} in one pass", share >= demanded, said))
+        if rate.fill == (0.0, 0.0):
+            line, reached = rate.iterative_baseline, rate.iterative
+            said = f"{reached:.1%} valid, {line:.1%} without a network, {rate.grids} grids"
+            found.append((f"size {rate.size} from the empty grid", reached > line or reached == 1, said))
+    return found
 
 
 def rates_figure(figures: Mapping[str, Any]) -> Figure:
