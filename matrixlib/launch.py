@@ -65,8 +65,15 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     goes on writing the run. SIGTERM and Ctrl-C go on to the kernel, which saves a checkpoint and ends the notebook.
     """
     import papermill
+    from nbclient.exceptions import DeadKernelError
 
-    before = {number: signal.signal(number, _pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _pass_on(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(folder, done), daemon=True)
     watcher.start()
@@ -81,6 +88,12 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
         )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {error.evalue}"
+    except (DeadKernelError, RuntimeError) as error:  # RuntimeError: it died before it was ready
+        if received:
+            return "KeyboardInterrupt" if received[0] == signal.SIGINT else "Terminated"
+        if isinstance(error, DeadKernelError):
+            return "the notebook's kernel died (killed, or out of memory); the same command goes on"
+        raise
     finally:
         done.set()
         watcher.join()
@@ -89,7 +102,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     return ""
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _pass_on(number: int) -> None:
     """To the kernel; where there is none yet, the launcher itself ends."""
     children = psutil.Process().children()
     if not children:

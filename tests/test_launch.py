@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from matrixlib import launch
@@ -85,14 +87,18 @@ def test_the_shell_command_trains_and_ends_with_the_report(
     assert name in (reports / "index.html").read_text()
 
 
-def start(reports: Path, rows: int) -> subprocess.Popen[str]:
-    """The shell command in a process of its own, once its run has so many rows of metrics."""
-    process = subprocess.Popen(
+def command() -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "matrixlib.launch", "--preset", "demo", "--run", "mine"],
         env=os.environ | {"MATRIXLIB_DEVICE": "cpu"},
         text=True,
         stderr=subprocess.PIPE,
     )
+
+
+def start(reports: Path, rows: int) -> subprocess.Popen[str]:
+    """The shell command in a process of its own, once its run has so many rows of metrics."""
+    process = command()
     deadline = time.monotonic() + 240
     while launch._last_row(reports / "mine" / "metrics.jsonl") is None or done(reports) < rows:
         assert process.poll() is None, process.communicate()[1]
@@ -125,3 +131,28 @@ def test_ended_by_sigterm_and_then_killed_the_same_command_goes_on(reports: Path
     rows = metrics.read(reports / "mine" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert json.loads((reports / "mine" / "summary.json").read_text())["complete"] is True
+
+
+@pytest.mark.slow
+def test_interrupted_the_run_is_saved_and_says_how_to_go_on(reports: Path) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        pytest.skip("SIGINT is ignored here, as in a shell's background job, and a child would ignore it too")
+    process = start(reports, 23)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on from the last checkpoint" in said
+    assert (reports / "mine" / "checkpoints" / f"step_{done(reports):08d}").is_dir(), "no update is lost"
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_kernel_starts_ends_in_one_line(reports: Path) -> None:
+    process = command()
+    while not psutil.Process(process.pid).children():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.terminate()
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 143
+    assert "ended by SIGTERM" in said
+    assert "Traceback" not in said
