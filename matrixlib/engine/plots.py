@@ -389,20 +389,17 @@ def _losses(axes: Axes, history: History) -> None:
     drawn: list[float] = []
     names = list(dict.fromkeys([*history.losses, *history.validation]))
     for index, name in enumerate(names):
-        for curves, style, label in (
-            (history.losses, "-", name),
-            (history.validation, "o--", f"{name} (validation)"),
-        ):
+        for curves, style in ((history.losses, "-"), (history.validation, "o--")):
             if name in curves:
                 steps, values = curves[name].points()
-                axes.plot(steps, values, style, markersize=3, linewidth=1, color=f"C{index}", label=label)
+                axes.plot(steps, values, style, markersize=3, linewidth=1, color=f"C{index}", label=name)
                 drawn += values
     if not names:
         _nothing(axes, "loss [nat]")
         return
     axes.set_ylabel("loss [nat]", fontsize=8)
     _log_axis(axes, drawn)
-    axes.legend(fontsize=7)
+    _legend(axes)
 
 
 def _accuracy(axes: Axes, curves: Mapping[str, Curve]) -> None:
@@ -416,10 +413,19 @@ def _accuracy(axes: Axes, curves: Mapping[str, Curve]) -> None:
         style = "-" if name.endswith(_TRAIN) else "o--"
         colour = f"C{names.index(name.removesuffix(_TRAIN))}"
         shares = [100 * value for value in values]
-        axes.plot(steps, shares, style, markersize=3, linewidth=1, color=colour, label=name)
+        label = name.removesuffix(_TRAIN)
+        axes.plot(steps, shares, style, markersize=3, linewidth=1, color=colour, label=label)
     axes.set_ylabel("accuracy [%]", fontsize=8)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """One entry for each quantity, half transparent so that no curve is lost behind it."""
+    handles = {str(line.get_label()): line for line in reversed(axes.get_lines())}
+    entries = {label: handles[label] for label in reversed(handles) if not label.startswith("_")}
+    title = "dots: held-out" if any(line.get_marker() == "o" for line in axes.get_lines()) else None
+    axes.legend(entries.values(), entries.keys(), title=title, fontsize=7, title_fontsize=7, framealpha=0.5)
 
 
 def _log_axis(axes: Axes, values: Iterable[float]) -> None:
