@@ -254,7 +254,7 @@ def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest
     record = json.loads((folder / "run.json").read_text())
     write_json(folder / "run.json", record | {"kind": "compare"})
 
-    def refuse(preset: str) -> runs.Run:
+    def refuse(preset: str, overrides: object = None) -> runs.Run:
         raise RunError("would train afresh")
 
     monkeypatch.setattr(runs, "open_run", refuse)
