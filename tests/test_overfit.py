@@ -12,7 +12,7 @@ from matrixlib import overfit
 from matrixlib.tasks.chess.task import ChessTask
 
 SMALL: dict[str, Any] = {
-    "model": {"channels": 32, "blocks": 1},
+    "model": {"channels": 32, "blocks": 2},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
 
