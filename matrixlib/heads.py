@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from matrixlib import run as runs
 from matrixlib import verdicts
+from matrixlib.config import SSL_CHANNELS
 from matrixlib.verdicts import Finding, Seen
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Batch
     from matrixlib.net import Net
 
-HEADS = ("piece", "threat", "pin", "fork", "control")
 MAIN = ("policy", "value")
 BATCH = 128  # positions looked at in one pass
 GRADIENT_BATCH = 256  # positions of one measured gradient
@@ -62,7 +62,7 @@ class Conflict:
 
 def finished(run: str = "") -> Path:
     """The named run, else the newest complete one that has heads, else a demo that is trained now with all of them."""
-    heads = {"model": {"ssl": list(HEADS)}}
+    heads = {"model": {"ssl": list(SSL_CHANNELS)}}
     if run:
         return runs.finished_run(run)
     return runs.finished_run(overrides=heads, wanted=lambda asked: bool(asked.get("model", {}).get("ssl")))
@@ -78,6 +78,7 @@ def look(net: Net, loader: Loader, positions: int = 2048, seed: int = 0) -> Look
     """
     import torch
 
+    from matrixlib.engine.task import to_device
     from matrixlib.tasks.chess import readings
 
     heads = net.task.config.model.ssl
@@ -89,7 +90,7 @@ def look(net: Net, loader: Loader, positions: int = 2048, seed: int = 0) -> Look
         boards += _boards(batch)
         for head in heads:
             shown = hidden if head == "piece" else batch
-            on_device = {name: value.to(net.runtime.torch_device) for name, value in shown.items()}
+            on_device = to_device(shown, net.runtime.torch_device)
             with torch.inference_mode(), net.runtime.autocast():
                 said = net.task.predict(net.model, on_device, frozenset({head}))[f"ssl/{head}"]
             parts[head].append(_seen(head, said.float().cpu(), shown))
@@ -179,6 +180,7 @@ def conflicts(net: Net, loader: Loader, batches: int = 16, seed: int = 0) -> dic
     """
     import torch
 
+    from matrixlib.engine.task import to_device
     from matrixlib.tasks.chess.model import PolicyValueNet
 
     task, device = net.task, net.runtime.torch_device
@@ -198,8 +200,7 @@ def conflicts(net: Net, loader: Loader, batches: int = 16, seed: int = 0) -> dic
             rows = []
             for term in terms:
                 shown = hidden if term == "ssl_piece" else batch
-                on_device = {name: tensor.to(device) for name, tensor in shown.items()}
-                losses, _ = task.losses(net.model, on_device, frozenset({term}))
+                losses, _ = task.losses(net.model, to_device(shown, device), frozenset({term}))
                 grads = torch.autograd.grad(losses[term] / max(1, task.counts(shown)[term]), trunk)
                 rows.append(torch.cat([grad.flatten() for grad in grads]).cpu())
             found.append(torch.stack(rows).numpy())

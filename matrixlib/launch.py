@@ -88,7 +88,9 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
         )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {error.evalue}"
-    except (DeadKernelError, RuntimeError) as error:  # RuntimeError: it died before it was ready
+    except (
+        RuntimeError
+    ) as error:  # a DeadKernelError is one; so is that of a kernel that died before it was ready
         if received:
             return "KeyboardInterrupt" if received[0] == signal.SIGINT else "Terminated"
         if isinstance(error, DeadKernelError):

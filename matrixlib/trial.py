@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0
 SHORTEST = 20  # updates of a run, where they are slow
 TUNING_SECONDS = 30.0
-BESIDES = (
-    1.1  # time of a run's update in that of a timed one: moving average, metrics, validation, checkpoints
-)
+BESIDES = 1.1  # a run's update in timed ones: moving average, metrics, validation, checkpoints
 
 
 def fit_steps(config: Config, runtime: Runtime, task: Task, training: Loader) -> int:

@@ -360,7 +360,13 @@ def test_a_micro_batch_of_one_is_not_cut() -> None:
 
 
 def test_what_is_needed_leaves_the_allocators_cache_out() -> None:
-    figures = {"allocated_mib": 20.0, "reserved_mib": 90.0, "driver_mib": 95.0, "device_total_mib": 100.0}
+    figures = {
+        "allocated_peak_mib": 20.0,
+        "allocated_mib": 5.0,
+        "reserved_mib": 90.0,
+        "driver_mib": 95.0,
+        "device_total_mib": 100.0,
+    }
     assert share(figures) == 0.95
     assert needed(figures) == 0.2
     assert needed(figures, limit=0.5) == 0.4

@@ -210,9 +210,8 @@ class Reader:
         self.start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # first row of each shard
         self.count = int(self.start[-1])
         firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
-        self.first = np.concatenate([*firsts, [self.count]]).astype(
-            np.int64
-        )  # first row of each block, and N
+        # first row of each block, and N
+        self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
         self.fresh: list[Damage] = []

@@ -91,10 +91,12 @@ def share(figures: Mapping[str, float], limit: float = 0.0) -> float:
 
 
 def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
-    """As `share`, of what is in tensors: an allocator gives nothing back, so `share` hardly falls with the need."""
-    if "device_total_mib" not in figures:
-        return share(figures)
-    return figures["allocated_mib"] / (figures["device_total_mib"] * (limit or 1.0))
+    """As `share`, of the most that tensors took on CUDA: between updates, when one looks, their activations are gone,
+    and the allocator gives nothing back. Elsewhere nothing knows that peak, and it is `share`.
+    """
+    if "allocated_peak_mib" not in figures:
+        return share(figures, limit)
+    return figures["allocated_peak_mib"] / (figures["device_total_mib"] * (limit or 1.0))
 
 
 def clear_cache(device: torch.device) -> None:
@@ -195,7 +197,7 @@ class Monitor:
         self._warn, self._clear = Threshold(config.warn), Threshold(config.clear)
         self._cleared = -CLEAR_UPDATES
         self._peak, self._clears = 0.0, 0
-        self.needed = 0.0  # share of the memory that tensors took at the last check, caches left out
+        self.needed = 0.0  # `needed` at the last check
 
     def apply_limit(self) -> str:
         """Let the allocator refuse more than `memory.limit`; what was done, in words, "" where none is asked for."""

@@ -70,7 +70,8 @@ def calibration_figure(points: Mapping[str, Points], confusions: Mapping[str, ND
     for head, found in points.items():
         first.plot([p for p, _, _ in found], [share for _, share, _ in found], marker="o", label=head)
     first.set(xlabel="probability said", ylabel="share that is so", title="calibration")
-    first.legend(fontsize=8)
+    if points:
+        first.legend(fontsize=8)
     for axes, (head, counts) in zip(others, confusions.items(), strict=True):
         _confusion(axes, head, counts)
     return figure
@@ -99,7 +100,7 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
             for row in rows
             if name in row.get("losses", {})
         ]
-        if not found or prior <= 0:
+        if not found or not prior > 0:  # nan: nothing was asked
             continue
         steps, losses = np.array(found, dtype=float).T
         window = max(1, int(len(steps) * SMOOTH))
@@ -107,7 +108,7 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
         top.plot(steps[window - 1 :], mean, label=head)
     top.axhline(1, color="grey", linewidth=0.8, linestyle="--")
     top.set(ylabel="loss / prior entropy", title="learning curves of the heads", ylim=(0, 2))
-    if priors:
+    if len(top.get_lines()) > 1:
         top.legend(fontsize=8)
     gates = [(row["step"], row["gate"]) for row in rows if row.get("gate") is not None]
     if gates:

@@ -12,6 +12,7 @@ import chess
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.config import SSL_CHANNELS
 from matrixlib.tasks.chess import ssl
 
 Maps = dict[str, NDArray[np.uint8]]
@@ -21,7 +22,6 @@ BACKWARDS = "pawns attack backwards"
 COPY = "a copy of what stands on the square"
 EXCHANGED = "the colours exchanged"
 EMPTY = 12
-HEADS = ("piece", "threat", "pin", "fork", "control")
 _WORTH = (1, 3, 3, 5, 9, 1000)  # P N B R Q K
 
 
@@ -36,7 +36,7 @@ def maps(board: chess.Board, backwards: bool = False) -> Maps:
     count = np.zeros((2, 64), np.int64)  # attackers of theirs, ours
     for square, mask in attacks.items():
         count[int(board.color_at(square) or 0), list(chess.scan_forward(mask))] += 1
-    out = {name: np.zeros(64, np.uint8) for name in (*HEADS, "ours")}
+    out = {name: np.zeros(64, np.uint8) for name in (*SSL_CHANNELS, "ours")}
     out["piece"][:] = EMPTY
     out["threat"][:], out["ours"][:] = count > 0
     out["control"][:] = 1 + np.sign(count[1] - count[0])
@@ -59,7 +59,7 @@ def readings(boards: Sequence[chess.Board]) -> dict[str, Maps]:
     wrong = _stacked([maps(board, backwards=True) for board in boards])
     piece = exact["piece"]
     found: dict[str, Maps] = {}
-    for head in HEADS:
+    for head in SSL_CHANNELS:
         true = exact[head]
         found[head] = {EXACT: true, "upside down": true[:, ::-1], "left for right": true[:, :, ::-1]}
         if head in ("threat", "fork", "control"):
