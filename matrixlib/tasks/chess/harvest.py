@@ -1,0 +1,154 @@
+"""What a reader of foreign data hands over: positions with their targets, and an account of every entry it saw.
+
+An *entry* is what the input consists of: a game of a PGN file, a row of a table, a position of a training chunk.
+A *part* is a run of entries of one file that one process reads in one go; the same file always gives the same parts.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast
+
+import numpy as np
+
+from matrixlib.data.shards import Batch, concat
+from matrixlib.tasks.chess.records import LAYOUT, RECORD
+
+# RECORD's `source`: where a position comes from
+SOURCES: Mapping[str, int] = {
+    "unknown": 0,
+    "stockfish": 1,
+    "pgn": 2,
+    "puzzles": 3,
+    "evaluations": 4,
+    "epd": 5,
+    "lc0": 6,
+    "matrix0": 7,
+    "labelled": 8,
+    "selfplay": 9,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive entries of a file: number of the part and of its first entry, both from 0, and their bytes."""
+
+    number: int
+    first: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An entry that goes to quarantine: its number in the file, the kind of fault (the same words for all of its
+    kind), the details, how many positions it would have given, and the entry itself as text, to look at or to mend."""
+
+    entry: int
+    reason: str
+    detail: str
+    positions: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """What one part gave. entries = stored + len(refused) + sum(skipped.values()), else ValueError.
+
+    stored: entries that gave positions. skipped: reason -> entries that were left out on purpose (variants, games
+    without a move). warned: remark -> entries that were stored all the same.
+    """
+
+    batch: Batch
+    entries: int
+    stored: int
+    refused: Sequence[Refused] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    warned: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counted = self.stored + len(self.refused) + sum(self.skipped.values())
+        if self.entries != counted:
+            raise ValueError(f"{self.entries} entries were read and {counted} are accounted for")
+
+
+class Reader(Protocol):
+    """One format. A reader is a frozen dataclass whose fields are its options, so that it can be sent to workers."""
+
+    @property
+    def source(self) -> str:
+        """One of SOURCES; also the catalogue's source."""
+        ...
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        """The file in parts, in order, one at a time in memory. ValueError names a file that is not of the format."""
+        ...
+
+    def read(self, part: Part) -> Harvest:
+        """The positions of a part. A pure function of the options and the part."""
+        ...
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The decompressed bytes of a file, by its ending: .gz, .bz2, .zst or as it is."""
+    if path.suffix == ".gz":
+        with gzip.open(path) as file:
+            yield cast(BinaryIO, file)
+    elif path.suffix == ".bz2":
+        with bz2.open(path) as file:
+            yield cast(BinaryIO, file)
+    elif path.suffix == ".zst":
+        import zstandard
+
+        with (
+            open(path, "rb") as raw,
+            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream,
+        ):
+            yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
+    else:
+        with open(path, "rb") as raw:
+            yield raw
+
+
+def lines_in_parts(path: Path, size: int, header: bool = False) -> Iterator[Part]:
+    """A text file cut into parts of about `size` bytes at ends of lines; an entry is a line that is not blank.
+
+    `header`: the first line is no entry, and it is put before every part.
+    """
+    with opened(path) as file:
+        head = file.readline() if header else b""
+        number = first = 0
+        while lines := file.readlines(size):
+            yield Part(number, first, head + b"".join(lines))
+            number, first = number + 1, first + sum(1 for line in lines if line.strip())
+
+
+def game_id(*what: str | bytes) -> int:
+    """A 64-bit id of a game, from whatever tells it apart (its text, a puzzle's source game); stable for ever.
+
+    The split into training and validation follows from it (`packing.is_validation`).
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for item in what:
+        data = item.encode() if isinstance(item, str) else item
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def empty() -> Batch:
+    """A batch without records."""
+    return concat([], LAYOUT)
+
+
+def blank(n: int, source: str) -> np.ndarray:
+    """(n,) RECORD with result and win-draw-loss unknown and no en-passant file."""
+    records = np.zeros(n, RECORD)
+    records["en_passant"], records["result"], records["source"] = -1, 2, SOURCES[source]
+    return records
