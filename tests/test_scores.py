@@ -1,0 +1,92 @@
+"""Win-draw-loss of centipawns: the formula, its limits, and Stockfish itself where it is installed."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matrixlib.tasks.chess import scores
+from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
+from matrixlib.tasks.chess.stockfish import CENTIPAWN_LIMIT, MATE, Stockfish, score_of
+
+SCORES = st.integers(-CENTIPAWN_LIMIT, CENTIPAWN_LIMIT) | st.integers(-300, 300)
+
+
+@given(st.lists(SCORES, min_size=1, max_size=20))
+def test_rows_are_whole_and_symmetric(values):
+    ours, theirs = wdl_of_score(values), wdl_of_score([-x for x in values])
+    assert ours.dtype == np.dtype("<u2")
+    assert (ours.astype(int).sum(1) == 65535).all()
+    assert (np.abs(ours.astype(int) - theirs[:, ::-1]) <= 2).all()
+
+
+@given(SCORES, SCORES)
+def test_a_better_score_is_never_worth_less(a, b):
+    win_a, _, loss_a = wdl_of_score(min(a, b))[0].astype(int)
+    win_b, _, loss_b = wdl_of_score(max(a, b))[0].astype(int)
+    assert win_a <= win_b
+    assert loss_a >= loss_b
+
+
+def test_the_formula_by_hand():
+    assert wdl_of_score(100)[0, 0] == pytest.approx(65535 / 2, abs=2)
+    assert wdl_of_score(0)[0, 0] == pytest.approx(65535 / (1 + math.exp(100 / scores.SCALE)), abs=2)
+    assert wdl_of_score(100 + scores.SCALE)[0, 0] == pytest.approx(65535 / (1 + math.exp(-1)), abs=2)
+
+
+def test_mates_are_certain():
+    won, lost, mated = score_of("mate", 12), score_of("mate", -1), score_of("mate", 0)
+    assert wdl_of_score([won, lost, mated, MATE]).tolist() == [
+        [65535, 0, 0],
+        [0, 0, 65535],
+        [0, 0, 65535],
+        [65535, 0, 0],
+    ]
+    assert wdl_of_score(CENTIPAWN_LIMIT).tolist() == [[65535, 0, 0]]
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1)] * 3).filter(lambda row: sum(row) > 0.01), min_size=1))
+def test_shares_keep_their_sum_and_their_values(rows):
+    share = np.array(rows) / np.sum(rows, axis=1, keepdims=True)
+    whole = wdl_of_shares(share).astype(int)
+    assert (whole.sum(1) == 65535).all()
+    assert (np.abs(whole - share * 65535) < 3).all()
+
+
+def test_the_engine_shows_the_same(engine: Stockfish):
+    """What Stockfish 15 prints at full move 32; its wdl comes from a finer score than the centipawns it prints."""
+    if not engine.name.startswith("Stockfish 15.1"):
+        pytest.skip(f"{engine.name} has another model than Stockfish 15.1")
+    fens = ["4k3/8/8/8/8/8/4P3/4K3", "rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR"]
+    fens += ["r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5Q2/PPPP1PPP/RNB1K1NR", "6k1/5ppp/8/8/8/1P6/5PPP/6K1"]
+    commands = ["setoption name UCI_ShowWDL value true"]
+    for fen in fens:
+        commands += [f"position fen {fen} w - - 0 32", "go nodes 20000", "isready"]
+    found = subprocess.Popen(
+        [str(engine.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert found.stdin is not None
+    assert found.stdout is not None
+    seen = 0
+    with found:
+        for command in commands:
+            found.stdin.write(command + "\n")
+            if not command.startswith("go"):
+                continue
+            for line in found.stdout:
+                if line.startswith("bestmove"):
+                    break
+                if shown := re.search(r" score cp (-?\d+) wdl (\d+) (\d+) (\d+) ", line):
+                    x, *wdl = (int(group) for group in shown.groups())
+                    near = wdl_of_score([x - 1, x, x + 1]) / 65.535
+                    assert (near.min(0) - 6 <= wdl).all(), line
+                    assert (near.max(0) + 6 >= wdl).all(), line
+                    seen += 1
+        found.stdin.write("quit\n")
+    assert seen > 20
