@@ -91,20 +91,28 @@ def levels(chunk: Batch) -> np.ndarray:
     return np.minimum((best[rows] - value + STEP // 2) // STEP, NO_WEIGHT).astype(np.uint8)
 
 
-def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2 that sum to 65535 in each row."""
-    if not len(level):
+def weights_of_counts(count: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Counts (K,) int64 >= 0 of rows `offset` (n+1,), none of them empty, to weights (K,) u2.
+
+    The weights of a row sum to 65535, the first of its likeliest moves gets the remainder; a row whose counts are all
+    0, an unknown policy, stays 0. A row's counts may sum to 1e14.
+    """
+    if not len(count):
         return np.zeros(0, "<u2")
-    raw = WEIGHTS[level]
     length = np.diff(offset)
-    total = np.add.reduceat(raw, offset[:-1])
-    weight = raw * 65535 // np.repeat(total, length)
-    missing = 65535 - np.add.reduceat(weight, offset[:-1])
+    total = np.add.reduceat(count, offset[:-1])
+    weight = count * 65535 // np.repeat(np.maximum(total, 1), length)
+    missing = np.where(total > 0, 65535 - np.add.reduceat(weight, offset[:-1]), 0)
     row = np.repeat(np.arange(len(length)), length)
-    best = np.flatnonzero(level == np.repeat(np.minimum.reduceat(level, offset[:-1]), length))
+    best = np.flatnonzero(count == np.repeat(np.maximum.reduceat(count, offset[:-1]), length))
     first = best[np.unique(row[best], return_index=True)[1]]
     weight[first] += missing
     return weight.astype("<u2")
+
+
+def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `weights_of_counts`."""
+    return weights_of_counts(WEIGHTS[level], offset)
 
 
 def wdl_of(per_mille: np.ndarray) -> np.ndarray:
@@ -147,6 +155,11 @@ def keys_of(records: np.ndarray) -> list[bytes]:
             key = min(key, image.tobytes() + bytes((0, 8 - ep if ep >= 0 else 0)))
         keys.append(hashlib.blake2b(key, digest_size=16).digest())
     return keys
+
+
+def ids_of(records: np.ndarray) -> np.ndarray:
+    """(n,) u8 ids that equal positions (see `keys_of`) share, in place of a game's for what belongs to no game."""
+    return np.array([int.from_bytes(key[:8], "little") for key in keys_of(records)], "<u8")
 
 
 def is_validation(game: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess import records
 
 PLANES = 19
 ENCODINGS = ("oriented", "matrix0")
@@ -84,21 +84,10 @@ def _whole(values: Tensor) -> Tensor:
 def move_map(encoding: str) -> Tensor:
     """Table (2, 4672) int64: row side (0 White, 1 Black), oriented policy index -> index of the encoding.
 
-    matrix0: absolute squares. For Black, ranks change sign; its under-promotion directions are mover-relative
-    (direction 1 is dfile +1 for Black), so there they swap. oriented: the identity, twice.
+    matrix0: absolute squares, see `records.absolute_index`. oriented: the identity, twice.
     """
     if encoding not in ENCODINGS:
         raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
-    identity = np.arange(bitboard.POLICY_SIZE)
-    if encoding == "oriented":
-        return torch.from_numpy(np.stack([identity, identity]))
-    rays, jumps, plane = bitboard.RAYS, bitboard.JUMPS, np.arange(bitboard.PLANES)
-    for d, (file, rank) in enumerate(rays):
-        plane[d * 7 : d * 7 + 7] = rays.index((file, -rank)) * 7 + np.arange(7)
-    for j, (file, rank) in enumerate(jumps):
-        plane[56 + j] = 56 + jumps.index((file, -rank))
-    for piece in range(3):
-        plane[65 + piece * 3], plane[66 + piece * 3] = 66 + piece * 3, 65 + piece * 3
-    squares = np.arange(64)[:, None] ^ 56
-    black = (squares * bitboard.PLANES + plane).reshape(-1)
+    identity = np.arange(records.POLICY_SIZE)
+    black = records.absolute_index.astype(np.int64) if encoding == "matrix0" else identity
     return torch.from_numpy(np.stack([identity, black]))

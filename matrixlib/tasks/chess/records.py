@@ -131,14 +131,22 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     return records
 
 
+def playable(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which of N oriented positions, bitboards (N, 12), are of chess: one king a side, no pawn on the first or last
+    rank, one piece a square, and the side that has just moved is not in check."""
+    kings = np.bitwise_count(boards[:, [5, 11]])
+    good = (kings == 1).all(1) & ((boards[:, 0] | boards[:, 6]) & np.uint64(chess.BB_BACKRANKS) == 0)
+    pieces = np.bitwise_count(boards).sum(1, dtype=np.int64)
+    good &= pieces == np.bitwise_count(np.bitwise_or.reduce(boards, axis=1))
+    turned = np.concatenate([boards[:, 6:], boards[:, :6]], axis=1).byteswap()
+    result: NDArray[np.bool_] = good & ~bitboard.in_check(bitboard.pieces_of(turned))
+    return result
+
+
 def _check(boards: Sequence[chess.Board], oriented: NDArray[np.uint64]) -> None:
-    kings = np.bitwise_count(oriented[:, [5, 11]])
-    backrank = np.uint64(chess.BB_BACKRANKS)
-    bad = (kings != 1).any(1) | ((oriented[:, 0] | oriented[:, 6]) & backrank != 0)
-    turned = np.concatenate([oriented[:, 6:], oriented[:, :6]], axis=1).byteswap()
-    bad |= bitboard.in_check(bitboard.pieces_of(turned))
-    if bad.any():
-        board = boards[int(bad.argmax())]
+    good = playable(oriented)
+    if not good.all():
+        board = boards[int(good.argmin())]
         raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
 
 
@@ -229,6 +237,27 @@ def play(records: Records, moves: NDArray[np.uint16]) -> Records:
     after["ply"] = np.minimum(records["ply"].astype(np.int64) + 1, 65535)
     after["result"] = np.where(records["result"] == UNKNOWN, UNKNOWN, -records["result"])
     return after
+
+
+# Matrix0's frame
+
+
+def _absolute_table() -> NDArray[np.uint16]:
+    rays, jumps, plane = bitboard.RAYS, bitboard.JUMPS, np.arange(bitboard.PLANES)
+    for d, (file, rank) in enumerate(rays):
+        plane[d * 7 : d * 7 + 7] = rays.index((file, -rank)) * 7 + np.arange(7)
+    for j, (file, rank) in enumerate(jumps):
+        plane[56 + j] = 56 + jumps.index((file, -rank))
+    for piece in range(3):
+        plane[65 + piece * 3], plane[66 + piece * 3] = 66 + piece * 3, 65 + piece * 3
+    squares = np.arange(64)[:, None] ^ 56
+    return (squares * bitboard.PLANES + plane).reshape(-1).astype(np.uint16)
+
+
+absolute_index = _absolute_table()
+"""(4672,): a policy index of Black's, oriented, as Matrix0 has it on absolute squares; its own inverse. Ranks change
+sign; its under-promotion directions are mover-relative (direction 1 is dfile +1 for Black), so there they swap. White's
+indices are the same."""
 
 
 # Left-right mirror

@@ -1,0 +1,92 @@
+"""What every reader of foreign data must do, for the tests of each of them; python-chess is the oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import chess
+import numpy as np
+
+from matrixlib.data import shards
+from matrixlib.tasks.chess.harvest import SOURCES, Reader, Refused
+from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a file gave, all parts together."""
+
+    batch: shards.Batch
+    entries: int
+    stored: int
+    refused: list[Refused]
+    skipped: Counter[str]
+    warned: Counter[str]
+    parts: int
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(item.reason for item in self.refused)
+
+    def policy(self, row: int) -> dict[str, int]:
+        """The weights of a row above 0, by UCI move."""
+        board = to_board(self.batch["records"][row])
+        start, stop = self.batch["policy_offset"][row : row + 2]
+        weights = dict(
+            zip(self.batch["policy_index"][start:stop], self.batch["policy_weight"][start:stop], strict=True)
+        )
+        named = {move.uci(): int(weights[policy_index(move, board.turn)]) for move in board.legal_moves}
+        return {uci: weight for uci, weight in named.items() if weight}
+
+    def boards(self) -> list[chess.Board]:
+        return [to_board(record) for record in self.batch["records"]]
+
+
+def read_file(reader: Reader, path: Path) -> Whole:
+    """Reads all parts of a file as a worker would, and checks what holds for every reader."""
+    reader = copy.deepcopy(reader)
+    harvests, first = [], 0
+    for number, part in enumerate(reader.parts(path)):
+        assert (part.number, part.first) == (number, first)
+        found = reader.read(part)
+        first += found.entries
+        numbers = [item.entry for item in found.refused]
+        assert numbers == sorted(set(numbers))
+        assert all(part.first <= n < first for n in numbers)
+        assert all(item.reason and item.detail for item in found.refused)
+        assert all(count > 0 for count in (*found.skipped.values(), *found.warned.values()))
+        harvests.append(found)
+    batch = shards.concat([found.batch for found in harvests], LAYOUT)
+    check_batch(batch, reader.source)
+    return Whole(
+        batch,
+        first,
+        sum(found.stored for found in harvests),
+        [item for found in harvests for item in found.refused],
+        sum((Counter(found.skipped) for found in harvests), Counter()),
+        sum((Counter(found.warned) for found in harvests), Counter()),
+        len(harvests),
+    )
+
+
+def check_batch(batch: shards.Batch, source: str) -> None:
+    """Every record is a position with all its legal moves in order; weights and win-draw-loss are whole or absent."""
+    shards.check(batch, LAYOUT)
+    assert (batch["records"]["source"] == SOURCES[source]).all()
+    offset = batch["policy_offset"]
+    for row, record in enumerate(batch["records"]):
+        board = to_board(record)
+        legal = sorted(policy_index(move, board.turn) for move in board.legal_moves)
+        assert legal
+        assert batch["policy_index"][offset[row] : offset[row + 1]].tolist() == legal
+        assert int(batch["policy_weight"][offset[row] : offset[row + 1]].astype(int).sum()) in (0, 65535)
+        assert int(record["wdl"].astype(int).sum()) in (0, 65535)
+        assert record["ply"] % 2 == record["side"]
+
+
+def same(one: shards.Batch, other: shards.Batch) -> bool:
+    """Whether two batches are equal, bit by bit."""
+    return all(np.array_equal(one[name], other[name]) for name in one)
