@@ -48,7 +48,9 @@ class Net:
     """A network in evaluation mode with its task's encoding."""
 
     def __init__(self, model: nn.Module, task: ChessTask, runtime: runtimes.Runtime) -> None:
-        self.model = model.to(runtime.torch_device).requires_grad_(False).eval()
+        from matrixlib.engine.step import place
+
+        self.model = place(model, runtime)[0].requires_grad_(False).eval()
         self.task = task
         self.runtime = runtime
 
@@ -72,7 +74,7 @@ class Net:
         for start in range(0, len(boards), BATCH):
             part = boards[start : start + BATCH]
             batch = self._pack(part)
-            out = self._forward(batch, heads)
+            out = self.predict(batch, heads)
             probability = np.exp(out["policy"])
             for row, board in enumerate(part):
                 index = batch["policy_index"][row]
@@ -90,25 +92,15 @@ class Net:
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
         """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
         parts = [
-            self._forward(self._pack(boards[start : start + BATCH]), frozenset())["value"]
+            self.predict(self._pack(boards[start : start + BATCH]))["value"]
             for start in range(0, len(boards), BATCH)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
-    def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
-        from matrixlib.tasks.chess import records
-
-        rows = records.from_boards(list(boards))
-        index, offset = records.legal_indices(rows)
-        batch = {
-            "records": rows,
-            "policy_index": index,
-            "policy_weight": np.zeros(len(index), np.uint16),
-            "policy_offset": offset,
-        }
-        return self.task.prepare_plain(batch, np.random.default_rng(0))
-
-    def _forward(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
+    def predict(
+        self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()
+    ) -> dict[str, np.ndarray]:
+        """`ChessTask.predict` of a batch of `ChessTask.inputs`, on the host and in fp32."""
         import torch
 
         device = self.runtime.torch_device
@@ -117,24 +109,41 @@ class Net:
             out = self.task.predict(self.model, tensors, heads)
         return {name: tensor.float().cpu().numpy() for name, tensor in out.items()}
 
+    def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
+        from matrixlib.tasks.chess import records
+
+        rows = records.from_boards(list(boards))
+        return self.task.inputs(rows, *records.legal_indices(rows))
+
     @staticmethod
     def _upright(maps: np.ndarray, board: chess.Board) -> np.ndarray:
         return maps if board.turn == chess.WHITE else maps[:, ::-1]
 
 
-def load(run: str | Path, checkpoint: str = "best", device: str = "auto") -> Net:
-    """The network of a run folder (or of a run's name under reports/), EMA weights where the run kept them.
+def find_run(run: str | Path) -> tuple[Path, str]:
+    """(folder, checkpoint) of a run's folder, of its name under reports/, or of a checkpoint's folder in it.
 
-    checkpoint: `best`, `newest` or a folder name such as `step_00000500`.
+    checkpoint: `best` unless one was named. ValueError where there is no run.
+    """
+    for folder in (Path(run), configuration.reports_root() / run):
+        if (folder / "config.yaml").exists():
+            return folder, "best"
+        if (folder / "state.json").exists() and (folder.resolve().parents[1] / "config.yaml").exists():
+            return folder.resolve().parents[1], folder.resolve().name
+    raise ValueError(
+        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, or one of its checkpoints"
+    )
+
+
+def load(run: str | Path, checkpoint: str = "", device: str = "auto") -> Net:
+    """The network of a run, EMA weights where the run kept them; `run` as `find_run` takes it.
+
+    checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run` names.
     Raises ValueError naming the run or checkpoint that is missing or damaged.
     """
     from matrixlib.engine.checkpoint import Checkpoints
 
-    folder = Path(run)
-    if not (folder / "config.yaml").exists():
-        folder = configuration.reports_root() / run
-    if not (folder / "config.yaml").exists():
-        raise ValueError(f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>")
+    folder, named = find_run(run)
     config = configuration.parse(
         yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
     )
@@ -154,7 +163,7 @@ def load(run: str | Path, checkpoint: str = "best", device: str = "auto") -> Net
     from matrixlib.tasks.chess.task import ChessTask
 
     task = ChessTask(config)
-    found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
+    found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint or named)
     model = task.build_model()
     model.load_state_dict(weights(found.tensors), strict=True)
     return Net(model, task, runtime)

@@ -12,7 +12,7 @@ import pytest
 import matrixlib
 from matrixlib import config as configuration
 from matrixlib import run as runs
-from matrixlib.net import Net, load
+from matrixlib.net import Net, find_run, load
 from matrixlib.runtime import resolve
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -112,6 +112,13 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
     assert by_name.evaluate(KIWIPETE)[0].moves == by_folder.evaluate(KIWIPETE)[0].moves
     newest = matrixlib.load("mine", checkpoint="newest", device="cpu")
     assert newest.parameters == by_name.parameters
+    folder = reports / "mine" / "checkpoints" / "step_00000002"
+    assert find_run(folder) == (reports / "mine", "step_00000002")
+    second = matrixlib.load(folder, device="cpu").evaluate(KIWIPETE)[0]
+    assert (
+        second.moves
+        == matrixlib.load("mine", checkpoint=folder.name, device="cpu").evaluate(KIWIPETE)[0].moves
+    )
     with pytest.raises(ValueError, match="step_00000099"):
         matrixlib.load("mine", checkpoint="step_00000099", device="cpu")
     with pytest.raises(ValueError, match="no run at 'other'"):

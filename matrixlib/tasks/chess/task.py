@@ -80,15 +80,21 @@ class ChessTask:
         """
         return self._packed(batch, np.zeros((len(batch["records"]), 8), np.uint8))
 
-    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
-        rows = batch["records"]
-        index, weight = _padded(batch["policy_index"], batch["policy_weight"], batch["policy_offset"])
-        out = {
+    def inputs(self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray) -> dict[str, np.ndarray]:
+        """What `predict` asks for, of records (B,) and their legal moves (K,) at offsets (B + 1,): `pieces`, `state`
+        and `policy_index` as `prepare` gives them.
+        """
+        return {
             "pieces": np.ascontiguousarray(rows["pieces"]),
             # ply wraps in int16; planes() reads it back as unsigned
             "state": np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE], axis=1),
-            "policy_index": index,
-            "policy_weight": weight,
+            "policy_index": _padded(index, offset, losses.PAD, np.int16),
+        }
+
+    def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
+        rows, offset = batch["records"], batch["policy_offset"]
+        out = self.inputs(rows, batch["policy_index"], offset) | {
+            "policy_weight": _shares(_padded(batch["policy_weight"], offset, 0, np.float32)),
             "wdl": _shares(rows["wdl"].astype(np.float32)),
             "result": np.ascontiguousarray(rows["result"]),
         }
@@ -285,18 +291,13 @@ def _move_table(encoding: str, device: str) -> Tensor:
         return move_map(encoding).to(device)
 
 
-def _padded(index: np.ndarray, weight: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ragged policy rows to (B, L) int16 and float32, L a multiple of STEP_MOVES; weights of a row sum to 1
-    or 0.
-    """
+def _padded(values: np.ndarray, offset: np.ndarray, fill: int, kind: type[np.generic]) -> np.ndarray:
+    """Ragged rows (K,) as (B, L) of a kind, the rest filled; L is a multiple of STEP_MOVES."""
     length = np.diff(offset)
     width = max(MIN_MOVES, -(-int(length.max(initial=0)) // STEP_MOVES) * STEP_MOVES)
-    places = np.arange(width) < length[:, None]
-    indices = np.full(places.shape, losses.PAD, np.int16)
-    weights = np.zeros(places.shape, np.float32)
-    indices[places] = index  # both row by row
-    weights[places] = weight
-    return indices, _shares(weights)
+    out = np.full((len(length), width), fill, kind)
+    out[np.arange(width) < length[:, None]] = values  # both row by row
+    return out
 
 
 def _shares(weights: np.ndarray) -> np.ndarray:
