@@ -31,7 +31,7 @@ TYPES_ALONE = {
     "runtime": ("config",)
 }  # under `if TYPE_CHECKING:` the policy names the sections that it reads
 NOTEBOOK_ROWS = ("notebook", "runtime", "engine.plots", "tasks.*.plots")
-LIGHT = ("", "config", "machine", "rates", "runtime", "data.shards", "data.catalogue", "data.quality")
+LIGHT = ("", "config", "machine", "rates", "runtime", "uci", "data.shards", "data.catalogue", "data.quality")
 TASK_WORDS = re.compile(
     r"chess|\blatin(?![-_]?1\b)|(?<![a-z])(pawn|knight|bishop|rook|queen|king)s?(?![a-z])|sudoku|isotop"
     r"|castling|en[ _]passant|check_?mate|stale_?mate|stockfish|\b(lc0|leela|uci|pgn|fens?|syzygy)\b",

@@ -607,3 +607,45 @@ def losses_against_perfect_play(games: int, simulations: int, options: SearchOpt
 )
 def test_no_loss_at_tic_tac_toe_in_200_games(options: SearchOptions) -> None:
     assert losses_against_perfect_play(200, 5000, options) == 0
+
+
+# --- what a search is asked besides
+
+
+def test_the_plies_to_a_proven_end_are_those_of_best_play() -> None:
+    """Move 0 wins at once; after move 1 the other side can lose in three plies or, as it will, in five."""
+    game = Graph(moves={0: [1, 2], 2: [3, 4], 3: [5], 4: [6], 6: [7], 7: [8]}, over={1: -1, 5: -1, 8: -1})
+    search = Search(game, game.evaluate, PLAIN)
+    found = search.run(60)[0]
+    assert found.plies.tolist() == [1, 0], "nothing more is tried once the win is sure"
+    search.reset(0, game.initial(1), only=[1])
+    found = search.run(60)[0]
+    assert (found.moves.tolist(), found.plies.tolist(), found.value) == ([1], [5], 1.0)
+    assert search.line(0, 1) == found.line
+
+
+def test_only_the_moves_to_consider_are_searched() -> None:
+    game = TicTacToe()
+    search = Search(game, uniform, SearchOptions(), trees=2)
+    search.reset(0, game.initial(1), only=[8, 2])
+    first, second = search.run(40)
+    assert first.moves.tolist() == [2, 8]
+    assert first.prior.tolist() == [0.5, 0.5]
+    assert second.moves.tolist() == list(range(9)), "the other tree has all"
+    search.advance([0, 1], [4, 4])
+    first, second = search.run(40)
+    assert first.moves.tolist() == [0, 1, 2, 3, 5, 6, 7, 8], "after a move that was not considered too"
+    assert (first.visits.sum(), second.visits.sum() >= 40) == (40, True)
+    search.reset(0, game.initial(1), only=[9])
+    with pytest.raises(ValueError, match="none of the moves"):
+        search.run(1)
+
+
+def test_each_move_has_its_own_line() -> None:
+    search = Search(TicTacToe(), uniform)
+    found = search.run(300)[0]
+    assert search.line(0, found.best) == found.line
+    for move in found.moves:
+        line = search.line(0, int(move))
+        assert line[0] == move
+        assert len(set(line)) == len(line)

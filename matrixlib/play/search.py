@@ -81,15 +81,17 @@ class Found:
     """What a search found, from the side to move. Arrays (K,) over the legal moves, ascending.
 
     prior: the evaluator's, without noise. visits: with those of reused subtrees. values: average or proven value
-    of each move, NaN if it was never tried. policy: what the search makes of the prior, a training target: visits
-    (PUCT) or the improved policy (Gumbel), nothing on lost moves, all on the best one where it wins for sure.
-    value: of the position. proven: whether that is exact. line: principal variation, the best move first.
+    of each move, NaN if it was never tried. plies: to the end of the game where that is proven, else 0. policy: what
+    the search makes of the prior, a training target: visits (PUCT) or the improved policy (Gumbel), nothing on lost
+    moves, all on the best one where it wins for sure. value: of the position. proven: whether that is exact. line:
+    principal variation, the best move first.
     """
 
     moves: I32
     prior: F32
     visits: I32
     values: F32
+    plies: I32
     policy: F32
     value: float
     proven: bool
@@ -482,21 +484,29 @@ class Search:
         self._history = np.zeros((trees, 64), np.uint64)  # keys of the states before the root
         self._plies = np.zeros(trees, np.int64)
         self._streams = np.arange(trees)
+        self._only: list[tuple[int, ...]] = [()] * trees
         self._stale = False  # whether there may be nodes that no root leads to
 
     def reset(
-        self, tree: int, state: States, history: NDArray[np.uint64] | None = None, stream: int | None = None
+        self,
+        tree: int,
+        state: States,
+        history: NDArray[np.uint64] | None = None,
+        stream: int | None = None,
+        only: Sequence[int] = (),
     ) -> None:
         """Put a tree at a state (1,) without what it knew. history: keys of the game's states before it.
 
         Without a history the state is taken as it is, and only positions from it on are seen to repeat. stream: number
-        of the random stream, such as that of the game; the tree's own number unless given.
+        of the random stream, such as that of the game; the tree's own number unless given. only: the legal moves to
+        consider in this state; all unless given.
         """
         past = np.zeros(0, np.uint64) if history is None else history
         if len(past):
             state = self.game.repeat(state, np.array([(past == self.game.key(state)).sum()], np.int32))
         self.states[tree] = state[0]
         self._roots[tree], self._stale = -1, True
+        self._only[tree] = tuple(only)
         self._streams[tree] = tree if stream is None else stream
         self._plies[tree] = len(past)
         self._lengthen(len(past))
@@ -514,9 +524,11 @@ class Search:
         self.states[chosen] = self.game.repeat(after, past.sum(1).astype(np.int32))
         self._stale = True
         for tree, move in zip(chosen, played, strict=True):
+            self._only[tree] = ()
             if self._roots[tree] >= 0:
                 edges = self._edges_of(tree)
-                self._roots[tree] = self._pool.child[edges][self._pool.move[edges] == move][0]
+                child = self._pool.child[edges][self._pool.move[edges] == move]
+                self._roots[tree] = child[0] if len(child) else -1  # a root of chosen moves may lack this one
 
     def run(
         self,
@@ -574,6 +586,11 @@ class Search:
             self._pool.prior[self._edges_of(tree)] = clean[i]
         return [self._found(int(t), clean[i], logits[i], base[i], int(done[i])) for i, t in enumerate(chosen)]
 
+    def line(self, tree: int, move: int) -> tuple[int, ...]:
+        """Principal variation that starts with a move of the tree's root; for a tree that was searched."""
+        edges = self._edges_of(tree)
+        return self._line_from(edges.start + int((self._pool.move[edges] == move).argmax()))
+
     def _edges_of(self, tree: int) -> slice:
         """The edges of a tree's root."""
         root = self._roots[tree]
@@ -605,12 +622,24 @@ class Search:
             raise ValueError(
                 f"the game of tree {trees[over.argmax()]} is over: nothing to search, reset the tree"
             )
+        if any(self._only[tree] for tree in trees):
+            moves, offsets = self._considered(trees, moves, offsets)
         p = self._pool
         p.visits[trees], p.total[trees], p.pending[trees], p.child[trees] = 0, 0, 1, -1
         p.low[trees], p.high[trees] = -1, 1
         leaf = np.stack([trees, np.full_like(trees, -1), trees], 1)
         self._add(leaf, states, self.game.key(states), moves, offsets, self._endings(states, moves, offsets))
         self._roots[trees] = self._pool.child[trees]
+
+    def _considered(self, trees: I32, moves: Moves, offsets: Offsets) -> tuple[Moves, Offsets]:
+        """The moves of roots that were asked for."""
+        rows = [
+            row[np.isin(row, self._only[tree])] if self._only[tree] else row
+            for tree, row in zip(trees, np.split(moves, offsets[1:-1]), strict=True)
+        ]
+        if not all(len(row) for row in rows):
+            raise ValueError("none of the moves to consider is legal")
+        return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
 
     def _prepare(
         self, i: int, tree: int, prior: F32, budget: int, noisy: bool, logits: F64, base: I32, schedule: I32
@@ -707,17 +736,20 @@ class Search:
         elif high.max() > -1:
             policy = np.where(high > -1, policy, 0)
             policy = policy if policy.any() else (high > -1).astype(np.float64)
-        line = np.zeros(MOST_LINE, np.int32)
-        length = _line(p, edges.start + best, line)
         return Found(
             moves=p.move[edges].copy(),
             prior=prior,
             visits=visits,
             values=np.where(known, values, np.nan).astype(np.float32),
+            plies=np.where((low == high) & (p.distance[edges] < FAR), p.distance[edges], 0).astype(np.int32),
             policy=(policy / policy.sum()).astype(np.float32),
             value=float(-p.total[tree] / p.visits[tree]),
             proven=bool(p.low[tree] == p.high[tree]),
             best=int(p.move[edges][best]),
-            line=tuple(int(m) for m in line[:length]),
+            line=self._line_from(edges.start + best),
             simulations=done,
         )
+
+    def _line_from(self, edge: int) -> tuple[int, ...]:
+        line = np.zeros(MOST_LINE, np.int32)
+        return tuple(int(move) for move in line[: _line(self._pool, edge, line)])

@@ -149,7 +149,7 @@ def _move(
         now = running[slots[i]]
         ply = len(now.played)
         warm = options.temperature if ply < options.temperature_plies else options.late_temperature
-        chosen.append(found.best if gumbel or warm == 0 else _drawn(found, warm, rngs[i]))
+        chosen.append(found.best if gumbel or warm == 0 else drawn(found, warm, rngs[i]))
         side = ply % 2
         now.bad[side] = now.bad[side] + 1 if found.value < options.resign_below else 0
         if now.gave_up < 0 and now.bad[side] >= options.resign_moves:
@@ -161,7 +161,7 @@ def _move(
     search.advance(slots, chosen)
 
 
-def _drawn(found: Found, temperature: float, rng: np.random.Generator) -> int:
+def drawn(found: Found, temperature: float, rng: np.random.Generator) -> int:
     """A move by its share of the search's policy, to the power 1 / temperature."""
     logits = np.log(np.maximum(found.policy, np.finfo(np.float32).tiny).astype(np.float64)) / temperature
     weights = np.where(found.policy > 0, np.exp(logits - logits.max()), 0)

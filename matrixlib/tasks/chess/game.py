@@ -44,7 +44,9 @@ class Tables(Protocol):
 
 def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
     """The Syzygy tables of a folder. ValueError if it has none."""
-    tables = chess.syzygy.open_tablebase(str(folder))
+    tables = chess.syzygy.Tablebase()
+    if Path(folder).is_dir():
+        tables.add_directory(str(folder))
     if not tables.wdl:
         raise ValueError(f"no Syzygy tables (*.rtbw) in '{folder}'")
     return tables

@@ -1,0 +1,199 @@
+"""UCI as text: the options of our engine, what `go` and `position` say, time for a move, scores.
+
+Depth d stands for 8 * 2^d simulations, asked for and shown. Scores in centipawns are those at which Lichess expects
+the same result, 2 / (1 + exp(-0.00368208 cp)) - 1 (https://lichess.org/page/accuracy).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import chess
+
+from matrixlib.tasks.chess.records import from_boards, parse_fen
+
+UNIT = 8  # simulations of depth 0
+BARE = 800  # simulations of a `go` without any limit
+MOVES_LEFT = 30  # that the clock has to last for
+MOST_SHARE = 0.6  # of what the clock shows, for one move
+PAWN = 0.00368208  # of Lichess' formula
+CERTAIN = 0.9999  # values beyond give no more centipawns
+NUMBERS = ("nodes", "depth", "mate", "movetime", "wtime", "btime", "winc", "binc", "movestogo")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting as `uci` lists it. kind: spin, check or string."""
+
+    name: str
+    kind: str
+    default: str
+    low: int = 0
+    high: int = 0
+
+    def __str__(self) -> str:
+        limits = f" min {self.low} max {self.high}" if self.kind == "spin" else ""
+        return f"option name {self.name} type {self.kind} default {self.default or '<empty>'}{limits}"
+
+    def read(self, text: str) -> str:
+        """The value as text; ValueError where it is not allowed."""
+        if self.kind == "spin":
+            if not re.fullmatch(r"-?\d{1,18}", text) or not self.low <= int(text) <= self.high:
+                raise ValueError(f"{self.name} must be a number from {self.low} to {self.high}, not '{text}'")
+        elif self.kind == "check" and text not in ("true", "false"):
+            raise ValueError(f"{self.name} must be true or false, not '{text}'")
+        return "" if text == "<empty>" else text
+
+
+OPTIONS = (
+    Option("Simulations", "spin", "0", 0, 10**9),  # most of a move; 0: as the clock allows
+    Option("MultiPV", "spin", "1", 1, 218),
+    Option("UCI_ShowWDL", "check", "false"),
+    Option("Temperature", "spin", "0", 0, 1000),  # hundredths; of the draw among the moves by their visits
+    Option("SyzygyPath", "string", ""),
+    Option("Move Overhead", "spin", "100", 0, 60_000),  # milliseconds of each move that are lost outside
+    Option(
+        "Batch", "spin", "8", 1, 1024
+    ),  # positions evaluated at once; more is faster on a GPU, worse for a node
+    Option("Hash", "spin", "1024", 16, 1 << 20),  # MiB of memory for the tree
+)
+
+
+@dataclass(frozen=True)
+class Go:
+    """Limits of a search, 0 or None where there is none. movetime, clocks and increments (White's, Black's): ms."""
+
+    nodes: int = 0
+    depth: int = 0
+    mate: int = 0
+    movetime: int | None = None
+    clocks: tuple[int | None, int | None] = (None, None)
+    increments: tuple[int, int] = (0, 0)
+    movestogo: int = 0
+    infinite: bool = False
+    searchmoves: tuple[str, ...] = ()
+
+    def clock(self, turn: chess.Color) -> int | None:
+        """Milliseconds left for the side to move."""
+        return self.clocks[0 if turn == chess.WHITE else 1]
+
+
+def parse_go(words: Sequence[str]) -> Go:
+    """The limits after `go`. ValueError at a word that is unknown, or a number that is none."""
+    numbers: dict[str, int] = {}
+    moves: list[str] = []
+    infinite = False
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if word in NUMBERS:
+            text = rest.popleft() if rest else ""
+            if not re.fullmatch(r"-?\d{1,18}", text):
+                raise ValueError(f"go {word} needs a number, not '{text}'")
+            numbers[word] = int(text)
+        elif word == "searchmoves":
+            while rest and rest[0] not in (*NUMBERS, "infinite", "ponder"):
+                moves.append(rest.popleft())
+        elif word == "infinite":
+            infinite = True
+        elif word == "ponder":
+            raise ValueError("this engine does not ponder")
+        else:
+            raise ValueError(f"'go' knows no '{word}'")
+    return Go(
+        nodes=max(numbers.get("nodes", 0), 0),
+        depth=max(numbers.get("depth", 0), 0),
+        mate=max(numbers.get("mate", 0), 0),
+        movetime=numbers.get("movetime"),
+        clocks=(numbers.get("wtime"), numbers.get("btime")),
+        increments=(max(numbers.get("winc", 0), 0), max(numbers.get("binc", 0), 0)),
+        movestogo=max(numbers.get("movestogo", 0), 0),
+        infinite=infinite,
+        searchmoves=tuple(moves),
+    )
+
+
+def parse_position(words: Sequence[str]) -> chess.Board:
+    """The board after `position`, with its moves. ValueError where it, or a move, is not legal."""
+    end = list(words).index("moves") if "moves" in words else len(words)
+    if words[:1] == ["startpos"] and end == 1:
+        board = chess.Board()
+    elif words[:1] == ["fen"]:
+        board = parse_fen(" ".join(words[1:end]))
+    else:
+        raise ValueError("expected 'position startpos' or 'position fen <FEN>', then maybe 'moves ...'")
+    from_boards([board])  # the last word on what can be played
+    for text in words[end + 1 :]:
+        board.push(legal_move(board, text))
+    return board
+
+
+def legal_move(board: chess.Board, text: str) -> chess.Move:
+    """The move of a UCI text. ValueError where it is not legal."""
+    move = board.parse_uci(text)
+    if not move:  # python-chess lets a null move pass
+        raise ValueError(f"a null move is not legal: '{text}' in {board.fen()}")
+    return move
+
+
+def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
+    """Seconds to think; None where time does not limit the search. overhead: ms of each move that are lost outside.
+
+    By the clock: an equal share for each move that it has to last for (MOVES_LEFT unless said), and three quarters of
+    the increment, but never more than MOST_SHARE of what is left.
+    """
+    left = go.clock(turn)
+    if go.infinite or (go.movetime is None and left is None):
+        return None
+    if go.movetime is not None:
+        return max(go.movetime - overhead, 0) / 1000
+    assert left is not None
+    left = max(left - overhead, 0)
+    wanted = left / (go.movestogo or MOVES_LEFT) + 0.75 * go.increments[0 if turn == chess.WHITE else 1]
+    return min(wanted, MOST_SHARE * left) / 1000
+
+
+def simulations_for(go: Go, most: int) -> float:
+    """Simulations at which a search ends, perhaps infinity. most: the option Simulations, 0 none."""
+    asked = [go.nodes] if go.nodes else []
+    asked += [UNIT << min(go.depth, 60)] if go.depth else []
+    if asked:
+        return min(asked)
+    if go.infinite:
+        return math.inf
+    if most:
+        return most
+    timed = go.movetime is not None or go.clocks != (None, None)
+    return math.inf if timed or go.mate else BARE
+
+
+# --- what is answered -------------------------------------------------------------------------------
+
+
+def depth_of(simulations: int) -> int:
+    """The depth that a number of simulations stands for."""
+    return max(simulations // UNIT, 1).bit_length() - 1
+
+
+def centipawns(value: float) -> int:
+    """Centipawns at which the expected result in [-1, 1] is `value`."""
+    value = min(max(value, -CERTAIN), CERTAIN)
+    return round(math.log((1 + value) / (1 - value)) / PAWN)
+
+
+def score_text(value: float, plies: int) -> str:
+    """`cp` or `mate` of a value for the side to move; plies: to the proven end of the game, 0 where none is."""
+    if plies and abs(value) == 1:
+        return f"mate {(plies + 1) // 2 * int(value)}"
+    return f"cp {centipawns(value)}"
+
+
+def wdl_text(value: float, draws: float) -> str:
+    """Win, draw and loss per mille that have this expected result, and as near as can be this share of draws."""
+    draw = round(1000 * min(draws, 1 - abs(value)))
+    win = min(round((1000 - draw + 1000 * value) / 2), 1000 - draw)
+    return f"wdl {win} {draw} {1000 - draw - win}"

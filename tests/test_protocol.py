@@ -1,0 +1,210 @@
+"""UCI as text: limits, positions, time for a move, scores; nothing that comes in breaks the readers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import chess
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matrixlib.tasks.chess import protocol
+from matrixlib.tasks.chess.protocol import Go, parse_go, parse_position, seconds_for, simulations_for
+
+WORDS = [
+    *protocol.NUMBERS,
+    *("searchmoves", "infinite", "ponder", "startpos", "fen", "moves", "e2e4", "e7e8q", "0000", "-5", "0"),
+    *(
+        "99999999999999999999",
+        "w",
+        "KQkq",
+        "-",
+        "8/8/8/8/8/8/8/8",
+        "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "text, limits",
+    [
+        ("", Go()),
+        ("infinite", Go(infinite=True)),
+        ("nodes 800", Go(nodes=800)),
+        ("depth 5 mate 2", Go(depth=5, mate=2)),
+        ("movetime 100", Go(movetime=100)),
+        (
+            "wtime 60000 btime 50000 winc 1000 binc 500 movestogo 12",
+            Go(clocks=(60000, 50000), increments=(1000, 500), movestogo=12),
+        ),
+        ("wtime -20 btime 5", Go(clocks=(-20, 5))),  # some programs send a clock that has run out
+        ("searchmoves e2e4 d2d4 nodes 9", Go(nodes=9, searchmoves=("e2e4", "d2d4"))),
+        ("searchmoves e2e4", Go(searchmoves=("e2e4",))),
+    ],
+)
+def test_limits(text: str, limits: Go) -> None:
+    assert parse_go(text.split()) == limits
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("nodes", "needs a number"),
+        ("nodes many", "needs a number, not 'many'"),
+        ("nodes 1" + 30 * "0", "needs a number"),
+        ("ponder wtime 5", "does not ponder"),
+        ("quickly", "knows no 'quickly'"),
+    ],
+)
+def test_limits_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_go(text.split())
+
+
+def test_positions() -> None:
+    board = parse_position(["startpos", "moves", "e2e4", "e7e5", "g1f3"])
+    assert board.fen() == "rnbqkbnr/pppp1ppp/8/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R b KQkq - 1 2"
+    assert len(board.move_stack) == 3
+    fen = "r3k2r/8/8/8/8/8/8/R3K2R b KQkq - 3 20"
+    assert parse_position(f"fen {fen}".split()).fen() == fen
+    assert parse_position(f"fen {fen} moves".split()).fen() == fen
+    castled = parse_position(f"fen {fen} moves e8g8".split())
+    assert castled.king(chess.BLACK) == chess.G8
+    knight = parse_position(["fen", *["8/P6k/8/8/8/8/8/K7", "w", "-", "-", "0", "1", "moves", "a7a8n"]])
+    assert knight.piece_type_at(chess.A8) == chess.KNIGHT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "start",
+        "startpos e2e4",
+        "startpos moves e2e5",
+        "startpos moves e2e4 e2e4",
+        "startpos moves 0000",
+        "startpos moves castles",
+        "fen",
+        "fen nonsense",
+        "fen 8/8/8/8/8/8/8/8 w - - 0 1",
+        "fen kk6/8/8/8/8/8/8/K7 w - - 0 1",
+        "fen k7/8/8/8/8/8/8/KP6 w - - 0 1",
+        "fen k7/8/1K6/8/8/8/8/R7 w - - 0 1 moves a1a8",
+        "fen R6k/8/8/8/8/8/8/K7 w - - 0 1",
+        "fen 8/P6k/8/8/8/8/8/K7 w - - 0 1 moves a7a8",
+    ],
+)
+def test_positions_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_position(text.split())
+
+
+@given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), max_size=12))
+def test_garbage_is_refused_and_nothing_else_happens(words: list[str]) -> None:
+    for reader in (parse_go, parse_position):
+        with contextlib.suppress(ValueError):
+            reader(words)
+
+
+@pytest.mark.parametrize(
+    "go, turn, seconds",
+    [
+        (Go(), chess.WHITE, None),
+        (Go(nodes=5), chess.WHITE, None),
+        (Go(infinite=True, movetime=100), chess.WHITE, None),
+        (Go(movetime=1000), chess.WHITE, 0.9),
+        (Go(movetime=50), chess.WHITE, 0),  # less than is lost outside
+        (Go(clocks=(60_100, 100)), chess.WHITE, 2.0),  # a thirtieth
+        (Go(clocks=(60_100, 100)), chess.BLACK, 0),
+        (Go(clocks=(None, 30_100)), chess.BLACK, 1.0),
+        (Go(clocks=(None, 30_100)), chess.WHITE, None),
+        (Go(clocks=(60_100, 0), increments=(2000, 0)), chess.WHITE, 3.5),
+        (Go(clocks=(60_100, 0), movestogo=10), chess.WHITE, 6.0),
+        (Go(clocks=(10_100, 0), movestogo=1), chess.WHITE, 6.0),  # not all of it: a batch takes its time
+        (Go(clocks=(200, 0), increments=(60_000, 0)), chess.WHITE, 0.06),
+        (Go(clocks=(-500, 0)), chess.WHITE, 0),
+    ],
+)
+def test_seconds_by_the_clock(go: Go, turn: chess.Color, seconds: float | None) -> None:
+    assert seconds_for(go, turn, 100) == (None if seconds is None else pytest.approx(seconds))
+
+
+@given(*[st.integers(-1000, 10**10)] * 2, *[st.integers(0, 10**6)] * 3)
+def test_the_clock_never_runs_out(
+    left: int, movetime: int, increment: int, moves: int, overhead: int
+) -> None:
+    go = Go(clocks=(left, left), increments=(increment, increment), movestogo=moves)
+    for turn in chess.COLORS:
+        seconds = seconds_for(go, turn, overhead)
+        assert seconds is not None
+        assert 0 <= seconds <= max(left - overhead, 0) / 1000
+    timed = seconds_for(Go(movetime=movetime), chess.WHITE, overhead)
+    assert timed is not None
+    assert 0 <= timed <= max(movetime, 0) / 1000
+
+
+@pytest.mark.parametrize(
+    "go, most, simulations",
+    [
+        (Go(), 0, protocol.BARE),
+        (Go(), 50, 50),
+        (Go(nodes=7), 50, 7),  # asked for by name
+        (Go(depth=5), 50, 256),
+        (Go(depth=5, nodes=100), 0, 100),
+        (Go(depth=10**17), 0, 8 << 60),
+        (Go(infinite=True), 50, math.inf),
+        (Go(infinite=True, nodes=9), 0, 9),
+        (Go(movetime=100), 0, math.inf),
+        (Go(movetime=100), 50, 50),
+        (Go(clocks=(None, 5)), 0, math.inf),
+        (Go(mate=3), 0, math.inf),
+    ],
+)
+def test_simulations(go: Go, most: int, simulations: float) -> None:
+    assert simulations_for(go, most) == simulations
+
+
+def test_a_depth_is_reached_with_its_simulations() -> None:
+    assert [protocol.depth_of(n) for n in (0, 1, 15, 16, 255, 256)] == [0, 0, 0, 1, 4, 5]
+    for depth in range(1, 20):
+        assert protocol.depth_of(int(simulations_for(Go(depth=depth), 0))) == depth
+
+
+@given(st.floats(-1, 1))
+def test_centipawns_expect_the_result_that_they_were_made_of(value: float) -> None:
+    found = protocol.centipawns(value)
+    back = 2 / (1 + math.exp(-0.00368208 * found)) - 1
+    assert back == pytest.approx(value, abs=1e-3)
+    assert protocol.centipawns(-value) == -found
+
+
+def test_scores() -> None:
+    assert protocol.score_text(0.0, 0) == "cp 0"
+    assert protocol.score_text(0.5, 0) == "cp 298"
+    assert protocol.score_text(1.0, 0) == "cp 2690"  # won, but nobody knows how fast
+    assert [protocol.score_text(1.0, plies) for plies in (1, 3, 5)] == ["mate 1", "mate 2", "mate 3"]
+    assert [protocol.score_text(-1.0, plies) for plies in (2, 4)] == ["mate -1", "mate -2"]
+    assert protocol.score_text(0.0, 7) == "cp 0"  # a proven draw
+
+
+@given(st.floats(-1, 1), st.floats(0, 1))
+def test_win_draw_and_loss_have_the_expected_result(value: float, draws: float) -> None:
+    _, win, draw, loss = protocol.wdl_text(value, draws).split()
+    assert int(win) + int(draw) + int(loss) == 1000
+    assert min(int(win), int(draw), int(loss)) >= 0
+    assert (int(win) - int(loss)) / 1000 == pytest.approx(value, abs=2e-3)
+    assert int(draw) / 1000 == pytest.approx(min(draws, 1 - abs(value)), abs=1e-3)
+
+
+def test_options_are_listed_and_read() -> None:
+    listed = [str(option) for option in protocol.OPTIONS]
+    assert "option name MultiPV type spin default 1 min 1 max 218" in listed
+    assert "option name UCI_ShowWDL type check default false" in listed
+    assert "option name SyzygyPath type string default <empty>" in listed
+    named = {option.name: option for option in protocol.OPTIONS}
+    assert all(option.read(option.default or "<empty>") == option.default for option in protocol.OPTIONS)
+    for name, text in (("MultiPV", "0"), ("MultiPV", "many"), ("Hash", "9" * 30), ("UCI_ShowWDL", "yes")):
+        with pytest.raises(ValueError, match=name):
+            named[name].read(text)

@@ -1,0 +1,460 @@
+"""The UCI engine: in this process line by line, and as a program under python-chess's client."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import chess
+import chess.engine
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from networks import MATRIX0, material_net, random_net, save_run
+from positions import random_positions
+
+from matrixlib import uci
+from matrixlib.net import Net
+from matrixlib.play.search import Search
+from matrixlib.tasks.chess import protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
+WAIT = 120  # seconds, for machines under load
+TOURNAMENTS = ("cutechess-cli", "fastchess", "c-chess-cli")
+VOCABULARY = [
+    *protocol.NUMBERS,
+    *(option.name for option in protocol.OPTIONS),
+    *(
+        "uci",
+        "isready",
+        "position",
+        "startpos",
+        "fen",
+        "moves",
+        "e2e4",
+        "e7e5",
+        "go",
+        "searchmoves",
+        "infinite",
+    ),
+    *(
+        "setoption",
+        "name",
+        "value",
+        "ucinewgame",
+        "stop",
+        "debug",
+        "ponderhit",
+        "1",
+        "-1",
+        "99999999999",
+        "0000",
+    ),
+]
+
+
+class Dialogue:
+    """An engine in a thread, talked to line by line."""
+
+    def __init__(self, net: Net) -> None:
+        self.lines: uci.Lines = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.engine = uci.Engine("test", lambda: net, self.lines, self.said.put)
+        self.thread = threading.Thread(target=self.engine.serve, daemon=True)
+        self.thread.start()
+
+    def ask(self, *lines: str, until: str) -> list[str]:
+        """Send lines; everything said up to the first line that starts so."""
+        for line in lines:
+            self.lines.put(line)
+        heard = [self.said.get(timeout=WAIT)]
+        while not heard[-1].startswith(until):
+            heard.append(self.said.get(timeout=WAIT))
+        return heard
+
+    def best(self, position: str, go: str) -> str:
+        """The move that it plays, with the promise that it is legal."""
+        answer = self.ask(f"position {position}", f"go {go}", until="bestmove")[-1].split()[1]
+        assert self.engine.board.parse_uci(answer)
+        return answer
+
+    def end(self) -> None:
+        self.lines.put(None)
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def random_engine() -> Iterator[Dialogue]:
+    dialogue = Dialogue(random_net())
+    yield dialogue
+    dialogue.end()
+
+
+@pytest.fixture
+def engine(random_engine: Dialogue) -> Dialogue:
+    """With its options at their defaults."""
+    for option in protocol.OPTIONS:
+        random_engine.lines.put(f"setoption name {option.name} value {option.default or '<empty>'}")
+    random_engine.ask("ucinewgame", "position startpos", "isready", until="readyok")
+    return random_engine
+
+
+@pytest.fixture
+def material() -> Iterator[Dialogue]:
+    dialogue = Dialogue(material_net())
+    yield dialogue
+    dialogue.end()
+
+
+def infos(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("info depth")]
+
+
+def refused(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("info string")]
+
+
+# --- line by line
+
+
+def test_the_greeting_lists_every_option(engine: Dialogue) -> None:
+    lines = engine.ask("uci", until="uciok")
+    assert lines[0] == "id name matrixlib test"
+    assert [line for line in lines if line.startswith("option")] == [str(o) for o in protocol.OPTIONS]
+
+
+def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dialogue) -> None:
+    lines = engine.ask("position startpos moves e2e4", "go nodes 100", until="bestmove")
+    pattern = re.compile(
+        r"info depth (\d+) multipv 1 score cp -?\d+ nodes (\d+) nps \d+ hashfull \d+ time \d+ pv (.+)"
+    )
+    found = [pattern.fullmatch(line) for line in infos(lines)]
+    assert all(found)
+    assert [int(match[2]) for match in found if match] == [16, 32, 64, 100]
+    assert [int(match[1]) for match in found if match] == [1, 2, 3, 3]
+    assert found[-1] is not None
+    assert lines[-1] == f"bestmove {found[-1][3].split()[0]}"
+    board = chess.Board()
+    board.push_uci("e2e4")
+    for move in found[-1][3].split():
+        board.push_uci(move)
+
+
+def test_a_depth_takes_its_simulations(engine: Dialogue) -> None:
+    assert " nodes 64 " in infos(engine.ask("go depth 3", until="bestmove"))[-1]
+
+
+def test_variations_are_different_and_ranked(engine: Dialogue) -> None:
+    lines = infos(engine.ask("setoption name MultiPV value 3", "go nodes 200", until="bestmove"))[-3:]
+    assert [line.split("multipv ")[1][0] for line in lines] == ["1", "2", "3"]
+    assert len({line.split(" pv ")[1].split()[0] for line in lines}) == 3
+
+
+def test_win_draw_and_loss_are_shown_where_the_network_says_them(engine: Dialogue) -> None:
+    plain = infos(engine.ask("go nodes 20", until="bestmove"))
+    assert " wdl " not in plain[-1]
+    shown = infos(engine.ask("setoption name UCI_ShowWDL value true", "go nodes 20", until="bestmove"))
+    wdl = re.search(r" wdl (\d+) (\d+) (\d+) ", shown[-1])
+    assert wdl is not None
+    assert sum(map(int, wdl.groups())) == 1000
+    scalar = Dialogue(random_net(**MATRIX0))
+    silent = scalar.ask("setoption name UCI_ShowWDL value true", "go nodes 20", until="bestmove")
+    assert " wdl " not in "".join(silent)
+    scalar.end()
+
+
+def test_mates_are_shown_from_both_sides(engine: Dialogue) -> None:
+    lines = engine.ask(f"position fen {MATE}", "go nodes 50", until="bestmove")
+    assert "score mate 1 " in infos(lines)[-1]
+    assert lines[-1] == "bestmove d1d8"
+    mirrored = chess.Board(MATE).mirror().fen()
+    assert engine.best(f"fen {mirrored}", "mate 1") == "d8d1"
+    driven = "k7/8/2K5/8/8/8/8/1Q6 b - - 0 1"  # Ka7, then mate
+    assert (
+        "score mate -1 " in infos(engine.ask(f"position fen {driven}", "go nodes 200", until="bestmove"))[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    "fen, score",
+    [("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1", "mate 0"), ("k7/2Q5/8/8/8/8/8/K7 b - - 0 1", "cp 0")],
+    ids=["mated", "stalemate"],
+)
+def test_a_finished_game_has_no_move(engine: Dialogue, fen: str, score: str) -> None:
+    lines = engine.ask(f"position fen {fen}", "go movetime 1000", until="bestmove")
+    assert lines == [f"info depth 0 score {score}", "bestmove (none)"]
+
+
+SHUFFLE = "moves " + " ".join(["g1f3", "g8f6", "f3g1", "f6g8"] * 2)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [f"startpos {SHUFFLE}", "fen 7k/8/8/8/8/1Q6/8/K7 w - - 100 150", "fen 7k/8/8/8/8/8/8/K7 w - - 0 1"],
+    ids=["third occurrence", "fifty moves", "bare kings"],
+)
+def test_a_game_that_goes_on_after_a_draw_gets_a_move(engine: Dialogue, position: str) -> None:
+    engine.best(position, "nodes 50")
+    assert engine.best(position, "nodes 50 searchmoves " + engine.best(position, "nodes 9"))
+
+
+def test_moves_of_the_game_count_as_occurrences(material: Dialogue) -> None:
+    """A queen up, one move leads to the third occurrence of a position: a draw, and only the history says so."""
+    start, history = "7k/8/8/8/8/8/8/KQ6 w - - 0 1", "b1b2 h8h7 b2b3 h7h8 b3b2 h8h7 b2b4 h7h8"
+    board = protocol.parse_position(["fen", *start.split(), "moves", *history.split()])
+    material.ask("setoption name MultiPV value 218", "isready", until="readyok")
+    for position, drawn in ((f"fen {start} moves {history}", True), (f"fen {board.fen()}", False)):
+        lines = infos(material.ask(f"position {position}", "go nodes 400", until="bestmove"))
+        about = [line for line in lines if " pv b4b2" in line]
+        assert about, "the move was tried"
+        assert (" score cp 0 " in about[-1]) == drawn
+    assert material.best(f"fen {start} moves {history}", "nodes 400") != "b4b2"
+
+
+def test_the_tree_is_kept_from_move_to_move(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[int] = []
+    reset = Search.reset
+    monkeypatch.setattr(
+        Search, "reset", lambda self, *args, **more: resets.append(1) or reset(self, *args, **more)
+    )
+    lines = engine.ask("position startpos", "go nodes 300", until="bestmove")
+    ours, theirs = infos(lines)[-1].split(" pv ")[1].split()[:2]
+    assert len(resets) == 1
+    position = f"position startpos moves {ours} {theirs}"
+    lines = engine.ask(position, "go nodes 20", until="bestmove")
+    assert len(resets) == 1, "the game went on"
+    assert engine.engine.search is not None
+    assert int(infos(lines)[-1].split(" nodes ")[1].split()[0]) == 20, "reused simulations are not counted"
+    engine.ask(position, "go nodes 20", until="bestmove")
+    assert len(resets) == 1, "the same position again"
+    engine.ask("position startpos moves d2d4", "go nodes 20", until="bestmove")
+    engine.ask("ucinewgame", "position startpos moves d2d4", "go nodes 20", until="bestmove")
+    engine.ask("position startpos moves d2d4 d7d5", "go nodes 20 searchmoves c2c4", until="bestmove")
+    engine.ask("position startpos moves d2d4 d7d5", "go nodes 20", until="bestmove")
+    assert len(resets) == 5, "another game, a new game, chosen moves, all moves again"
+
+
+def test_only_the_chosen_moves_are_searched(engine: Dialogue) -> None:
+    for moves in (["a2a3"], ["h2h3", "b1a3"]):
+        assert engine.best("startpos", f"nodes 40 searchmoves {' '.join(moves)}") in moves
+
+
+def test_an_infinite_search_answers_ready_and_ends_at_stop_alone(engine: Dialogue) -> None:
+    engine.ask("position startpos", "go infinite", until="info depth 3")
+    engine.ask("isready", until="readyok")
+    assert engine.ask("stop", until="bestmove")
+    assert engine.ask(f"position fen {MATE}", "go infinite", "isready", until="readyok")[-1] == "readyok"
+    assert engine.said.empty() or not engine.said.get().startswith("bestmove"), (
+        "solved, but not yet asked for"
+    )
+    assert engine.ask("stop", until="bestmove")[-1] == "bestmove d1d8"
+    lines = engine.ask("stop", "go infinite", "position startpos", "stop", "go nodes 5", until="bestmove")
+    assert lines[-1] == "bestmove d1d8"
+    assert engine.ask(until="bestmove"), "what came during the search is done after it"
+    assert engine.engine.board == chess.Board()
+
+
+@pytest.mark.parametrize(
+    "go", ["movetime 50", "wtime 3000 btime 3000", "wtime 50 btime 50 winc 10 binc 10", "mate 1"]
+)
+def test_limits_of_time_end_by_themselves(engine: Dialogue, go: str) -> None:
+    engine.best(f"fen {MATE}" if go == "mate 1" else "startpos", go)
+
+
+def test_the_limit_of_simulations_ends_a_timed_search(engine: Dialogue) -> None:
+    engine.lines.put("setoption name Simulations value 30")
+    lines = engine.ask("position startpos", "go wtime 99999999 btime 99999999", until="bestmove")
+    assert " nodes 30 " in infos(lines)[-1]
+
+
+def test_a_full_tree_ends_the_search(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uci, "BYTES", 2**20)
+    lines = engine.ask("setoption name Hash value 64", "go movetime 99999999", until="bestmove")
+    assert " hashfull 1000 " in infos(lines)[-1]
+
+
+def test_a_temperature_varies_the_moves(engine: Dialogue) -> None:
+    engine.lines.put("setoption name Temperature value 200")
+    assert len({engine.best("startpos", "nodes 60") for _ in range(12)}) > 1
+    engine.lines.put("setoption name Temperature value 0")
+    engine.ask("ucinewgame", "isready", until="readyok")
+    moves = set()
+    for _ in range(3):
+        engine.lines.put("ucinewgame")
+        moves.add(engine.best("startpos", "nodes 60"))
+    assert len(moves) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "position startpos moves e2e5",
+        "position fen 9/8/8/8/8/8/8/8 w - - 0 1",
+        "position fen 8/8/8/8/8/8/8/8 w - - 0 1",
+        "position",
+        "go nodes",
+        "go searchmoves e2e5",
+        "setoption name Colour value red",
+        "setoption name MultiPV value -3",
+        "setoption name SyzygyPath value no/such/folder",
+        "setoption",
+        "hello",
+        "\x00\ufffd",
+    ],
+)
+def test_nonsense_is_named_and_the_position_stays(engine: Dialogue, line: str) -> None:
+    engine.ask("position startpos moves e2e4 e7e5", "isready", until="readyok")
+    lines = engine.ask(line, "isready", until="readyok")
+    assert len(refused(lines)) == 1
+    assert lines[-1] == "readyok"
+    assert engine.engine.board.fen() == "rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR w KQkq - 0 2"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(st.sampled_from(VOCABULARY), st.text(max_size=5)), max_size=10))
+def test_no_line_breaks_it(engine: Dialogue, words: list[str]) -> None:
+    line = " ".join(words)
+    if line.split() == ["quit"]:
+        return
+    engine.ask(line, "stop", "isready", until="readyok")
+    assert engine.thread.is_alive()
+
+
+def test_a_broken_network_is_no_silent_end() -> None:
+    net = random_net()
+    for parameter in net.model.parameters():
+        parameter.fill_(float("nan"))
+    lines: uci.Lines = queue.SimpleQueue()
+    lines.put("isready")
+    with pytest.raises(ValueError, match="network is broken"):
+        uci.Engine("broken", lambda: net, lines, print).serve()
+
+
+# --- as a program
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uci") / "tiny"
+    save_run(folder, random_net())
+    return folder
+
+
+def command(run: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "matrixlib.uci", "--checkpoint", str(run), "--device", "cpu", *options]
+
+
+@pytest.fixture(scope="module")
+def program(run: Path) -> Iterator[chess.engine.SimpleEngine]:
+    with chess.engine.SimpleEngine.popen_uci(command(run), timeout=WAIT, cwd=ROOT) as client:
+        yield client
+
+
+def test_a_client_plays_a_game(program: chess.engine.SimpleEngine) -> None:
+    assert program.id["name"] == "matrixlib tiny"
+    board = chess.Board()
+    while not board.is_game_over(claim_draw=True) and board.ply() < 30:
+        limit = (
+            chess.engine.Limit(nodes=16) if board.turn else chess.engine.Limit(white_clock=9, black_clock=0.3)
+        )
+        board.push(program.play(board, limit, game=1).move or chess.Move.null())
+    assert board.ply() >= 10
+
+
+def test_a_client_analyses_several_variations(program: chess.engine.SimpleEngine) -> None:
+    board = chess.Board("r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1")
+    found = program.analyse(board, chess.engine.Limit(nodes=300), multipv=4)
+    assert [info["multipv"] for info in found] == [1, 2, 3, 4]
+    assert all(info["pv"][0] in board.legal_moves and info["score"].turn == chess.BLACK for info in found)
+    mate = program.analyse(chess.Board(MATE), chess.engine.Limit(nodes=100))
+    assert mate["score"].white() == chess.engine.Mate(1)
+    assert program.play(chess.Board(MATE), chess.engine.Limit(time=0.1)).move == chess.Move.from_uci("d1d8")
+
+
+def test_a_client_stops_an_endless_analysis(program: chess.engine.SimpleEngine) -> None:
+    with program.analysis(chess.Board()) as analysis:
+        for info in analysis:
+            if info.get("nodes", 0) > 200:
+                break
+        analysis.stop()
+        assert analysis.wait().move in chess.Board().legal_moves
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.soak)])
+def test_random_positions_without_an_illegal_move(program: chess.engine.SimpleEngine, count: int) -> None:
+    boards = [board for board in random_positions(count, seed=11) if any(board.legal_moves)]
+    for board in boards:
+        played = program.play(board, chess.engine.Limit(nodes=4), info=chess.engine.INFO_ALL)
+        assert played.move in board.legal_moves
+        assert played.info["pv"][0] == played.move
+
+
+def converse(run: Path, sent: bytes) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command(run), input=sent, capture_output=True, cwd=ROOT, timeout=WAIT, check=False)
+
+
+def test_bytes_that_mean_nothing_do_not_end_it(run: Path) -> None:
+    dice = random.Random(5)
+    noise = b"\n".join(dice.randbytes(dice.randrange(60)).replace(b"quit", b"") for _ in range(300))
+    done = converse(run, b"uci\n" + noise + b"\n" + b"x" * 100_000 + b"\r\nisready\r\nquit\n")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"uciok" in done.stdout
+    assert done.stdout.split()[-1] == b"readyok"
+
+
+def test_the_end_of_input_ends_it_even_in_a_search(run: Path) -> None:
+    done = converse(run, b"position startpos\ngo infinite\n")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.split(b"\n")[-2].startswith(b"bestmove ")
+    assert converse(run, b"").returncode == 0
+
+
+def test_what_cannot_be_loaded_is_named(run: Path, tmp_path: Path) -> None:
+    absent = converse(tmp_path / "absent", b"uci\n")
+    assert absent.returncode == 2
+    assert b"no run at" in absent.stderr
+    hurt = tmp_path / "hurt"
+    shutil.copytree(run, hurt)
+    for file in hurt.glob("checkpoints/*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-16])
+    done = converse(hurt, b"uci\nisready\n")
+    assert done.returncode == 1
+    assert b"uciok" in done.stdout
+    assert b"info string" in done.stdout.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        uci.main(["--checkpoint", str(run), "--simulations", "-1"])
+
+
+def test_the_script_of_the_package_is_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, _, name = scripts["matrixlib-uci"].partition(":")
+    assert getattr(import_module(module), name) is uci.main
+
+
+def test_a_tournament_program_plays_two_games(run: Path, tmp_path: Path) -> None:
+    found = next(filter(shutil.which, TOURNAMENTS), None)
+    if found is None or os.name != "posix":
+        pytest.skip(f"none of {', '.join(TOURNAMENTS)} is installed; Debian and PyPI have none of them")
+    script = tmp_path / "engine.sh"
+    script.write_text(f"#!/bin/sh\ncd {ROOT} && exec {' '.join(command(run))}\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    engines = ["-engine", f"cmd={script}", "name=a", "-engine", f"cmd={script}", "name=b"]
+    each = ["-each", "tc=10+0.1"] + ([] if found == "c-chess-cli" else ["proto=uci"])
+    done = subprocess.run(
+        [found, *engines, *each, "-games", "2"], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("illegal|disconnect|stall|crash|forfeit", done.stdout.lower()), done.stdout
