@@ -1,0 +1,149 @@
+"""EPD suites: operations, SAN, what is not said; the real suites, lines without a semicolon included."""
+
+from __future__ import annotations
+
+import contextlib
+
+import chess
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from readers import read_file
+
+from matrixlib.tasks.chess import epd
+from matrixlib.tasks.chess.epd import Epd, operations_of
+from matrixlib.tasks.chess.scores import wdl_of_score
+
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -"
+TWO_ROOKS = "4k3/8/8/8/8/8/8/R4R1K w - -"
+GOOD = (
+    f'{START} bm e4 d4; id "two; with a semicolon"; c0 "best by test"; ce 35;',
+    f"{START} am f3 g4; ce -35;",
+    "4k3/8/8/8/8/8/8/4K2R b K - ce 120;",
+    '6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8#; dm 1; id "mate"; ce 9;',
+    "7k/P7/8/8/8/8/8/K7 w - - hmvc 12; fmvn 70; bm a8=Q+ a8=R; ce +500;",
+)
+BAD = {
+    f"{START} bm e5;": "illegal move",
+    f"{TWO_ROOKS} bm Rd1;": "ambiguous move",
+    f"{START} bm hello;": "not a move",
+    f"{START} bm --;": "not a move",
+    f"{START} ce much;": "bad number",
+    f"{START} am a3 a4 b3 b4 c3 c4 d3 d4 e3 e4 f3 f4 g3 g4 h3 h4 Na3 Nc3 Nf3 Nh3;": "every move is avoided",
+    "8/8/8/8/8/8/8/8 w - - bm e4;": "not a position of chess",
+    "rubbish": "not a position of chess",
+    "rk2r3/8/8/8/8/8/8/RK2R3 w EAea - bm Ra2;": "Chess960 castling",
+}
+LEFT_OUT = {
+    "# a comment": "comment",
+    f'{START} id "nothing to learn";': "neither bm, am, ce nor dm",
+    "7k/5Q2/6K1/8/8/8/8/8 b - - ce 0;": "game over",
+}
+
+
+def write(folder, *lines):
+    path = folder / "suite.epd"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_best_moves_share_the_policy_and_avoided_ones_have_none(tmp_path):
+    whole = read_file(Epd(), write(tmp_path, *GOOD))
+    assert whole.stored == len(GOOD)
+    assert sorted(whole.policy(0).values()) == [32767, 32768]
+    assert set(whole.policy(0)) == {"e2e4", "d2d4"}
+    rest = whole.policy(1)
+    assert set(rest) == {move.uci() for move in chess.Board().legal_moves} - {"f2f3", "g2g4"}
+    assert max(rest.values()) - min(rest.values()) < 18
+    assert whole.policy(2) == {}
+    assert whole.policy(3) == {"d1d8": 65535}
+    assert set(whole.policy(4)) == {"a7a8q", "a7a8r"}
+
+
+def test_scores_are_the_movers(tmp_path):
+    whole = read_file(Epd(), write(tmp_path, *GOOD, f"{START} bm e4;", f"{START} dm -3;"))
+    wdl = whole.batch["records"]["wdl"]
+    assert wdl[[0, 1, 2, 4]].tolist() == wdl_of_score([35, -35, 120, 500]).tolist()
+    assert wdl[3].tolist() == [65535, 0, 0]
+    assert wdl[5].tolist() == [0, 0, 0]
+    assert wdl[6].tolist() == [0, 0, 65535]
+    assert (whole.batch["records"]["result"] == 2).all()
+
+
+def test_counters_come_from_operations_or_from_a_fen(tmp_path):
+    fen = "7k/P7/8/8/8/8/8/K7 w - - 12 70 bm a8=Q;"
+    found = read_file(Epd(), write(tmp_path, GOOD[4], fen, fen.replace("12 70 ", ""))).batch["records"]
+    assert found["halfmove"].tolist() == [12, 12, 0]
+    assert found["ply"].tolist() == [138, 138, 0]
+    assert len(set(found["game"])) == 1
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("bm Qd1+;", ({"bm": ["Qd1+"]}, False)),
+        ('bm a4 b4; id "x y"; c0 "";', ({"bm": ["a4", "b4"], "id": ["x y"], "c0": [""]}, False)),
+        ('bm Nxd4 id "position 02";', ({"bm": ["Nxd4"], "id": ["position 02"]}, True)),
+        ('id "bm; ce 3";;bm e4', ({"id": ["bm; ce 3"], "bm": ["e4"]}, False)),
+        ("", ({}, False)),
+    ],
+)
+def test_operations(text, want):
+    assert operations_of(text) == want
+
+
+def test_a_pawn_move_is_no_comment(tmp_path):
+    assert set(read_file(Epd(), write(tmp_path, f"{START} bm e4 c4;")).policy(0)) == {"e2e4", "c2c4"}
+
+
+def test_a_lost_semicolon_is_mended_and_said(tmp_path):
+    whole = read_file(Epd(), write(tmp_path, f'{START} bm e4 id "x"; am f3;', GOOD[0]))
+    assert whole.warned == {"missing semicolon": 1}
+    assert whole.policy(0) == {"e2e4": 65535}
+
+
+@pytest.mark.parametrize(
+    "name, stored, semicolons", [("bk24", 24, 0), ("kaufman25", 25, 2), ("wac300", 300, 0)]
+)
+def test_real_suites(shared, name, stored, semicolons):
+    whole = read_file(Epd(), shared / "puzzles" / f"{name}.epd")
+    assert (whole.stored, whole.refused) == (stored, [])
+    assert whole.warned["missing semicolon"] == semicolons
+    with (shared / "puzzles" / f"{name}.epd").open() as file:
+        lines = [line for line in file if line.strip() and not line.startswith("#")]
+    for row, line in enumerate(lines):
+        board = whole.boards()[row]
+        assert board.epd() == " ".join(line.split()[:4])
+        words = line.split("bm ")[1].split(";")[0].split(" id ")[0].split() if "bm " in line else []
+        if words:
+            assert set(whole.policy(row)) == {board.parse_san(word).uci() for word in words}
+
+
+def test_a_file_of_another_kind_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"suite\.epd has no line that starts like a FEN"):
+        list(Epd().parts(write(tmp_path, "[Event x]", "1. e4 e5")))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([*GOOD, *BAD, *LEFT_OUT, ""]), max_size=12))
+def test_every_line_is_accounted_for(tmp_path_factory, lines):
+    path = write(tmp_path_factory.mktemp("mixed"), GOOD[0], *lines)
+    entries = [GOOD[0], *(line for line in lines if line)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epd, "PART", 150)
+        whole = read_file(Epd(), path)
+    assert whole.entries == len(entries)
+    assert whole.stored == len(whole.batch["records"]) == sum(line in GOOD for line in entries)
+    assert {item.entry: (item.reason, item.text) for item in whole.refused} == {
+        number: (BAD[line], line) for number, line in enumerate(entries) if line in BAD
+    }
+    assert whole.skipped.total() == sum(line in LEFT_OUT for line in entries)
+    assert set(whole.skipped) == {LEFT_OUT[line] for line in entries if line in LEFT_OUT}
+
+
+@given(st.text(alphabet='KQkq -w;"bmamce0129dehmvcf') | st.text())
+def test_any_operations_get_an_answer(text):
+    with contextlib.suppress(epd.Unusable):
+        board, operations, _ = epd.parse(f"{START} {text}")
+        epd.best_of(board, operations)
+        epd.score_from(operations)
