@@ -26,6 +26,9 @@ LOSS_FLOOR, NORM_FLOOR = 0.05, 0.25
 outlier. Gradient norms scatter more than losses do."""
 SETTLED_FLOOR = 0.01
 """The same for the median loss after a short spike, which scatters less."""
+SETTLED_BAND = 1.25
+"""Deviations by which that median must lie above the later half of the losses before the spike. A loss that drifts
+evenly by itself gets no further: its deviation is 0.37 windows of drift, the medians are 0.375 windows apart."""
 CLIP_WINDOW = 500
 """Updates after the warm-up that the share of clipped gradients looks back on."""
 OVERFLOW_WINDOW, OVERFLOWS = 100, 3
@@ -151,8 +154,8 @@ class Health:
         self.after = [*self.after, seen.loss]
         if len(self.after) < self.config.window // 4:
             return False
-        level, now = median(self.before), median(self.after)
-        worse = now > level + max(_deviation(self.before), SETTLED_FLOOR * abs(level))
+        level, now = median(self.before[len(self.before) // 2 :]), median(self.after)
+        worse = now > level + max(SETTLED_BAND * _deviation(self.before), SETTLED_FLOOR * abs(level))
         if worse:
             self.last = (
                 f"{seen}; the median loss has settled at {now:.4g} after a spike, from {level:.4g} before it"
