@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toy_shards import LAYOUT, META, toy_batch, toy_shards
 
@@ -240,3 +241,80 @@ def test_a_catalogued_shard_that_was_cut_short_is_quarantined_when_the_folder_is
         again = Catalogue(tmp_path)
     assert name not in {row.name for row in again.shards()}
     assert "instead of" in again._named(name).reason
+
+
+def test_a_quarantine_outlives_the_database(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    catalogue.quarantine("a.npz", "its games are from a broken engine")
+    for suffix in ("", "-wal", "-shm"):
+        (tmp_path / f"{NAME}{suffix}").unlink(missing_ok=True)
+    rebuilt = Catalogue(tmp_path)
+    assert [(row.name, row.reason) for row in rebuilt.shards(state="quarantined")] == [
+        ("a.npz", "its games are from a broken engine")
+    ]
+    rebuilt.release("a.npz")
+    (tmp_path / NAME).unlink()
+    assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
+
+
+def test_backup_and_restore(tmp_path: Path) -> None:
+    """What shards alone cannot say (quality, quarantine) comes back; what has changed since is reconciled."""
+    folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
+    folder.mkdir()
+    catalogue = filled(folder)
+    catalogue.set_quality("b.npz", {"entropy": 1.5})
+    catalogue.quarantine("a.npz", "dull")
+    catalogue.backup(copy)
+    before = catalogue.hash()
+    (folder / NAME).write_bytes(b"x" * 5000)
+    write_shard(folder / "new.npz", LAYOUT, toy_batch(5), META)
+    restored = Catalogue.restore(folder, copy)
+    assert {row.name: row.quality for row in restored.shards()}["b.npz"] == {"entropy": 1.5}
+    assert names(restored, state="quarantined") == ["a.npz"]
+    assert [text for text in restored.messages if "new.npz" in text]
+    (folder / "new.npz").unlink()
+    assert Catalogue.restore(folder, copy).hash() == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "other"])
+def test_a_bad_backup_changes_nothing(tmp_path: Path, damage: str) -> None:
+    folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
+    folder.mkdir()
+    before = filled(folder).hash()
+    if damage == "garbage":
+        copy.write_bytes(b"x" * 5000)
+    elif damage == "other":
+        with sqlite3.connect(copy) as db:
+            db.execute("CREATE TABLE games (id INTEGER)")
+        db.close()
+    with pytest.raises(CatalogueError, match="copy"):
+        Catalogue.restore(folder, copy)
+    assert Catalogue(folder).hash() == before
+    assert {path.name for path in folder.iterdir()} >= {"a.npz", "b.npz", "v.npz", NAME}
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_flipped_bits_of_the_catalogue_lose_nothing(tmp_path: Path, flips: int) -> None:
+    """R076: whatever bit of the database is wrong, the same shards are used as before, and none that was kept out."""
+    catalogue = filled(tmp_path)
+    catalogue.quarantine("a.npz", "dull")
+    with sqlite3.connect(tmp_path / NAME) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    before, whole = catalogue.hash(), (tmp_path / NAME).read_bytes()
+    stream, refused = np.random.default_rng(3), list[str]()
+    for bit in stream.integers(0, len(whole) * 8, flips):
+        for path in tmp_path.glob(f"{NAME}*"):
+            path.unlink()
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << int(bit % 8)
+        (tmp_path / NAME).write_bytes(data)
+        try:
+            opened = Catalogue(tmp_path)
+        except CatalogueError as error:
+            refused.append(str(error))
+            continue
+        assert opened.hash() == before, bit
+        assert names(opened, state="quarantined") == ["a.npz"], bit
+    assert all("newer version" in text for text in refused)  # said, and nothing is touched

@@ -1,7 +1,8 @@
 """The catalogue: one SQLite row for every shard of a folder, with counts, split, checksum, quality and state.
 
 The shards are the truth and the catalogue an index of them: a missing or damaged one is rebuilt, shards
-without a row are taken in, rows whose file is gone are quarantined; each is said in ``messages``. A
+without a row are taken in, rows whose file is gone are quarantined; each is said in ``messages``. Why a shard was
+quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild takes it back in. A
 connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,7 +118,10 @@ class Catalogue:
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
-        self._put([replace(self._named(name), state="quarantined", reason=reason)])
+        row = self._named(name)
+        if self.writable:
+            _note(row.path).write_text(reason, encoding="utf-8")
+        self._put([replace(row, state="quarantined", reason=reason)])
 
     def release(self, name: str) -> None:
         """Take a quarantined shard back; its file must be whole and have the SHA-256 of its row."""
@@ -124,6 +129,8 @@ class Catalogue:
         if problem := self._check(row):
             raise CatalogueError(f"{name}: {problem}; restore the file from a copy first")
         self._put([replace(row, state="healthy", reason="")])
+        if self.writable:
+            _note(row.path).unlink(missing_ok=True)
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
@@ -139,6 +146,40 @@ class Catalogue:
         checked = ((row.name, self._check(row)) for row in self.shards())
         return {name: problem for name, problem in checked if problem}
 
+    def backup(self, path: Path | str) -> None:
+        """Copy the database to `path`, whole or not at all, also while others write to it."""
+        path = Path(path)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with closing(sqlite3.connect(temporary)) as copy, self._connection() as db:
+            db.backup(copy)
+        os.replace(temporary, path)
+
+    @classmethod
+    def restore(cls, folder: Path | str, backup: Path | str) -> Catalogue:
+        """The catalogue of `folder` as it was backed up, then reconciled with the shards that are there now.
+
+        Raises CatalogueError for a backup that is missing, damaged or of another program, and changes nothing then.
+        """
+        backup, path = Path(backup), Path(folder) / NAME
+        if not backup.is_file():
+            raise CatalogueError(f"{backup}: no such file; give a copy made by Catalogue.backup")
+        temporary = path.with_name(f"{NAME}.{os.getpid()}.tmp")
+        shutil.copyfile(backup, temporary)
+        try:
+            with closing(sqlite3.connect(temporary)) as db:
+                problem = _problem_of(db)
+        except sqlite3.DatabaseError as error:
+            problem = str(error)
+        if problem:
+            temporary.unlink()
+            raise CatalogueError(
+                f"{backup} cannot be restored ({problem}); nothing was changed, give another copy"
+            )
+        for suffix in ("-wal", "-shm"):  # they belong to the database that goes
+            path.with_name(NAME + suffix).unlink(missing_ok=True)
+        os.replace(temporary, path)
+        return cls(folder)
+
     # Repairs
 
     def _say(self, message: str) -> None:
@@ -152,10 +193,7 @@ class Catalogue:
                 version = int(db.execute("PRAGMA user_version").fetchone()[0])
                 if version > SCHEMA:
                     raise CatalogueError(f"{self.path}: made by a newer version; update matrixlib")
-                if (result := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-                    return f"the catalogue is damaged ({result})"
-                found = [column[1] for column in db.execute("PRAGMA table_info(shards)")]
-                return "" if found == [*COLUMNS, "digest"] else "the catalogue has other columns"
+                return _problem_of(db)
         except sqlite3.DatabaseError as error:
             if _damaged(error):
                 return f"the catalogue is damaged ({error})"
@@ -246,8 +284,11 @@ class Catalogue:
             self._say(f"{error} (left out of the catalogue)")
             return None
         row = self._row(name, info, str(info.meta["source"]), {})
-        reason = f"'{damaged}' is damaged (zip checksum)"
-        return replace(row, state="quarantined", reason=reason) if damaged else row
+        note = _note(row.path)
+        reason = f"'{damaged}' is damaged (zip checksum)" if damaged else ""
+        if note.is_file():
+            reason = reason or note.read_text(encoding="utf-8", errors="replace")
+        return replace(row, state="quarantined", reason=reason) if reason else row
 
     # Small parts
 
@@ -296,6 +337,19 @@ class Catalogue:
             if self._image:
                 db.commit()
                 self._image = db.serialize()
+
+
+def _problem_of(db: sqlite3.Connection) -> str:
+    """Why a database is no catalogue of ours, or an empty string."""
+    if (result := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+        return f"the catalogue is damaged ({result})"
+    found = [column[1] for column in db.execute("PRAGMA table_info(shards)")]
+    return "" if found == [*COLUMNS, "digest"] else "the catalogue has other columns"
+
+
+def _note(path: Path) -> Path:
+    """Where the reason of a shard's quarantine lies."""
+    return path.with_name(f"{path.name}.quarantined")
 
 
 def _fill(db: sqlite3.Connection, rows: Sequence[ShardRow]) -> None:
