@@ -361,11 +361,23 @@ class ChessDataConfig(DataConfig):
     hidden_squares: Fraction = Field(description="share of the squares hidden in such a position")
 
 
+class SourceStages(StagesConfig):
+    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = Field(
+        description="weight of each source of the data in a stage, any positive numbers; "
+        "{} = all sources, each by its number of positions"
+    )
+
+
+class ChessCurriculumConfig(CurriculumConfig):
+    sources: SourceStages
+
+
 class ChessConfig(Config):
     """One run's whole configuration, where chess is trained."""
 
     task: Literal["chess"]
     data: ChessDataConfig
+    curriculum: ChessCurriculumConfig
     model: ModelConfig
     loss: LossConfig
 

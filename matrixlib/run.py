@@ -409,6 +409,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         config = runtime_config(requested, runtime)
     runtime.apply()
     subject = subjects.of(config)
+    _check_sources(subject, catalogue)
     options = _loader_options(runtime, messages)
     training = _training(config, runtime, subject, catalogue, subject.task, **options)
     held_out = _held_out(subject, config, catalogue, pin=runtime.pin, on_damage=options["on_damage"])
@@ -485,13 +486,15 @@ def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
 
 def _loader_options(runtime: runtimes.Runtime, messages: list[str]) -> dict[str, Any]:
     """What every training loader of a run shares: how it pins memory, and how it says what went wrong."""
+    from matrixlib.data.loader import WHOLE
 
     def say(text: str) -> None:
         messages.append(text)
         warnings.warn(text, stacklevel=2)
 
     def damaged(name: str, block: int, reason: str) -> None:
-        say(f"shard {name}, block {block}: {reason}; its rows are replaced by others")
+        where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
+        say(f"{where}: {reason}; its rows are replaced by others")
 
     return {"pin": runtime.pin, "on_damage": damaged, "on_loss": say}
 
@@ -554,6 +557,18 @@ def _held_out(
     return Loader(rows, subject.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
 
 
+def _check_sources(subject: Subject, catalogue: Catalogue) -> None:
+    """Raises RunError unless every phase, the last one too, has data of each of its sources."""
+    curriculum = subject.curriculum()
+    there = {row.source for row in catalogue.shards("train")}
+    for phase in curriculum.phases if curriculum is not None else ():
+        if lacking := [name for name in subject.staged(phase).sources if name not in there]:
+            raise RunError(
+                f"the curriculum's phase '{phase}' asks for source '{lacking[0]}', of which there is no healthy "
+                f"training shard; {catalogue.folder} has {', '.join(sorted(there)) or 'none'}"
+            )
+
+
 def _of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:
     wanted = set(sources)
     return [row for row in rows if not wanted or row.source in wanted]
@@ -571,12 +586,24 @@ def _build_trainer(run: Run) -> Trainer:
         return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
 
     def enter(phase: Phase) -> tuple[Task, Source, Iterator[Any]]:
-        task, sources = run.subject.staged(phase)
+        stage = run.subject.staged(phase)
         training = _training(
-            config, run.runtime, run.subject, run.catalogue, task, sources, phase=phase.number, **run.options
+            config,
+            run.runtime,
+            run.subject,
+            run.catalogue,
+            stage.task,
+            stage.sources,
+            phase=phase.number,
+            weights=stage.weights,
+            **run.options,
         )
-        kept = _held_out(run.subject, config, run.catalogue, task, sources)
-        return task, training, kept.sequential(size, sample=config.validation.sample)
+
+        def kept() -> Iterator[Any]:  # opened where it is looked at: a source may hold nothing out
+            loader = _held_out(run.subject, config, run.catalogue, stage.task, stage.sources)
+            yield from loader.sequential(size, sample=config.validation.sample)
+
+        return stage.task, training, kept()
 
     trainer = Trainer(
         task=run.task,

@@ -6,7 +6,7 @@ and to say how good the result is; that is a `Subject`, one for each task.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +33,16 @@ Check = tuple[str, bool, str]
 LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A phase made concrete: its task, the sources of the shards that it is trained on (all where there is none),
+    and their shares of a batch where they are not those of their sizes."""
+
+    task: Task
+    sources: Sequence[str]
+    weights: Mapping[str, float] | None = None
+
+
 class Subject(Protocol):
     """All that a run needs to know about one task."""
 
@@ -54,8 +64,8 @@ class Subject(Protocol):
         """The phases of its training; None where there is one."""
         ...
 
-    def staged(self, phase: Phase) -> tuple[Task, list[str]]:
-        """The task of a phase, and the sources of the shards that it is trained on."""
+    def staged(self, phase: Phase) -> Stage:
+        """What a phase trains, and on what."""
         ...
 
     def flops(self) -> float | None:
@@ -115,11 +125,16 @@ class Chess:
         source = self.task.config.data.source
         return unpack_sample() if source == "sample" else given_folder(source, "sample")
 
-    def curriculum(self) -> None:
-        return None
+    def curriculum(self) -> Curriculum | None:
+        from matrixlib.engine.curriculum import Curriculum, Dimension
 
-    def staged(self, phase: Phase) -> tuple[Task, list[str]]:
-        raise AssertionError("chess has no phases")
+        config = self.task.config.curriculum
+        made = Curriculum(config, [Dimension.of("sources", config.sources)])
+        return made if len(made.phases) > 1 or made.values["sources"] else None
+
+    def staged(self, phase: Phase) -> Stage:
+        weights = phase.values["sources"]
+        return Stage(self.task, list(weights), weights)
 
     def flops(self) -> float:
         from matrixlib.tasks.chess.model import forward_flops
@@ -185,11 +200,11 @@ class Latin:
         dimensions = [Dimension.of(name, section) for name, section in self.task.dimensions.items()]
         return Curriculum(self.task.config.curriculum, dimensions)
 
-    def staged(self, phase: Phase) -> tuple[Task, list[str]]:
+    def staged(self, phase: Phase) -> Stage:
         from matrixlib.tasks.latin import pool
 
         task = self.task.at(phase.values)
-        return task, [pool.source(size) for size in task.sizes]
+        return Stage(task, [pool.source(size) for size in task.sizes])
 
     def flops(self) -> None:
         return None

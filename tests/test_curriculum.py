@@ -112,6 +112,11 @@ def test_spans_cover_every_update_once() -> None:
     assert str(spans[3][2]) == "size 3-16, mode a+b, fill 0.0-0.1"
 
 
+def test_a_stage_of_weights_reads_as_shares() -> None:
+    mix = Dimension("sources", ({"puzzles": 1.0, "games": 3.0}, {}), (0.5, 0.5))
+    assert [str(phase) for phase in phases([mix])] == ["sources puzzles 25%, games 75%", "sources all"]
+
+
 def test_thresholds_need_patience_and_dwell() -> None:
     assert adaptive([0.9, 0.9, 0.9, 0.9])[1] == [0, 1, 1, 2]
     assert adaptive([0.9, 0.7, 0.9, 0.9])[1] == [0, 0, 0, 1]  # in a row

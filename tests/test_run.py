@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,8 +18,12 @@ from safetensors.torch import load_file
 
 from matrixlib import run as runs
 from matrixlib.config import ConfigError
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.shipped import unpack_sample
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},
@@ -271,3 +276,50 @@ def test_the_records_of_batches_are_kept_as_a_shard_that_can_be_read(reports: Pa
     assert len(kept) == 2 * 64
     assert all((kept.arrays[name] == array).all() for name, array in expected.items())
     assert kept.meta["batches"] == [2, 5]
+
+
+@pytest.fixture
+def two_sources(tmp_path: Path, reports: Path) -> Path:
+    """Positions of the sample set as shards of two sources; "few" holds nothing out."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    found = Catalogue(unpack_sample())
+    batch = Shard(found.shards("train")[0].path, LAYOUT).gather(np.arange(1200))
+    held = Shard(found.shards("validation")[0].path, LAYOUT).gather(np.arange(200))
+    about = {"generator": "test", "seed": 0}
+    for name, part, source, split in (
+        ("few", select(batch, np.arange(200), LAYOUT), "few", "train"),
+        ("many", select(batch, np.arange(200, 1200), LAYOUT), "many", "train"),
+        ("held", held, "many", "validation"),
+    ):
+        write_shard(folder / f"{name}.npz", LAYOUT, part, {**about, "source": source, "split": split})
+    return folder
+
+
+def mixing(folder: Path, *stages: dict[str, float]) -> dict[str, Any]:
+    share = [1 / len(stages)] * len(stages)
+    sources = {"enabled": True, "stages": list(stages), "fractions": share}
+    return {"data": {"source": str(folder), "limit": 0}, "curriculum": {"sources": sources}}
+
+
+def test_a_curriculum_over_sources_mixes_each_batch_and_goes_on_where_it_was(two_sources: Path) -> None:
+    """Half a batch from a sixth of the data, then all by their size; a run cut in two ends with the same bits."""
+    more = mixing(two_sources, {"few": 1.0, "many": 1.0}, {})
+    whole = train("whole", **more)
+    assert whole.phases().splitlines() == [
+        "update      1 to      6: sources few 50%, many 50%",
+        "update      7 to     12: sources all",
+    ]
+    current = runs.open_run(run="cut", overrides={**TINY, **more})
+    for stats in current.train():
+        if stats.step == 4:
+            break
+    current.close()
+    train("cut", **more)
+    assert_equal(final_weights(whole.folder), final_weights(current.folder))
+
+
+def test_a_source_that_is_not_there_is_named_before_anything_is_trained(two_sources: Path) -> None:
+    more = mixing(two_sources, {}, {"few": 1.0, "mny": 1.0})
+    with pytest.raises(runs.RunError, match=r"asks for source 'mny'.* has few, many"):
+        runs.open_run(run="typo", overrides={**TINY, **more})

@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,11 +43,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, shards.Batc
     return path, batch
 
 
-def bases(array: np.ndarray | None) -> list[object]:
+def bases(array: Any) -> list[object]:
     found: list[object] = []
     while array is not None:
         found.append(array)
-        array = getattr(array, "base", None)
+        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)
     return found
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
+import itertools
 import multiprocessing
 import os
 import pickle
-import struct
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,42 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.shards import BLOCK, Batch, DamagedBlock, Layout, Shard, concat, select
+from matrixlib.data.gather import addresses, gather
+from matrixlib.data.order import (
+    PREPARE,
+    SAMPLE,
+    SEQUENTIAL,
+    Mixture,
+    Order,
+    generator,
+    make_key,
+    merge_ranges,
+    permute,
+    places_of,
+)
+from matrixlib.data.shards import (
+    BLOCK,
+    REMEDY,
+    Batch,
+    DamagedBlock,
+    Layout,
+    Shard,
+    ShardError,
+)
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
 Prepare = Callable[[Batch, np.random.Generator], Arrays]
-OnDamage = Callable[[str, int, str], None]  # (shard name, block, reason)
+OnDamage = Callable[[str, int, str], None]  # (shard name, block or WHOLE, reason)
 OnLoss = Callable[[str], None]  # (what happened)
 Damage = tuple[str, int, str]
 
-ROUNDS = 8
-ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
 ENDLESS = 2**62
+ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, each with the 16 pages around it
+RESIDENT = (
+    2**27
+)  # bytes of mapped shards that may stay in memory; a larger data set is let go again and again
+WHOLE = -1  # in place of a block's number: the shard cannot be opened
 GONE = (
     ConnectionError,
     EOFError,
@@ -44,7 +67,6 @@ GONE = (
 )  # a dead worker cannot hand over the batches it made ahead
 GONE_WORDS = ("exited unexpectedly", "killed by signal")  # DataLoader's, of a worker or its pinning thread
 RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
-MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
 
@@ -53,121 +75,16 @@ class LoaderError(RuntimeError):
     """A batch that could not be made, and why."""
 
 
+class Unopened(Exception):
+    """A shard that could not be opened when its first row was asked for: its number among the shards."""
+
+    def __init__(self, shard: int, reason: str) -> None:
+        super().__init__(reason)
+        self.shard = shard
+
+
 class WorkerTraceback(Exception):
     """The traceback of an error in a worker, as text: the cause of the LoaderError in this process."""
-
-
-# Order
-
-
-def make_key(*parts: int) -> bytes:
-    """64 bytes that depend on every part (signed 64-bit integers)."""
-    return hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts)).digest()
-
-
-def generator(*parts: int) -> np.random.Generator:
-    """A random stream of its own for these parts (counter-based Philox)."""
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(make_key(*parts)[:16], "little")))
-
-
-def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
-    """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64.
-
-    O(1) memory beside the argument. A Feistel network (Luby and Rackoff 1988) on the smallest power of two
-    that holds n, with the finaliser of SplitMix64 as round function; results of n or more are sent through it
-    again until they fall inside (cycle walking: Black and Rogaway 2002), for n > 2 under two passes each.
-    """
-    assert n >= 1
-    keys = np.frombuffer(key, "<u8", ROUNDS).astype(np.uint64)
-    bits = max(2, (n - 1).bit_length())
-    out = _feistel(np.asarray(index).astype(np.uint64).ravel(), bits, keys)
-    outside = np.flatnonzero(out >= n)
-    while len(outside):
-        out[outside] = _feistel(out[outside], bits, keys)
-        outside = outside[out[outside] >= n]
-    return out.astype(np.int64).reshape(np.shape(index))
-
-
-def _feistel(value: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """A bijection of 0..2**bits-1: each round adds to one half (xor) a hash of the other."""
-    low_bits = np.uint64(bits // 2)
-    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
-    low, high = value & low_mask, value >> low_bits
-    for i, key in enumerate(keys):
-        if i % 2:
-            high = high ^ (_mix(low, key) & high_mask)
-        else:
-            low = low ^ (_mix(high, key) & low_mask)
-    return low | high << low_bits
-
-
-def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
-    value = (value + key) * MIX[0]
-    value = (value ^ value >> np.uint64(30)) * MIX[1]
-    value = (value ^ value >> np.uint64(27)) * MIX[2]
-    return value ^ value >> np.uint64(31)
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """Which row comes at each place of the endless stream.
-
-    `first` (blocks+1,) is the first row of each block and, last, N. With `window` 0 an epoch is one
-    permutation of all rows; else the blocks are permuted, and the rows inside each `window` consecutive ones.
-    """
-
-    first: np.ndarray
-    seed: int
-    phase: int
-    window: int
-    _blocks: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-
-    def rows(self, places: np.ndarray) -> np.ndarray:
-        """Rows (B,) at the ascending `places` (B,) of the stream: t is position t % N of epoch t // N."""
-        n = int(self.first[-1])
-        epochs = places // n
-        return np.concatenate([self._epoch(int(e), places[epochs == e] % n) for e in np.unique(epochs)])
-
-    def _epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        if not self.window:
-            key = make_key(ORDER, self.seed, self.phase, epoch)
-            return permute(positions, int(self.first[-1]), key)
-        order, start = self._permuted_blocks(epoch)
-        edges = np.append(start[:-1][:: self.window], start[-1])
-        windows = np.searchsorted(edges, positions, side="right") - 1
-        out = np.empty(len(positions), np.int64)
-        for w in np.unique(windows):
-            mine, size = windows == w, int(edges[w + 1] - edges[w])
-            key = make_key(WINDOW, self.seed, self.phase, epoch, int(w))
-            inside = edges[w] + permute(positions[mine] - edges[w], size, key)
-            place = np.searchsorted(start, inside, side="right") - 1
-            out[mine] = self.first[order[place]] + inside - start[place]
-        return out
-
-    def _permuted_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks in the order of an epoch, and the position where each starts; the latest are kept."""
-        if epoch not in self._blocks:
-            blocks = len(self.first) - 1
-            order = permute(np.arange(blocks), blocks, make_key(ORDER, self.seed, self.phase, epoch))
-            if len(self._blocks) > 1:
-                self._blocks.clear()
-            self._blocks[epoch] = order, np.concatenate([[0], np.cumsum(np.diff(self.first)[order])])
-        return self._blocks[epoch]
-
-
-def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges (start, stop) sorted, overlapping ones joined. Raises ValueError unless 0 <= start < stop."""
-    out: list[tuple[int, int]] = []
-    for start, stop in sorted((int(a), int(b)) for a, b in skip):
-        if not 0 <= start < stop:
-            raise ValueError(
-                f"cannot skip batches ({start}, {stop}): start must be at least 0 and below stop"
-            )
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(stop, out[-1][1]))
-        else:
-            out.append((start, stop))
-    return tuple(out)
 
 
 # Rows
@@ -194,70 +111,133 @@ def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list
     return kept
 
 
+def in_order_of(
+    weights: Mapping[str, float], shards: Sequence[ShardRow | Path | str]
+) -> list[ShardRow | Path | str]:
+    """The shards of the weighted sources, those of one source together. LoaderError where one has none."""
+    own = {name: [s for s in shards if isinstance(s, ShardRow) and s.source == name] for name in weights}
+    if lacking := [name for name, found in own.items() if not found]:
+        raise LoaderError(f"no healthy shard of source '{lacking[0]}', which has a weight")
+    return [shard for found in own.values() for shard in found]
+
+
 class Reader:
     """Rows of several shards by one running number, damaged blocks replaced. Workers open their own maps.
 
     A row of a bad block becomes the row at the same place of the next sound block (cyclic), so what a batch
-    holds depends on the files alone and not on who found the damage first.
+    holds depends on the files alone and not on who found the damage first. A shard is opened when its first row is
+    asked for: opening a data set of thousands costs nothing. One that cannot be opened then is all bad blocks.
     """
 
     def __init__(
-        self, names: Sequence[str], paths: Sequence[Path], sources: Sequence[str], layout: Layout, limit: int
+        self,
+        names: Sequence[str],
+        paths: Sequence[Path],
+        sources: Sequence[str],
+        counts: Sequence[int],
+        layout: Layout,
+        limit: int,
     ) -> None:
         self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
         self._shards: dict[int, Shard] = {}
-        counts = kept_rows([len(self._shard(i)) for i in range(len(paths))], sources, limit)
+        self._rows = tuple(counts)  # of each shard, by the catalogue
+        counts = kept_rows(counts, sources, limit)
         self.start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # first row of each shard
         self.count = int(self.start[-1])
         firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
         # first row of each block, and N
         self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)
+        self._sources = tuple(sources)
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
         self.fresh: list[Damage] = []
+        self._forget()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_shards": {}, "fresh": []}
 
-    def _shard(self, i: int) -> Shard:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is open, checked or mapped yet in this process."""
+        members = len(list(self.layout.members()))
+        self._address = np.zeros((members, len(self.paths)), np.int64)  # of each shard's arrays
+        self._checked = np.zeros(len(self.first) - 1, bool)
+        self._mapped, self._resident = np.zeros(len(self.paths), bool), 0
+
+    def _open(self, i: int) -> Shard:
         if i not in self._shards:
-            self._shards[i] = Shard(self.paths[i], self.layout)
+            try:
+                shard = Shard(self.paths[i], self.layout)
+            except ShardError as error:
+                raise Unopened(i, str(error)) from error
+            if len(shard) != self._rows[i]:
+                rows = f"{len(shard)} rows, the catalogue says {self._rows[i]}"
+                raise Unopened(i, f"{shard.path}: {rows}; {REMEDY}")
+            self._shards[i], self._address[:, i] = shard, addresses(shard)
         return self._shards[i]
 
+    def firsts(self, by_source: bool) -> list[np.ndarray]:
+        """First row of each block and, last, N, of the whole or of each source, whose shards follow each other."""
+        if not by_source:
+            return [self.first]
+        changes = [i for i, name in enumerate(self._sources) if i == 0 or name != self._sources[i - 1]]
+        edges = [int(self.start[i]) for i in changes] + [self.count]
+        if lacking := [
+            self._sources[i] for i, (a, b) in zip(changes, itertools.pairwise(edges), strict=True) if a == b
+        ]:
+            raise LoaderError(f"data.limit {self.count} leaves no row of source '{lacking[0]}'; raise it")
+        return [self.first[(self.first >= a) & (self.first <= b)] - a for a, b in itertools.pairwise(edges)]
+
     def gather(self, rows: np.ndarray) -> Batch:
-        """Copies of the rows (B,). Raises LoaderError when no block is sound, ShardError for a lost file."""
+        """Copies of the rows (B,). Raises LoaderError when no block is sound."""
         while True:
             blocks = np.searchsorted(self.first, rows, side="right") - 1
             sound = self._sound[blocks]
             size = self.first[sound + 1] - self.first[sound]
             actual = self.first[sound] + (rows - self.first[blocks]) % size
             try:
-                return self._read(actual)
+                return self._read(actual, sound)
             except DamagedBlock as error:
-                self._replace(error)
+                i = self.paths.index(error.path)
+                block = int(np.searchsorted(self.first, self.start[i] + error.block * BLOCK))
+                self._replace(slice(block, block + 1), (self.names[i], error.block, str(error)))
+            except Unopened as error:
+                start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
+                self._replace(slice(start, stop), (self.names[error.shard], WHOLE, str(error)))
 
-    def _read(self, rows: np.ndarray) -> Batch:
-        where = np.searchsorted(self.start, rows, side="right") - 1
-        by_shard = np.argsort(where, kind="stable")
-        touched, begin = np.unique(where[by_shard], return_index=True)
-        groups = np.split(by_shard, begin[1:])
-        parts = [
-            self._shard(int(i)).gather(rows[group] - self.start[i])
-            for i, group in zip(touched, groups, strict=True)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        back = np.empty(len(rows), np.int64)
-        back[by_shard] = np.arange(len(rows))
-        return select(concat(parts, self.layout), back, self.layout)
+    def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
+        shards = np.searchsorted(self.start, rows, side="right") - 1
+        for block in np.unique(blocks[~self._checked[blocks]]):
+            i = int(np.searchsorted(self.start, self.first[block], side="right")) - 1
+            shard = self._open(i)
+            shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
+            self._checked[block] = True
+            self._resident += shard.bytes // shard.blocks
+        self._mapped[shards] = True
+        self._resident += len(rows) * ROW_BYTES
+        batch = gather(self.layout, self._address[:, shards], rows - self.start[shards])
+        self._release()
+        return batch
 
-    def _replace(self, error: DamagedBlock) -> None:
-        i = self.paths.index(error.path)
-        self._bad[np.searchsorted(self.first, self.start[i] + error.block * BLOCK)] = True
-        self.fresh.append((self.names[i], error.block, str(error)))
+    def _release(self) -> None:
+        """Keep a data set larger than RESIDENT from filling the memory: its rows hardly come again soon."""
+        if self._resident > RESIDENT:
+            mapped = [self._shards[int(i)] for i in np.flatnonzero(self._mapped)]
+            self._resident = sum(shard.bytes for shard in mapped)
+            if self._resident > RESIDENT:
+                for shard in mapped:
+                    shard.release()
+                self._mapped[:], self._resident = False, 0
+
+    def _replace(self, blocks: slice, damage: Damage) -> None:
+        self._bad[blocks] = True
+        self.fresh.append(damage)
         good = np.flatnonzero(~self._bad)
         if not len(good):
-            raise LoaderError(f"all {len(self._bad)} blocks are damaged, the last one: {error}") from error
+            raise LoaderError(f"all {len(self._bad)} blocks are damaged, the last one: {damage[2]}")
         self._sound = good[np.searchsorted(good, np.arange(len(self._bad))) % len(good)]
 
     def take_fresh(self) -> list[Damage]:
@@ -298,7 +278,12 @@ class Batches(Dataset[Item]):
     """The batches as a dataset for DataLoader(batch_size=None)."""
 
     def __init__(
-        self, reader: Reader, order: Order, size: int, prepare: Prepare, skip: Sequence[tuple[int, int]]
+        self,
+        reader: Reader,
+        order: Order | Mixture,
+        size: int,
+        prepare: Prepare,
+        skip: Sequence[tuple[int, int]],
     ) -> None:
         self.reader, self.order, self.size, self.prepare = reader, order, size, prepare
         self.skip = merge_ranges(skip)
@@ -357,7 +342,8 @@ class Loader:
     """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
 
     `shards` are catalogue rows or paths, in catalogue order; `limit` keeps N rows of them (0: all; see `kept_rows`);
-    `window_blocks` is the shuffle window (0: everything). `skip` holds ranges (start, stop) of batch numbers
+    `window_blocks` is the shuffle window (0: everything). `weights` gives each source's share of every batch; without
+    it a source counts as much as it has rows. `skip` holds ranges (start, stop) of batch numbers
     that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
     reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
     are started again. Raises ShardError, LoaderError.
@@ -376,6 +362,7 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         phase: int = 0,
+        weights: Mapping[str, float] | None = None,
         skip: Sequence[tuple[int, int]] = (),
         pin: bool = False,
         on_damage: OnDamage | None = None,
@@ -387,11 +374,15 @@ class Loader:
             raise ValueError(
                 "batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0"
             )
+        if weights:
+            shards = in_order_of(weights, shards)
         names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
         paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
         sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
-        self._reader = Reader(names, paths, sources, layout, limit)
-        order = Order(self._reader.first, seed, phase, window_blocks)
+        counts = [item.count if isinstance(item, ShardRow) else len(Shard(item, layout)) for item in shards]
+        self._reader = Reader(names, paths, sources, counts, layout, limit)
+        orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts(bool(weights))]
+        order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._batches = Batches(self._reader, order, batch_size, prepare, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()

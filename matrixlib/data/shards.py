@@ -11,6 +11,7 @@ import ast
 import hashlib
 import io
 import json
+import mmap
 import os
 import struct
 import zipfile
@@ -30,6 +31,9 @@ SPLITS = ("train", "validation")
 PROVENANCE = ("source", "generator", "seed", "split")  # what the writer must say about its data
 OURS = ("format", "task", "version", "layout", "count", "sizes")  # what follows from the data
 OFFSET = np.dtype("<i8")
+ROW_TOUCHES = (
+    3 * 2**16
+)  # bytes mapped by reading a row, at most: three places of it, each with the 16 pages around it
 ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
 PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -362,7 +366,7 @@ class Shard:
     """A memory-mapped shard; nothing is read before it is asked for, and each block is checked once.
 
     Raises ShardError when the file is missing, truncated, foreign, of another task or of another version.
-    Pickling carries the path and the layout only.
+    Pickling carries the path and the layout only. bytes: size of the file.
     """
 
     def __init__(self, path: Path | str, layout: Layout) -> None:
@@ -372,7 +376,10 @@ class Shard:
     def _open(self, archive: zipfile.ZipFile) -> None:
         self.meta: Mapping[str, Any] = _read_meta(self.path, archive)
         _check_layout(self.path, self.meta, self.layout)
-        file = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
+        with open(self.path, "rb") as opened:
+            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes = len(self._map)
+        file = np.frombuffer(self._map, np.uint8)
         count, sizes = int(self.meta["count"]), self.meta["sizes"]
         lengths = {"records": count}
         for group, members in self.layout.ragged.items():
@@ -390,6 +397,12 @@ class Shard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Shard, (self.path, self.layout)
+
+    def release(self) -> None:
+        """Give the mapped pages back, so that they do not count as this process's memory; the system's cache keeps
+        them, and the next access maps them again. Nothing where the platform cannot (Windows)."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def __len__(self) -> int:
         return len(self.arrays["records"])
@@ -415,8 +428,7 @@ class Shard:
     def gather(self, indices: np.ndarray) -> Batch:
         """Copies of the rows `indices` (B,), in that order; O(B). Raises DamagedBlock, IndexError."""
         indices = np.asarray(indices, np.int64)
-        if not self._checked.all():
-            for block in np.unique(indices // BLOCK):
-                if 0 <= block < self.blocks:  # an index outside is reported by select
-                    self.verify_block(int(block))
+        for block in np.unique(indices // BLOCK):
+            if 0 <= block < self.blocks:  # an index outside is reported by select
+                self.verify_block(int(block))
         return select(self.arrays, indices, self.layout)

@@ -163,7 +163,10 @@ def first_update(phase: Phase, steps: int) -> int:
 
 
 def _text(value: Any) -> str:
-    """A stage in words: "3-8", "standard+negative"."""
+    """A stage in words: "3-8", "standard+negative", "puzzles 30 %, games 70 %"."""
+    if isinstance(value, Mapping):
+        total = sum(value.values())
+        return ", ".join(f"{name} {share / total:.0%}" for name, share in value.items()) or "all"
     if not isinstance(value, tuple | list):
         return str(value)
     return ("-" if all(isinstance(item, int | float) for item in value) else "+").join(map(str, value))

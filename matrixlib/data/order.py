@@ -1,0 +1,185 @@
+"""The order of rows: a counter-based permutation of an epoch, over all rows or in windows, and mixtures of sources.
+
+Nothing here is a list of N, and the state of an order is one number: the place in its endless stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+ROUNDS = 8
+ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
+MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+PERIOD = 1000  # places after which the pattern of a mixture repeats: weights count in thousandths
+
+
+def make_key(*parts: int) -> bytes:
+    """64 bytes that depend on every part (signed 64-bit integers)."""
+    return hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts)).digest()
+
+
+def generator(*parts: int) -> np.random.Generator:
+    """A random stream of its own for these parts (counter-based Philox)."""
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(make_key(*parts)[:16], "little")))
+
+
+def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
+    """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64.
+
+    O(1) memory beside the argument. A Feistel network (Luby and Rackoff 1988) on the smallest power of two
+    that holds n, with the finaliser of SplitMix64 as round function; results of n or more are sent through it
+    again until they fall inside (cycle walking: Black and Rogaway 2002), for n > 2 under two passes each.
+    """
+    assert n >= 1
+    keys = np.frombuffer(key, "<u8", ROUNDS).astype(np.uint64)
+    bits = max(2, (n - 1).bit_length())
+    out = _feistel(np.asarray(index).astype(np.uint64).ravel(), bits, keys)
+    outside = np.flatnonzero(out >= n)
+    while len(outside):
+        out[outside] = _feistel(out[outside], bits, keys)
+        outside = outside[out[outside] >= n]
+    return out.astype(np.int64).reshape(np.shape(index))
+
+
+def _feistel(value: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+    """A bijection of 0..2**bits-1: each round adds to one half (xor) a hash of the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
+    low, high = value & low_mask, value >> low_bits
+    for i, key in enumerate(keys):
+        if i % 2:
+            high = high ^ (_mix(low, key) & high_mask)
+        else:
+            low = low ^ (_mix(high, key) & low_mask)
+    return low | high << low_bits
+
+
+def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
+    value = (value + key) * MIX[0]
+    value = (value ^ value >> np.uint64(30)) * MIX[1]
+    value = (value ^ value >> np.uint64(27)) * MIX[2]
+    return value ^ value >> np.uint64(31)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which row comes at each place of the endless stream.
+
+    `first` (blocks+1,) is the first row of each block and, last, N. With `window` 0 an epoch is one
+    permutation of all rows; else the blocks are permuted, and the rows inside each `window` consecutive ones.
+    """
+
+    first: np.ndarray
+    seed: int
+    phase: int
+    window: int
+    _blocks: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        """Rows (B,) at the ascending `places` (B,) of the stream: t is position t % N of epoch t // N."""
+        n = int(self.first[-1])
+        epochs = places // n
+        return np.concatenate([self._epoch(int(e), places[epochs == e] % n) for e in np.unique(epochs)])
+
+    def _epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        if not self.window:
+            key = make_key(ORDER, self.seed, self.phase, epoch)
+            return permute(positions, int(self.first[-1]), key)
+        order, start = self._permuted_blocks(epoch)
+        edges = np.append(start[:-1][:: self.window], start[-1])
+        windows = np.searchsorted(edges, positions, side="right") - 1
+        out = np.empty(len(positions), np.int64)
+        for w in np.unique(windows):
+            mine, size = windows == w, int(edges[w + 1] - edges[w])
+            key = make_key(WINDOW, self.seed, self.phase, epoch, int(w))
+            inside = edges[w] + permute(positions[mine] - edges[w], size, key)
+            place = np.searchsorted(start, inside, side="right") - 1
+            out[mine] = self.first[order[place]] + inside - start[place]
+        return out
+
+    def _permuted_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks in the order of an epoch, and the position where each starts; the latest are kept."""
+        if epoch not in self._blocks:
+            blocks = len(self.first) - 1
+            order = permute(np.arange(blocks), blocks, make_key(ORDER, self.seed, self.phase, epoch))
+            if len(self._blocks) > 1:
+                self._blocks.clear()
+            self._blocks[epoch] = order, np.concatenate([[0], np.cumsum(np.diff(self.first)[order])])
+        return self._blocks[epoch]
+
+
+def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges (start, stop) sorted, overlapping ones joined. Raises ValueError unless 0 <= start < stop."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted((int(a), int(b)) for a, b in skip):
+        if not 0 <= start < stop:
+            raise ValueError(
+                f"cannot skip batches ({start}, {stop}): start must be at least 0 and below stop"
+            )
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(stop, out[-1][1]))
+        else:
+            out.append((start, stop))
+    return tuple(out)
+
+
+def places_of(weights: Mapping[str, float]) -> dict[str, int]:
+    """How many of PERIOD places each source gets, by largest remainder. ValueError where a weight is too small."""
+    total = sum(weights.values())
+    exact = {name: weight / total * PERIOD for name, weight in weights.items()}
+    places = {name: int(share) for name, share in exact.items()}
+    by_rest = sorted(exact, key=lambda name: places[name] - exact[name])
+    for name in by_rest[: PERIOD - sum(places.values())]:
+        places[name] += 1
+    if small := [name for name, count in places.items() if count < 1]:
+        raise ValueError(
+            f"the weight of source '{small[0]}' is under a thousandth of all; raise it or leave it out"
+        )
+    return places
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """The stream of several sources, each in an order of its own, drawn by weight whatever the sources' sizes.
+
+    parts: the sources' orders, whose rows follow each other in the whole; places: how many of PERIOD places in a
+    row belong to each, spread evenly, so that every batch has nearly the same share of each source.
+    """
+
+    parts: tuple[Order, ...]
+    places: tuple[int, ...]
+
+    @property
+    def seed(self) -> int:
+        return self.parts[0].seed
+
+    @property
+    def phase(self) -> int:
+        return self.parts[0].phase
+
+    @cached_property
+    def _pattern(self) -> tuple[np.ndarray, np.ndarray]:
+        """(PERIOD,) the source of each place, and how many places of that source come before it."""
+        which = np.repeat(np.arange(len(self.places)), self.places)
+        rank = np.concatenate([np.arange(count) for count in self.places])
+        spread = np.argsort((rank + 0.5) / np.array(self.places)[which], kind="stable")
+        return which[spread], rank[spread]
+
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        """Rows (B,) at the ascending `places` (B,) of the stream."""
+        which, rank = self._pattern
+        turn, place = np.divmod(places, PERIOD)
+        out = np.empty(len(places), np.int64)
+        first = 0
+        for source, order in enumerate(self.parts):
+            mine = which[place] == source
+            if mine.any():
+                out[mine] = first + order.rows(turn[mine] * self.places[source] + rank[place[mine]])
+            first += int(order.first[-1])
+        return out
