@@ -15,7 +15,7 @@ import os
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -80,13 +80,6 @@ def make_chunk(
     ids, numbers, results, endings = zip(*games, strict=True)
     fact = np.array(facts, dtype="<u2").reshape(-1, 3)
     records = from_boards(boards)
-    legal_offset = np.cumsum([0] + [len(made.moves) for made in labels])
-    deep = np.full((len(labels), DEEP_LINES), 255, dtype="u1")
-    deep_score = np.zeros((len(labels), DEEP_LINES), dtype="<i2")
-    for row, made in enumerate(labels):
-        count = len(made.deep_moves)
-        deep[row, :count] = [made.moves.index(uci) for uci in made.deep_moves]
-        deep_score[row, :count] = made.deep_scores
     return {
         "game_id": np.array(ids, dtype="<u8"),
         "game_number": np.array(numbers, dtype="<u4"),
@@ -99,12 +92,25 @@ def make_chunk(
         "side": records["side"].copy(),
         "repetition": fact[:, 2].astype("u1"),
         **{name: records[name].copy() for name in ("halfmove", "castling", "en_passant", "pieces")},
+        **label_columns(labels),
+    }
+
+
+def label_columns(labels: Sequence[Label]) -> dict[str, np.ndarray]:
+    """The columns of a chunk that labels fill: wdl, legal and score with legal_offset, deep, deep_score."""
+    deep = np.full((len(labels), DEEP_LINES), 255, dtype="u1")
+    deep_score = np.zeros((len(labels), DEEP_LINES), dtype="<i2")
+    for row, made in enumerate(labels):
+        count = len(made.deep_moves)
+        deep[row, :count] = [made.moves.index(uci) for uci in made.deep_moves]
+        deep_score[row, :count] = made.deep_scores
+    return {
         "wdl": np.array([made.wdl for made in labels], dtype="<u2").reshape(-1, 3),
         "deep": deep,
         "deep_score": deep_score,
         "legal": np.array([move_code(uci) for made in labels for uci in made.moves], dtype="<u2"),
         "score": np.array([score for made in labels for score in made.scores], dtype="<i2"),
-        "legal_offset": legal_offset.astype("<u4"),
+        "legal_offset": np.cumsum([0] + [len(made.moves) for made in labels]).astype("<u4"),
     }
 
 

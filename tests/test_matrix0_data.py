@@ -1,0 +1,263 @@
+"""Matrix0's NPZ files: planes and policies as its encoder makes them (parity data, and our own `encoding: matrix0`)."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import chess
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from positions import hard_positions, random_positions
+from readers import Whole, read_file, same
+
+from matrixlib.tasks.chess import matrix0_data
+from matrixlib.tasks.chess.matrix0_data import Matrix0Data
+from matrixlib.tasks.chess.planes import move_map, planes
+from matrixlib.tasks.chess.records import from_boards, policy_index
+
+INDEX = move_map("matrix0").numpy()
+Arrays = dict[str, np.ndarray]
+
+
+def encode(boards: list[chess.Board]) -> np.ndarray:
+    """Planes (N, 19, 8, 8) as Matrix0 has them."""
+    records = from_boards(boards)
+    names = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
+    state = torch.tensor(np.stack([records[name].astype(np.int16) for name in names], axis=1))
+    return planes({"pieces": torch.tensor(records["pieces"]), "state": state}, "matrix0").numpy()
+
+
+def index_of(board: chess.Board, move: chess.Move) -> int:
+    return int(INDEX[int(not board.turn), policy_index(move, board.turn)])
+
+
+def arrays_of(boards: list[chess.Board], seed: int = 0) -> Arrays:
+    """A file's arrays: random visit shares and values."""
+    rng = random.Random(seed)
+    pi = np.zeros((len(boards), 4672), np.float32)
+    for row, board in enumerate(boards):
+        visits = {move: rng.choice([0, 1, 7, 200]) for move in board.legal_moves}
+        visits[rng.choice(list(visits))] += 1
+        for move, count in visits.items():
+            pi[row, index_of(board, move)] = count / sum(visits.values())
+    z = np.array([rng.uniform(-1, 1) for _ in boards], np.float32)
+    return {"s": encode(boards), "pi": pi, "z": z}
+
+
+def write(folder: Path, arrays: Arrays, name: str = "selfplay.npz") -> Path:
+    path = folder / name
+    np.savez_compressed(path, **arrays)
+    return path
+
+
+def passes(board: chess.Board) -> bool:
+    return any(board.is_en_passant(move) for move in board.legal_moves)
+
+
+BOARDS = [board for board in hard_positions() + random_positions(200, 3) if any(board.legal_moves)]
+
+
+def check(whole: Whole, boards: list[chess.Board], arrays: Arrays) -> None:
+    records = whole.batch["records"]
+    assert len(records) == len(boards), whole.refused[:2]
+    for row, (board, found) in enumerate(zip(boards, whole.boards(), strict=True)):
+        pi = arrays["pi"][row]
+        played = any(
+            board.is_en_passant(move) and pi[index_of(board, move)] > 0 for move in board.legal_moves
+        )
+        known = played or ("legal_mask" in arrays and passes(board))
+        want = board.copy(stack=False)
+        if not known:
+            want.ep_square = None
+        assert found.epd(en_passant="legal") == want.epd(en_passant="legal")
+        assert found.halfmove_clock == min(board.halfmove_clock, 99)
+        assert records["ply"][row] == min(board.fullmove_number - 1, 198) * 2 + (not board.turn)
+        moves = {move.uci(): float(pi[index_of(board, move)]) for move in board.legal_moves}
+        policy = whole.policy(row)
+        assert policy.keys() == {uci for uci, share in moves.items() if share > 0}
+        assert all(abs(weight / 65535 - moves[uci]) < 4e-3 for uci, weight in policy.items())  # rounding
+        win, _, loss = records["wdl"][row] / 65535
+        assert win - loss == pytest.approx(float(np.clip(arrays["z"][row], -1, 1)), abs=1e-4)
+        assert min(win, loss) == 0
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_positions_policies_and_values(tmp_path, mask):
+    arrays = arrays_of(BOARDS)
+    if mask:
+        arrays["legal_mask"] = np.zeros((len(BOARDS), 4672), np.uint8)
+        for row, board in enumerate(BOARDS):
+            arrays["legal_mask"][row, [index_of(board, move) for move in board.legal_moves]] = 1
+    whole = read_file(Matrix0Data(), write(tmp_path, arrays))
+    check(whole, BOARDS, arrays)
+    assert (whole.entries, whole.refused) == (len(BOARDS), [])
+    assert whole.parts == 2
+    assert len(set(whole.batch["records"]["game"])) == 1
+    assert (whole.batch["records"]["result"] == 2).all()
+
+
+def test_parity_with_matrix0s_own_encoder(shared: Path, tmp_path):
+    with np.load(shared / "parity" / "parity.npz") as data:
+        s, flat, offset = data["planes"], data["legal_flat"], data["legal_offsets"]
+    fens = (shared / "parity" / "positions.fen").read_text().splitlines()
+    pi, mask = np.zeros((len(s), 4672), np.float32), np.zeros((len(s), 4672), np.uint8)
+    for row in range(len(s)):
+        mask[row, flat[offset[row] : offset[row + 1]]] = 1
+        pi[row] = mask[row] / max(mask[row].sum(), 1)
+    arrays = {"s": s, "pi": pi, "z": np.zeros(len(s), np.float32), "legal_mask": mask}
+    whole = read_file(Matrix0Data(), write(tmp_path, arrays))
+    over = [row for row, fen in enumerate(fens) if not any(chess.Board(fen).legal_moves)]
+    assert [item.entry for item in whole.refused] == over == [19]
+    left = [row for row in range(len(fens)) if row not in over]
+    check(
+        whole, [chess.Board(fens[row]) for row in left], {name: array[left] for name, array in arrays.items()}
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(range(len(BOARDS))), min_size=1, max_size=6), st.integers(0, 99))
+def test_round_trips(tmp_path_factory, rows, seed):
+    boards = [BOARDS[row] for row in rows]
+    arrays = arrays_of(boards, seed)
+    check(read_file(Matrix0Data(), write(tmp_path_factory.mktemp("npz"), arrays)), boards, arrays)
+
+
+def test_a_self_play_file_knows_its_result(tmp_path):
+    boards = [chess.Board(), chess.Board("rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1")]
+    arrays = arrays_of(boards)
+    for white in (1, 0, -1):
+        meta = {"meta_result": np.array([white], np.float32), "meta_moves": np.array([2], np.int32)}
+        records = read_file(Matrix0Data(), write(tmp_path, arrays | meta)).batch["records"]
+        assert records["result"].tolist() == [white, -white]
+
+
+def test_other_names_types_and_shapes(tmp_path):
+    boards = BOARDS[:5]
+    arrays = arrays_of(boards)
+    other = {
+        "positions": arrays["s"].astype(np.float64),
+        "policy_targets": arrays["pi"],
+        "values": arrays["z"][:, None],
+    }
+    plain = read_file(Matrix0Data(), write(tmp_path, arrays, "a.npz")).batch
+    found = read_file(Matrix0Data(), write(tmp_path, other, "b.npz")).batch
+    plain["records"]["game"] = found["records"]["game"]
+    assert same(plain, found)
+
+
+def test_two_files_are_two_games_and_a_copy_is_the_same(tmp_path):
+    paths = [
+        write(tmp_path, arrays_of(BOARDS[:3], seed), name)
+        for seed, name in ((0, "a.npz"), (1, "b.npz"), (0, "c.npz"))
+    ]
+    games = [int(read_file(Matrix0Data(), path).batch["records"]["game"][0]) for path in paths]
+    assert games[0] == games[2] != games[1]
+
+
+# What can't be used
+
+
+def broken(arrays: Arrays, row: int, fault: str) -> None:
+    """Breaks a row of the arrays so that the reader finds `fault`."""
+    s, pi, z = arrays["s"], arrays["pi"], arrays["z"]
+    changes: dict[str, Any] = {
+        "planes are not Matrix0's": (s, (row, 3, 2, 2), 0.5),
+        "not a position of chess": (s, (row, slice(0, 12)), 0),
+        "castling without king or rook": (s, (row, 13), 1),
+        "value is not from -1 to 1": (z, row, float("nan")),
+        "policy is negative or not finite": (pi, (row, 5), float("inf")),
+        "policy does not sum to 1": (pi, row, 0),
+        "policy on illegal moves": (pi, (row, 63 * 73 + 7), 0.005),
+    }
+    array, where, value = changes[fault]
+    array[where] = value
+
+
+FAULTS = {
+    "planes are not Matrix0's",
+    "not a position of chess",
+    "castling without king or rook",
+    "value is not from -1 to 1",
+    "policy is negative or not finite",
+    "policy does not sum to 1",
+    "policy on illegal moves",
+}
+PLAIN = chess.Board("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 3 40")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(["", *sorted(FAULTS)]), min_size=1, max_size=8))
+def test_every_row_is_accounted_for(tmp_path_factory, faults):
+    arrays = arrays_of([PLAIN] * len(faults))
+    for row, fault in enumerate(faults):
+        if fault:
+            broken(arrays, row, fault)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix0_data, "ROWS", 3)
+        whole = read_file(Matrix0Data(), write(tmp_path_factory.mktemp("mixed"), arrays))
+    assert whole.entries == len(faults)
+    assert whole.stored == len(whole.batch["records"]) == faults.count("")
+    found = {item.entry: item.reason for item in whole.refused}
+    assert found == {row: fault for row, fault in enumerate(faults) if fault}
+
+
+def test_a_mask_that_is_not_the_legal_moves_is_refused(tmp_path):
+    arrays = arrays_of([PLAIN])
+    arrays["legal_mask"] = (arrays["pi"] > 0).astype(np.uint8)
+    arrays["legal_mask"][0, 0] = 1
+    assert read_file(Matrix0Data(), write(tmp_path, arrays)).reasons == {"legal moves differ": 1}
+
+
+def test_an_lfs_pointer_is_named_with_what_to_do(tmp_path):
+    path = tmp_path / "selfplay.npz"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
+    with pytest.raises(ValueError, match=r"selfplay\.npz is only a Git LFS pointer.*git lfs pull"):
+        list(Matrix0Data().parts(path))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"s": np.zeros((2, 18, 8, 8), np.float32)}, r"'s' must have shape \('N', 19, 8, 8\)"),
+        ({"pi": np.zeros((2, 1858), np.float32)}, r"'pi' must have shape"),
+        ({"pi": np.zeros((3, 4672), np.float32)}, r"'pi' must have shape .* N = 2"),
+        ({"z": np.zeros((), np.float32)}, r"'z' must have shape"),
+        ({"z": np.array([None, 1])}, r"'z' holds Python objects"),
+        ({"z": np.array(["a", "b"])}, r"'z' must be numbers"),
+        ({"s": np.asfortranarray(np.zeros((2, 19, 8, 8), np.float32))}, r"'s' must be numbers .* Fortran"),
+        ({"values": np.zeros(2, np.float32)}, r"holds z, values at once"),
+        ({"z": None}, r"no array 'z' \(nor value, values, value_targets\)"),
+    ],
+)
+def test_arrays_of_another_shape_are_named(tmp_path, change, message):
+    arrays = {name: array for name, array in (arrays_of([PLAIN] * 2) | change).items() if array is not None}
+    with pytest.raises(ValueError, match=r"selfplay\.npz.*" + message):
+        list(Matrix0Data().parts(write(tmp_path, arrays)))
+
+
+def test_damaged_files_are_named(tmp_path):
+    path = write(tmp_path, arrays_of([PLAIN] * 40))
+    whole = path.read_bytes()
+    for data in (whole[:1000], b"PK\x03\x04", b"", whole[:2000] + bytes([whole[2000] ^ 255]) + whole[2001:]):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"selfplay\.npz"):
+            list(Matrix0Data().parts(path))
+
+
+def test_an_array_that_ends_too_early_is_named(tmp_path):
+    arrays = arrays_of([PLAIN] * 2)
+    path = tmp_path / "short.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            data = io.BytesIO()
+            np.save(data, array)
+            archive.writestr(f"{name}.npy", data.getvalue()[: -4 if name == "z" else None])
+    with pytest.raises(ValueError, match=r"short\.npz: array 'z' ends at row 0, 2 were promised"):
+        list(Matrix0Data().parts(path))
