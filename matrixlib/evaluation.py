@@ -1,31 +1,17 @@
-"""Evaluation of a network: held-out positions and puzzles, every figure beside its baselines."""
+"""Evaluation of a network on held-out positions: every figure beside its baselines, reliability of the value head."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import chess
 import numpy as np
 
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
     from matrixlib.engine.task import Batch
     from matrixlib.net import Net
-
-BANDS = ((0, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
-
-
-@dataclass(frozen=True)
-class Puzzle:
-    """A position to solve: `board` is after the opponent's set-up move, `answer` the first move of the solution."""
-
-    board: chess.Board
-    answer: chess.Move
-    rating: int
+    from matrixlib.tasks.chess.plots import Points
 
 
 def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
@@ -116,119 +102,34 @@ def captured_value(pieces: np.ndarray, index: np.ndarray) -> np.ndarray:
     return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
 
 
-def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
-    """Lichess puzzles of a CSV file (columns FEN, Moves, Rating; FEN is before the set-up move); limit 0 = all.
+def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Points]:
+    """How often it is so where the value head says p: (mean p, share of the target, positions) in ten bins of p.
 
-    Raises ValueError naming the file, and the line of a puzzle that is not legal chess.
+    For `win`, `draw` and `loss`, or for the `score` in [0, 1] of a head with one value; targets are those of the loss.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV")
-    puzzles: list[Puzzle] = []
-    with file.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        missing = {"FEN", "Moves", "Rating"} - set(reader.fieldnames or ())
-        if missing:
-            raise ValueError(
-                f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them"
-            )
-        for line, row in enumerate(reader, start=2):
-            try:
-                board = chess.Board(row["FEN"])
-                setup, answer, *_ = row["Moves"].split()
-                board.push_uci(setup)
-                puzzles.append(Puzzle(board, board.parse_uci(answer), int(row["Rating"])))
-            except (ValueError, TypeError, AttributeError) as error:  # the last two: a short row
-                raise ValueError(f"'{file.name}' line {line}: {error}") from None
-            if limit and len(puzzles) == limit:
-                break
-    return puzzles
+    from matrixlib.tasks.chess.losses import value_target
+
+    said, wanted = [np.zeros((0, 3))], [np.zeros((0, 3))]
+    for batch in loader.sequential(batch_size, sample=sample):
+        target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
+        out = net.predict({name: batch[name].numpy() for name in ("pieces", "state", "policy_index")})
+        value = out.get("wdl", np.repeat(out["value"][:, None], 3, axis=1))
+        said.append(value[known.numpy()])
+        wanted.append(target[known].numpy())
+    probability, truth = np.concatenate(said), np.concatenate(wanted)
+    if net.task.config.model.value.kind == "scalar":
+        score = truth[:, 0] + truth[:, 1] / 2
+        return {"score": _bins((probability[:, 0] + 1) / 2, score)}
+    return {name: _bins(probability[:, k], truth[:, k]) for k, name in enumerate(("win", "draw", "loss"))}
 
 
-def solve(net: Net, puzzles: Iterable[Puzzle]) -> dict[str, Any]:
-    """First moves solved, in all and by rating band: by the policy alone and by a one-ply search of the value.
-
-    Any move that mates counts as right where the answer mates. Baseline: best capture.
-    """
-    items = list(puzzles)
-    policy = [
-        _right(p, e.best) for p, e in zip(items, net.evaluate_boards([p.board for p in items]), strict=True)
-    ]
-    value = [_right(p, move) for p, move in zip(items, one_ply(net, [p.board for p in items]), strict=True)]
-    capture = [_right(p, best_capture(p.board)) for p in items]
-    ratings = np.array([p.rating for p in items])
-    table = []
-    for low, high in ((0, 4000), *BANDS):
-        rows = np.flatnonzero((ratings >= low) & (ratings < high))
-        if len(rows):
-            table.append(
-                {
-                    "rating": "all" if (low, high) == (0, 4000) else f"{low}-{high}",
-                    "puzzles": len(rows),
-                    "policy": float(np.mean([policy[k] for k in rows])),
-                    "one_ply_value": float(np.mean([value[k] for k in rows])),
-                    "best_capture": float(np.mean([capture[k] for k in rows])),
-                }
-            )
-    return {"puzzles": len(items), "bands": table}
+def calibration_error(points: Points) -> float:
+    """Mean distance of what is said from what is so, over positions (expected calibration error)."""
+    total = sum(count for _, _, count in points)
+    return sum(count * abs(said - share) for said, share, count in points) / total if total else float("nan")
 
 
-def puzzle_table(solved: Mapping[str, Any]) -> str:
-    """Text table of what `solve` found."""
-    head = f"{'rating':12}{'puzzles':>9}{'policy':>9}{'one-ply value':>15}{'best capture':>14}\n"
-    return head + "".join(
-        f"{row['rating']:12}{row['puzzles']:>9}{row['policy']:>9.1%}{row['one_ply_value']:>15.1%}"
-        f"{row['best_capture']:>14.1%}\n"
-        for row in solved["bands"]
-    )
-
-
-def _right(puzzle: Puzzle, move: str | None) -> bool:
-    if move is None:
-        return False
-    if move == puzzle.answer.uci():
-        return True
-    return _mates(puzzle.board, puzzle.answer) and _mates(puzzle.board, chess.Move.from_uci(move))
-
-
-def _mates(board: chess.Board, move: chess.Move) -> bool:
-    after = board.copy(stack=False)
-    after.push(move)
-    return after.is_checkmate()
-
-
-def best_capture(board: chess.Board) -> str | None:
-    """The capture of the most valuable piece (P1 N3 B3 R5 Q9), lowest UCI among equals; None without one."""
-    worth = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9}
-    moves = [
-        (-worth.get(board.piece_type_at(m.to_square) or chess.PAWN, 0), m.uci())
-        for m in board.generate_legal_captures()
-    ]
-    return min(moves)[1] if moves else None
-
-
-def one_ply(net: Net, boards: list[chess.Board]) -> list[str | None]:
-    """For each board the move after which the opponent's expected result is lowest; mates and draws by rule exact."""
-    children: list[chess.Board] = []
-    plans: list[
-        list[tuple[str, float | int]]
-    ] = []  # a float is an exact value for us, an int a row of `children`
-    for board in boards:
-        plan: list[tuple[str, float | int]] = []
-        for move in board.legal_moves:
-            after = board.copy(stack=False)
-            after.push(move)
-            if after.is_checkmate():
-                plan.append((move.uci(), 1.0))
-            elif after.is_stalemate() or after.is_insufficient_material():
-                plan.append((move.uci(), 0.0))
-            else:
-                plan.append((move.uci(), len(children)))
-                children.append(after)
-        plans.append(plan)
-    values = net.values(children)
-    best: list[str | None] = []
-    for plan in plans:
-        scored = [(move, v if isinstance(v, float) else -float(values[v])) for move, v in plan]
-        best.append(max(scored, key=lambda item: item[1])[0] if scored else None)
-    return best
+def _bins(said: np.ndarray, truth: np.ndarray) -> Points:
+    number = np.minimum((said * 10).astype(int), 9)
+    rows = [np.flatnonzero(number == k) for k in range(10)]
+    return [(float(said[r].mean()), float(truth[r].mean()), len(r)) for r in rows if len(r)]

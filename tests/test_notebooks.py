@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import nbformat
 import papermill as papermill_api
 import pytest
+from networks import random_net, save_run
 
 from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
 
@@ -261,6 +263,39 @@ def test_a_run_whose_only_checkpoint_is_damaged_stops_with_one_line(reports: Pat
     assert done.returncode != 0
     assert "damaged" in error
     assert "\n" not in error.strip()
+
+
+@pytest.mark.slow
+def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path: Path) -> None:
+    save_run(reports / "demo-tiny", random_net())
+    (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
+    (reports / "demo-tiny" / "run.json").write_text("{}")
+    (tmp_path / "puzzles.csv").write_text(
+        "FEN,Moves,Rating\n6k1/4rppp/8/8/8/8/5PPP/3R2K1 b - - 0 1,e7a7 d1d8,900\n"
+    )
+    (tmp_path / "mates.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
+    (tmp_path / "game.pgn").write_text("1. f3 e5 2. g4 Qh4# 0-1\n")
+    options = {
+        "run": "demo-tiny",
+        "sample": 256,
+        "simulations": [4, 16],
+        "puzzles": str(tmp_path / "puzzles.csv"),
+        "suites": [str(tmp_path / "mates.epd")],
+        "game": str(tmp_path / "game.pgn"),
+        "games": 2,
+        "pgn": str(tmp_path / "played.pgn"),
+    }
+    done, _ = papermill("eval", reports, "-y", json.dumps(options))
+    outputs = [o for c in nbformat.read(reports / "eval.ipynb", 4).cells for o in c.get("outputs", [])]
+    text = "".join(o.get("text", "") for o in outputs)
+    assert "VERDICT" in text, done.stderr[-2000:]
+    assert sum("image/png" in o.get("data", {}) for o in outputs) == 3
+    assert re.search(r"^all +1 +search 16 +100.0% \[.*\] +\d", text, re.MULTILINE), (
+        "a mate in one comes first"
+    )
+    assert re.search(r"^mates +1 +search 4 +100.0%", text, re.MULTILINE)
+    assert "network 16     - network 4" in text
+    assert (tmp_path / "played.pgn").read_text().count("[Event ") == 10
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Pictures of the self-supervised heads: boards with maps, calibration and confusion, learning curves."""
+"""Pictures: positions and games; maps, calibration and learning curves of the self-supervised heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import chess
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
 Points = Sequence[tuple[float, float, int]]
@@ -22,6 +23,7 @@ SHOWN = {  # colour map and range of the values
     "piece": ("tab20", 0, 19),
     "control": ("RdYlGn", 0, 2),
 }
+ARROWS = 5
 SMOOTH = 0.05  # share of the curve that one drawn value is a mean of
 
 
@@ -114,4 +116,64 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
     if gates:
         bottom.step(*np.array(gates, dtype=float).T, where="post", color="tab:purple")
     bottom.set(xlabel="update", ylabel="gate", ylim=(-0.05, 1.1))
+    return figure
+
+
+def position_figure(
+    board: chess.Board, moves: Mapping[str, Mapping[str, float]], maps: Mapping[str, NDArray[Any]]
+) -> Figure:
+    """A board for each of `moves` (title -> UCI -> share) with the likeliest as arrows; then one for each map.
+
+    White is below. maps: head -> (8, 8) on the real board, row 0 = rank 1: probabilities, or classes of CLASSES.
+    """
+    count = len(moves) + len(maps)
+    figure = Figure(figsize=(3.4 * count, 3.7), layout="constrained")
+    grid: NDArray[Any] = np.atleast_1d(np.asarray(figure.subplots(1, count)))
+    squares = (np.add.outer(range(8), range(8)) + 1) % 2
+    for axes, (title, shares) in zip(grid[: len(moves)], moves.items(), strict=True):
+        axes.imshow(1 - 0.25 * squares, cmap="gray", vmin=0, vmax=1, origin="lower")
+        _men(axes, board)
+        axes.set_title(title, fontsize=10)
+        for uci, share in sorted(shares.items(), key=lambda item: item[1])[-ARROWS:]:
+            move = chess.Move.from_uci(uci)
+            start, end = ((square % 8, square // 8) for square in (move.from_square, move.to_square))
+            style = {
+                "arrowstyle": "-|>",
+                "color": "tab:blue",
+                "alpha": 0.25 + 0.7 * share,
+                "lw": 1 + 4 * share,
+            }
+            axes.annotate("", end, start, arrowprops=style)
+    for axes, (head, values) in zip(grid[len(moves) :], maps.items(), strict=True):
+        colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
+        axes.imshow(values, cmap=colours, vmin=low, vmax=high, origin="lower")
+        _men(axes, board)
+        axes.set_title(head, fontsize=10)
+    return figure
+
+
+def _men(axes: Axes, board: chess.Board) -> None:
+    axes.set_xticks(range(8), "abcdefgh")
+    axes.set_yticks(range(8), [str(rank) for rank in range(1, 9)])
+    for square, piece in board.piece_map().items():
+        figure = chess.Piece(piece.piece_type, chess.BLACK).unicode_symbol()  # filled, unlike the white ones
+        colour = "white" if piece.color else "black"
+        axes.text(
+            *(square % 8, square // 8),
+            figure,
+            ha="center",
+            va="center",
+            fontsize=16,
+            color=colour,
+            path_effects=[withStroke(linewidth=1.2, foreground="black")],
+        )
+
+
+def course_figure(values: NDArray[Any], first: int) -> Figure:
+    """Expected results for White (N,) in a game whose first position has the ply `first`."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.plot(1 + (first + np.arange(len(values))) / 2, values, marker=".")
+    axes.set(xlabel="move", ylabel="expected result for White", ylim=(-1.05, 1.05))
     return figure

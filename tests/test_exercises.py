@@ -1,0 +1,212 @@
+"""Puzzles and EPD suites: files, baselines, whole lines, intervals; python-chess is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import chess
+import numpy as np
+import pytest
+from networks import material_net, random_net
+
+from matrixlib import exercises
+from matrixlib.exercises import Puzzle, Share
+
+MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
+FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"
+
+
+class Material:
+    """Stands in for a network: value = material of the side to move, policy = the first legal move."""
+
+    def values(self, boards: list[chess.Board]) -> np.ndarray:
+        worth = {1: 1, 2: 3, 3: 3, 4: 5, 5: 9, 6: 0}
+        return np.array(
+            [
+                sum(worth[p.piece_type] * (1 if p.color == b.turn else -1) for p in b.piece_map().values())
+                / 40
+                for b in boards
+            ]
+        )
+
+    def evaluate_boards(self, boards: list[chess.Board]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(best=next(iter(b.legal_moves)).uci()) for b in boards]
+
+
+def test_one_ply_search_takes_the_queen_and_prefers_mate() -> None:
+    net = Material()
+    boards = [chess.Board(FREE_QUEEN), chess.Board(MATE_IN_ONE), chess.Board(FREE_QUEEN).mirror()]
+    moves = exercises.one_ply(net, boards)  # type: ignore[arg-type]
+    assert moves[0] in ("e4d5", "c3d5")
+    assert moves[1] == "d1d8"
+    assert moves[2] in ("e5d4", "c6d4"), (
+        "the value is the opponent's: a search that maximises it hangs the queen"
+    )
+
+
+def test_one_ply_knows_stalemate_and_positions_without_moves() -> None:
+    stalemate = chess.Board("7k/5Q2/8/8/8/8/8/K7 b - - 0 1")
+    trap = chess.Board("k7/8/1Q6/8/8/8/8/7K w - - 0 1")
+    net = Material()
+    assert exercises.one_ply(net, [chess.Board("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1")]) == [None]  # type: ignore[arg-type]
+    assert exercises.one_ply(net, [stalemate])[0] is None  # type: ignore[arg-type]
+    move = exercises.one_ply(net, [trap])[0]  # type: ignore[arg-type]
+    after = trap.copy()
+    after.push_uci(move or "")
+    assert not after.is_stalemate()
+
+
+def test_any_mate_counts_where_the_answer_mates() -> None:
+    board = chess.Board("6k1/5ppp/8/8/8/8/5PPP/2RR2K1 w - - 0 1")
+    puzzle = Puzzle(board, (chess.Move.from_uci("c1c8"),), 600)
+    assert exercises.right(puzzle.board, puzzle.line[0], "d1d8")
+    assert not exercises.right(puzzle.board, puzzle.line[0], "c1c7")
+    assert not exercises.right(puzzle.board, puzzle.line[0], None)
+
+
+def test_best_capture_takes_the_most_valuable_piece() -> None:
+    assert exercises.best_capture(chess.Board(FREE_QUEEN)) in ("c3d5", "e4d5")
+    assert exercises.best_capture(chess.Board()) is None
+    passant = chess.Board("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 1")
+    assert exercises.best_capture(passant) == "e5d6"
+
+
+def test_puzzles_start_after_the_set_up_move(shared: Path) -> None:
+    puzzles = exercises.read_puzzles(shared / "puzzles" / "lichess_dev.csv", limit=200)
+    assert len(puzzles) == 200
+    assert all(puzzle.board.is_legal(puzzle.line[0]) for puzzle in puzzles)
+    assert all(len(puzzle.line) % 2 == 1 for puzzle in puzzles), "the solver has the last word"
+
+
+def test_bad_puzzle_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no puzzle file"):
+        exercises.read_puzzles(tmp_path / "none.csv")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="FEN"):
+        exercises.read_puzzles(tmp_path / "other.csv")
+    (tmp_path / "bad.csv").write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e5 e7e5,900\n")
+    with pytest.raises(ValueError, match=r"bad\.csv' line 2"):
+        exercises.read_puzzles(tmp_path / "bad.csv")
+
+
+def puzzle(line: str, rating: int = 1200, themes: tuple[str, ...] = ()) -> Puzzle:
+    """From the start of the game."""
+    return Puzzle(chess.Board(), tuple(chess.Move.from_uci(uci) for uci in line.split()), rating, themes)
+
+
+def player(answers: dict[str, str]) -> exercises.Solver:
+    """Plays by the position's placement of men, the first legal move elsewhere."""
+
+    def solve(boards: Sequence[chess.Board]) -> list[str | None]:
+        return [answers.get(board.board_fen(), next(iter(board.legal_moves)).uci()) for board in boards]
+
+    return solve
+
+
+def test_a_line_needs_all_of_its_moves() -> None:
+    start, second = chess.Board(), chess.Board()
+    for uci in ("e2e4", "e7e5"):
+        second.push_uci(uci)
+    long, short, other = puzzle("e2e4 e7e5 g1f3"), puzzle("e2e4"), puzzle("d2d4")
+    half = player({start.board_fen(): "e2e4"})
+    first, whole = exercises.attempt(half, [long, short, other])
+    assert (first.tolist(), whole.tolist()) == ([True, True, False], [False, True, False])
+    full = player({start.board_fen(): "e2e4", second.board_fen(): "g1f3"})
+    assert exercises.attempt(full, [long, short, other])[1].tolist() == [True, True, False]
+    assert long.board == chess.Board(), "the puzzles stay as they are"
+    assert [part.tolist() for part in exercises.attempt(full, [])] == [[], []]
+
+
+def test_shares_by_rating_and_theme() -> None:
+    items = [puzzle("e2e4", 900, ("fork",)) for _ in range(25)] + [puzzle("d2d4", 1600, ("pin", "fork"))]
+    solver = player({chess.Board().board_fen(): "e2e4"})
+    found = exercises.solve({"one": solver}, items)["one"]
+    assert {group: (first.hits, first.of) for group, (first, _) in found.items()} == {
+        "all": (25, 26),
+        "0-1000": (25, 25),
+        "1500-2000": (0, 1),
+        "fork": (25, 26),
+    }
+    text = exercises.puzzle_table({"one": found})
+    assert "fork" in text
+    assert "pin" not in text, "one puzzle says nothing about a theme"
+    assert exercises.solve({"one": solver}, []) == {"one": {}}
+    assert exercises.puzzle_table({"one": {}}).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("hits", "of", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_intervals_are_wilsons(hits: int, of: int, low: float, high: float) -> None:
+    """The last line is the example of Newcombe (1998)."""
+    assert Share(hits, of).interval() == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    assert str(Share(5, 10)) == "50.0% [23.7%, 76.3%]"
+
+
+def test_a_search_solves_more_with_more_simulations() -> None:
+    net = material_net()
+    fork = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w K - 0 1")
+    by = exercises.solvers(net, [0, 64])
+    assert list(by) == ["best capture", "policy", "one-ply value", "search 0", "search 64"]
+    items = [
+        Puzzle(board, (chess.Move.from_uci(uci),), 1000)
+        for board, uci in ((chess.Board(MATE_IN_ONE), "d1d8"), (chess.Board(FREE_QUEEN), "c3d5"))
+    ]
+    found = exercises.solve(by, items)
+    assert found["search 64"]["all"][0].hits == 2
+    assert found["best capture"]["all"][0].hits <= 1
+    mated = chess.Board("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1")
+    assert exercises.searcher(random_net(), 8)([mated, fork])[0] is None
+
+
+def test_the_search_is_cut_into_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    boards = [chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()] * 2
+    net = random_net()
+    whole = exercises.searcher(net, 20)(boards)
+    monkeypatch.setattr(exercises, "SIMULATIONS", 40)
+    assert exercises.searcher(net, 20)(boards) == whole
+
+
+def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
+    for name, count in (("wac300", 300), ("bk24", 24), ("kaufman25", 25)):
+        assert len(exercises.read_epd(shared / "puzzles" / f"{name}.epd")) == count
+    path = tmp_path / "own.epd"
+    path.write_text(
+        "# a comment\n\n"
+        '6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+; id "mate";\n'
+        "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - bm exd5 Nxd5;\n"
+        "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - am Nxd5;\n"
+    )
+    items = exercises.read_epd(path)
+    assert len(items) == 3
+    assert {move.uci() for move in items[1].answers} == {"e4d5", "c3d5"}
+    found = exercises.solve_suite(exercises.solvers(material_net(), [64]), items)
+    assert found["search 64"].hits >= 2
+    assert found["best capture"].of == 3
+    text = exercises.suite_table({"own": found})
+    assert text.splitlines()[0].split() == ["suite", "positions", "solver", "solved"]
+    with pytest.raises(ValueError, match="no EPD file"):
+        exercises.read_epd(tmp_path / "none.epd")
+    for line, message in (
+        ("4k3/8/8/8/8/8/8/4K3 w - - bm Qd5;", "line 1"),
+        ("4k3/8/8/8/8/8/8/4K3 w - -", "neither"),
+    ):
+        path.write_text(line)
+        with pytest.raises(ValueError, match=message):
+            exercises.read_epd(path)
+
+
+def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.csv"
+    path.write_text(f"FEN,Moves,Rating,Themes\n{chess.STARTING_FEN},e2e4 e7e5 g1f3 b8c6,1500,opening short\n")
+    (found,) = exercises.read_puzzles(path)
+    assert ([move.uci() for move in found.line], found.themes) == (
+        ["e7e5", "g1f3", "b8c6"],
+        ("opening", "short"),
+    )
+    path.write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4,1500\n")
+    with pytest.raises(ValueError, match="no move to find"):
+        exercises.read_puzzles(path)
