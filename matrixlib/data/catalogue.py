@@ -14,7 +14,7 @@ import os
 import shutil
 import sqlite3
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -106,15 +106,24 @@ class Catalogue:
 
         Raises CatalogueError when the file is outside the folder or `split` is not that in its meta data.
         """
-        try:
-            name = info.path.resolve().relative_to(self.folder.resolve()).as_posix()
-        except ValueError:
-            raise CatalogueError(f"{info.path} is outside {self.folder}; write the shard inside it") from None
-        if split not in SPLITS or split != info.meta["split"]:
-            raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{info.meta['split']}'")
-        row = self._row(name, info, source, quality or {})
-        self._put([row])
-        return row
+        return self.add_all([(info, split, source, quality or {})])[0]
+
+    def add_all(self, shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]]) -> list[ShardRow]:
+        """`add` for several shards (info, split, source, quality): all of them at once or, on an error, none."""
+        rows = []
+        for info, split, source, quality in shards:
+            try:
+                name = info.path.resolve().relative_to(self.folder.resolve()).as_posix()
+            except ValueError:
+                raise CatalogueError(
+                    f"{info.path} is outside {self.folder}; write the shard inside it"
+                ) from None
+            if split not in SPLITS or split != info.meta["split"]:
+                said = info.meta["split"]
+                raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{said}'")
+            rows.append(self._row(name, info, source, quality))
+        self._put(rows)
+        return rows
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""

@@ -19,7 +19,7 @@ because numba's cache does not see changes made elsewhere. Chess960 castling is 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from llvmlite import ir
@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
 U16 = NDArray[np.uint16]
+I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
@@ -41,6 +42,7 @@ EMPTY = 12
 PLANES = 73
 POLICY_SIZE = 64 * PLANES
 PAWN, KNIGHT, BISHOP, ROOK, QUEEN, KING = range(6)
+ANY_PIECE, CASTLING = 6, 7  # kinds of piece in the notation of a move, see `replay`
 NO_MOVE = 0xFFFF
 
 # Policy planes 0-55: ray d * 7 + steps - 1; 56-63: knight jumps; 64-72: 64 + piece (N B R) * 3 + direction.
@@ -547,6 +549,112 @@ def _perft_root(pieces: U8, castling: Int, file: Int, depth: Int) -> Int:
     return _perft(boards, moves, castling, file, depth)
 
 
+# --- whole games ----------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _fits(bb: U64, move: Int, wanted: Int, mirrored: Int) -> bool:
+    """Whether a legal move is the one that a notation names; see `replay` for what `wanted` holds."""
+    s, t, promotion = move & 63, move >> 6 & 63, move >> 12
+    kind, target = wanted & 7, wanted >> 3 & 63
+    if kind == CASTLING:
+        return s == 4 and t == target and bb[KING] == _E1
+    if t != (target ^ mirrored) or promotion != wanted >> 17 & 7:
+        return False
+    if kind == KING and abs(s - t) == 2:
+        return False  # castling has a notation of its own
+    if kind <= KING and bb[kind] & _bit(s) == _ZERO:
+        return False
+    file, rank = wanted >> 9 & 15, wanted >> 13 & 15
+    return (file == 8 or file == s & 7) and (rank == 8 or rank == (s ^ mirrored) >> 3)
+
+
+@njit(cache=True, nogil=True)
+def _occurrences(
+    pieces: U8, castling: U8, file: I8, since: Int, row: Int, board: U8, rights: Int, capture: Int
+) -> Int:
+    """How many of the rows since, ..., row - 1 with the same side to move as row hold this position."""
+    seen = 0
+    for j in range(row - 2, since - 1, -2):
+        if castling[j] == rights and file[j] == capture:
+            byte = 0
+            while byte < 32 and pieces[j, byte] == board[byte]:
+                byte += 1
+            if byte == 32:
+                seen += 1
+    return seen
+
+
+@njit(cache=True, nogil=True)
+def _replay(
+    start_pieces: U8, start_castling: U8, start_file: I8, start_clock: U8, black: U8, wanted: I32, offset: I64
+) -> Any:
+    games, total = start_pieces.shape[0], wanted.shape[0]
+    # A game's last position is a row too, for the count of repetitions; it is taken back after the game.
+    pieces, castling = np.empty((total + 1, 32), np.uint8), np.empty(total + 1, np.uint8)
+    file, clock = np.empty(total + 1, np.int8), np.empty(total + 1, np.uint8)
+    repetition, played = np.empty(total + 1, np.uint8), np.empty(total + 1, np.uint16)
+    choice, offsets = np.empty(total + 1, np.int64), np.zeros(total + 1, np.int64)
+    indices = np.empty(40 * total + 64, np.uint16)
+    ends, end_pieces = np.zeros((games, 4), np.int64), np.empty((games, 32), np.uint8)
+    failed, matches = np.full(games, -1, np.int64), np.zeros(games, np.int64)
+    row_moves, row_keys = np.empty(POLICY_SIZE, np.uint16), np.empty(POLICY_SIZE, np.uint16)
+    bb, after = np.empty(13, np.uint64), np.empty(13, np.uint64)
+    row = used = 0
+    for g in range(games):
+        first_row, first_used, since = row, used, row
+        _unpack(start_pieces[g], bb)
+        c, f, h = np.int64(start_castling[g]), np.int64(start_file[g]), np.int64(start_clock[g])
+        mirrored = 56 if black[g] else 0
+        for k in range(offset[g], offset[g + 1] + 1):
+            _pack(bb, pieces[row])
+            seen = _occurrences(pieces, castling, file, since, row, pieces[row], c, f)
+            if k == offset[g + 1]:
+                end_pieces[g] = pieces[row]
+                ends[g, 0], ends[g, 1], ends[g, 2], ends[g, 3] = c, f, h, seen
+                break
+            castling[row], file[row], clock[row], repetition[row] = c, f, h, min(seen, 2)
+            count = _legal(bb, c, f, row_moves)
+            _sort_moves(row_moves, row_keys, count)
+            if used + count > indices.shape[0]:
+                indices = _grown(indices, used, count)
+            fitting, best = 0, 0
+            for j in range(count):
+                indices[used + j] = row_keys[j]
+                if _fits(bb, np.int64(row_moves[j]), np.int64(wanted[k]), mirrored):
+                    fitting += 1
+                    best = j
+            if fitting != 1:
+                failed[g], matches[g] = k - offset[g], fitting
+                row, used = first_row, first_used
+                break
+            move = np.int64(row_moves[best])
+            played[row], choice[row] = move, used + best
+            used += count
+            row += 1
+            offsets[row] = used
+            c, f, h = _make(bb, c, f, h, move, after)
+            bb, after = after, bb
+            mirrored ^= 56
+            if h == 0:
+                since = row
+    return (
+        pieces[:row].copy(),
+        castling[:row].copy(),
+        file[:row].copy(),
+        clock[:row].copy(),
+        repetition[:row].copy(),
+        played[:row].copy(),
+        choice[:row].copy(),
+        indices[:used].copy(),
+        offsets[: row + 1].copy(),
+        end_pieces,
+        ends,
+        failed,
+        matches,
+    )
+
+
 # --- batched queries ------------------------------------------------------------------------------
 
 
@@ -815,6 +923,54 @@ def make_moves(
             f"move {int(columns[-1][bad])} of row {bad} can't be played there: take it from legal_moves"
         )
     return tuple(state)  # type: ignore[return-value]
+
+
+class Replayed(NamedTuple):
+    """Games that were played through: R positions before a move, of the games that could be played to the end."""
+
+    pieces: U8  # (R, 32)
+    castling: U8  # (R,)
+    en_passant: I8  # (R,)
+    halfmove: U8  # (R,)
+    repetition: U8  # (R,) earlier occurrences in the game: 0, 1, 2 (or more)
+    played: U16  # (R,) the move that was made
+    choice: I64  # (R,) where in `indices` that move stands
+    indices: U16  # (K,) policy indices of all legal moves, ascending in each position
+    offsets: I64  # (R + 1,)
+    end_pieces: U8  # (G, 32) last position of each game, of a failed one nothing
+    ends: I64  # (G, 4) its castling rights, en-passant file, half-move clock, earlier occurrences
+    failed: I64  # (G,) number of the move that could not be played; -1 where the whole game could
+    matches: I64  # (G,) how many legal moves the notation of that move fits: 0, or more than one
+
+
+def replay(
+    pieces: ArrayLike,
+    castling: ArrayLike,
+    en_passant: ArrayLike,
+    halfmove: ArrayLike,
+    black: ArrayLike,
+    wanted: ArrayLike,
+    offsets: I64,
+) -> Replayed:
+    """Play G games through, from the positions (G, ...) in which they start (`black`: Black is to move there).
+
+    Game g consists of wanted[offsets[g]:offsets[g + 1]], each int32 what a notation says about a move: kind
+    (0-5 P N B R Q K, 6 any, 7 castling) | target square << 3 | file of origin << 9 | rank of origin << 13
+    (8 unknown) | promotion << 17 (0 none, 1 N, 2 B, 3 R, 4 Q). Squares and ranks as White sees them, but the
+    target of castling is 6 or 2 for both colours. A move must fit exactly one legal move.
+    """
+    dense = _boards(pieces)
+    columns = _columns(
+        len(dense),
+        castling=(castling, np.uint8),
+        en_passant=(en_passant, np.int8),
+        halfmove=(halfmove, np.uint8),
+        black=(black, np.uint8),
+    )
+    words, bounds = _dense(wanted, np.int32), _dense(offsets, np.int64)
+    if len(bounds) != len(dense) + 1 or bounds[0] != 0 or bounds[-1] != len(words):
+        raise ValueError(f"offsets must run from 0 to {len(words)} with one entry more than there are games")
+    return Replayed(*_replay(*[dense, *columns, words, bounds]))
 
 
 def legal_en_passant(pieces: ArrayLike, en_passant: ArrayLike) -> I8:

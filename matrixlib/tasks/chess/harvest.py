@@ -10,16 +10,20 @@ import bz2
 import gzip
 import hashlib
 import io
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat
+from matrixlib.tasks.chess.packing import wdl_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD
+
+EVEN, SPREAD = 100.0, 18.3  # centipawns: half of the games are won, and how fast that changes; see `expected`
 
 # RECORD's `source`: where a position comes from
 SOURCES: Mapping[str, int] = {
@@ -63,6 +67,8 @@ class Harvest:
 
     stored: entries that gave positions. skipped: reason -> entries that were left out on purpose (variants, games
     without a move). warned: remark -> entries that were stored all the same.
+    rows: positions of each stored entry (stored,), in order, where an entry is a whole game: lets the intake leave
+    out a game that is there already. None where entries may share a game.
     """
 
     batch: Batch
@@ -71,11 +77,15 @@ class Harvest:
     refused: Sequence[Refused] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
     warned: Mapping[str, int] = field(default_factory=dict)
+    rows: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         counted = self.stored + len(self.refused) + sum(self.skipped.values())
         if self.entries != counted:
             raise ValueError(f"{self.entries} entries were read and {counted} are accounted for")
+        positions = len(self.batch["records"])
+        if self.rows is not None and (len(self.rows) != self.stored or self.rows.sum() != positions):
+            raise ValueError(f"the rows of {len(self.rows)} entries do not add up to {positions} positions")
 
 
 class Reader(Protocol):
@@ -95,26 +105,57 @@ class Reader(Protocol):
         ...
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file, by its ending: .gz, .bz2, .zst or as it is."""
-    if path.suffix == ".gz":
-        with gzip.open(path) as file:
-            yield cast(BinaryIO, file)
-    elif path.suffix == ".bz2":
-        with bz2.open(path) as file:
-            yield cast(BinaryIO, file)
-    elif path.suffix == ".zst":
+class _Frames(io.RawIOBase):
+    """The content of Zstandard frames. The package's own reader takes a file that was cut short for whole."""
+
+    def __init__(self, raw: BinaryIO) -> None:
         import zstandard
 
-        with (
-            open(path, "rb") as raw,
-            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream,
-        ):
-            yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
-    else:
-        with open(path, "rb") as raw:
-            yield raw
+        self.raw, self.decompressor = raw, zstandard.ZstdDecompressor()
+        self.frame = self.decompressor.decompressobj()
+        self.left = self.content = b""
+        self.begun = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.content:
+            data = self.left or self.raw.read(1 << 17)
+            if not data:
+                if self.begun:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self.begun = True
+            self.content, self.left = self.frame.decompress(data), b""
+            if self.frame.eof:
+                self.left, self.begun = self.frame.unused_data, False
+                self.frame = self.decompressor.decompressobj()
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The decompressed bytes of a file, by its ending: .gz, .bz2, .zst or as it is. ValueError if it is damaged."""
+    import zstandard
+
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                yield cast(BinaryIO, file)
+        elif path.suffix == ".bz2":
+            with bz2.open(path) as file:
+                yield cast(BinaryIO, file)
+        elif path.suffix == ".zst":
+            with open(path, "rb") as raw:
+                yield io.BufferedReader(_Frames(raw), 1 << 20)
+        else:
+            with open(path, "rb") as raw:
+                yield raw
+    except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
+        raise ValueError(f"{path}: damaged or cut short ({error}); get the file again") from error
 
 
 def lines_in_parts(path: Path, size: int, header: bool = False) -> Iterator[Part]:
@@ -140,6 +181,26 @@ def game_id(*what: str | bytes) -> int:
         data = item.encode() if isinstance(item, str) else item
         digest.update(len(data).to_bytes(8, "little") + data)
     return int.from_bytes(digest.digest(), "little")
+
+
+def text_of(data: bytes) -> str:
+    """Bytes of a text as it was written: UTF-8, else Latin-1, which takes everything."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def expected(centipawns: np.ndarray) -> np.ndarray:
+    """(n,) centipawns of the side to move -> (n, 3) u2 win, draw, loss, sum 65535; an infinite score is a mate.
+
+    Win = 1 / (1 + exp((100 - cp) / 18.3)), loss likewise of -cp, the rest is drawn; in steps of 1/1000. That is the
+    model of Stockfish 15.1 at move 32 (its `win_rate_model`), from where on 100 centipawns are what half of the games
+    are won with; its spread there is 66.2 of internal units of which 361 are a pawn.
+    """
+    score = np.stack([centipawns, -np.asarray(centipawns)], axis=1).astype(np.float64)
+    share = np.rint(1000 / (1 + np.exp(np.clip((EVEN - score) / SPREAD, -500, 500)))).astype(np.int64)
+    return wdl_of(np.stack([share[:, 0], 1000 - share.sum(axis=1), share[:, 1]], axis=1))
 
 
 def empty() -> Batch:

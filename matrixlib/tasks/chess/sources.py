@@ -193,7 +193,7 @@ def open_folder(folder: Path, parameters: Parameters, engine: str) -> None:
     write_atomically(path, json.dumps(want, indent=1).encode())
 
 
-def _bar(**options: Any) -> Any:
+def live_bar(**options: Any) -> Any:
     """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds."""
     from matrixlib.engine.plots import interactive
 
@@ -235,7 +235,7 @@ def generate(
     context = multiprocessing.get_context("spawn")
     taken = context.Value("q", 0)
     processes, pipes = [], []
-    bar = _bar(
+    bar = live_bar(
         total=total * parameters.games_per_chunk,
         initial=(total - len(todo)) * parameters.games_per_chunk,
         desc="games",

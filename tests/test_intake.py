@@ -1,0 +1,405 @@
+"""The intake: counts that add up, nothing twice, nothing lost by kill -9, and a quarantine to look at."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from matrixlib import intake
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import LFS_POINTER, Shard
+from matrixlib.intake import ImportStopped, Report, accounts, quarantined, take_in
+from matrixlib.tasks.chess import pgn
+from matrixlib.tasks.chess.harvest import Harvest, Part
+from matrixlib.tasks.chess.packing import is_validation
+from matrixlib.tasks.chess.pgn import CONTRADICTED, Pgn
+from matrixlib.tasks.chess.records import LAYOUT
+
+
+def import_small(path: Path, folder: Path, workers: int) -> None:
+    """In a process of its own: an import in many steps; `done` holds the report."""
+    pgn.GAMES, intake.STEP, intake.SHARD = 20, 1200, 500
+    text = take_in(path, folder, workers=workers, progress=False).text()
+    (folder / "done").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def forkserver() -> Any:
+    """Processes that start in no time."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes are started by forkserver, which this system lacks")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_intake"])
+    return context
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and shards of a few hundred positions."""
+    monkeypatch.setattr("matrixlib.tasks.chess.pgn.GAMES", 20)
+    monkeypatch.setattr(intake, "STEP", 1200)
+    monkeypatch.setattr(intake, "SHARD", 500)
+
+
+@pytest.fixture
+def matches(shared: Path) -> Path:
+    return shared / "games" / "engine_matches.pgn"
+
+
+@pytest.fixture
+def masters(shared: Path) -> Path:
+    return shared / "games" / "masters.pgn"
+
+
+def run(paths: Any, folder: Path, **options: Any) -> Report:
+    report = take_in(paths, folder, workers=options.pop("workers", 1), progress=False, **options)
+    assert report.entries == report.stored + sum(report.refused.values()) + sum(report.skipped.values())
+    rows = Catalogue(folder).shards()
+    assert not Catalogue(folder).verify()
+    assert set(report.shards) <= {row.name for row in rows}
+    return report
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.npz"))}
+
+
+def records(folder: Path) -> np.ndarray:
+    return np.concatenate([Shard(path, LAYOUT).arrays["records"] for path in sorted(folder.glob("*.npz"))])
+
+
+def line_games(count: int, length: int = 30, seed: int = 1) -> str:
+    """Games of knight moves, all different."""
+    rng = random.Random(seed)
+    texts = []
+    for number in range(count):
+        moves = []
+        for _ in range(length // 4):
+            moves += rng.choice(
+                (["Nf3", "Nf6", "Ng1", "Ng8"], ["Nc3", "Nc6", "Nb1", "Nb8"], ["Nf3", "Nc6", "Ng1", "Nb8"])
+            )
+        opening = rng.choice(["a4 a5", "b4 b5", "c4 c5", "h4 h5", "g4 g5", "a3 a6", "h3 h6", "f3 f6"])
+        texts.append(
+            f'[Event "{number}"]\n[Result "*"]\n\n{opening} {" ".join(moves[: rng.randrange(8, length)])} *\n\n'
+        )
+    return "".join(texts)
+
+
+# What goes in
+
+
+def test_real_games_are_stored_refused_or_left_out(matches: Path, tmp_path: Path) -> None:
+    report = run(matches, tmp_path)
+    assert (report.entries, report.stored) == (125, 42)
+    assert report.refused == {CONTRADICTED: 83}
+    assert report.skipped == {}
+    found = records(tmp_path)
+    assert len(found) == sum(report.positions.values())
+    assert len(np.unique(found["game"])) == 42
+    for row in Catalogue(tmp_path).shards():
+        inside = Shard(row.path, LAYOUT).arrays["records"]
+        assert (is_validation(inside["game"]) == (row.split == "validation")).all()
+        assert row.source == "pgn"
+        assert row.quality["records"] == len(inside)
+        assert row.quality["policy_weight_entropy_mean"] == 0
+    assert "83 result contradicts the board" in report.text()
+    assert "125 entries: 42 stored, 83 in quarantine, 0 left out" in report.text()
+
+
+def test_the_quarantine_holds_the_games_and_they_can_be_imported_again(matches: Path, tmp_path: Path) -> None:
+    run(matches, tmp_path / "a")
+    held = quarantined(tmp_path / "a")
+    assert len(held) == 83
+    assert {name for name, _ in held} == {"engine_matches.pgn"}
+    text = "".join(entry.text for _, entry in held)
+    assert text.count("[Event ") == 83
+    assert [entry.entry for _, entry in held] == sorted(entry.entry for _, entry in held)
+    (tmp_path / "mended.pgn").write_text(text)
+    before = len(records(tmp_path / "a"))
+    report = run(tmp_path / "mended.pgn", tmp_path / "a", reader=Pgn(repair=True))
+    assert report.stored + report.skipped.get("stored before", 0) == 83
+    assert report.warned == {CONTRADICTED + ": taken from the board": 83}
+    assert len(records(tmp_path / "a")) == before + sum(report.positions.values())
+    assert report.refused == {}
+
+
+def test_the_whole_file_again_with_repair_adds_only_what_was_refused(matches: Path, tmp_path: Path) -> None:
+    first = run(matches, tmp_path)
+    again = run(matches, tmp_path, reader=Pgn(repair=True))
+    assert again.skipped == {"stored before": 43}, "and one of the refused games is there twice"
+    assert again.stored == 82
+    assert len(np.unique(records(tmp_path)["game"])) == 124
+    assert len(records(tmp_path)) == sum(first.positions.values()) + sum(again.positions.values())
+
+
+def test_twice_adds_nothing_and_says_so(matches: Path, tmp_path: Path) -> None:
+    first = run(matches, tmp_path)
+    before = shards(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*s*")}
+    again = run(matches, tmp_path)
+    assert shards(tmp_path) == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*s*")} == times
+    assert again.fresh_entries == 0
+    assert (again.entries, again.stored, again.refused) == (first.entries, first.stored, first.refused)
+    assert "nothing new" in again.text()
+
+
+def test_the_same_games_in_another_file_are_left_out(matches: Path, tmp_path: Path) -> None:
+    run(matches, tmp_path / "a")
+    count = len(records(tmp_path / "a"))
+    with gzip.open(tmp_path / "copy.pgn.gz", "wt") as file:
+        file.write("; the same games, packed\n\n" + matches.read_text())
+    report = run(tmp_path / "copy.pgn.gz", tmp_path / "a")
+    assert report.skipped == {"stored before": 42}
+    assert report.stored == 0
+    assert sum(report.positions.values()) == 0
+    assert len(records(tmp_path / "a")) == count
+
+
+def test_the_same_game_twice_in_a_file_is_stored_once(tmp_path: Path) -> None:
+    (tmp_path / "a.pgn").write_text("1. e4 e5 *\n\n1. d4 *\n\ne2e4 e7e5 *\n")
+    report = run(tmp_path / "a.pgn", tmp_path / "f")
+    assert report.stored == 2
+    assert report.skipped == {"stored before": 1}
+
+
+def test_steps_and_workers_do_not_change_what_is_stored(masters: Path, tmp_path: Path, small: None) -> None:
+    with open(masters, "rb") as file:
+        texts = [tags + moves for (tags, moves), _ in zip(pgn.split(file), range(140), strict=False)]
+    (tmp_path / "some.pgn").write_bytes(b"".join(texts))
+    report = run(tmp_path / "some.pgn", tmp_path / "one")
+    assert (report.entries, report.stored, report.skipped) == (140, 137, {"no moves": 3})
+    assert len(accounts(tmp_path / "one")) > 3
+    assert {account.last for account in accounts(tmp_path / "one")[:-1]} == {False}
+    sizes = [row.count for row in Catalogue(tmp_path / "one").shards("train")]
+    assert min(sizes[:-1]) > 250
+    assert max(sizes) < 1000
+    stored = records(tmp_path / "one")
+    run(tmp_path / "some.pgn", tmp_path / "two", workers=2)
+    assert shards(tmp_path / "two") == shards(tmp_path / "one")
+    assert len(np.unique(stored["game"])) == 137
+
+
+def test_limit_stops_at_a_step_and_another_call_goes_on(tmp_path: Path, small: None) -> None:
+    (tmp_path / "a.pgn").write_text(line_games(300))
+    part = run(tmp_path / "a.pgn", tmp_path / "f", limit=1000)
+    assert 1000 <= sum(part.positions.values()) < 3000
+    again = run(tmp_path / "a.pgn", tmp_path / "f", limit=1000)
+    assert again.fresh_entries == 0
+    rest = run(tmp_path / "a.pgn", tmp_path / "f")
+    assert rest.entries == 300
+    assert rest.fresh_entries == 300 - part.entries
+    run(tmp_path / "a.pgn", tmp_path / "g")
+    assert shards(tmp_path / "f") == shards(tmp_path / "g")
+
+
+# Kill and damage
+
+
+@pytest.mark.parametrize(("workers", "kills"), [(1, 4), (2, 1), pytest.param(1, 100, marks=pytest.mark.soak)])
+def test_killed_anywhere_it_ends_in_the_same_bytes(
+    tmp_path: Path, forkserver: Any, workers: int, kills: int
+) -> None:
+    path, whole = tmp_path / "a.pgn", tmp_path / "whole"
+    path.write_text(line_games(600, 60))
+    first = forkserver.Process(target=import_small, args=(path, whole, 1))
+    first.start()
+    first.join()
+    assert first.exitcode == 0
+    expected = shards(whole)
+    assert len(expected) > 10
+    stream, killed, round_ = random.Random(kills), 0, 0
+    while killed < kills:
+        round_ += 1
+        folder = tmp_path / f"killed_{round_}"
+        while not (folder / "done").exists():
+            there = len(list(folder.glob("*.npz")))
+            process = forkserver.Process(target=import_small, args=(path, folder, workers))
+            process.start()
+            goal = there + stream.randrange(1, len(expected) // 3)  # in the middle, at any moment of a step
+            while killed < kills and process.is_alive() and len(list(folder.glob("*.npz"))) < goal:
+                time.sleep(0.0005)
+            if killed < kills and process.is_alive():
+                time.sleep(stream.uniform(0, 0.03))
+                process.kill()
+                killed += 1
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL)
+        assert shards(folder) == expected
+        assert accounts(folder) == accounts(whole)
+        rows = [(row.name, row.sha256, row.quality) for row in Catalogue(folder).shards()]
+        assert rows == [(row.name, row.sha256, row.quality) for row in Catalogue(whole).shards()]
+        assert not list(folder.rglob("*.tmp"))
+        assert (folder / "done").read_text().startswith("600 entries")
+
+
+def test_a_damaged_account_is_done_again(tmp_path: Path, small: None) -> None:
+    (tmp_path / "a.pgn").write_text(line_games(300))
+    run(tmp_path / "a.pgn", tmp_path / "f")
+    before, told = shards(tmp_path / "f"), accounts(tmp_path / "f")
+    files = sorted((tmp_path / "f").glob("imports/*/part_*.json"))
+    assert len(files) > 2
+    for damage in (
+        b"",
+        files[1].read_bytes()[:-20],
+        files[1].read_bytes().replace(b'"stored": ', b'"stored": 1'),
+    ):
+        files[1].write_bytes(damage)
+        report = run(tmp_path / "a.pgn", tmp_path / "f")
+        assert report.entries == 300
+        assert report.fresh_entries == 300 - told[0].entries
+        assert shards(tmp_path / "f") == before
+        assert accounts(tmp_path / "f") == told
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut"])
+def test_a_lost_shard_is_made_again(tmp_path: Path, small: None, how: str) -> None:
+    (tmp_path / "a.pgn").write_text(line_games(200))
+    run(tmp_path / "a.pgn", tmp_path / "f")
+    before = shards(tmp_path / "f")
+    lost = sorted((tmp_path / "f").glob("*.npz"))[2]
+    if how == "deleted":
+        lost.unlink()
+    else:
+        lost.write_bytes(lost.read_bytes()[:1000])
+    report = run(tmp_path / "a.pgn", tmp_path / "f")
+    assert report.remarks
+    assert shards(tmp_path / "f") == before
+    assert all(row.state == "healthy" for row in Catalogue(tmp_path / "f").shards(state=None))
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """A reader whose worker dies at the third part; and one that hands over positions that are none."""
+
+    illegal: bool = False
+
+    @property
+    def source(self) -> str:
+        return "pgn"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        yield from Pgn().parts(path)
+
+    def read(self, part: Part) -> Harvest:
+        harvest = Pgn().read(part)
+        if part.number == 2 and not self.illegal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.illegal:
+            harvest.batch["records"]["castling"] = 0
+        return harvest
+
+
+def test_a_dead_worker_stops_the_import_with_a_reason(tmp_path: Path, small: None, monkeypatch: Any) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    )
+    (tmp_path / "a.pgn").write_text(line_games(100))
+    with pytest.raises(ImportStopped, match="a worker process died"):
+        take_in(tmp_path / "a.pgn", tmp_path / "f", reader=Deadly(), workers=2, progress=False)
+
+
+def test_positions_that_are_none_are_not_stored(tmp_path: Path) -> None:
+    (tmp_path / "a.pgn").write_text(line_games(3) + "1. e4 e5 2. Nf3 Nc6 3. Bc4 Bc5 4. O-O *\n")
+    with pytest.raises(ValueError, match="the listed moves are not the legal ones"):
+        run(tmp_path / "a.pgn", tmp_path / "f", reader=Deadly(illegal=True))
+    assert not shards(tmp_path / "f")
+
+
+def test_two_imports_into_a_folder_do_not_mix(tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "a.pgn").write_text("1. e4 *\n")
+    (tmp_path / "f" / "imports").mkdir(parents=True)
+    with FileLock(tmp_path / "f" / "imports" / "lock"), pytest.raises(ImportStopped, match="another import"):
+        run(tmp_path / "a.pgn", tmp_path / "f")
+    assert run(tmp_path / "a.pgn", tmp_path / "f").stored == 1
+
+
+# Errors for people
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("missing.pgn", None, "no such file"),
+        ("empty.pgn", b"", "is empty"),
+        ("blank.pgn", b"\n\n \n", "holds nothing that Pgn could read"),
+        ("pointer.pgn", LFS_POINTER + b".github.com/spec/v1\noid sha256:1\nsize 5\n", "git lfs pull"),
+        ("games.xyz", b"1. e4 *", r"unknown kind of file; known: \.pgn"),
+        ("games.pgn.gz", b"1. e4 *", "damaged or cut short"),
+        ("games.pgn", b"nothing of the kind\n", "holds no games in PGN"),
+    ],
+)
+def test_files_that_cannot_be_imported_are_named(
+    tmp_path: Path, name: str, content: bytes | None, what: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=what) as caught:
+        run(tmp_path / name, tmp_path / "f")
+    assert name in str(caught.value)
+
+
+def test_a_file_of_refused_games_leaves_an_account_and_no_shard(tmp_path: Path) -> None:
+    (tmp_path / "a.pgn").write_text("1. e4 e4 *\n\n1. d4 -- *\n")
+    report = run(tmp_path / "a.pgn", tmp_path / "f")
+    assert (report.stored, report.refused, report.skipped) == (0, {"illegal move": 1}, {"null move": 1})
+    assert quarantined(tmp_path / "f")[0][1].text == "1. e4 e4 *\n\n"
+    assert run(tmp_path / "a.pgn", tmp_path / "f").fresh_entries == 0
+
+
+# What comes out
+
+
+def test_an_outlier_is_said_and_marked(tmp_path: Path, small: None) -> None:
+    (tmp_path / "usual.pgn").write_text(line_games(400))
+    assert run(tmp_path / "usual.pgn", tmp_path / "f").outliers == []
+    fen = '[FEN "8/8/4k3/8/8/4K3/4P3/8 w - - 0 1"]\n'
+    endings = "".join(f"{fen}\n{'Kd3 Kd5 Ke3 Ke5 ' * n} Kf3 *\n\n" for n in range(1, 40))
+    (tmp_path / "odd.pgn").write_text(endings)
+    report = run(tmp_path / "odd.pgn", tmp_path / "f")
+    assert any("men" in outlier for outlier in report.outliers)
+    marked = [row.name for row in Catalogue(tmp_path / "f").shards() if "outliers" in row.quality]
+    assert marked == [outlier.split(":")[0] for outlier in report.outliers]
+    assert all(row.state == "healthy" for row in Catalogue(tmp_path / "f").shards())
+
+
+def test_the_folder_trains(matches: Path, tmp_path: Path, reports: Path) -> None:
+    run(matches, tmp_path / "f", reader=Pgn(repair=True))
+    from test_run import TINY
+
+    from matrixlib import run as runs
+
+    changes = {
+        "data": {"limit": 0, "source": str(tmp_path / "f")},
+        "train": {**TINY["train"], "steps": 2},
+        "loss": {"result_share": 0.5},
+    }
+    current = runs.open_run(overrides={**TINY, **changes})
+    assert [stats.step for stats in current.train()] == [1, 2]
+    current.close()
+
+
+def test_json_of_an_account_is_readable(tmp_path: Path) -> None:
+    (tmp_path / "a.pgn").write_text("1. e4 e4 *\n")
+    run(tmp_path / "a.pgn", tmp_path / "f")
+    (path,) = (tmp_path / "f").glob("imports/pgn_*/part_000000.json")
+    data = json.loads(path.read_text())["account"]
+    assert data["refused"][0]["text"] == "1. e4 e4 *\n"
+    assert data["reader"] == {"kind": "Pgn", "repair": False}
+    shutil.rmtree(path.parent)
+    assert accounts(tmp_path / "f") == []

@@ -1,0 +1,515 @@
+"""PGN as python-chess understands it, and every trap of the format."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import random
+from pathlib import Path
+
+import chess
+import chess.pgn
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from positions import HARD
+
+from matrixlib.data.shards import check
+from matrixlib.tasks.chess import pgn
+from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part
+from matrixlib.tasks.chess.packing import wdl_of
+from matrixlib.tasks.chess.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index
+
+BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")
+FOOLS = "1. f3 e5 2. g4 Qh4# 0-1"
+
+
+def read(text: str | bytes, **options: bool) -> Harvest:
+    """Text, in one part."""
+    data = text.encode() if isinstance(text, str) else text
+    harvest = Pgn(**options).read(Part(0, 0, data))
+    check(harvest.batch, LAYOUT)
+    assert (harvest.batch["records"]["source"] == SOURCES["pgn"]).all()
+    return harvest
+
+
+def played(harvest: Harvest) -> list[int]:
+    """The policy index with weight of each position."""
+    offset, weight = harvest.batch["policy_offset"], harvest.batch["policy_weight"]
+    assert (np.add.reduceat(weight.astype(np.int64), offset[:-1]) == 65535).all()
+    assert (weight[weight > 0] == 65535).all()
+    return harvest.batch["policy_index"][weight > 0].tolist()
+
+
+def assert_like_python_chess(harvest: Harvest, games: list[chess.pgn.Game]) -> None:
+    """The records and lists are those of the boards along the main lines."""
+    if not games:
+        assert harvest.stored == 0
+        return
+    boards, moves, legal, lengths = [], [], [], []
+    for game in games:
+        board = game.board()
+        line = list(game.mainline_moves())
+        lengths.append(len(line))
+        for move in line:
+            boards.append(board.copy())
+            moves.append(policy_index(move, board.turn))
+            legal.append(sorted(policy_index(other, board.turn) for other in board.legal_moves))
+            board.push(move)
+    records = harvest.batch["records"]
+    assert harvest.rows is not None
+    assert harvest.rows.tolist() == lengths
+    expected = from_boards(boards)
+    for name in BOARD:
+        assert (records[name] == expected[name]).all(), name
+    assert played(harvest) == moves
+    assert np.diff(harvest.batch["policy_offset"]).tolist() == [len(row) for row in legal]
+    assert harvest.batch["policy_index"].tolist() == [index for row in legal for index in row]
+
+
+def parsed(text: str) -> list[chess.pgn.Game]:
+    file, games = io.StringIO(text), []
+    while game := chess.pgn.read_game(file):
+        games.append(game)
+    return games
+
+
+# Real files
+
+
+@pytest.mark.parametrize(("name", "count"), [("masters.pgn", 120), ("engine_matches.pgn", 125)])
+def test_real_games_as_python_chess_reads_them(shared: Path, name: str, count: int) -> None:
+    whole = (shared / "games" / name).read_bytes()
+    text = b"".join(tags + moves for tags, moves in list(split(io.BytesIO(whole)))[:count])
+    harvest = read(text, repair=True)
+    games = [game for game in parsed(text.decode()) if game.variations]
+    assert harvest.entries == count
+    assert harvest.skipped == ({"no moves": count - len(games)} if len(games) < count else {})
+    assert_like_python_chess(harvest, games)
+
+
+def test_contradicted_results_of_real_games_are_refused_or_repaired(shared: Path) -> None:
+    text = (shared / "games" / "engine_matches.pgn").read_bytes()
+    harvest = read(text)
+    assert {entry.reason for entry in harvest.refused} == {CONTRADICTED}
+    assert len(harvest.refused) == 83
+    assert harvest.stored == 125 - 83
+    first = harvest.refused[0]
+    assert first.text.startswith('[Event "Stockfish_Club_Level4"]')
+    assert first.detail == "1-0 is said, the board shows 0-1: mate"
+    assert first.positions == 28
+    repaired = read(text, repair=True)
+    assert repaired.stored == 125
+    assert repaired.warned == {CONTRADICTED + ": taken from the board": 83}
+    records = repaired.batch["records"]
+    ends = np.cumsum(repaired.rows) - 1
+    for game, end in zip(parsed(text.decode()), ends, strict=True):
+        outcome = game.end().board().outcome()
+        if outcome:
+            side = records["side"][end]
+            white = {True: 1, False: -1, None: 0}[outcome.winner]
+            assert records["result"][end] == (-white if side else white)
+
+
+def test_parts_are_the_same_games_whatever_the_compression(shared: Path, tmp_path: Path) -> None:
+    data = (shared / "games" / "masters.pgn").read_bytes()
+    files = {
+        "a.pgn": data,
+        "b.pgn.gz": gzip.compress(data),
+        "c.pgn.bz2": bz2.compress(data),
+        "d.pgn.zst": zstandard.compress(data[:300_000]) + zstandard.compress(data[300_000:]),
+    }
+    found = []
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        parts = list(Pgn().parts(tmp_path / name))
+        assert [(part.number, part.first) for part in parts] == [(0, 0), (1, 500), (2, 1000)]
+        assert b"".join(part.data for part in parts) == data
+        found.append([part.data for part in parts])
+    assert found.count(found[0]) == len(found)
+    assert [len(list(split(io.BytesIO(part)))) for part in found[0]] == [500, 500, 200]
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "zst"])
+def test_a_file_cut_short_is_an_error_and_not_a_short_file(tmp_path: Path, ending: str) -> None:
+    data = b"".join(
+        b'[Event "%d"]\n\n1. e4 e5 {%d} *\n\n' % (i, random.Random(i).getrandbits(500)) for i in range(2000)
+    )
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstandard.compress}[ending]
+    path = tmp_path / f"a.pgn.{ending}"
+    path.write_bytes(compress(data)[:-2000])
+    with pytest.raises(ValueError, match=r"a\.pgn.*damaged or cut short"):
+        list(Pgn().parts(path))
+
+
+# Games that python-chess writes, dressed up
+
+
+def notation(board: chess.Board, move: chess.Move, style: random.Random) -> str:
+    kind = style.randrange(7)
+    if kind == 0:
+        return move.uci()
+    san = board.lan(move) if kind == 1 else board.san(move)
+    if kind == 2:
+        san = san.replace("O", "0")
+    if kind == 3:
+        san = san.replace("=", "").rstrip("+#")
+    if kind == 4:
+        san = san.rstrip("+#") + style.choice(["!", "?", "!?", "+!!", "$1", "$12$14"])
+    if kind == 5 and board.is_en_passant(move):
+        san += style.choice(["e.p.", " e.p."])
+    return san
+
+
+def clutter(style: random.Random, board: chess.Board, depth: int = 0) -> str:
+    kind = style.randrange(12)
+    if kind == 0:
+        return style.choice(
+            ["{good}", "{a ( b ; c}", '{\n[Event "in a comment"]\n\n[Site "x"]\n}', "{}", "{1. e4 0-1}"]
+        )
+    if kind == 1:
+        return style.choice(["; to the end } 1-0 {\n", ";\n", "\n%escaped ( { 1. e4\n", "\r\n"])
+    if kind == 2:
+        return style.choice(["$1", "$139", "!", "?!", "+-", "=", "e.p.", "N"])
+    if kind == 3 and depth < 3:
+        moves = list(board.legal_moves)
+        inner = board.san(style.choice(moves)) if moves else "e4"
+        return f"({style.choice(['', '12... '])}{inner} {clutter(style, board, depth + 1)} 1-0)"
+    return ""
+
+
+def dressed(seed: int, plies: int) -> tuple[str, chess.pgn.Game]:
+    """A random game; its text has comments, variations, glyphs, odd notation and odd line ends."""
+    style = random.Random(seed)
+    fen = style.choice(HARD) if style.random() < 0.5 else chess.STARTING_FEN
+    board = chess.Board(fen)
+    game = chess.pgn.Game()
+    game.setup(board)
+    node: chess.pgn.GameNode = game
+    words = [clutter(style, board) + " "]
+    for _ in range(plies):
+        moves = list(board.legal_moves)
+        if not moves:
+            break
+        move = style.choice(moves)
+        if board.turn or style.random() < 0.3:
+            words.append(
+                f"{board.fullmove_number}{'.' if board.turn else '...'}" + style.choice(["", " ", "\n"])
+            )
+        words.append(
+            notation(board, move, style) + style.choice([" ", "\n", "  "]) + clutter(style, board) + " "
+        )
+        board.push(move)
+        node = node.add_variation(move)
+    tags = f'[Event "{seed}"]\n[SetUp "1"]\n[FEN "{fen}"]\n[Result "*"]\n\n'
+    text = tags + "".join(words) + "*" + style.choice(["\n\n", "\n", "\n\n\n"])
+    return (text.replace("\n", "\r\n") if style.random() < 0.3 else text), game
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds=st.lists(st.integers(0, 10**9), min_size=1, max_size=4), plies=st.integers(1, 80))
+def test_dressed_up_games_are_the_games_that_python_chess_made(seeds: list[int], plies: int) -> None:
+    texts, games = zip(*(dressed(seed, plies) for seed in seeds), strict=True)
+    harvest = read("".join(texts))
+    assert harvest.refused == []
+    assert harvest.entries == len(texts)
+    assert sum(harvest.skipped.values()) == sum(not game.variations for game in games)
+    assert_like_python_chess(harvest, [game for game in games if game.variations])
+
+
+def test_repetitions_are_counted_within_the_game() -> None:
+    shuffle = "Nf3 Nf6 Ng1 Ng8 " * 4
+    harvest = read(f"{shuffle} e4 e5 {shuffle} *\n")
+    assert_like_python_chess(harvest, parsed(f"{shuffle} e4 e5 {shuffle} *\n"))
+    assert harvest.batch["records"]["repetition"][:12].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+# Results
+
+
+def test_result_is_seen_from_the_side_to_move() -> None:
+    records = read(f'[Result "0-1"]\n\n{FOOLS}\n').batch["records"]
+    assert records["result"].tolist() == [-1, 1, -1, 1]
+    assert records["side"].tolist() == [0, 1, 0, 1]
+    assert records["wdl"].sum() == 0
+    assert len(set(records["game"].tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "token", "result"),
+    [
+        ("1-0", "1-0", 1),
+        ("1-0", "*", 1),
+        ("1-0", "", 1),
+        ("*", "1/2-1/2", 0),
+        ("", "0-1", -1),
+        ("", "", 2),
+        ("??", "*", 2),
+    ],
+)
+def test_result_from_header_or_text(tag: str, token: str, result: int) -> None:
+    header = f'[Result "{tag}"]\n\n' if tag else ""
+    harvest = read(f"{header}1. e4 {token}\n")
+    assert harvest.batch["records"]["result"].tolist() == [result]
+    assert harvest.warned == {}
+
+
+def test_header_and_text_that_disagree_leave_the_result_unknown() -> None:
+    harvest = read('[Result "1-0"]\n\n1. e4 0-1\n')
+    assert harvest.batch["records"]["result"].tolist() == [UNKNOWN]
+    assert sum(harvest.warned.values()) == 1
+
+
+STALEMATE = ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "Qf7", "stalemate", "1/2-1/2")
+BARE = ("7k/8/8/8/8/8/6p1/6K1 w - - 0 1", "Kxg2", "insufficient material", "1/2-1/2")
+MATED = ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "Qf8#", "mate", "1-0")
+OLD = ("7k/8/6K1/8/8/8/p7/5Q2 w - - 149 120", "Qe1", "seventy-five moves", "1/2-1/2")
+FIFTH = (chess.STARTING_FEN, "Nf3 Nf6 Ng1 Ng8 " * 4, "fivefold repetition", "1/2-1/2")
+
+
+@pytest.mark.parametrize(("fen", "moves", "why", "right"), [STALEMATE, BARE, MATED, OLD, FIFTH])
+def test_the_board_decides_when_the_game_is_over(fen: str, moves: str, why: str, right: str) -> None:
+    def game(result: str) -> str:
+        return f'[SetUp "1"]\n[FEN "{fen}"]\n[Result "{result}"]\n\n{moves} {result}\n'
+
+    wrong = read(game("0-1"))
+    assert wrong.stored == 0
+    assert wrong.refused[0].reason == CONTRADICTED
+    assert wrong.refused[0].detail == f"0-1 is said, the board shows {right}: {why}"
+    points = {"1-0": 1, "1/2-1/2": 0}[right]
+    for harvest in (read(game("0-1"), repair=True), read(game("*")), read(game(right))):
+        assert harvest.batch["records"]["result"][0] == points
+    almost = read(f'[FEN "{fen}"]\n[Result "0-1"]\n\n{" ".join(moves.split()[:-1])} 0-1\n')
+    assert almost.refused == []
+
+
+def test_insufficient_material_as_python_chess_judges_it() -> None:
+    rng = random.Random(3)
+    boards = []
+    for _ in range(600):
+        board = chess.Board(None)
+        squares = rng.sample(range(8, 56), 6)
+        men = [chess.Piece.from_symbol(letter) for letter in "Kk"]
+        men += [chess.Piece.from_symbol(rng.choice("NnBbBbNnQRPq")) for _ in range(rng.randrange(4))]
+        for square, piece in zip(squares, men, strict=False):
+            board.set_piece_at(square, piece)
+        if not board.was_into_check():
+            boards.append(board)
+    judged = pgn.insufficient(from_boards(boards)["pieces"])
+    expected = [board.is_insufficient_material() for board in boards]
+    assert judged.tolist() == expected
+    assert 50 < sum(expected) < len(boards) - 50
+
+
+# Evaluations
+
+
+def test_evaluations_become_win_draw_loss_of_the_position_after_the_move() -> None:
+    text = "{[%eval 0.2]} 1. e4 { [%eval 0.31] [%clk 0:01:00] } e5 (1... c5 {[%eval 9.0]}) {[%eval #-3]} 2. Nf3 {x} *\n"
+    wdl = read(text).batch["records"]["wdl"].astype(int)
+    assert (wdl.sum(axis=1) == 65535).all()
+    assert wdl[0].tolist() == wdl_of(np.array([[12, 987, 1]]))[0].tolist()
+    assert wdl[1, 0] < wdl[1, 2], "0.31 pawns for White are bad for Black, who is to move"
+    assert wdl[2].tolist() == [0, 0, 65535]
+
+
+def test_an_evaluation_is_found_wherever_it_stands_in_the_comment() -> None:
+    lines = (
+        "{[%clk 0:01:00][%eval 1.0,20]}",
+        "{good [x] [%csl Ga4] [%eval 1.00] (better) }",
+        "; 1. d4\n{ [%eval +1] }",
+    )
+    for comment in lines:
+        wdl = read(f"1. e4 e5 {comment} 2. d4 *\n").batch["records"]["wdl"].astype(int)
+        assert wdl.sum(axis=1).tolist() == [0, 0, 65535]
+        assert abs(wdl[2, 0] - 32768) < 100
+
+
+def test_positions_without_an_evaluation_have_no_win_draw_loss() -> None:
+    wdl = read("1. e4 e5 {[%eval 1.0]} 2. d4 {no eval} d5 *\n").batch["records"]["wdl"].astype(int)
+    assert wdl.sum(axis=1).tolist() == [0, 0, 65535, 0]
+    assert 0.45 < wdl[2, 0] / 65535 < 0.55, "at 100 centipawns half of the games are won"
+
+
+# Traps of the format
+
+
+def count(text: str | bytes) -> int:
+    return len(list(split(io.BytesIO(text.encode() if isinstance(text, str) else text))))
+
+
+def moves_of(text: str | bytes) -> list[str]:
+    """The games' moves as UCI, one string a game."""
+    harvest = read(text)
+    assert not harvest.refused, harvest.refused
+    out, row = [], 0
+    indices = played(harvest) if harvest.stored else []
+    assert harvest.rows is not None
+    for length in harvest.rows:
+        board, line = chess.Board(), []
+        for index in indices[row : row + length]:
+            move = next(m for m in board.legal_moves if policy_index(m, board.turn) == index)
+            line.append(move.uci())
+            board.push(move)
+        out.append(" ".join(line))
+        row += length
+    return out
+
+
+@pytest.mark.parametrize(
+    ("text", "games"),
+    [
+        (
+            '[Event "a"]\r\n\r\n1. e4 e5\r\n2. d4 *\r\n\r\n[Event "b"]\r\n\r\n1. d4 *\r\n',
+            ["e2e4 e7e5 d2d4", "d2d4"],
+        ),
+        ('\ufeff[Event "a"]\n\n1. e4 *\n\n\ufeff[Event "b"]\n\n1. d4 *\n', ["e2e4", "d2d4"]),
+        ("1. e4 e5 1-0\n\n1. d4 d5 0-1\n\n1. c4 *\n", ["e2e4 e7e5", "d2d4 d7d5", "c2c4"]),
+        ("1. e4\n\ne5\n\n2. d4 *", ["e2e4 e7e5 d2d4"]),
+        ("%escape\n; remark\n1. e4 ; rest } ( {\n%1. a4\ne5 *\n", ["e2e4 e7e5"]),
+        ('1. e4 {\n\n[Event "x"]\n\n1. d4 1-0\n\n} e5 *\n', ["e2e4 e7e5"]),
+        (
+            '1. e4 {; not a remark} e5 ; {not a comment\n2. d4 *\n[Event "b"]\n\n1. c4 *',
+            ["e2e4 e7e5 d2d4", "c2c4"],
+        ),
+        ("1.e4 e5 *", ["e2e4 e7e5"]),
+        ("1.e4 1...e5 2.Nf3$1 $2 Nc6!? 3. Bb5 a6?! 4.Bxc6 = dxc6 5.O-O *", None),
+        ("1. e4 d5 2. e5 f5 3. exf6e.p. *", None),
+        ("1. e4 d5 2. e5 f5 3. exf6 e.p. gxf6 *", None),
+        ("e2e4 e7e5 g1f3 b8c6 f1b5 a7a6 e1g1 *", None),
+        ("1. e2-e4 e7-e5 2. Ng1-f3 Nb8-c6 3. Bf1xa6 bxa6 4. 0-0 *", None),
+        ("1. e4 (1. d4 d5 (1... Nf6 2. c4 (2. Nf3)) 2. c4) (1. c4) 1... e5 *", ["e2e4 e7e5"]),
+        ("1. e4 e5 1-0 {White won\n\non time} $10\n\n1. d4 *", ["e2e4 e7e5", "d2d4"]),
+        ('[Event "a"]\n[Site "b"]\n\n[Result "*"]\n\n1. e4 *\n', ["e2e4"]),
+        ('[Event "one"]\n[Event "two"]\n\n1. e4 *\n', ["e2e4"]),
+        ('  [Event "a"]\n\n  1. e4 *\n\n  [Event "b"]\n 1. d4 *\n', ["e2e4", "d2d4"]),
+        ('[SetUp "0"]\n[FEN "8/8/8/8/8/8/8/8 w - - 0 1"]\n\n1. e4 *\n', ["e2e4"]),
+        ('[Variant "From Position"]\n\n1. e4 *\n[Variant "Standard"]\n\n1. d4 *\n', ["e2e4", "d2d4"]),
+        ("1. e4 \u2026 e5 2\u2026 d4 \u00bd-\u00bd\n", ["e2e4 e7e5 d2d4"]),
+    ],
+)
+def test_traps(text: str, games: list[str] | None) -> None:
+    found = moves_of(text)
+    if games is None:
+        assert len(found) == 1
+        assert "  " not in found[0]
+        assert len(found[0].split()) >= 5
+    else:
+        assert found == games
+
+
+def test_latin_1_bytes() -> None:
+    text = '[White "M\u00fcller"]\n\n1. e4 {g\u00fcnstig} e5 \u00bd-\u00bd\n'.encode("latin-1")
+    harvest = read(text)
+    assert harvest.batch["records"]["result"].tolist() == [0, 0]
+    refused = read(text.replace(b"e5", b"e6??x")).refused[0]
+    assert "M\u00fcller" in refused.text
+
+
+def test_games_that_are_left_out_are_counted_by_reason() -> None:
+    text = """[Variant "Atomic"]
+
+1. e4 e5 *
+
+[Variant "Chess960"]
+[FEN "bqnb1rkr/pp3ppp/3ppn2/2p5/5P2/P2P4/NPP1P1PP/BQ1BNRKR w HFhf - 2 9"]
+
+1. e4 *
+
+[Variant "Atomic"]
+
+1. d4 *
+
+[Event "no moves"]
+[Result "1-0"]
+
+1-0
+
+[Event "nothing at all"]
+
+[Event "null move"]
+
+1. e4 -- 2. d4 *
+
+[Event "null moves"]
+
+1. e4 Z0 *
+"""
+    harvest = read(text)
+    assert harvest.skipped == {"variant Atomic": 2, "variant Chess960": 1, "no moves": 2, "null move": 2}
+    assert harvest.stored == 0
+    assert harvest.entries == 7
+    assert len(harvest.batch["records"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "detail"),
+    [
+        ("1. e4 e5 2. Ke3 *", "illegal move", "2. Ke3 is not legal"),
+        ("1. e4 e4 *", "illegal move", "1... e4 is not legal"),
+        ("1. Kg1 *", "illegal move", "1. Kg1 is not legal"),
+        ("1. Nf3 d5 2. Nc3 d4 3. Ne4 c5 4. Ng5 *", "ambiguous move", "4. Ng5 fits 2 legal moves"),
+        ("1. e4 foo *", "broken move text", "'foo' is no move"),
+        ("1. e4 {open", "broken move text", "a comment is not closed"),
+        ("1. e4 (1. d4", "broken move text", "a variation is not closed"),
+        ("1. e4 ) e5 *", "broken move text", "a variation is closed that was never opened"),
+        ("1. e4 {a {b} c} e5 *", "broken move text", "a comment is closed that was never opened"),
+        ("1. e4 e5 } *", "broken move text", "a comment is closed that was never opened"),
+        ("1. e4 1-0 e5 *", "broken move text", "moves go on after the result"),
+        ('[FEN "8/8/8/8/8/8/8/8 w - - 0 1"]\n\n1. e4 *', "start that can't be played", "FEN"),
+        ('[FEN "nonsense"]\n\n1. e4 *', "start that can't be played", "not a FEN"),
+        ('[FEN "8/P6k/8/8/8/8/8/K7 w - - 0 1"]\n\n1. a8 *', "illegal move", "1. a8 is not legal"),
+    ],
+)
+def test_faulty_games_are_refused_and_the_rest_is_stored(text: str, reason: str, detail: str) -> None:
+    harvest = read(f'[Event "a"]\n\n1. d4 d5 1-0\n\n[Event "b"]\n{text}\n')
+    assert harvest.stored == 1
+    assert len(harvest.batch["records"]) == 2
+    (entry,) = harvest.refused
+    assert (entry.entry, entry.reason) == (1, reason)
+    assert detail in entry.detail
+    assert entry.text == f'[Event "b"]\n{text}\n'
+
+
+def test_castling_through_the_kings_own_notation_and_rook_moves_are_told_apart() -> None:
+    fen = '[FEN "3k4/8/8/8/8/8/8/K3R3 w - - 0 1"]\n\n'
+    assert read(fen + "1. Rg1 *").stored == 1
+    assert read(fen + "1. O-O *").refused[0].reason == "illegal move"
+
+
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [
+        *((word, NOTHING) for word in ("12.", "12", "...", "$5", "!?", "+/-", "e.p.", "N")),
+        *((word, NULL_MOVE) for word in ("--", "Z0", "0000", "12.--")),
+        *((word, FOREIGN) for word in ("e9", "Sf3", "e4x", "mate", "Kd4=Q5")),
+        *(("exf6ep!", meaning(b"exf6")), ("e8Q+", meaning(b"e8=Q")), ("b8b", meaning(b"b8=B"))),
+        *(("Pe4", meaning(b"e4")), ("o-o", meaning(b"O-O")), ("0-0-0+!", meaning(b"O-O-O"))),
+    ],
+)
+def test_words(word: str, code: int) -> None:
+    assert meaning(word.encode()) == code
+
+
+def test_the_id_of_a_game_follows_from_its_start_and_its_moves_alone() -> None:
+    one = read('[Event "a"]\n[Result "1-0"]\n\n1. e4 e5 1-0\n').batch["records"]["game"]
+    other = read("e2e4 {x} e7e5 *\n").batch["records"]["game"]
+    assert one.tolist() == other.tolist()
+    more = read("1. e4 e5 2. d4 *\n").batch["records"]["game"]
+    assert one[0] != more[0]
+    black = read('[FEN "4k3/8/8/8/8/8/8/R3K2R b KQ - 0 1"]\n\n1... Kd8 *').batch["records"]
+    assert (black["side"][0], black["ply"][0]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"PuzzleId,FEN,Moves\n0000D,5rk1,d3d6\n", b"\xff\xfe1\x00.\x00 \x00e\x004\x00", b"\0\1\2" * 50],
+)
+def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.pgn").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.pgn: holds no games in PGN"):
+        list(Pgn().parts(tmp_path / "a.pgn"))
