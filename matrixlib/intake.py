@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -35,16 +35,27 @@ from matrixlib.data import quality
 from matrixlib.data.catalogue import Catalogue, ShardRow
 from matrixlib.data.shards import LFS_POINTER, Batch, Shard, concat, file_hash, select, write_shard
 from matrixlib.tasks.chess import inspection
+from matrixlib.tasks.chess.epd import Epd
+from matrixlib.tasks.chess.evaluations import Evaluations
 from matrixlib.tasks.chess.harvest import Harvest, Part, Reader, Refused
+from matrixlib.tasks.chess.lc0 import Lc0
 from matrixlib.tasks.chess.packing import SHARD, is_validation
 from matrixlib.tasks.chess.pgn import Pgn
+from matrixlib.tasks.chess.puzzles import Puzzles
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sources import live_bar, write_atomically
 
 INTAKE = 1  # version of what decides about names and bytes
 STEP = 4 * SHARD  # training positions, from which on a step ends
 FOLDER = "imports"
-KINDS: Mapping[str, Callable[[], Reader]] = {".pgn": Pgn}  # by ending, that of the compression taken off
+KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compression taken off
+    ".pgn": Pgn,
+    ".csv": Puzzles,
+    ".jsonl": Evaluations,
+    ".epd": Epd,
+    ".tar": Lc0,
+    ".tgz": Lc0,
+}
 COMPRESSED = (".gz", ".bz2", ".zst")
 FEW = 8  # shards of a source, below which none is called an outlier
 FAR = 6.0  # robust standard deviations
@@ -130,36 +141,50 @@ class Report:
 # The files
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file, or the files of a folder by name, but for hidden ones."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+
+
 def reader_for(path: Path) -> Reader:
-    """The reader of a file, by its name. ValueError names the known kinds."""
+    """The reader of a file, by its name; of a folder, that of its first file. ValueError names the known kinds."""
+    if path.is_dir():
+        path = files_of(path)[0]
     plain = path.with_suffix("") if path.suffix in COMPRESSED else path
     kind = KINDS.get(plain.suffix.lower())
+    if kind is None and path.suffix == ".gz":
+        kind = Lc0  # one game: training.123456.gz
     if kind is None:
         known = ", ".join(KINDS)
-        raise ValueError(f"{path}: unknown kind of file; known: {known} (also with {', '.join(COMPRESSED)})")
+        raise ValueError(
+            f"{path}: unknown kind of file; known: {known} (also with {', '.join(COMPRESSED)}), and Leela's .gz"
+        )
     return kind()
 
 
-def check_file(path: Path) -> None:
+def check_files(path: Path) -> None:
     """ValueError for what can't be imported whatever the kind, and what to do about it."""
-    if path.is_dir():
-        return
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such file")
-    with open(path, "rb") as file:
-        head = file.read(len(LFS_POINTER))
-    if not head:
-        raise ValueError(f"{path}: is empty; get the file again")
-    if head == LFS_POINTER:
-        raise ValueError(f"{path}: only a Git LFS pointer, not the data; run `git lfs pull`")
+    files = files_of(path)
+    if not files:
+        raise ValueError(f"{path}: a folder without files")
+    for name in files:
+        with open(name, "rb") as file:
+            head = file.read(len(LFS_POINTER))
+        if not head:
+            raise ValueError(f"{name}: is empty; get the file again")
+        if head == LFS_POINTER:
+            raise ValueError(f"{name}: only a Git LFS pointer, not the data; run `git lfs pull`")
 
 
 def hash_of(path: Path) -> str:
     """SHA-256 of a file; of a folder, that of the names and hashes of its files."""
     if path.is_file():
         return file_hash(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    facts = [[file.relative_to(path).as_posix(), file_hash(file)] for file in files]
+    facts = [[file.relative_to(path).as_posix(), file_hash(file)] for file in files_of(path)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -429,12 +454,15 @@ class _Import:
         return done, before
 
     def _left(self, first: int, bar: Any) -> Iterator[Part]:
-        """The parts that are still to be read."""
-        for part in self.reader.parts(self.path):
-            if part.number >= first:
-                yield part
-            else:
-                bar.update(len(part.data))
+        """The parts that are still to be read; those of a folder numbered through."""
+        number = 0
+        for file in files_of(self.path):
+            for part in self.reader.parts(file):
+                if number >= first:
+                    yield replace(part, number=number)
+                else:
+                    bar.update(len(part.data))
+                number += 1
 
 
 def take_in(
@@ -445,7 +473,8 @@ def take_in(
     progress: bool = True,
     limit: int | None = None,
 ) -> Report:
-    """Import files into a folder of shards, made if it is not there; what had been imported is not done again.
+    """Import files into a folder of shards, made if it is not there; what had been imported is not done again. A
+    folder of files of one kind (Leela's games) counts as one file, whose entries are numbered file by file.
 
     reader: by default that of the file's ending. workers: processes, by default one a core; a small file needs none.
     limit: stop, for each file, at the end of the step in which so many positions are reached; another call goes on.
@@ -454,7 +483,7 @@ def take_in(
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     chosen = []
     for path in files:
-        check_file(path)
+        check_files(path)
         chosen.append((path, reader or reader_for(path)))
     folder = Path(folder)
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)

@@ -206,3 +206,28 @@ def test_legal_moves_of_many_positions() -> None:
     for i, board in enumerate(some):
         found = {to_chess(int(c), board.turn) for c in codes[offsets[i] : offsets[i + 1]]}
         assert found == set(board.legal_moves), board.fen()
+
+
+def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None:
+    start = records.from_boards([chess.Board()] * 3)
+    columns = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
+
+    def pawn(square: str) -> int:
+        target = chess.parse_square(square)
+        return bitboard.PAWN | target << 3 | (target & 7) << 9 | 8 << 13
+
+    anyone = bitboard.ANY_PIECE | chess.F3 << 3 | 8 << 9 | 8 << 13  # the knight, or the pawn
+    wanted = [pawn("e4"), pawn("e5"), pawn("e4"), anyone, pawn("d4")]
+    played = bitboard.replay(*[*columns, wanted, np.array([0, 2, 3, 5])])
+    assert played.failed.tolist() == [-1, -1, 0]
+    assert played.matches.tolist()[2] == 2
+    assert played.played.tolist() == [
+        chess.E2 | chess.E4 << 6,
+        chess.E2 | chess.E4 << 6,
+        chess.E2 | chess.E4 << 6,
+    ]
+    assert played.offsets.tolist() == [0, 20, 40, 60]
+    assert (played.indices[played.choice] == [bitboard.POLICY_INDEX[chess.E2, chess.E4]] * 3).all()
+    assert played.ends[:2].tolist() == [[15, -1, 0, 0], [15, -1, 0, 0]]
+    with pytest.raises(ValueError, match="offsets must run from 0 to 5"):
+        bitboard.replay(*[*columns, wanted, np.array([0, 2, 3, 4])])

@@ -169,6 +169,36 @@ def test_the_same_games_in_another_file_are_left_out(matches: Path, tmp_path: Pa
     assert len(records(tmp_path / "a")) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "entries", "source"),
+    [("lichess_dev.csv", 5000, "puzzles"), ("bk24.epd", 24, "epd"), ("kaufman25.epd", 26, "epd")],
+)
+def test_other_kinds_go_the_same_way(
+    shared: Path, tmp_path: Path, name: str, entries: int, source: str
+) -> None:
+    report = run(shared / "puzzles" / name, tmp_path)
+    assert report.entries == entries
+    assert report.stored > 0.9 * entries
+    assert {row.source for row in Catalogue(tmp_path).shards()} == {source}
+    before = shards(tmp_path)
+    assert run(shared / "puzzles" / name, tmp_path).fresh_entries == 0
+    assert shards(tmp_path) == before
+
+
+def test_several_files_and_a_folder_of_files(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.pgn").write_text(line_games(5, seed=number) + "1. e4 e4 *\n")
+    report = run(sorted((tmp_path / "in").iterdir()), tmp_path / "f")
+    assert report.entries == 18
+    assert len(accounts(tmp_path / "f")) == 3
+    whole = run(tmp_path / "in", tmp_path / "g")
+    assert (whole.entries, whole.stored, whole.refused) == (report.entries, report.stored, report.refused)
+    assert len(accounts(tmp_path / "g")) == 1
+    assert run(tmp_path / "in", tmp_path / "g").fresh_entries == 0
+    assert run(tmp_path / "in", tmp_path / "f").stored == 0, "the same games"
+
+
 def test_the_same_game_twice_in_a_file_is_stored_once(tmp_path: Path) -> None:
     (tmp_path / "a.pgn").write_text("1. e4 e5 *\n\n1. d4 *\n\ne2e4 e7e5 *\n")
     report = run(tmp_path / "a.pgn", tmp_path / "f")
@@ -339,7 +369,7 @@ def test_two_imports_into_a_folder_do_not_mix(tmp_path: Path) -> None:
         ("empty.pgn", b"", "is empty"),
         ("blank.pgn", b"\n\n \n", "holds nothing that Pgn could read"),
         ("pointer.pgn", LFS_POINTER + b".github.com/spec/v1\noid sha256:1\nsize 5\n", "git lfs pull"),
-        ("games.xyz", b"1. e4 *", r"unknown kind of file; known: \.pgn"),
+        ("games.xyz", b"1. e4 *", r"unknown kind of file; known: \.pgn, \.csv"),
         ("games.pgn.gz", b"1. e4 *", "damaged or cut short"),
         ("games.pgn", b"nothing of the kind\n", "holds no games in PGN"),
     ],

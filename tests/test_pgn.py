@@ -20,9 +20,9 @@ from positions import HARD
 from matrixlib.data.shards import check
 from matrixlib.tasks.chess import pgn
 from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part
-from matrixlib.tasks.chess.packing import wdl_of
 from matrixlib.tasks.chess.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index
+from matrixlib.tasks.chess.scores import wdl_of_score
 
 BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")
 FOOLS = "1. f3 e5 2. g4 Qh4# 0-1"
@@ -312,7 +312,7 @@ def test_evaluations_become_win_draw_loss_of_the_position_after_the_move() -> No
     text = "{[%eval 0.2]} 1. e4 { [%eval 0.31] [%clk 0:01:00] } e5 (1... c5 {[%eval 9.0]}) {[%eval #-3]} 2. Nf3 {x} *\n"
     wdl = read(text).batch["records"]["wdl"].astype(int)
     assert (wdl.sum(axis=1) == 65535).all()
-    assert wdl[0].tolist() == wdl_of(np.array([[12, 987, 1]]))[0].tolist()
+    assert wdl[0].tolist() == wdl_of_score([20])[0].tolist()
     assert wdl[1, 0] < wdl[1, 2], "0.31 pawns for White are bad for Black, who is to move"
     assert wdl[2].tolist() == [0, 0, 65535]
 
@@ -460,7 +460,7 @@ def test_games_that_are_left_out_are_counted_by_reason() -> None:
         ("1. e4 {a {b} c} e5 *", "broken move text", "a comment is closed that was never opened"),
         ("1. e4 e5 } *", "broken move text", "a comment is closed that was never opened"),
         ("1. e4 1-0 e5 *", "broken move text", "moves go on after the result"),
-        ('[FEN "8/8/8/8/8/8/8/8 w - - 0 1"]\n\n1. e4 *', "start that can't be played", "FEN"),
+        ('[FEN "8/8/8/8/8/8/8/8 w - - 0 1"]\n\n1. e4 *', "start that can't be played", "not a position"),
         ('[FEN "nonsense"]\n\n1. e4 *', "start that can't be played", "not a FEN"),
         ('[FEN "8/P6k/8/8/8/8/8/K7 w - - 0 1"]\n\n1. a8 *', "illegal move", "1. a8 is not legal"),
     ],

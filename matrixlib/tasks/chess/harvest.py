@@ -20,10 +20,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat
-from matrixlib.tasks.chess.packing import wdl_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD
-
-EVEN, SPREAD = 100.0, 18.3  # centipawns: half of the games are won, and how fast that changes; see `expected`
 
 # RECORD's `source`: where a position comes from
 SOURCES: Mapping[str, int] = {
@@ -189,18 +186,6 @@ def text_of(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return data.decode("latin-1")
-
-
-def expected(centipawns: np.ndarray) -> np.ndarray:
-    """(n,) centipawns of the side to move -> (n, 3) u2 win, draw, loss, sum 65535; an infinite score is a mate.
-
-    Win = 1 / (1 + exp((100 - cp) / 18.3)), loss likewise of -cp, the rest is drawn; in steps of 1/1000. That is the
-    model of Stockfish 15.1 at move 32 (its `win_rate_model`), from where on 100 centipawns are what half of the games
-    are won with; its spread there is 66.2 of internal units of which 361 are a pawn.
-    """
-    score = np.stack([centipawns, -np.asarray(centipawns)], axis=1).astype(np.float64)
-    share = np.rint(1000 / (1 + np.exp(np.clip((EVEN - score) / SPREAD, -500, 500)))).astype(np.int64)
-    return wdl_of(np.stack([share[:, 0], 1000 - share.sum(axis=1), share[:, 1]], axis=1))
 
 
 def empty() -> Batch:

@@ -6,51 +6,32 @@ import numpy as np
 
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.records import UNKNOWN, WDL_SUM, legal_indices
+from matrixlib.tasks.chess.records import UNKNOWN, WDL_SUM, legal_indices, playable
 
-OUR_KING, THEIR_KING = 5, 11
-BACK_RANKS = np.uint64(0xFF000000000000FF)
 # Of each castling right: the bitboards of king and rook, and where they have to stand
 RIGHTS = ((5, 4, 3, 7), (5, 4, 3, 0), (11, 60, 9, 63), (11, 60, 9, 56))
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def unplayable(records: np.ndarray) -> np.ndarray:
-    """(n,) bool: any of the faults of `board_faults`."""
-    found = board_faults(records)
-    return np.logical_or.reduce(list(found.values())) if found else np.zeros(len(records), bool)
-
-
-def board_faults(records: np.ndarray) -> dict[str, np.ndarray]:
-    """What makes boards impossible: fault -> (n,) bool, for the faults that occur."""
+def faults(batch: Batch) -> dict[str, np.ndarray]:
+    """What makes positions unfit to be stored: fault -> (n,) bool, for the faults that occur."""
+    records = batch["records"]
     boards = bitboard.bitboards(records["pieces"])
-    kings = (np.bitwise_count(boards[:, [OUR_KING, THEIR_KING]]) != 1).any(axis=1)
-    turned = bitboard.pieces_of(np.concatenate([boards[:, 6:], boards[:, :6]], axis=1).byteswap())
     castling = np.zeros(len(records), bool)
     for bit, (king, king_square, rook, rook_square) in enumerate(RIGHTS):
         at_home = (boards[:, king] >> np.uint64(king_square)) & (boards[:, rook] >> np.uint64(rook_square))
         castling |= (records["castling"] >> bit & 1 == 1) & (at_home & np.uint64(1) == 0)
-    found = {
-        "not one king a side": kings,
-        "a pawn on the first or last rank": (boards[:, 0] | boards[:, 6]) & BACK_RANKS != 0,
-        "the side that moved is in check": ~kings & bitboard.in_check(turned),
-        "a castling right without king and rook at home": castling | (records["castling"] > 15),
-    }
-    return {fault: rows for fault, rows in found.items() if rows.any()}
-
-
-def faults(batch: Batch) -> dict[str, np.ndarray]:
-    """What makes positions unfit to be stored: fault -> (n,) bool, for the faults that occur."""
-    records = batch["records"]
     total = records["wdl"].sum(axis=1, dtype=np.int64)
     file = bitboard.legal_en_passant(records["pieces"], records["en_passant"])
     found = {
+        "not a position of chess": ~playable(boards),
+        "a castling right without king and rook at home": castling | (records["castling"] > 15),
         "an en-passant file where no capture is legal": file != records["en_passant"],
         "no such result": (records["result"] < -1) | (records["result"] > UNKNOWN),
         "win, draw and loss do not add up": (total != 0) & (total != WDL_SUM),
         "the listed moves are not the legal ones": unlike_legal(batch),
     }
-    return {**board_faults(records), **{fault: rows for fault, rows in found.items() if rows.any()}}
+    return {fault: rows for fault, rows in found.items() if rows.any()}
 
 
 def unlike_legal(batch: Batch) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -26,13 +26,14 @@ from matrixlib.tasks.chess.harvest import (
     Refused,
     blank,
     empty,
-    expected,
     game_id,
     opened,
     text_of,
 )
-from matrixlib.tasks.chess.inspection import unplayable
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, parse_fen
+from matrixlib.tasks.chess.notation import read_fens
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
+from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish import CENTIPAWN_LIMIT, MATE
 
 GAMES = 500  # in a part
 PART_BYTES = 4_000_000  # ... or this much text, where games are long
@@ -41,7 +42,7 @@ FULL_WEIGHT = 65535
 
 # What a word means where it is no move (those are 0 and more)
 NOTHING, WHITE_WINS, BLACK_WINS, DRAWN, OPEN, NULL_MOVE, FOREIGN = range(-1, -8, -1)
-SCORED, MATE = -1_000_000, 100_000  # an evaluation: SCORED + centipawns from White's side, or +- MATE
+SCORED = -1_000_000  # an evaluation: SCORED + the score from White's side (see `stockfish.MATE`)
 RESULTS = {
     **dict.fromkeys((b"1-0", b"1:0"), WHITE_WINS),
     **dict.fromkeys((b"0-1", b"0:1"), BLACK_WINS),
@@ -76,11 +77,6 @@ EVALUATION = re.compile(
 )  # the comment that holds it
 SCORE = re.compile(rb"%(#?)([-+]?\d*\.?\d+)")
 GAME = re.compile(rb'^[ \t]*\[[ \t]*\w+[ \t]+"|\b1[ \t]*\.[ .]*[a-hNBRQKO]', re.MULTILINE)
-FEN = re.compile(r"([1-8pnbrqkPNBRQK/]{15,71}) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d{1,4}) (\d{1,4})")
-SPREAD_OUT = {"/": "", **{str(count): "." * count for count in range(1, 9)}}  # of a FEN's board
-PIECE = np.full(128, 12, np.uint8)  # a letter's number in a record
-PIECE[list(b"PNBRQKpnbrqk")] = range(12)
-RIGHTS = {"K": 1, "Q": 2, "k": 4, "q": 8, "-": 0}
 BOM = b"\xef\xbb\xbf"
 BLANKS = b" \t\r\n"
 REMARKS = b"{;($)%"  # what a line begins with that still belongs to a game whose result was given
@@ -199,10 +195,10 @@ def meaning(word: bytes) -> int:
     if word in NULL_MOVES:
         return NULL_MOVE
     if found := SCORE.fullmatch(word):
-        value = float(found[2])
-        return SCORED + (
-            int(np.sign(value) or 1) * MATE if found[1] else round(max(-999, min(999, value)) * 100)
-        )
+        mate, value = bool(found[1]), float(found[2])
+        if mate:
+            return SCORED + (MATE if value > 0 else -MATE)
+        return SCORED + round(min(max(100 * value, -CENTIPAWN_LIMIT), CENTIPAWN_LIMIT))
     bare = GLYPH.sub(b"", word)
     if bare in SIGNS or not SPELLED.search(bare):
         return NOTHING
@@ -230,7 +226,7 @@ class _Game:
     """A game whose text could be read: its number in the part, start, moves and White's points."""
 
     number: int
-    fen: str  # of its start, "" as usual
+    fen: str  # of its start
     moves: list[int]
     points: int
     evaluated: list[int]  # moves and evaluations in order, where there are evaluations
@@ -272,7 +268,7 @@ def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
         points = UNKNOWN
     else:
         points = found if said == UNKNOWN else said
-    fen = text_of(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else ""
+    fen = text_of(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else chess.STARTING_FEN
     return _Game(number, fen, moves, points, codes if b"%eval" in text else [])
 
 
@@ -318,48 +314,6 @@ def insufficient(pieces: np.ndarray) -> np.ndarray:
         lacking.append(lack & ((pawns | rooks | queens)[:, side] == 0))
     both_lack: np.ndarray = lacking[0] & lacking[1]
     return both_lack
-
-
-def starts(fens: Sequence[str]) -> tuple[np.ndarray, dict[int, str]]:
-    """(n,) RECORD of the positions in which games start ("": as usual); number of the game -> what is wrong with it.
-
-    FENs as they are usually written are read here, all at once; python-chess reads the others and the faulty ones.
-    """
-    records = np.repeat(from_boards([chess.Board()]), len(fens))
-    told = [(row, FEN.fullmatch(fen)) for row, fen in enumerate(fens) if fen]
-    plain = [(row, found, places) for row, found in told if found and len(places := _places(found[1])) == 64]
-    rows = np.array([row for row, _, _ in plain], np.int64)
-    good = np.zeros(len(rows), bool)
-    if plain:
-        read = blank(len(plain), "unknown")
-        black = np.array([found[2] == "b" for _, found, _ in plain])
-        letters = np.frombuffer("".join(places for _, _, places in plain).encode(), np.uint8).reshape(
-            -1, 8, 8
-        )
-        squares = PIECE[np.where(black[:, None, None], letters, letters[:, ::-1])].reshape(-1, 64)
-        squares = np.where(black[:, None] & (squares < 12), (squares + 6) % 12, squares)  # ours come first
-        read["pieces"] = squares[:, ::2] | squares[:, 1::2] << 4
-        rights = np.array([sum(RIGHTS[letter] for letter in found[3]) for _, found, _ in plain])
-        read["castling"] = np.where(black, rights >> 2 | (rights & 3) << 2, rights)
-        file = [-1 if found[4] == "-" else "abcdefgh".index(found[4][0]) for _, found, _ in plain]
-        read["en_passant"] = bitboard.legal_en_passant(read["pieces"], file)
-        read["side"] = black
-        read["halfmove"] = [min(int(found[5]), 255) for _, found, _ in plain]
-        read["ply"] = [min(max(2 * int(found[6]) - 2, 0) + (found[2] == "b"), 65535) for _, found, _ in plain]
-        good = ~unplayable(read)
-        records[rows[good]] = read[good]
-    faults = {}
-    for row in sorted({row for row, _ in told} - set(rows[good].tolist())):
-        try:
-            records[row] = from_boards([parse_fen(fens[row])])[0]
-        except ValueError as error:
-            faults[row] = str(error)
-    return records, faults
-
-
-def _places(board: str) -> str:
-    """The 64 places of a FEN's board, from a8 to h1, "." where one is empty; another length if it is none."""
-    return "".join(SPREAD_OUT.get(letter, letter) for letter in board)
 
 
 # The reader
@@ -409,11 +363,13 @@ class Pgn:
                 skipped[str(left)] += 1
             except _Fault as reasons:
                 refuse(number, *reasons.args)
-        start, faults = starts([game.fen for game in games])
-        for row, fault in faults.items():
-            refuse(games[row].number, "start that can't be played", fault, len(games[row].moves))
-        sound = [row for row in range(len(games)) if row not in faults]
-        games, start = [games[row] for row in sound], start[sound]
+        rows_of = {fen: row for row, fen in enumerate(dict.fromkeys(game.fen for game in games))}
+        start, faults = read_fens(list(rows_of), self.source)
+        for game in games:
+            if fault := faults[rows_of[game.fen]]:
+                refuse(game.number, "start that can't be played", f"{fault}: {game.fen}", len(game.moves))
+        games = [game for game in games if not faults[rows_of[game.fen]]]
+        start = start[[rows_of[game.fen] for game in games]]
         if not games:
             return Harvest(empty(), len(texts), 0, refused, skipped, warned, np.zeros(0, np.int64))
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
@@ -476,9 +432,8 @@ def assemble(games: list[_Game], start: np.ndarray, played: bitboard.Replayed, p
             scored &= made < len(game.moves)  # the position after the last move is not stored
             places.append(begin + made[scored])
             scores.append(codes[scored] - SCORED)
-    place, score = np.concatenate(places), np.concatenate(scores).astype(np.float64)
-    score[np.abs(score) == MATE] *= np.inf
-    records["wdl"][place] = expected(np.where(records["side"][place], -score, score))
+    place, score = np.concatenate(places), np.concatenate(scores)
+    records["wdl"][place] = wdl_of_score(np.where(records["side"][place], -score, score))
     weight = np.zeros(len(played.indices), "<u2")
     weight[played.choice] = FULL_WEIGHT
     return {
