@@ -38,7 +38,9 @@ from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.epd import Epd
 from matrixlib.tasks.chess.evaluations import Evaluations
 from matrixlib.tasks.chess.harvest import Harvest, Part, Reader, Refused
+from matrixlib.tasks.chess.labels import Labelled
 from matrixlib.tasks.chess.lc0 import Lc0
+from matrixlib.tasks.chess.matrix0_data import Matrix0Data
 from matrixlib.tasks.chess.packing import SHARD, is_validation
 from matrixlib.tasks.chess.pgn import Pgn
 from matrixlib.tasks.chess.puzzles import Puzzles
@@ -55,6 +57,8 @@ KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compress
     ".epd": Epd,
     ".tar": Lc0,
     ".tgz": Lc0,
+    ".npz": Matrix0Data,
+    ".fen": Labelled,
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
 FEW = 8  # shards of a source, below which none is called an outlier
