@@ -423,6 +423,10 @@ def test_a_file_that_is_cut_short_gives_what_is_whole(tmp_path):
         ).all()
     path.write_bytes(packed[:-8])  # every record is there, only the checksum is not
     assert read_file(Lc0(), path).reasons == {"cut short": 1}
+    path.write_bytes(packed + bytes(100))  # padded
+    assert (read_file(Lc0(), path).stored, read_file(Lc0(), path).reasons) == (20, {})
+    path.write_bytes(packed + b"junk")
+    assert (read_file(Lc0(), path).stored, read_file(Lc0(), path).reasons) == (20, {"cut short": 1})
     path.write_bytes(packed[:-8] + bytes(8))
     assert (read_file(Lc0(), path).stored, read_file(Lc0(), path).reasons) == (0, {"cut short": 1})
 

@@ -245,10 +245,29 @@ def test_arrays_of_another_shape_are_named(tmp_path, change, message):
 def test_damaged_files_are_named(tmp_path):
     path = write(tmp_path, arrays_of([PLAIN] * 40))
     whole = path.read_bytes()
-    for data in (whole[:1000], b"PK\x03\x04", b"", whole[:2000] + bytes([whole[2000] ^ 255]) + whole[2001:]):
+    for data in (whole[:1000], b"PK\x03\x04", b""):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=r"selfplay\.npz"):
             list(Matrix0Data().parts(path))
+
+
+def test_a_turned_byte_is_found_before_any_row_is_handed_over(tmp_path, monkeypatch):
+    path = write(tmp_path, arrays_of([PLAIN] * 40))
+    whole = path.read_bytes()
+    monkeypatch.setattr(matrix0_data, "ROWS", 8)
+    want = [part.data for part in Matrix0Data().parts(path)]
+    found = 0
+    for at in range(60, len(whole), 97):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        parts = Matrix0Data().parts(path)
+        try:
+            first = next(parts)
+        except ValueError as error:
+            found += 1
+            assert "selfplay.npz" in str(error)  # noqa: PT017
+        else:  # a time stamp or the like
+            assert [part.data for part in (first, *parts)] == want
+    assert found > 30
 
 
 def test_an_array_that_ends_too_early_is_named(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 import chess
 import numpy as np
 
-from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part, Refused, lines_in_parts, opened
+from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part, Refused, lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.notation import legal_of
 from matrixlib.tasks.chess.packing import NO_WEIGHT, ids_of, weights_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
@@ -132,9 +132,7 @@ class Epd:
         yield from lines_in_parts(path, PART)
 
     def read(self, part: Part) -> Harvest:
-        lines = [
-            line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()
-        ]
+        lines = lines_of(part)
         refused: list[Refused] = []
         skipped: Counter[str] = Counter()
         warned: Counter[str] = Counter()
@@ -170,10 +168,5 @@ class Epd:
             indices = legal.index[legal.offset[row] : legal.offset[row + 1]]
             chosen = np.array([policy_index(move, board.turn) for move in moves], np.int64)
             level[legal.offset[row] + np.searchsorted(indices, chosen)] = 0
-        batch = {
-            "records": records,
-            "policy_offset": legal.offset.astype("<i8"),
-            "policy_index": legal.index.astype("<u2"),
-            "policy_weight": weights_of(level, legal.offset),
-        }
+        batch = legal.batch(records, weights_of(level, legal.offset))
         return Harvest(batch, len(lines), len(boards), refused, skipped, +warned)

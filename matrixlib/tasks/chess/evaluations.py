@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from matrixlib.data.shards import Batch
-from matrixlib.tasks.chess.harvest import Harvest, Part, Refused, lines_in_parts, opened
+from matrixlib.tasks.chess.harvest import Harvest, Part, Refused, lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.notation import CHESS960, castled, code_of, legal_of, read_fens
 from matrixlib.tasks.chess.packing import NO_WEIGHT, STEP, ids_of, values, weights_of
 from matrixlib.tasks.chess.records import Records
@@ -30,7 +30,7 @@ PART = 1 << 19  # bytes, about 700 positions
 LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
 
 
-def parse(line: bytes) -> tuple[str, int, list[tuple[str, int]]]:
+def parse(line: str) -> tuple[str, int, list[tuple[str, int]]]:
     """(FEN, depth, [(first move, score from White's side), ...]) of a line's deepest evaluation.
 
     ValueError says what the line lacks.
@@ -74,13 +74,12 @@ class Evaluations:
         yield from lines_in_parts(path, PART)
 
     def read(self, part: Part) -> Harvest:
-        lines = [line for line in part.data.split(b"\n") if line.strip()]
+        lines = lines_of(part)
         refused: list[Refused] = []
         skipped: Counter[str] = Counter()
 
         def refuse(number: int, reason: str, detail: str) -> None:
-            text = lines[number].decode("utf-8", "replace")
-            refused.append(Refused(part.first + number, reason, detail, 1, text))
+            refused.append(Refused(part.first + number, reason, detail, 1, lines[number]))
 
         entries, fens, variations = [], [], []
         for number, line in enumerate(lines):
@@ -133,9 +132,4 @@ def _targets(records: Records, row: np.ndarray, codes: np.ndarray, score: np.nda
     np.minimum.at(level, legal.find(row, codes), np.minimum(behind, NO_WEIGHT))
     records["wdl"] = wdl_of_score(best)
     records["game"] = ids_of(records)
-    return {
-        "records": records,
-        "policy_offset": legal.offset.astype("<i8"),
-        "policy_index": legal.index.astype("<u2"),
-        "policy_weight": weights_of(level, legal.offset),
-    }
+    return legal.batch(records, weights_of(level, legal.offset))

@@ -168,6 +168,11 @@ def lines_in_parts(path: Path, size: int, header: bool = False) -> Iterator[Part
             number, first = number + 1, first + sum(1 for line in lines if line.strip())
 
 
+def lines_of(part: Part) -> list[str]:
+    """The entries of a part of `lines_in_parts`; what is not UTF-8 is replaced."""
+    return [line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()]
+
+
 def game_id(*what: str | bytes) -> int:
     """A 64-bit id of a game, from whatever tells it apart (its text, a puzzle's source game); stable for ever.
 

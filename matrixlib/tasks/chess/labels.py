@@ -16,7 +16,7 @@ import numpy as np
 
 from matrixlib.tasks.chess.epd import Unusable, parse
 from matrixlib.tasks.chess.games import Parameters, label
-from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part, Refused, empty, lines_in_parts
+from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part, Refused, empty, lines_in_parts, lines_of
 from matrixlib.tasks.chess.packing import BOARD, Positions, assemble, ids_of, levels, ordered
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.sources import label_columns
@@ -44,9 +44,7 @@ class Labelled:
 
     def read(self, part: Part) -> Harvest:
         """Starts an engine of its own. Raises EngineError where that fails."""
-        lines = [
-            line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()
-        ]
+        lines = lines_of(part)
         refused: list[Refused] = []
         skipped: Counter[str] = Counter()
         boards: list[chess.Board] = []

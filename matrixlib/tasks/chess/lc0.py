@@ -30,7 +30,7 @@ from matrixlib.tasks.chess.leela import (
     numbers_of,
     values_of,
 )
-from matrixlib.tasks.chess.notation import legal_of
+from matrixlib.tasks.chess.notation import Legal, legal_of
 from matrixlib.tasks.chess.packing import weights_of_counts
 from matrixlib.tasks.chess.records import Records, to_board
 
@@ -62,13 +62,13 @@ def inflate(data: bytes) -> bytes:
         try:
             out += stream.decompress(data, LONGEST)
         except zlib.error:
-            return b"\0"
+            break
         if stream.unconsumed_tail:
             raise ValueError(f"holds more than {LONGEST >> 20} MiB, which is no game")
         if not stream.eof:
-            return out + b"\0" * (len(out) % V6.itemsize == 0)
-        data = stream.unused_data
-    return out
+            break
+        data = stream.unused_data.lstrip(b"\0")  # some programs pad
+    return out + b"\0" * (bool(data) and len(out) % V6.itemsize == 0)
 
 
 def games_of(path: Path) -> Iterator[bytes]:
@@ -173,10 +173,6 @@ class Lc0:
         kept = np.flatnonzero(same & (raw["flags"][rows] & DELETED == 0))
         places, offset = ragged_rows(legal.offset, kept)
         weight = np.rint(np.maximum(listed[places], 0) * 1e9).astype(np.int64)
-        batch = {
-            "records": records[rows[kept]],
-            "policy_offset": offset,
-            "policy_index": legal.index[places].astype("<u2"),
-            "policy_weight": weights_of_counts(weight, offset),
-        }
+        chosen = Legal(legal.moves[places], legal.index[places], offset)
+        batch = chosen.batch(records[rows[kept]], weights_of_counts(weight, offset))
         return records, reasons, batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from matrixlib.data.shards import LFS_POINTER, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.harvest import Harvest, Part, Refused, blank, game_id
-from matrixlib.tasks.chess.notation import legal_of, standing_rights
+from matrixlib.tasks.chess.notation import Legal, classes_of, legal_of, standing_rights
 from matrixlib.tasks.chess.packing import weights_of_counts
 from matrixlib.tasks.chess.records import UNKNOWN, Records, absolute_index, playable, to_board
 from matrixlib.tasks.chess.scores import wdl_of_shares
@@ -89,7 +90,7 @@ def _result_of(archive: zipfile.ZipFile) -> int:
     return int(value[0]) if value.size == 1 and value[0] in (-1, 0, 1) else 2
 
 
-def _pieces_of(archive: zipfile.ZipFile, path: Path, stack: ExitStack) -> Iterator[dict[str, NDArray[Any]]]:
+def _rows_of(archive: zipfile.ZipFile, path: Path, stack: ExitStack) -> Iterator[dict[str, NDArray[Any]]]:
     """Rows ROWS by ROWS of all arrays, in lock-step. ValueError names the array that is of another shape."""
     streams, count = {}, None
     for array, member in _arrays_of(archive, path).items():
@@ -146,8 +147,7 @@ def decode(s: NDArray[np.float32], faults: Faults) -> Records:
     records["pieces"] = bitboard.pieces_of(boards)
     rights = ((whole[:, 1:5] > 0.5) * [1, 2, 4, 8]).sum(1)
     rights = np.where(black, rights >> 2 | (rights & 3) << 2, rights)
-    classes = np.stack([records["pieces"] & 15, records["pieces"] >> 4], axis=2).reshape(-1, 64)
-    records["castling"] = standing_rights(rights, classes)
+    records["castling"] = standing_rights(rights, records["pieces"])
     faults.append((records["castling"] != rights, "castling without king or rook"))
     numbers = np.clip(np.nan_to_num(whole[:, 5:]), 0, 1) * [99, 199]
     records["halfmove"], full = np.rint(numbers).astype(np.int64).T
@@ -158,7 +158,7 @@ def decode(s: NDArray[np.float32], faults: Faults) -> Records:
 
 def passed_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The file (N,) on which a move of `mask` (N, 4672, oriented) takes en passant, -1 where none does."""
-    classes = np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
+    classes = classes_of(pieces)
     files = np.full(len(pieces), -1, np.int64)
     for origin in range(32, 40):
         for target in (target for target in (origin + 7, origin + 9) if target >> 3 == 5):
@@ -186,15 +186,17 @@ class Matrix0Data:
         try:
             with ExitStack() as stack:
                 archive = stack.enter_context(zipfile.ZipFile(path))
-                whole = repr(sorted((info.filename, info.CRC, info.file_size) for info in archive.infolist()))
+                if damaged := archive.testzip():  # before any row is handed over, not after the last one
+                    raise zipfile.BadZipFile(f"'{damaged}' fails its checksum")
+                whole = repr(sorted((info.filename, info.CRC) for info in archive.infolist()))
                 about = {"game": np.uint64(game_id("matrix0", whole)), "result": np.int8(_result_of(archive))}
                 first = 0
-                for number, arrays in enumerate(_pieces_of(archive, path, stack)):
+                for number, arrays in enumerate(_rows_of(archive, path, stack)):
                     data = io.BytesIO()
                     np.savez(data, **about, **arrays)  # type: ignore[arg-type]
                     yield Part(number, first, data.getvalue())
                     first += len(arrays["z"])
-        except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged or no NPZ file ({error}): restore it from a copy") from error
 
     def read(self, part: Part) -> Harvest:
@@ -237,10 +239,8 @@ class Matrix0Data:
             refused.append(Refused(part.first + row, reason, detail, 1, to_board(records[row]).fen()))
         kept = np.array([row for row in range(len(records)) if row not in reasons], np.int64)
         places, offset = ragged_rows(legal.offset, kept)
-        batch = {
-            "records": records[kept],
-            "policy_offset": offset,
-            "policy_index": legal.index[places].astype("<u2"),
-            "policy_weight": weights_of_counts(np.rint(share[places] * 1e9).astype(np.int64), offset),
-        }
+        chosen = Legal(legal.moves[places], legal.index[places], offset)
+        batch = chosen.batch(
+            records[kept], weights_of_counts(np.rint(share[places] * 1e9).astype(np.int64), offset)
+        )
         return Harvest(batch, len(records), len(kept), refused)

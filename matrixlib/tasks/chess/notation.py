@@ -7,21 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import chess
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, PLANES, POLICY_INDEX, ROOK
 from matrixlib.tasks.chess.harvest import blank
 from matrixlib.tasks.chess.records import Records, playable
 
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
-LETTERS = frozenset("PNBRQKpnbrqk12345678/")
 RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
-CLASSES = bytes.maketrans(b"PNBRQKpnbrqk.", bytes(range(13)))  # as White sees them
-SWAPPED = bytes.maketrans(b"pnbrqkPNBRQK.", bytes(range(13)))  # as Black does
+
+
+def _classes(letters: bytes) -> bytes:
+    """Table of bytes to piece classes in the order of `letters`; 255 for everything else."""
+    table = bytearray(b"\xff" * 256)
+    for number, letter in enumerate(letters):
+        table[letter] = number
+    return bytes(table)
+
+
+CLASSES = _classes(b"PNBRQKpnbrqk."), _classes(b"pnbrqkPNBRQK.")  # as White and as Black sees them
 RIGHTS = {"K": 1, "Q": 2, "k": 4, "q": 8}
 SQUARES = {name: square for square, name in enumerate(chess.SQUARE_NAMES)}
 PROMOTIONS = {"": 0, "n": 1, "b": 2, "r": 3, "q": 4}
@@ -31,33 +41,44 @@ CORNERS = ((7, KING, ROOK, 4), (0, KING, ROOK, 4), (63, KING + 6, ROOK + 6, 60),
 # Positions
 
 
+@lru_cache(maxsize=1024)
+def _rights(castling: str, black: bool) -> int | str:
+    """The oriented rights of a FEN's castling field, or what is wrong with it."""
+    if castling == "-":
+        return 0
+    if set(castling) <= set(RIGHTS):
+        rights = sum(RIGHTS[letter] for letter in set(castling))
+        return rights >> 2 | (rights & 3) << 2 if black else rights
+    return CHESS960 if set(castling.upper()) <= set("KQABCDEFGH") else NOT_A_FEN
+
+
 def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
-    """(classes of the 64 oriented squares, (castling, en-passant file, clock, side, ply)), or what is wrong."""
+    """(classes of 64 squares from rank 8 on, (castling, en-passant file, clock, side, ply)), or what is wrong."""
     fields = fen.split()
     if not 4 <= len(fields) <= 6:
         return NOT_A_FEN
     placement, turn, castling, en_passant, *counters = fields
-    ranks = [rank.translate(RUNS) for rank in placement.split("/")]
-    if len(ranks) != 8 or any(len(rank) != 8 for rank in ranks) or not LETTERS.issuperset(placement):
+    text = placement.translate(RUNS)
+    if len(text) != 71 or text[8::9] != "///////" or "." in placement or not text.isascii():
         return NOT_A_FEN
-    if turn not in ("w", "b") or not all(text.isascii() and text.isdecimal() for text in counters):
+    if turn not in ("w", "b") or not all(map(str.isdecimal, counters)):
         return NOT_A_FEN
     black = turn == "b"
-    squares = "".join(ranks if black else ranks[::-1]).encode().translate(SWAPPED if black else CLASSES)
-    rights, file = 0, -1
-    for letter in castling if castling != "-" else "":
-        if letter not in RIGHTS:
-            return CHESS960 if letter in "ABCDEFGHabcdefgh" else NOT_A_FEN
-        rights |= RIGHTS[letter]
-    if black:
-        rights = rights >> 2 | (rights & 3) << 2
+    rights = _rights(castling, black)
+    if isinstance(rights, str):
+        return rights
+    file = -1
     if en_passant != "-":
         if en_passant not in SQUARES:
             return NOT_A_FEN
         if en_passant[1] == ("3" if black else "6"):
             file = SQUARES[en_passant] & 7
-    clock, full = (int(counters[k]) if len(counters) > k else k for k in range(2))
-    return squares, (rights, file, min(clock, 255), int(black), min(max(2 * full - 2, 0) + black, 65535))
+    clock = min(int(counters[0]), 255) if counters else 0
+    full = min(int(counters[1]), 40000) if len(counters) > 1 else 1
+    squares = text.replace("/", "").encode().translate(CLASSES[black])
+    if len(squares) != 64:
+        return NOT_A_FEN  # a slash within a rank
+    return squares, (rights, file, clock, int(black), min(max(2 * full - 2, 0) + black, 65535))
 
 
 def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
@@ -72,23 +93,31 @@ def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
     faults = [read if isinstance(read, str) else "" for read in reads]
     rows = np.flatnonzero([not fault for fault in faults])
     found = [read for read in reads if not isinstance(read, str)]
-    classes = np.frombuffer(b"".join(read[0] for read in found), np.uint8).reshape(-1, 64)
+    ranks = np.frombuffer(b"".join(read[0] for read in found), np.uint8).reshape(-1, 8, 8)
     columns = np.array([read[1] for read in found], np.int64).reshape(-1, 5)
+    classes = np.where(columns[:, 3, None, None] == 0, ranks[:, ::-1], ranks).reshape(-1, 64)
     pieces = classes[:, ::2] | classes[:, 1::2] << 4
-    good = playable(bitboard.bitboards(pieces))
-    for row in rows[~good]:
-        faults[row] = NOT_A_POSITION
-    rows, pieces, classes, columns = rows[good], pieces[good], classes[good], columns[good]
+    letters: NDArray[np.bool_] = classes.max(axis=1) <= EMPTY
+    good = letters & playable(bitboard.bitboards(pieces))
+    for row, known in zip(rows[~good], letters[~good], strict=True):
+        faults[row] = NOT_A_POSITION if known else NOT_A_FEN
+    rows, pieces, columns = rows[good], pieces[good], columns[good]
     records["pieces"][rows] = pieces
-    records["castling"][rows] = standing_rights(columns[:, 0], classes)
+    records["castling"][rows] = standing_rights(columns[:, 0], pieces)
     records["en_passant"][rows] = bitboard.legal_en_passant(pieces, columns[:, 1])
     for column, name in enumerate(("halfmove", "side", "ply"), start=2):
         records[name][rows] = columns[:, column]
     return records, faults
 
 
-def standing_rights(castling: NDArray[np.int64], classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Castling rights (N,) without those whose king or rook is not in its place; classes (N, 64) by oriented square."""
+def classes_of(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Nibbles (N, 32) to the class of the piece on each oriented square (N, 64), 12 empty."""
+    return np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
+
+
+def standing_rights(castling: NDArray[np.int64], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Castling rights (N,) on boards `pieces` (N, 32) without those whose king or rook is not in its place."""
+    classes = classes_of(pieces)
     standing = np.zeros(len(castling), np.uint8)
     for bit, (corner, king, rook, home) in enumerate(CORNERS):
         there = (classes[:, corner] == rook) & (classes[:, home] == king)
@@ -120,6 +149,15 @@ class Legal:
         # A queen's promotion and a plain move to the last rank share an index, so the code must be the same too.
         right = (keys[place] == row * bitboard.POLICY_SIZE + index) & (self.moves[place] == code)
         return np.where(right & (index >= 0), place, -1)
+
+    def batch(self, records: Records, weight: NDArray[np.uint16]) -> Batch:
+        """The batch of the N records with the weights (K,) of their moves."""
+        return {
+            "records": records,
+            "policy_offset": self.offset.astype("<i8"),
+            "policy_index": self.index.astype("<u2"),
+            "policy_weight": weight,
+        }
 
 
 def legal_of(records: Records) -> Legal:

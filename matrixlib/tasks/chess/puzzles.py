@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat, select
-from matrixlib.tasks.chess.harvest import Harvest, Part, Refused, game_id, lines_in_parts, opened
+from matrixlib.tasks.chess.harvest import Harvest, Part, Refused, game_id, lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.notation import castled, code_of, legal_of, read_fens
 from matrixlib.tasks.chess.packing import ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
@@ -81,20 +81,19 @@ class Puzzles:
             yield part if header else Part(part.number, part.first, HEADER + part.data)
 
     def read(self, part: Part) -> Harvest:
-        lines = [
-            line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()
-        ]
+        lines = lines_of(part)
         names, lines = fields_of(lines[0]), lines[1:]
         refused: list[Refused] = []
         skipped: Counter[str] = Counter()
+        needed = self.needed
         entries: list[int] = []  # numbers in `lines` of the puzzles that are played through
         fens, moves, games = [], [], []
         for number, line in enumerate(lines):
             row = dict(zip(names, fields_of(line), strict=False))
             solution = row.get("Moves", "").split()
-            if fault := self._fault(row, solution):
+            if fault := self._fault(row, solution, needed):
                 refused.append(Refused(part.first + number, *fault, len(solution) // 2, line))
-            elif reason := self._unwanted(row):
+            elif reason := self._unwanted(row, needed):
                 skipped[reason] += 1
             else:
                 entries.append(number)
@@ -117,17 +116,19 @@ class Puzzles:
         refused.sort(key=lambda item: item.entry)
         return Harvest(batch, len(lines), faults.count(""), refused, skipped)
 
-    def _fault(self, row: dict[str, str], solution: Sequence[str]) -> tuple[str, str] | None:
-        if missing := [name for name in self.needed if not row.get(name)]:
+    def _fault(
+        self, row: dict[str, str], solution: Sequence[str], needed: Sequence[str]
+    ) -> tuple[str, str] | None:
+        if missing := [name for name in needed if not row.get(name)]:
             return "missing columns", f"no {', '.join(missing)}: is the line cut off?"
-        if "Rating" in self.needed and not re.fullmatch(r"-?\d{1,5}", row["Rating"]):
+        if "Rating" in needed and not re.fullmatch(r"-?\d{1,5}", row["Rating"]):
             return "bad rating", f"'{row['Rating']}' is no number"
         if len(solution) < 2:
             return "no solution", f"'{row['Moves']}' ends before the solver's move"
         return None
 
-    def _unwanted(self, row: dict[str, str]) -> str | None:
-        if "Rating" in self.needed and not self.min_rating <= int(row["Rating"]) <= self.max_rating:
+    def _unwanted(self, row: dict[str, str], needed: Sequence[str]) -> str | None:
+        if "Rating" in needed and not self.min_rating <= int(row["Rating"]) <= self.max_rating:
             return "rating out of range"
         if self.themes and not set(self.themes) & set(row["Themes"].split()):
             return "other themes"
@@ -157,14 +158,7 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
         if step % 2:
             weight = np.zeros(len(legal.index), "<u2")
             weight[place[place >= 0]] = 65535
-            batches.append(
-                {
-                    "records": state[rows],
-                    "policy_offset": legal.offset.astype("<i8"),
-                    "policy_index": legal.index.astype("<u2"),
-                    "policy_weight": weight,
-                }
-            )
+            batches.append(legal.batch(state[rows], weight))
             owners.append(rows)
         rows, codes = rows[place >= 0], codes[place >= 0]
         state[rows] = play(state[rows], codes.astype(np.uint16))
