@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 
 from matrixlib.data import quality
 from matrixlib.data.catalogue import Catalogue, ShardRow
-from matrixlib.data.shards import LFS_POINTER, Batch, Shard, concat, file_hash, select, write_shard
+from matrixlib.data.shards import LFS_POINTER, Batch, Shard, ShardInfo, concat, file_hash, select, write_shard
 from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.epd import Epd
 from matrixlib.tasks.chess.evaluations import Evaluations
@@ -358,22 +358,27 @@ class _Import:
     path: Path
     reader: Reader
     catalogue: Catalogue
+    rows: dict[str, ShardRow]  # of the catalogue
     sha256: str
 
     @property
+    def folder(self) -> Path:
+        return self.catalogue.folder
+
+    @functools.cached_property
     def name(self) -> str:
         facts = json.dumps([INTAKE, self.sha256, _options(self.reader)], sort_keys=True)
         return f"{self.reader.source}_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     @property
     def place(self) -> Path:
-        return self.catalogue.folder / FOLDER / self.name
+        return self.folder / FOLDER / self.name
 
-    def known(self, rows: Sequence[ShardRow], done: Sequence[Account]) -> set[int]:
+    def known(self, done: Sequence[Account]) -> set[int]:
         """Ids of the games of this source that the folder holds, but for those of steps that are to be done again."""
         whole = {name for account in done for name in account.shards}
         ids: set[int] = set()
-        for row in rows:
+        for row in self.rows.values():
             if (
                 row.state == "healthy"
                 and row.source == self.reader.source
@@ -399,18 +404,24 @@ class _Import:
             "created": changed.isoformat().replace("+00:00", "Z"),  # the file's: the same bytes every time
         }
         validation = is_validation(batch["records"]["game"])
-        positions, shards, written = {}, {}, []
+        jobs: list[tuple[Path, str, np.ndarray]] = []
         for split, mask in (("train", ~validation), ("validation", validation)):
             rows = np.flatnonzero(mask)
-            positions[split] = len(rows)
             pieces = np.array_split(rows, max(1, round(len(rows) / SHARD))) if len(rows) else []
             for piece, chosen in enumerate(pieces):
-                part = select(batch, chosen, LAYOUT)
-                path = self.catalogue.folder / f"{self.name}_{number:06d}_{split}_{piece}.npz"
-                info = write_shard(path, LAYOUT, part, {**meta, "split": split})
-                written.append((info, split, self.reader.source, figures(part)))
-                shards[path.name] = info.sha256
-        self.catalogue.add_all(written)
+                jobs.append((self.folder / f"{self.name}_{number:06d}_{split}_{piece}.npz", split, chosen))
+
+        def write(job: tuple[Path, str, np.ndarray]) -> tuple[ShardInfo, str, str, dict[str, Any]]:
+            path, split, chosen = job
+            part = select(batch, chosen, LAYOUT)
+            info = write_shard(path, LAYOUT, part, {**meta, "split": split})
+            return info, split, self.reader.source, figures(part)
+
+        with ThreadPoolExecutor(max(1, len(jobs))) as pool:  # most of it is waiting for the disk
+            rows_new = self.catalogue.add_all(pool.map(write, jobs))
+        self.rows.update({row.name: row for row in rows_new})
+        positions = {"train": int((~validation).sum()), "validation": int(validation.sum())}
+        shards = {row.name: row.sha256 for row in rows_new}
         account = Account(
             self.reader.source,
             self.path.name,
@@ -433,28 +444,35 @@ class _Import:
 
     def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[Account], int]:
         """All accounts of the file, and how many of them were there before."""
-        rows = self.catalogue.shards(state=None)
-        done = _finished(self.place, {row.name: row for row in rows})
+        for left in self.place.glob("*.tmp"):
+            left.unlink()  # of a killed import
+        done = _finished(self.place, self.rows)
         before = len(done)
         positions = sum(sum(account.positions.values()) for account in done)
         if done and (done[-1].last or (limit is not None and positions >= limit)):
             return done, before
-        known = functools.cache(functools.partial(self.known, rows, tuple(done)))
-        step = _Step()
-        next_part = done[-1].parts[1] if done else 0
-        for part, harvest in harvests(self.reader, self._left(next_part, bar), workers):
-            step.add(harvest, known)
-            bar.update(len(part.data))
-            bar.set_postfix_str(f"{part.first + harvest.entries:,} entries", refresh=False)
-            if step.training >= STEP:
-                done.append(self.store(step, len(done), next_part, last=False))
-                positions += sum(done[-1].positions.values())
-                next_part, step = done[-1].parts[1], _Step()
+        known = functools.cache(functools.partial(self.known, tuple(done)))
+        step, first = _Step(), done[-1].parts[1] if done else 0
+        with ThreadPoolExecutor(1) as writer:  # while a step goes to disk, the next one is read
+            writing: Future[Account] | None = None
+            for part, harvest in harvests(self.reader, self._left(first, bar), workers):
+                step.add(harvest, known)
+                bar.update(len(part.data))
+                bar.set_postfix_str(f"{part.first + harvest.entries:,} entries", refresh=False)
+                if step.training < STEP:
+                    continue
+                if writing:
+                    done.append(writing.result())
+                writing = writer.submit(self.store, step, len(done), first, last=False)
+                positions += sum(len(batch["records"]) for batch in step.batches)
+                step, first = _Step(), first + step.parts
                 if limit is not None and positions >= limit:
-                    return done, before
+                    return [*done, writing.result()], before
+            if writing:
+                done.append(writing.result())
         if not done and not step.parts:
             raise ValueError(f"{self.path}: holds nothing that {type(self.reader).__name__} could read")
-        done.append(self.store(step, len(done), next_part, last=True))
+        done.append(self.store(step, len(done), first, last=True))
         return done, before
 
     def _left(self, first: int, bar: Any) -> Iterator[Part]:
@@ -497,6 +515,7 @@ def take_in(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what it repairs, as after a kill, is in the report
                 catalogue = Catalogue(folder)
+            rows = {row.name: row for row in catalogue.shards(state=None)}
             whole: list[Account] = []
             fresh: list[Account] = []
             for path, its_reader in chosen:
@@ -505,11 +524,11 @@ def take_in(
                 with live_bar(
                     total=size, unit="B", unit_scale=True, desc=path.name, disable=not progress
                 ) as bar:
-                    work = _Import(path, its_reader, catalogue, hash_of(path))
+                    work = _Import(path, its_reader, catalogue, rows, hash_of(path))
                     found, before = work.run(workers or os.cpu_count() or 1, bar, limit)
                 whole += found
                 fresh += found[before:]
-            outliers = mark_outliers(catalogue, [name for account in fresh for name in account.shards])
+            outliers = mark_outliers(catalogue, rows, [name for account in fresh for name in account.shards])
     except Timeout as error:
         raise ImportStopped(f"another import into {folder} is running; wait until it has ended") from error
     return _report(whole, fresh, time.monotonic() - start, outliers, catalogue.messages)
@@ -547,19 +566,17 @@ def _report(
 # Outliers
 
 
-def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
-    """Compare the figures of these shards with those of the others of their source and split, and put what is far off
-    into the catalogue beside them ("outliers": figure -> robust z). Returns it in words.
+def mark_outliers(catalogue: Catalogue, rows: Mapping[str, ShardRow], names: Sequence[str]) -> list[str]:
+    """Compare the figures of these shards with those of the other healthy ones of their source and split, and put what
+    is far off into the catalogue beside them ("outliers": figure -> robust z). Returns it in words.
 
     z = (figure - median) / scale, scale = 1.4826 times the median absolute deviation, at least 2 % of the median and
     0.01 (entropies in nats, shares, points).
     """
-    rows = catalogue.shards()
     said = []
-    for row in rows:
-        if row.name not in names:
-            continue
-        kin = [other.quality for other in rows if other is not row and _kin(other) == _kin(row)]
+    healthy = [row for row in rows.values() if row.state == "healthy"]
+    for row in (rows[name] for name in names):
+        kin = [other.quality for other in healthy if other is not row and _kin(other) == _kin(row)]
         far = {}
         for figure in COMPARED:
             sample = np.array([other[figure] for other in kin if figure in other], np.float64)

@@ -47,10 +47,11 @@ def row_entropy(weights: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np
     Each row is divided by its sum W: H = ln W - (1/W) sum w ln w, and 0 for a row without weight.
     """
     count = len(offset) - 1
-    row = np.repeat(np.arange(count), np.diff(offset))
-    value = np.asarray(weights, np.float64)
+    some = np.flatnonzero(weights)  # few, where only one move was played
+    row = np.searchsorted(offset, some, side="right") - 1
+    value = np.asarray(weights[some], np.float64)
     total = np.bincount(row, value, count)
-    own = np.bincount(row, value * np.log(np.where(value > 0, value, 1.0)), count)
+    own = np.bincount(row, value * np.log(value), count)
     has_weight = total > 0
     safe = np.where(has_weight, total, 1.0)
     return np.where(has_weight, np.maximum(np.log(safe) - own / safe, 0.0), 0.0), has_weight
