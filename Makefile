@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help train test soak lint lab report refresh lock install clean stale
+.PHONY: help train cycle test soak lint lab report refresh lock install clean stale
 
 help:
 	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
+	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about an hour'
 	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
 	@echo 'make soak      the long versions of the tests'
 	@echo 'make lint      ruff and mypy'
@@ -50,6 +51,10 @@ install: $(STAMP)
 
 train: $(STAMP)
 	@$(BIN)/python -m matrixlib.launch --preset quick
+
+cycle: $(STAMP)
+	@mkdir -p reports/cycle-quick
+	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick
 
 test: lint
 	$(BIN)/python -m pytest tests -ra

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -487,6 +487,98 @@ class LatinConfig(Config):
     curriculum: LatinCurriculumConfig
 
 
+# The cycle of self-play, training and promotion
+
+
+class SelfPlayConfig(Section):
+    """The fields of `play.selfplay.SelfPlayOptions`."""
+
+    parallel: Count = Field(description="games at a time")
+    simulations: Count = Field(description="simulations of a full search, which is learned from")
+    quick_simulations: Count = Field(description="simulations of a quick search, which is only played")
+    full_share: Annotated[Real, Field(gt=0, le=1)] = Field(
+        description="share of the moves with a full search"
+    )
+    temperature: NonNegative = Field(
+        description="of the draw among the moves in the first plies; 0 = the best one"
+    )
+    temperature_plies: CountOrZero = Field(description="plies until which that holds")
+    late_temperature: NonNegative = Field(description="temperature after them")
+    random_plies: tuple[CountOrZero, CountOrZero] = Field(
+        description="fewest and most plies drawn at random before the search takes over"
+    )
+    plies: Count = Field(description="longer games end without a result")
+    resign_below: Annotated[Real, Field(ge=-1, lt=0)] = Field(
+        description="value below which a side gives up; -1 never"
+    )
+    resign_moves: Count = Field(description="own moves in a row with such a value")
+    play_out: Fraction = Field(
+        description="share of the games in which nobody gives up, to see how often it is wrong"
+    )
+
+
+class SearchConfig(Section):
+    """The fields of `play.search.SearchOptions`."""
+
+    leaves: Count = Field(description="leaves of one tree in a batch")
+    c_init: Real = Field(description="exploration of PUCT")
+    c_base: Positive = Field(description="visits at which exploration begins to grow")
+    fpu: Real = Field(description="how much less than its parent an untried move is held to be worth")
+    virtual_loss: NonNegative = Field(description="taken off for each visit under way")
+    noise_alpha: Positive = Field(description="Dirichlet noise at the root, summed over the moves")
+    noise_weight: Fraction = Field(description="its share in the priors")
+    gumbel: CountOrZero = Field(description="root moves of a Gumbel search; 0 = PUCT")
+    gumbel_visits: NonNegative = Field(
+        description="visits added to the most visited move's in its value scale"
+    )
+    gumbel_scale: NonNegative = Field(description="factor of that scale")
+    look_ahead: bool = Field(description="recognise moves that end the game where their position is expanded")
+
+
+class ArenaConfig(Section):
+    """Matches of a candidate against the best network."""
+
+    pairs: Count = Field(
+        description="at most so many pairs of games, each from one opening with sides swapped"
+    )
+    batch: Count = Field(description="pairs played at once; the test looks after each batch")
+    simulations: CountOrZero = Field(description="simulations of a move; 0 = the most probable move")
+    random_plies: Count = Field(description="random plies of an opening")
+    plies: Count = Field(description="longer games are drawn")
+    elo0: Real = Field(description="SPRT: no better than this is refused ...")
+    elo1: Real = Field(description="... at least so much better is promoted")
+    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = Field(description="share of wrong promotions allowed")
+    beta: Annotated[Real, Field(gt=0, lt=0.5)] = Field(description="share of wrong refusals allowed")
+    anchor_pairs: CountOrZero = Field(
+        description="pairs of each candidate against generation 0, for the Elo curve"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ArenaConfig:
+        if self.elo0 >= self.elo1:
+            raise ValueError(f"elo0 {self.elo0:g} must be below elo1 {self.elo1:g}")
+        return self
+
+
+class CycleConfig(Section):
+    """A whole cycle: generations of self-play, training and a match that decides about promotion."""
+
+    seed: CountOrZero = Field(description="of games, openings and training")
+    generations: Count = Field(description="generations to train")
+    games: Count = Field(description="games of self-play in a generation")
+    chunk: Count = Field(description="games of a shard; what a killed process loses at most")
+    window: Count = Field(description="latest generations that are trained on")
+    workers: Count = Field(description="processes of self-play")
+    adjudicate: CountOrZero = Field(
+        description="lead in material (P1 N3 B3 R5 Q9) that wins a game of self-play at the ply limit, where less "
+        "draws it; 0 = such games stay without a result"
+    )
+    selfplay: SelfPlayConfig
+    search: SearchConfig
+    arena: ArenaConfig
+    network: ChessConfig = Field(description="the network and its training, as in a preset")
+
+
 TASKS: Mapping[str, type[Config]] = {"chess": ChessConfig, "latin": LatinConfig}
 """The schema of each task."""
 
@@ -532,9 +624,9 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
     return data
 
 
-def presets() -> list[str]:
-    """Names of the presets in params/."""
-    return sorted(path.stem for path in PARAMS.glob("*.yaml"))
+def presets(folder: Path | None = None) -> list[str]:
+    """Names of the presets in params/, or in another folder."""
+    return sorted(path.stem for path in (folder or PARAMS).glob("*.yaml"))
 
 
 def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -542,18 +634,33 @@ def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
 
     Raises ConfigError: unknown preset (with the nearest name), unknown, missing or mistyped keys.
     """
-    path = Path(preset) if preset.endswith((".yaml", ".yml")) else PARAMS / f"{preset}.yaml"
+    data, name = _read(preset, overrides, PARAMS)
+    return parse(data, name)
+
+
+def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> CycleConfig:
+    """The same for a cycle's preset, in params/cycle/."""
+    data, name = _read(preset, overrides, PARAMS / "cycle")
+    return _validated(CycleConfig, data, name)
+
+
+def _read(preset: str, overrides: Mapping[str, Any] | None, folder: Path) -> tuple[dict[str, Any], str]:
+    path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
     if not path.is_file():
-        raise ConfigError(
-            f"unknown preset '{preset}'{nearest(preset, presets())} (presets: {', '.join(presets())})"
-        )
-    data = read_yaml(path.read_text(encoding="utf-8"), path.name)
-    return parse(merge(data, overrides or {}), path.name)
+        known = presets(folder)
+        raise ConfigError(f"unknown preset '{preset}'{nearest(preset, known)} (presets: {', '.join(known)})")
+    return merge(read_yaml(path.read_text(encoding="utf-8"), path.name), overrides or {}), path.name
 
 
 def parse(data: Mapping[str, Any], name: str = "config") -> Config:
     """Validate a nested mapping by the schema of its `task`; raises ConfigError naming every bad key."""
-    schema = _schema(data.get("task"), name)
+    return _validated(_schema(data.get("task"), name), data, name)
+
+
+_Schema = TypeVar("_Schema", bound=Section)
+
+
+def _validated(schema: type[_Schema], data: Mapping[str, Any], name: str) -> _Schema:
     try:
         return schema.model_validate(dict(data))
     except ValidationError as error:
@@ -587,7 +694,7 @@ def nearest(word: str, known: list[str]) -> str:
     return f", did you mean '{close[0]}'?" if close else ""
 
 
-def _explain(errors: Sequence[Any], schema: type[Config]) -> list[str]:
+def _explain(errors: Sequence[Any], schema: type[Section]) -> list[str]:
     """One message a key, in words."""
     messages: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
@@ -616,7 +723,7 @@ def _explain(errors: Sequence[Any], schema: type[Config]) -> list[str]:
     ]
 
 
-def _written(where: list[str], schema: type[Config]) -> list[str]:
+def _written(where: list[str], schema: type[Section]) -> list[str]:
     """A key as it is written, without pydantic's names of a union's alternatives."""
     section: Any = schema
     for depth, part in enumerate(where):
@@ -629,19 +736,19 @@ def _written(where: list[str], schema: type[Config]) -> list[str]:
     return where
 
 
-def _section_at(path: list[str], schema: type[Config]) -> type[Section]:
+def _section_at(path: list[str], schema: type[Section]) -> type[Section]:
     section: type[Section] = schema
     for part in path:
         section = section.model_fields[part].annotation  # type: ignore[assignment]
     return section
 
 
-def dump(config: Config) -> dict[str, Any]:
+def dump(config: Section) -> dict[str, Any]:
     """Plain nested data that YAML and JSON can hold; parse(dump(c)) == c."""
     return config.model_dump(mode="json")
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Section) -> str:
     """YAML text of a configuration."""
     return yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True)
 

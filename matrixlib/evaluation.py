@@ -18,8 +18,9 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     """Figures on held-out positions, each with its baselines.
 
     top1, top3: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
-    value_correlation: Pearson of expected scores. Baselines: uniform over legal moves, best capture by piece value
-    (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority class. sample: 0 = all positions.
+    value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform
+    over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
+    class. sample: 0 = all positions.
     """
     from matrixlib.engine.validation import validate
 
@@ -27,27 +28,21 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
 
     def batches() -> Iterator[Batch]:
         for batch in loader.sequential(batch_size, sample=sample):
-            found = _baselines({name: tensor.numpy() for name, tensor in batch.items()})
+            arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+            found = _baselines(arrays, net.task.config.loss.result_share)
             for name, amount in (found | {"rows": len(batch["pieces"])}).items():
                 base[name] = base.get(name, 0) + amount
             yield batch
 
     seen = validate(net.task, net.model, batches(), net.runtime, frozenset({"policy", "value"}), "full")
-    if seen is None or not seen.counts["policy"] or not seen.counts["value"]:
-        raise ValueError(
-            "the held-out positions have no policy or no value target to evaluate on; import others"
-        )
+    if seen is None or not seen.counts["policy"]:
+        raise ValueError("the held-out positions have no policy target to evaluate on; import others")
     policy, value = seen.counts["policy"], seen.counts["value"]
-    moments = {name: seen.metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
-    spread = (moments["x2"] - moments["x"] ** 2) * (moments["y2"] - moments["y"] ** 2)
     figures: dict[str, Any] = {
         "positions": base["rows"],
         "top1": seen.metrics["policy/top1"],
         "top3": seen.metrics["policy/top3"],
         "policy_kl": seen.metrics["policy/kl"],
-        "value_correlation": (moments["xy"] - moments["x"] * moments["y"]) / spread**0.5
-        if spread > 0
-        else 0.0,
         "baselines": {
             "uniform_top1": base["uniform_top1"] / policy,
             "uniform_top3": base["uniform_top3"] / policy,
@@ -55,14 +50,19 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
             "best_capture_top1": base["capture_top1"] / policy,
         },
     }
-    if "value/accuracy" in seen.metrics:
+    if value:
+        moments = {name: seen.metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
+        spread = (moments["x2"] - moments["x"] ** 2) * (moments["y2"] - moments["y"] ** 2)
+        covariance = moments["xy"] - moments["x"] * moments["y"]
+        figures["value_correlation"] = covariance / spread**0.5 if spread > 0 else 0.0
+    if value and "value/accuracy" in seen.metrics:
         figures["wdl_accuracy"] = seen.metrics["value/accuracy"]
         figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
     return figures
 
 
-def _baselines(batch: dict[str, np.ndarray]) -> dict[str, float]:
-    """Sums of the baselines over a host batch (rows with a policy target; rows with a known result for the classes)."""
+def _baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, float]:
+    """Sums of the baselines over a host batch (rows with a policy target; rows with a value target for the classes)."""
     index, weight = batch["policy_index"], batch["policy_weight"].astype(np.float64)
     legal = index >= 0
     total = weight.sum(1)
@@ -74,7 +74,9 @@ def _baselines(batch: dict[str, np.ndarray]) -> dict[str, float]:
     gain = np.where(legal, captured_value(batch["pieces"], index), 0)[known]
     capture = gain.argmax(1)
     right = (gain.max(1) > 0) & best[np.arange(len(best)), capture]
-    classes = batch["wdl"].argmax(1)[batch["wdl"].sum(1) > 0]
+    has_wdl = (batch["wdl"].sum(1) > 0) & (result_share < 1)
+    has_result = (batch["result"] != 2) & (result_share > 0)  # win 1, draw 0, loss -1, unknown 2
+    classes = np.where(has_wdl, batch["wdl"].argmax(1), 1 - batch["result"])[has_wdl | has_result]
     ties = best.sum(1)
     # Three of n moves drawn without replacement miss all `ties` best ones with this hypergeometric chance.
     miss = np.prod(

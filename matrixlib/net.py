@@ -151,6 +151,30 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto") -> Net:
         raise ValueError(
             f"run '{folder.name}' trains {config.task}, not chess; its own notebook evaluates it"
         )
+    from matrixlib.tasks.chess.task import ChessTask
+
+    task = ChessTask(config)
+    found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint or named)
+    model = task.build_model()
+    model.load_state_dict(weights(found.tensors), strict=True)
+    return Net(model, task, _runtime(config, device))
+
+
+def untrained(config: configuration.ChessConfig, device: str = "auto") -> Net:
+    """The network of a configuration with the weights that its seed draws; the global random stream is left alone."""
+    import torch
+
+    from matrixlib.tasks.chess.task import ChessTask
+
+    task = ChessTask(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = task.build_model()
+    return Net(model, task, _runtime(config, device))
+
+
+def _runtime(config: configuration.Config, device: str) -> runtimes.Runtime:
+    """The policy's choice for this machine, whatever machine the network was trained on."""
     settings = {
         "device": device,
         "precision": "auto",
@@ -158,15 +182,7 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto") -> Net:
         "channels_last": "auto",
         "compile": False,
     }
-    wanted = config.runtime.model_copy(update=settings)
-    runtime = runtimes.resolve(wanted, config.train, config.data)
-    from matrixlib.tasks.chess.task import ChessTask
-
-    task = ChessTask(config)
-    found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint or named)
-    model = task.build_model()
-    model.load_state_dict(weights(found.tensors), strict=True)
-    return Net(model, task, runtime)
+    return runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
 
 
 def weights(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -151,12 +151,15 @@ class Chess:
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         base = figures["baselines"]
-        return (
+        parts = [
             f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
-            f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}, "
-            f"WDL {figures.get('wdl_accuracy', float('nan')):.1%}, "
-            f"value correlation {figures['value_correlation']:.2f}"
-        )
+            f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}"
+        ]
+        if "wdl_accuracy" in figures:
+            parts.append(f"WDL {figures['wdl_accuracy']:.1%}")
+        if "value_correlation" in figures:
+            parts.append(f"value correlation {figures['value_correlation']:.2f}")
+        return ", ".join(parts)
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
         base = figures["baselines"]

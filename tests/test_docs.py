@@ -91,6 +91,9 @@ TABLES = {
     "presets": presets_table,
     "options": lambda: options_table(config.options_table(config.Config)),
     "chess-options": lambda: options_table(config.own_options(config.ChessConfig)),
+    "cycle-options": lambda: options_table(
+        [row for row in config.options_table(config.CycleConfig) if not row[0].startswith("network.")]
+    ),
     "latin-options": lambda: options_table(config.own_options(config.LatinConfig)),
 }
 

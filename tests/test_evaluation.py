@@ -13,6 +13,7 @@ from positions import random_positions
 
 from matrixlib import evaluation
 from matrixlib.net import Net
+from matrixlib.subject import Chess
 from matrixlib.tasks.chess import records
 
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
@@ -51,12 +52,31 @@ def test_baselines_by_hand() -> None:
         "policy_index": index.astype(np.int16)[None],
         "policy_weight": weight,
         "wdl": np.array([[0.7, 0.2, 0.1]], np.float32),
+        "result": np.array([-1], np.int8),
     }
-    sums = evaluation._baselines(batch)
+    sums = evaluation._baselines(batch, 0.0)
     assert sums["uniform_top1"] == pytest.approx(1 / n)
     assert sums["uniform_top3"] == pytest.approx(3 / n)
     assert sums["uniform_kl"] == pytest.approx(np.log(n))
     assert (sums["class_0"], sums["class_1"], sums["class_2"]) == (1, 0, 0)
+    by_result = evaluation._baselines(batch, 1.0)
+    assert (by_result["class_0"], by_result["class_1"], by_result["class_2"]) == (0, 0, 1)
+
+
+def test_positions_without_a_value_target_are_evaluated_by_policy_alone() -> None:
+    """Puzzles have no value: a run on them ends with its other figures, and says nothing of a value."""
+    net = random_net()
+    without = loader(net, 24)
+    plain = [
+        {**b, "wdl": torch.zeros_like(b["wdl"]), "result": torch.full_like(b["result"], 2)}
+        for b in without.sequential(8, 0)
+    ]
+    for batch in plain:
+        batch["policy_weight"] = (batch["policy_index"] >= 0).float()
+    figures = evaluation.held_out(net, SimpleNamespace(sequential=lambda batch_size, sample: iter(plain)))
+    assert {"top1", "policy_kl"} <= figures.keys()
+    assert not {"wdl_accuracy", "value_correlation"} & figures.keys()
+    assert "WDL" not in Chess(net.task).headline(figures)
 
 
 def loader(net: Net, count: int) -> SimpleNamespace:

@@ -120,6 +120,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
     return weights(trainer), history(folder)
 
 
+def test_weights_may_be_given_before_the_first_update_and_not_after(tmp_path: Path) -> None:
+    given = {
+        name: torch.full_like(t, 0.5) for name, t in ToyTask(norm="batch").build_model().state_dict().items()
+    }
+    trainer = build(tmp_path)
+    trainer.start_from(given)
+    got = {name: value for name, value in weights(trainer).items() if value.is_floating_point()}
+    assert all((value == 0.5).all() for value in got.values()), "the averaged ones too"
+    for stats in trainer.train():
+        if stats.step == 2:
+            break
+    with pytest.raises(ValueError, match="has made 2 updates"):
+        trainer.start_from(given)
+    with pytest.raises(ValueError, match="unknown"):
+        build(tmp_path / "other").start_from({**given, "unknown": torch.zeros(1)})
+
+
 @pytest.mark.parametrize("stop", [1, 3, 5, 6, 11, 12])
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, whole: Any, stop: int) -> None:
     first = build(tmp_path)

@@ -135,6 +135,17 @@ class Trainer:
         self.task.set_chunk(self.model, self._chunk.rows)
         return found.step
 
+    def start_from(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin with these weights (names of the model's state) instead of random ones, the averaged ones too.
+
+        ValueError where updates have been made already, or where the names are not those of this model.
+        """
+        if self.step:
+            raise ValueError(f"the run has made {self.step} updates; weights are given before the first one")
+        optim.load_tensors(self.model, tensors)
+        if self.ema is not None:
+            self.ema.load_state_dict(optim.named_tensors(self.model), 0)
+
     def _restore(self, found: Checkpoint) -> None:
         """The whole state of a checkpoint; metrics.jsonl is cut back to it."""
         tensors, state, step = found.tensors, found.state, self._step

@@ -1,0 +1,561 @@
+"""The cycle: self-play, training on what was played, a match against the best network, promotion.
+
+Every stage is a pure function of the configuration and of what the stages before it left on the disk, and it leaves
+its result in files that appear whole or not at all. So a cycle that was killed goes on where it was: no game is lost
+or counted twice, and nothing is decided twice.
+
+    reports/<cycle>/cycle.yaml        the configuration
+    reports/<cycle>/shards/           positions of all generations, with their catalogue
+    reports/<cycle>/games/            an account of each chunk of self-play
+    reports/<cycle>/matches/          score and PGN of each batch of a match
+    reports/<cycle>/promotions.json   which network was the best one after each generation, and why
+    reports/<cycle>-001/ ...          the training runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from matrixlib import config as configuration
+from matrixlib.config import CycleConfig
+from matrixlib.engine.metrics import write_json, write_text
+from matrixlib.play import arena, selfplay
+from matrixlib.play.search import SearchOptions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from matrixlib.net import Net
+    from matrixlib.play.game import States, Trace
+
+MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
+WORTH = np.array([1, 3, 3, 5, 9, 0, -1, -3, -3, -5, -9, 0, 0, 0, 0, 0])  # by piece class; ours, theirs
+HELD_OUT = 20  # every so many games one is held out of training
+
+
+class CycleError(ValueError):
+    """A cycle that cannot be begun or continued; says what to do."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """Self-play of a generation. White, draws, Black, unknown: results; wrong, played_out: games in which a side
+    that would have given up did not lose, of those that were played out for that question; seconds: of computing."""
+
+    games: int
+    positions: int
+    plies: int
+    results: tuple[int, int, int, int]
+    wrong: int
+    played_out: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What became of one generation. by: the network that played; match, anchor: pairs (5,) of the candidate against
+    the best network before and against generation 0; best: the generation of the best network after it."""
+
+    number: int
+    by: int
+    played: Played
+    run: str
+    top1: float
+    match: tuple[int, ...]
+    anchor: tuple[int, ...]
+    best: int
+    reason: str
+
+
+class Cycle:
+    """One cycle, made by `open_cycle`; `train` yields its generations."""
+
+    def __init__(self, folder: Path, config: CycleConfig, device: str) -> None:
+        self.folder, self.config, self.device = folder, config, device
+        self._nets: dict[int, Net] = {}
+        self._lock = FileLock(folder / "lock")
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def train(self, generations: int = 0) -> Iterator[Generation]:
+        """Every generation up to the last (or to `generations`), yielded when it has been decided.
+
+        Those that were decided before are yielded at once. CycleError while another process works on the cycle.
+        """
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise CycleError(
+                f"cycle '{self.name}' is being worked on by another process; wait for it"
+            ) from None
+        try:
+            for number in range(1, (generations or self.config.generations) + 1):
+                yield self._generation(number)
+        finally:
+            self._lock.release()
+
+    def history(self) -> list[Generation]:
+        """The generations that have been decided."""
+        decided = sorted(self.folder.glob("generation_*.json"))
+        return [_generation_from(json.loads(path.read_text(encoding="utf-8"))) for path in decided]
+
+    def promotions(self) -> list[dict[str, Any]]:
+        """Which network was the best one (`best`), from when (`after` which generation), and why, oldest first."""
+        path = self.folder / "promotions.json"
+        return json.loads(path.read_text(encoding="utf-8"))["promotions"] if path.exists() else []
+
+    @property
+    def best(self) -> int:
+        """Generation of the best network now; 0 is the untrained one."""
+        found = self.promotions()
+        return int(found[-1]["best"]) if found else 0
+
+    def roll_back(self, generation: int, reason: str) -> None:
+        """Make the network of an earlier generation the best one again. ValueError where it has not been trained."""
+        known = [0, *(made.number for made in self.history())]
+        if generation not in known:
+            raise CycleError(
+                f"generation {generation} has not been trained; there are {known[0]} to {known[-1]}"
+            )
+        self._decide({"after": known[-1], "best": generation, "reason": f"rolled back: {reason}"})
+
+    def decisions(self) -> str:
+        """A line for each decision about the best network, oldest first."""
+        return "\n".join(
+            f"after {entry['after']:>3}: generation {entry['best']} is the best ({entry['reason']})"
+            for entry in self.promotions()
+        )
+
+    def checks(self) -> list[tuple[str, bool, str]]:
+        """What must hold of a cycle: name, whether, what it says. Of the preset `demo` it says nothing about strength,
+        whose games are too few for any interval."""
+        made = self.history()
+        planned, played = self.config.generations * self.config.games, sum(g.played.games for g in made)
+        checks = [
+            ("every game was played and counted once", played == planned, f"{played:,} of {planned:,} games"),
+            (
+                "every generation was decided by its match",
+                len(made) == self.config.generations,
+                f"{len(made)} of {self.config.generations}",
+            ),
+        ]
+        if made and sum(made[-1].anchor) >= MEANINGFUL:
+            strongest = max(
+                (arena.rating(g.anchor) for g in made if g.best == g.number),
+                key=lambda r: r.low,
+                default=None,
+            )
+            said = str(strongest) if strongest else "no generation was promoted"
+            checks.append(
+                ("stronger than the untrained network", bool(strongest and strongest.low > 0), said)
+            )
+        return checks
+
+    def network(self, generation: int) -> Net:
+        """The network of a generation, averaged weights; 0 is the untrained one."""
+        if generation not in self._nets:
+            self._nets[generation] = _network(self.folder, self.config, generation, self.device)
+        return self._nets[generation]
+
+    # Stages
+
+    def _generation(self, number: int) -> Generation:
+        path = self.folder / f"generation_{number:03d}.json"
+        if not path.exists():
+            before = self._best_before(number)
+            played = self._self_play(number, before)
+            top1 = self._learn(number)
+            match = self._match(number, before, "match", self.config.arena.pairs, sprt=True)
+            anchor = self._match(number, 0, "anchor", self.config.arena.anchor_pairs, sprt=False)
+            best, reason = self._promote(number, before, match)
+            made = Generation(
+                number, before, played, self._run_name(number), top1, match, anchor, best, reason
+            )
+            write_json(path, asdict(made))
+        return _generation_from(json.loads(path.read_text(encoding="utf-8")))
+
+    def _best_before(self, number: int) -> int:
+        """The best network when the generation began: what is decided about the generation itself does not count."""
+        earlier = [entry for entry in self.promotions() if entry["after"] < number]
+        return int(earlier[-1]["best"]) if earlier else 0
+
+    def _self_play(self, number: int, by: int) -> Played:
+        config = self.config
+        chunks = [
+            Chunk(
+                self.folder, config, self.device, number, by, first, min(config.chunk, config.games - first)
+            )
+            for first in range(0, config.games, config.chunk)
+        ]
+        todo = [chunk for chunk in chunks if not chunk.account.exists()]
+        with _bar(len(chunks) - len(todo), len(chunks), f"generation {number}: self-play", "chunk") as bar:
+            for chunk in _played(todo, config.workers):
+                account = json.loads(chunk.account.read_text(encoding="utf-8"))
+                bar.set_postfix_str(
+                    f"{account['games'] / account['seconds']:.1f} games/s in a process", refresh=False
+                )
+                bar.update()
+        return _total([json.loads(chunk.account.read_text(encoding="utf-8")) for chunk in chunks])
+
+    def _run_name(self, number: int) -> str:
+        return f"{self.name}-{number:03d}"
+
+    def _learn(self, number: int) -> float:
+        """Train the candidate from the weights of the one before it; returns its held-out top-1."""
+        from matrixlib import run as runs
+        from matrixlib.data.catalogue import Catalogue
+        from matrixlib.engine.optim import named_tensors
+
+        rows = Catalogue(self.folder / "shards").shards("train")
+        recent = [_source(g) for g in range(max(1, number - self.config.window + 1), number + 1)]
+        weights = {name: float(sum(row.count for row in rows if row.source == name)) for name in recent}
+        weights = {name: count for name, count in weights.items() if count}
+        overrides = {
+            "seed": self.config.seed + number,
+            "data": {"source": str(self.folder / "shards")},
+            "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [weights]}},
+        }
+        preset = self.folder / "network.yaml"
+        write_text(preset, configuration.to_yaml(self.config.network))
+        run = runs.open_run(
+            str(preset), self.device, run=self._run_name(number), overrides=overrides, kind="cycle"
+        )
+        try:
+            if not run.trainer.step:
+                run.trainer.start_from(named_tensors(self.network(number - 1).model))
+            with _bar(run.trainer.step, run.steps, f"generation {number}: training", "update") as bar:
+                for stats in run.train():
+                    bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
+                    bar.update()
+        finally:
+            run.close()
+        return float(run.summary()["evaluation"]["top1"])
+
+    def _match(self, number: int, other: int, kind: str, pairs: int, sprt: bool) -> tuple[int, ...]:
+        """Pairs (5,) by score of the candidate of a generation against an earlier network."""
+        config, counts = self.config.arena, np.zeros(5, np.int64)
+        stop = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta) if sprt else None
+        openings = _openings(pairs, config.random_plies, [self.config.seed, number, ord(kind[0])])
+        with _bar(0, pairs, f"generation {number}: {kind}", "pair") as bar:
+            for first in range(0, pairs, config.batch):
+                path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}.json"
+                if not path.exists():
+                    self._play_batch(path, number, other, openings[first : first + config.batch], first)
+                counts += json.loads(path.read_text(encoding="utf-8"))["pairs"]
+                bar.set_postfix_str(str(arena.rating(counts)), refresh=False)
+                bar.update(min(config.batch, pairs - first))
+                if stop is not None and stop.decision(counts) is not None:
+                    break
+        return tuple(int(count) for count in counts)
+
+    def _play_batch(self, path: Path, number: int, other: int, openings: States, first: int) -> None:
+        from matrixlib.player import network_player
+        from matrixlib.tasks.chess.game import ChessGame
+
+        game, config = ChessGame(), self.config.arena
+        options = SearchOptions(**self.config.search.model_dump())
+        players = [network_player(self.network(g), config.simulations, options) for g in (number, other)]
+        names = (f"generation {number}", f"generation {other}")
+        match = arena.play_pairs(game, players[0], players[1], openings, config.plies, names, 2 * first)
+        write_text(path.with_suffix(".pgn"), "\n\n".join(game.write(played) for played in match.games) + "\n")
+        write_json(path, {"pairs": match.pairs().tolist()})
+
+    def _promote(self, number: int, before: int, match: tuple[int, ...]) -> tuple[int, str]:
+        config = self.config.arena
+        decision = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta).decision(match)
+        rating = arena.rating(match)
+        verdict = {True: "SPRT accepts", False: "SPRT refuses", None: "SPRT is undecided"}[decision]
+        best, reason = number if decision else before, f"{verdict}: {rating}"
+        if not any(
+            entry["after"] == number and not entry["reason"].startswith("rolled")
+            for entry in self.promotions()
+        ):
+            self._decide({"after": number, "best": best, "reason": reason})
+        return best, reason
+
+    def _decide(self, entry: Mapping[str, Any]) -> None:
+        now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"
+        write_json(
+            self.folder / "promotions.json", {"promotions": [*self.promotions(), {**entry, "time": now}]}
+        )
+
+
+def open_cycle(
+    preset: str = "demo", device: str = "auto", cycle: str = "", overrides: Mapping[str, Any] | None = None
+) -> Cycle:
+    """Open a cycle: go on with the named one, or begin it; an empty name is `cycle-<preset>`.
+
+    preset: name in params/cycle/ or path of a YAML file. overrides: nested mapping, checked by the schema.
+    Raises ConfigError, and CycleError where the cycle was begun with another configuration.
+    """
+    config = configuration.load_cycle(preset, overrides)
+    name = cycle or f"cycle-{Path(preset).stem}"
+    if Path(name).name != name or name.startswith("."):
+        raise CycleError(f"cycle name {name!r} must be a plain folder name, without slashes or a leading dot")
+    folder = configuration.reports_root() / name
+    for part in ("shards", "games", "matches"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    path, text = folder / "cycle.yaml", configuration.to_yaml(config)
+    if not path.exists():
+        write_text(path, text)
+    stored = configuration.load_cycle(str(path))
+    if stored.model_copy(update={"generations": config.generations, "workers": config.workers}) != config:
+        raise CycleError(
+            f"cycle '{name}' was begun with another configuration (see {path}); only generations and workers may "
+            "change: give the cycle another name"
+        )
+    return Cycle(folder, config, device)
+
+
+# Self-play
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Games `first` to `first + games - 1` of a generation, played by the network of generation `by`."""
+
+    folder: Path
+    config: CycleConfig
+    device: str
+    generation: int
+    by: int
+    first: int
+    games: int
+
+    @property
+    def stem(self) -> str:
+        return f"{self.generation:03d}_{self.first:06d}"
+
+    @property
+    def account(self) -> Path:
+        """Written when all its games are in shards."""
+        return self.folder / "games" / f"{self.stem}.json"
+
+    def origin(self) -> dict[str, Any]:
+        """Where its shards come from, as JSON data."""
+        return {"cycle": self.folder.name, "generation": self.generation, "by": self.by, "first": self.first}
+
+    def play(self) -> None:
+        """Play the games, write their shards, and then the account."""
+        from matrixlib.data.catalogue import Catalogue
+        from matrixlib.data.shards import select, write_shard
+        from matrixlib.player import Evaluator
+        from matrixlib.tasks.chess.game import ChessGame, training_batch
+        from matrixlib.tasks.chess.harvest import SOURCES
+        from matrixlib.tasks.chess.packing import is_validation
+        from matrixlib.tasks.chess.records import LAYOUT
+
+        options = selfplay.SelfPlayOptions(**self.config.selfplay.model_dump())
+        evaluator = Evaluator(_network(self.folder, self.config, self.by, self.device))
+        seed = self.config.seed * 1_000_003 + self.generation
+        start = time.monotonic()
+        numbers = range(self.first, self.first + self.games)
+        search = SearchOptions(**self.config.search.model_dump())
+        traces = sorted(
+            selfplay.play_games(ChessGame(), evaluator, numbers, options, search, seed),
+            key=lambda t: t.number,
+        )
+        batch = training_batch(traces, 0, SOURCES["selfplay"])
+        ids = {number: _game_id(self.folder.name, self.generation, number) for number in numbers}
+        batch["records"]["game"] = [ids[int(number)] for number in batch["records"]["game"]]
+        held_out = is_validation(batch["records"]["game"])
+        catalogue = Catalogue(self.folder / "shards")
+        meta = {"source": _source(self.generation), "generator": self.origin(), "seed": seed}
+        for split, rows in (("train", ~held_out), ("validation", held_out)):
+            if rows.any():
+                part = select(batch, np.flatnonzero(rows), LAYOUT)
+                path = self.folder / "shards" / f"{self.stem}_{split}.npz"
+                info = write_shard(path, LAYOUT, part, {**meta, "split": split})
+                catalogue.add(info, split, _source(self.generation))
+        write_json(self.account, _account(traces, len(batch["records"]), time.monotonic() - start))
+
+
+def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
+    """Play the chunks and yield each when it is done, in worker processes where there are several."""
+    if workers == 1 or len(chunks) < 2:
+        for chunk in chunks:
+            chunk.play()
+            yield chunk
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(chunks)), context, _end_with_parent, (os.getpid(),)) as pool:
+        futures = {pool.submit(chunk.play): chunk for chunk in chunks}
+        for done in as_completed(futures):
+            done.result()
+            yield futures[done]
+
+
+def _end_with_parent(parent: int) -> None:
+    """A worker whose parent was killed must not go on writing; and the workers are the parallelism, not threads."""
+    import torch
+
+    torch.set_num_threads(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _network(folder: Path, config: CycleConfig, generation: int, device: str) -> Net:
+    from matrixlib import net
+
+    if generation:
+        return net.load(folder.parent / f"{folder.name}-{generation:03d}", "newest", device)
+    return net.untrained(config.network.model_copy(update={"seed": config.seed}), device)
+
+
+def _source(generation: int) -> str:
+    return f"selfplay_{generation:03d}"
+
+
+def _game_id(cycle: str, generation: int, number: int) -> int:
+    """The id of a game, by which every `HELD_OUT`-th game is held out."""
+    from matrixlib.tasks.chess.harvest import game_id
+    from matrixlib.tasks.chess.packing import is_validation
+
+    wanted = number % HELD_OUT == HELD_OUT - 1
+    ids = (game_id(cycle, str(generation), str(number), str(draw)) for draw in itertools.count())
+    return next(found for found in ids if bool(is_validation(np.array([found], np.uint64))[0]) == wanted)
+
+
+def _adjudicated(trace: Trace, lead: int) -> Trace:
+    """A game without a result, decided by its last position: a lead in material wins, less draws; 0 decides none."""
+    if trace.result is not None or not lead:
+        return trace
+    pieces = trace.states["pieces"][-1]
+    points = int(WORTH[pieces & 15].sum() + WORTH[pieces >> 4].sum())  # of the side to move
+    first = points if len(trace.states) % 2 else -points
+    return replace(trace, result=0.0 if abs(first) < lead else 1.0 if first > 0 else -1.0)
+
+
+def _account(traces: list[Trace], positions: int, seconds: float) -> dict[str, Any]:
+    results = [0, 0, 0, 0]
+    for trace in traces:
+        first = 1 if trace.states["side"][0] == 0 else -1  # the result is the first mover's
+        known = None if trace.result is None else trace.result * first
+        results[{1.0: 0, 0.0: 1, -1.0: 2, None: 3}[known]] += 1
+    judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
+    return {
+        "games": len(traces),
+        "positions": positions,
+        "plies": sum(len(trace.played) for trace in traces),
+        "results": results,
+        "wrong": sum(judged),
+        "played_out": len(judged),
+        "seconds": seconds,
+    }
+
+
+def _total(accounts: list[dict[str, Any]]) -> Played:
+    added = {key: sum(account[key] for account in accounts) for key in accounts[0] if key != "results"}
+    results = tuple(int(n) for n in np.sum([account["results"] for account in accounts], axis=0))
+    return Played(**added, results=results)  # type: ignore[arg-type]
+
+
+def _openings(count: int, plies: int, seed: list[int]) -> States:
+    """States (count,) after random plies from the start, in which the game goes on."""
+    from matrixlib.tasks.chess.game import ChessGame
+
+    game, rng = ChessGame(), np.random.default_rng(seed)
+    found: list[States] = []
+    while sum(len(part) for part in found) < count:
+        states = game.initial(count)
+        for _ in range(plies):
+            moves, offsets = game.legal(states)
+            over = ~np.isnan(game.terminal(states, np.diff(offsets)))
+            states, moves, offsets = _without(states, moves, offsets, over)
+            states = game.play(states, moves[rng.integers(offsets[:-1], offsets[1:])])
+        moves, offsets = game.legal(states)
+        found.append(states[np.isnan(game.terminal(states, np.diff(offsets)))])
+    return np.concatenate(found)[:count]
+
+
+def _without(states: States, moves: Any, offsets: Any, over: Any) -> tuple[States, Any, Any]:
+    """States and their moves without those in which the game is over."""
+    lengths = np.diff(offsets)[~over]
+    kept = np.repeat(~over, np.diff(offsets))
+    return states[~over], moves[kept], np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _generation_from(data: Mapping[str, Any]) -> Generation:
+    played = {**data["played"], "results": tuple(data["played"]["results"])}
+    pairs = {key: tuple(data[key]) for key in ("match", "anchor")}
+    return Generation(**{**data, **pairs, "played": Played(**played)})
+
+
+# What is shown
+
+
+def table(generations: list[Generation]) -> str:
+    """A line for each generation: games and their results, what was learned, the match, the decision."""
+    head = f"{'':>3} {'games':>6} {'positions':>10} {'W/D/L/?':>15} {'plies':>6} {'top-1':>6}  decision"
+    lines = [head]
+    for made in generations:
+        played = made.played
+        results = "/".join(map(str, played.results))
+        lines.append(
+            f"{made.number:>3} {played.games:>6,} {played.positions:>10,} {results:>15} "
+            f"{played.plies / played.games:>6.0f} {made.top1:>6.1%}  {made.reason}"
+        )
+    return "\n".join(lines)
+
+
+def elo_figure(generations: list[Generation]) -> Figure:
+    """Elo of each generation over the untrained network, with 95 % intervals; promoted ones are filled."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for made in generations:
+        if not sum(made.anchor):
+            continue
+        rating = arena.rating(made.anchor)
+        low, high = (float(np.clip(x, -1500, 1500)) for x in (rating.low, rating.high))
+        middle = float(np.clip(rating.elo, -1500, 1500))
+        promoted = made.best == made.number
+        axes.vlines(made.number, low, high, color="#1f77b4")
+        axes.plot(made.number, middle, "o", color="#1f77b4", fillstyle="full" if promoted else "none")
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.set_xlabel("generation")
+    axes.set_ylabel("Elo over generation 0")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+@contextlib.contextmanager
+def _bar(initial: int, total: int, what: str, unit: str) -> Iterator[Any]:
+    """A progress bar with rate and time left; headless as text, and only for what takes more than 20 seconds."""
+    from matrixlib.engine.plots import interactive
+
+    if interactive():
+        from tqdm.auto import tqdm as live
+
+        bar: Any = live(initial=initial, total=total, desc=what, unit=unit)
+    else:
+        from tqdm import tqdm
+
+        bar = tqdm(initial=initial, total=total, desc=what, unit=unit, delay=20, mininterval=2)
+    try:
+        yield bar
+    finally:
+        bar.close()

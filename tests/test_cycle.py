@@ -1,0 +1,268 @@
+"""The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the test alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import chess
+import numpy as np
+import pytest
+import yaml
+from filelock import FileLock
+from safetensors.torch import load_file
+
+from matrixlib import config, cycle
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import Shard
+from matrixlib.play.game import Trace
+from matrixlib.play.search import SearchOptions
+from matrixlib.play.selfplay import SelfPlayOptions
+from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.records import LAYOUT, legal_indices
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+TINY: dict[str, Any] = {
+    "generations": 2,
+    "games": 20,
+    "chunk": 5,
+    "selfplay": {"parallel": 20, "simulations": 4, "quick_simulations": 2, "plies": 12},
+    "arena": {"pairs": 2, "batch": 1, "simulations": 2, "plies": 12, "anchor_pairs": 1},
+    "network": {
+        "train": {"steps": 6, "batch_size": 16},
+        "validation": {"interval": 3, "sample": 16},
+        "checkpoint": {"interval": 2},
+        "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
+    },
+}
+PROGRAM = """
+import json, sys
+from matrixlib import cycle
+for made in cycle.open_cycle("demo", "cpu", "c", json.loads(sys.argv[1])).train():
+    print("decided", made.number, flush=True)
+"""
+
+
+def run(reports: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "MATRIXLIB_REPORTS": str(reports)}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(TINY)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reports root of a cycle of two generations that nothing interrupted."""
+    root = tmp_path_factory.mktemp("whole")
+    assert run(root).wait(300) == 0
+    return root
+
+
+@pytest.fixture
+def opened(whole: Path, monkeypatch: pytest.MonkeyPatch) -> cycle.Cycle:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(whole))
+    return cycle.open_cycle("demo", "cpu", "c", TINY)
+
+
+def positions(root: Path) -> np.ndarray:
+    rows = Catalogue(root / "c" / "shards").shards()
+    return np.concatenate([Shard(row.path, LAYOUT).gather(np.arange(row.count))["records"] for row in rows])
+
+
+def weights(root: Path, generation: int) -> dict[str, Any]:
+    newest = max((root / f"c-{generation:03d}" / "checkpoints").glob("step_*"))
+    return load_file(newest / "ema.safetensors")
+
+
+def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycle.Cycle) -> None:
+    found = positions(whole)
+    made = opened.history()
+    assert [(g.number, g.played.games) for g in made] == [(1, 20), (2, 20)]
+    assert len(found) == sum(g.played.positions for g in made)
+    assert len(np.unique(found["game"])) == 40
+    assert (found["source"] == 9).all()
+    for g in made:
+        assert sum(g.played.results) == g.played.games
+        assert sum(g.match) == 2
+        assert sum(g.anchor) == 1
+    held = Catalogue(whole / "c" / "shards").shards("validation")
+    games = [
+        np.unique(Shard(row.path, LAYOUT).gather(np.arange(row.count))["records"]["game"]) for row in held
+    ]
+    assert len(np.concatenate(games)) == 2, "one game in twenty is held out"
+    for row in held:
+        batch = Shard(row.path, LAYOUT).gather(np.arange(row.count))
+        index, offset = legal_indices(batch["records"])
+        assert (index == batch["policy_index"]).all()
+        assert (offset == batch["policy_offset"]).all()
+
+
+def test_the_candidate_goes_on_from_the_network_before_it(whole: Path, opened: cycle.Cycle) -> None:
+    start = {name: tensor.clone() for name, tensor in opened.network(0).model.state_dict().items()}
+    again = cycle.open_cycle("demo", "cpu", "c", TINY).network(0).model.state_dict()
+    assert all((again[name] == tensor).all() for name, tensor in start.items()), (
+        "generation 0 is a function of the seed"
+    )
+    first, second = weights(whole, 1), weights(whole, 2)
+    moved = sum(float((first[name] - start[name]).abs().sum()) for name in first)
+    moved_on = sum(float((second[name] - first[name]).abs().sum()) for name in first)
+    from_start = sum(float((second[name] - start[name]).abs().sum()) for name in first)
+    assert 0 < moved_on < from_start
+    assert moved > 0
+
+
+def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) -> None:
+    before = {
+        path: path.stat().st_mtime_ns for path in (whole / "c").rglob("*.*") if path.suffix != ".sqlite"
+    }
+    assert list(opened.train()) == opened.history()
+    after = {path: path.stat().st_mtime_ns for path in before}
+    assert after == before
+    assert len(opened.promotions()) == 2
+
+
+@pytest.mark.parametrize(
+    "seconds", [(2.5, 4.0), pytest.param((1.5, 2, 2.5, 3, 3.5, 4, 5, 6), marks=pytest.mark.soak)]
+)
+def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
+    whole: Path, tmp_path: Path, seconds: tuple[float, ...]
+) -> None:
+    for wait in seconds:
+        process = run(tmp_path)
+        time.sleep(wait)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert run(tmp_path).wait(300) == 0
+    assert positions(tmp_path).tobytes() == positions(whole).tobytes()
+    for generation in (1, 2):
+        ours, theirs = weights(tmp_path, generation), weights(whole, generation)
+        assert all((ours[name] == theirs[name]).all() for name in theirs)
+    for path in (whole / "c").glob("matches/*"):
+        assert (tmp_path / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
+    promotions = [
+        json.loads((root / "c" / "promotions.json").read_text())["promotions"] for root in (whole, tmp_path)
+    ]
+    decided = [[(p["after"], p["best"], p["reason"]) for p in found] for found in promotions]
+    assert decided[0] == decided[1]
+
+
+def test_several_processes_play_the_same_games(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    made = cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2})
+    played = made._self_play(1, 0)
+    assert played.games == 20
+    one = positions(tmp_path).tolist()
+    other = Catalogue(whole / "c" / "shards").shards()
+    theirs = [
+        Shard(r.path, LAYOUT).gather(np.arange(r.count))["records"] for r in other if r.source.endswith("001")
+    ]
+    assert sorted(map(str, one)) == sorted(map(str, np.concatenate(theirs).tolist()))
+
+
+def test_only_the_test_promotes_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    made = cycle.open_cycle("demo", "cpu", "p", TINY)
+    assert made._promote(1, 0, (0, 0, 2, 0, 0))[0] == 0  # undecided
+    assert made._promote(2, 0, (0, 0, 0, 4, 60)) == (2, made.promotions()[-1]["reason"])
+    assert "SPRT accepts" in made.promotions()[-1]["reason"]
+    assert made._promote(3, 2, (60, 4, 0, 0, 0))[0] == 2
+    assert "SPRT refuses" in made.promotions()[-1]["reason"]
+    for _ in range(
+        2
+    ):  # killed between the decision and the generation's file, it is decided again: to no effect
+        made._promote(2, 0, (0, 0, 0, 4, 60))
+    assert [(p["after"], p["best"]) for p in made.promotions()] == [(1, 0), (2, 2), (3, 2)]
+    assert made.best == 2
+    assert made._best_before(2) == 0, (
+        "a generation that is begun again plays with the network that it began with"
+    )
+
+
+def test_rolling_back_is_one_call(whole: Path, opened: cycle.Cycle, tmp_path: Path) -> None:
+    path = whole / "c" / "promotions.json"
+    before = path.read_bytes()
+    try:
+        opened.roll_back(1, "weak in endings")
+        assert opened.best == 1
+        assert opened.promotions()[-1]["reason"] == "rolled back: weak in endings"
+        assert opened._best_before(3) == 1
+        with pytest.raises(cycle.CycleError, match="generation 7 has not been trained; there are 0 to 2"):
+            opened.roll_back(7, "")
+    finally:
+        path.write_bytes(before)
+
+
+def test_another_configuration_or_a_second_process_is_refused(whole: Path, opened: cycle.Cycle) -> None:
+    with pytest.raises(cycle.CycleError, match="was begun with another configuration"):
+        cycle.open_cycle("demo", "cpu", "c", {**TINY, "games": 21})
+    cycle.open_cycle("demo", "cpu", "c", {**TINY, "generations": 3})  # more generations are no other cycle
+    with FileLock(whole / "c" / "lock"), pytest.raises(cycle.CycleError, match="by another process"):
+        next(opened.train())
+    with pytest.raises(cycle.CycleError, match="plain folder name"):
+        cycle.open_cycle("demo", "cpu", "../c")
+    with pytest.raises(config.ConfigError, match="unknown preset 'quik', did you mean 'quick'"):
+        cycle.open_cycle("quik")
+
+
+@pytest.mark.parametrize(
+    ("fen", "plies", "lead", "result"),
+    [
+        ("4k3/8/8/8/8/8/8/Q3K3 w - - 0 1", 1, 4, 1.0),
+        ("4k3/8/8/8/8/8/8/Q3K3 b - - 0 1", 1, 4, -1.0),  # the side to move first is behind
+        (
+            "4k3/8/8/8/8/8/8/Q3K3 w - - 0 1",
+            2,
+            4,
+            -1.0,
+        ),  # it is the second player that moves in the last position
+        ("4k3/8/8/8/8/8/8/N3K3 w - - 0 1", 1, 4, 0.0),
+        ("4k3/8/8/8/8/8/8/Q3K3 w - - 0 1", 1, 0, None),
+    ],
+)
+def test_a_lead_decides_a_game_that_was_cut_off(
+    fen: str, plies: int, lead: int, result: float | None
+) -> None:
+    states = records.from_boards([chess.Board(fen)] * plies)
+    nothing = np.zeros(0)
+    trace = Trace(
+        0, states, nothing, nothing, nothing, nothing, nothing, nothing, nothing, None, "ply limit", -1
+    )
+    assert cycle._adjudicated(trace, lead).result == result
+    decided = dataclasses.replace(trace, result=0.0)
+    assert cycle._adjudicated(decided, lead).result == 0.0
+
+
+@pytest.mark.parametrize(
+    ("section", "options"), [(config.SelfPlayConfig, SelfPlayOptions), (config.SearchConfig, SearchOptions)]
+)
+def test_sections_have_the_fields_of_the_options_they_become(section: Any, options: Any) -> None:
+    assert list(section.model_fields) == [field.name for field in fields(options)]
+
+
+@pytest.mark.parametrize("name", config.presets(config.PARAMS / "cycle"))
+def test_presets_are_complete(name: str, tmp_path: Path) -> None:
+    text = (config.PARAMS / "cycle" / f"{name}.yaml").read_text()
+    assert config.dump(config.load_cycle(name)) == json.loads(json.dumps(yaml.safe_load(text)))
+    data = yaml.safe_load(text)
+    del data["arena"]["pairs"]
+    path = tmp_path / "less.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(config.ConfigError, match=r"key 'arena.pairs' is missing"):
+        config.load_cycle(str(path))
+
+
+def test_the_table_and_the_curve_show_every_generation(opened: cycle.Cycle) -> None:
+    lines = cycle.table(opened.history()).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["1", "2"]
+    assert "SPRT" in lines[1]
+    axes = cycle.elo_figure(opened.history()).axes[0]
+    assert len(axes.lines) == 3  # two generations, the zero line
