@@ -14,13 +14,10 @@ or counted twice, and nothing is decided twice.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import json
 import multiprocessing
-import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -36,6 +33,8 @@ from matrixlib.config import CycleConfig
 from matrixlib.engine.metrics import write_json, write_text
 from matrixlib.play import arena, selfplay
 from matrixlib.play.search import SearchOptions
+from matrixlib.tasks.chess.sources import live_bar
+from matrixlib.workers import end_with_parent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -205,7 +204,8 @@ class Cycle:
             for first in range(0, config.games, config.chunk)
         ]
         todo = [chunk for chunk in chunks if not chunk.account.exists()]
-        with _bar(len(chunks) - len(todo), len(chunks), f"generation {number}: self-play", "chunk") as bar:
+        what = f"generation {number}: self-play"
+        with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=what, unit="chunk") as bar:
             for chunk in _played(todo, config.workers):
                 account = json.loads(chunk.account.read_text(encoding="utf-8"))
                 bar.set_postfix_str(
@@ -240,7 +240,8 @@ class Cycle:
         try:
             if not run.trainer.step:
                 run.trainer.start_from(named_tensors(self.network(number - 1).model))
-            with _bar(run.trainer.step, run.steps, f"generation {number}: training", "update") as bar:
+            what = f"generation {number}: training"
+            with live_bar(initial=run.trainer.step, total=run.steps, desc=what, unit="update") as bar:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
                     bar.update()
@@ -253,7 +254,7 @@ class Cycle:
         config, counts = self.config.arena, np.zeros(5, np.int64)
         stop = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta) if sprt else None
         openings = _openings(pairs, config.random_plies, [self.config.seed, number, ord(kind[0])])
-        with _bar(0, pairs, f"generation {number}: {kind}", "pair") as bar:
+        with live_bar(total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar:
             for first in range(0, pairs, config.batch):
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}.json"
                 if not path.exists():
@@ -395,25 +396,18 @@ def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
             yield chunk
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(chunks)), context, _end_with_parent, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(min(workers, len(chunks)), context, _prepare) as pool:
         futures = {pool.submit(chunk.play): chunk for chunk in chunks}
         for done in as_completed(futures):
             done.result()
             yield futures[done]
 
 
-def _end_with_parent(parent: int) -> None:
-    """A worker whose parent was killed must not go on writing; and the workers are the parallelism, not threads."""
+def _prepare() -> None:
     import torch
 
-    torch.set_num_threads(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    torch.set_num_threads(1)  # the workers are the parallelism
+    end_with_parent()
 
 
 def _network(folder: Path, config: CycleConfig, generation: int, device: str) -> Net:
@@ -540,22 +534,3 @@ def elo_figure(generations: list[Generation]) -> Figure:
     axes.set_ylabel("Elo over generation 0")
     axes.grid(alpha=0.3)
     return figure
-
-
-@contextlib.contextmanager
-def _bar(initial: int, total: int, what: str, unit: str) -> Iterator[Any]:
-    """A progress bar with rate and time left; headless as text, and only for what takes more than 20 seconds."""
-    from matrixlib.engine.plots import interactive
-
-    if interactive():
-        from tqdm.auto import tqdm as live
-
-        bar: Any = live(initial=initial, total=total, desc=what, unit=unit)
-    else:
-        from tqdm import tqdm
-
-        bar = tqdm(initial=initial, total=total, desc=what, unit=unit, delay=20, mininterval=2)
-    try:
-        yield bar
-    finally:
-        bar.close()
