@@ -25,7 +25,8 @@ from toy_shards import sparse_shard
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
-from matrixlib.data.shards import Batch, Layout, write_shard
+from matrixlib.data.order import Order
+from matrixlib.data.shards import BLOCK, Batch, Layout, write_shard
 
 RECORD = np.dtype([("body", "u1", (39,)), ("game", "<u8"), ("counts", "<u2", (4,))])  # 55 bytes, as in chess
 LAYOUT = Layout("bench", 1, RECORD, {"policy": {"index": np.dtype("<u2"), "weight": np.dtype("<u2")}})
@@ -90,6 +91,21 @@ def dense_rate() -> float:
     return rate(lambda _: list(stream), DENSE, 3)
 
 
+def shuffling(rows: int = 4_096_000, game: int = 40, size: int = 4096, batches: int = 50) -> None:
+    """How many pairs of rows of a batch are of one game, which a full shuffle hardly ever brings together."""
+    first = np.append(np.arange(0, rows, BLOCK), rows)
+    print(f"pairs of one game in a batch of {size:,}, of {rows:,} rows in games of {game}:")
+    for window in (1, 4, 16, 64, 256, 0):
+        order = Order(first, 0, 0, window)
+        pairs = []
+        for i in range(batches):
+            games = order.rows(np.arange(i * size, (i + 1) * size)) // game
+            counts = np.unique(games, return_counts=True)[1]
+            pairs.append(int((counts * (counts - 1) // 2).sum()))
+        share = f"window of {window:3} blocks" if window else "full shuffle"
+        print(f"  {share:21} {statistics.mean(pairs):10,.1f}")
+
+
 def huge(folder: Path) -> None:
     """Opening 100 million rows in 3,052 shards: seconds to the loader, to the first batch, and memory."""
     process, catalogue = psutil.Process(), Catalogue(folder)
@@ -144,6 +160,7 @@ def main() -> None:
             f"  torch DataLoader over dense rows:  {dense:>12,.0f} rows/s ({gathered / dense:.0f} times fewer)"
         )
         print(f"  bytes: {DENSE_BYTES:,} a dense row, {DENSE_BYTES / per_row:.0f} times ours")
+    shuffling()
     if "--huge" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as name:
             huge(Path(name))
