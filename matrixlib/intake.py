@@ -61,6 +61,7 @@ KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compress
     ".fen": Labelled,
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
+MERGED = "merged into"  # reason of a shard that others stand for, see merging.py
 FEW = 8  # shards of a source, below which none is called an outlier
 FAR = 6.0  # robust standard deviations
 COMPARED = (
@@ -239,17 +240,18 @@ def _finished(place: Path, rows: Mapping[str, ShardRow]) -> list[Account]:
     while account := read_account(place / f"part_{len(done):06d}.json"):
         for name, sha256 in account.shards.items():
             row = rows.get(name)
-            if (
-                row is None
-                or row.sha256 != sha256
-                or not row.path.is_file()
-                or row.path.stat().st_size != row.bytes
-            ):
+            if row is None or row.sha256 != sha256 or not _is_there(row):
                 return done
         done.append(account)
         if account.last:
             break
     return done
+
+
+def _is_there(row: ShardRow) -> bool:
+    """Whether a shard's file is whole by its size, or others stand for it."""
+    whole = row.path.is_file() and row.path.stat().st_size == row.bytes
+    return whole or row.reason.startswith(MERGED)
 
 
 # Reading
@@ -376,14 +378,10 @@ class _Import:
 
     def known(self, done: Sequence[Account]) -> set[int]:
         """Ids of the games of this source that the folder holds, but for those of steps that are to be done again."""
-        whole = {name for account in done for name in account.shards}
         ids: set[int] = set()
         for row in self.rows.values():
-            if (
-                row.state == "healthy"
-                and row.source == self.reader.source
-                and (row.name in whole or not row.name.startswith(self.name))
-            ):
+            again = row.name.startswith(self.name) and int(row.name[len(self.name) + 1 :][:6]) >= len(done)
+            if row.state == "healthy" and row.source == self.reader.source and not again:
                 ids.update(np.unique(Shard(row.path, LAYOUT).arrays["records"]["game"]).tolist())
         return ids
 
@@ -487,6 +485,13 @@ class _Import:
                 number += 1
 
 
+def quiet_catalogue(folder: Path) -> Catalogue:
+    """A folder's catalogue; what it repairs, as after a kill, is in its `messages` alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Catalogue(folder)
+
+
 def take_in(
     paths: Path | str | Iterable[Path | str],
     folder: Path | str,
@@ -512,9 +517,7 @@ def take_in(
     start = time.monotonic()
     try:
         with FileLock(folder / FOLDER / "lock", timeout=0):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what it repairs, as after a kill, is in the report
-                catalogue = Catalogue(folder)
+            catalogue = quiet_catalogue(folder)
             rows = {row.name: row for row in catalogue.shards(state=None)}
             whole: list[Account] = []
             fresh: list[Account] = []

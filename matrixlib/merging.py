@@ -1,0 +1,312 @@
+"""Positions that a folder of shards holds more than once, merged into one: their counts added, their targets averaged.
+
+Equal are positions as `packing.keys_of` says: seen from the side to move, and where no castling right is left also with
+the left-right mirror image. How many entries a position stands for is no field of the record, because nothing that
+trains or searches asks for it, and a field would make every shard there is unreadable: it lies beside the shards, in
+`imports/counts/<shard>.npy`, and is the weight when positions are merged again.
+
+Shards are replaced by others, never changed: the new ones are written aside, then a plan says which stands for which,
+then it is carried out. Killed before the plan is there, nothing has happened; after it, the next call carries it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from matrixlib.data.catalogue import Catalogue, ShardRow
+from matrixlib.data.shards import Batch, Shard, concat, read_info, select, write_shard
+from matrixlib.intake import FOLDER, MERGED, ImportStopped, accounts, figures, quiet_catalogue
+from matrixlib.tasks.chess import inspection
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror, mirror_pieces
+from matrixlib.tasks.chess.scores import wdl_of_shares
+from matrixlib.tasks.chess.sources import write_atomically
+
+MERGING = 1  # version of what decides about names and bytes
+PLAN, STAGED, COUNTS = "merge.json", "staged", "counts"
+IMPORTED = re.compile(r"[a-z0-9]+_[0-9a-f]{12}_\d{6}_(train|validation)_\d+\.npz")
+SUFFIX = re.compile(r"_m[0-9a-f]{8}\Z")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """positions: before; left: after; across: positions that were in several sources; shards: replaced ones."""
+
+    positions: int
+    left: int
+    across: int
+    shards: int
+    seconds: float
+
+    def text(self) -> str:
+        """One line for people."""
+        if self.left == self.positions:
+            return f"{self.positions:,} positions, each of them once"
+        return (
+            f"{self.positions:,} positions are {self.left:,} different ones, {self.across:,} of them from several "
+            f"sources; {self.shards} shards replaced in {self.seconds:.1f} s"
+        )
+
+
+def counts_of(folder: Path, name: str, records: int) -> np.ndarray:
+    """(records,) u4: how many entries each position of a shard stands for."""
+    path = folder / FOLDER / COUNTS / f"{Path(name).stem}.npy"
+    counts = np.load(path, allow_pickle=False) if path.is_file() else np.ones(records, "<u4")
+    if len(counts) != records:
+        raise ValueError(f"{path} counts {len(counts)} positions of {records}: delete it, and all count once")
+    return counts
+
+
+def deduplicate(folder: Path | str) -> Merged:
+    """Merge what the healthy shards of a folder hold more than once.
+
+    A position of both splits goes to training, so that validation has none that is trained on. Memory: some 40 bytes
+    for each position, and those that are there more than once. Raises ValueError where an import is unfinished,
+    DamagedBlock for a damaged shard (quarantine it first), ImportStopped while another process writes the folder.
+    """
+    folder = Path(folder)
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    try:
+        with FileLock(folder / FOLDER / "lock", timeout=0):
+            catalogue = quiet_catalogue(folder)
+            carry_out(catalogue)
+            shutil.rmtree(
+                folder / FOLDER / STAGED, ignore_errors=True
+            )  # of a call that was killed before its plan
+            rows = sorted(catalogue.shards(), key=lambda row: (row.split != "train", row.name))
+            _check_imports(folder, rows)
+            found = plan(folder, rows)
+            carry_out(catalogue)
+    except Timeout as error:
+        raise ImportStopped(f"an import into {folder} is running; wait until it has ended") from error
+    return Merged(*found, time.monotonic() - start)
+
+
+def _check_imports(folder: Path, rows: Sequence[ShardRow]) -> None:
+    accounted = {name for account in accounts(folder) for name in account.shards}
+    for row in rows:
+        if IMPORTED.fullmatch(row.name) and row.name not in accounted:
+            raise ValueError(f"{row.path} is of an import that was not finished: call take_in again first")
+
+
+# What is there more than once
+
+
+def duplicates(shards: Sequence[Shard]) -> tuple[np.ndarray, np.ndarray]:
+    """(members (m,), group (m,)): numbers, through all shards, of the positions that seem to be there more than once,
+    group by group, the first of a group first."""
+    keys = np.concatenate([np.zeros(0, np.uint64), *(_keys(shard.arrays["records"]) for shard in shards)])
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    group = np.cumsum(np.append(False, ordered[1:] != ordered[:-1])[: len(ordered)])
+    several = np.bincount(group)[group] > 1 if len(group) else np.zeros(0, bool)
+    return order[several], np.unique(group[several], return_inverse=True)[1]
+
+
+def _keys(records: np.ndarray) -> np.ndarray:
+    """(n,) u8 that a position and its mirror image share where they are equal."""
+    image = records.copy()
+    image["pieces"] = mirror_pieces(records["pieces"])
+    file = records["en_passant"]
+    image["en_passant"] = np.where(file >= 0, 7 - file, file)
+    plain, mirrored = inspection.position_keys(records), inspection.position_keys(image)
+    return np.where(records["castling"] == 0, np.minimum(plain, mirrored), plain)
+
+
+def _gather(shards: Sequence[Shard], starts: np.ndarray, members: np.ndarray) -> Batch:
+    """The positions with these numbers, in that order."""
+    ordered = np.sort(members)
+    parts = [
+        shard.gather(ordered[(ordered >= begin) & (ordered < begin + len(shard))] - begin)
+        for shard, begin in zip(shards, starts, strict=False)
+    ]
+    return select(concat(parts, LAYOUT), np.searchsorted(ordered, members), LAYOUT)
+
+
+def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
+    """The batch with each row turned to look like the first of its group, and which rows (m,) do so."""
+    records = batch["records"]
+
+    def same(left: np.ndarray) -> np.ndarray:
+        right = left[first]
+        boards = (left["pieces"] == right["pieces"]).all(axis=1)
+        equal: np.ndarray = (
+            boards & (left["castling"] == right["castling"]) & (left["en_passant"] == right["en_passant"])
+        )
+        return equal
+
+    turn = ~same(records) & (records["castling"] == 0)
+    turned = mirror(batch, turn)
+    # Compared with the first as it is: a group's first is like itself and was never turned.
+    alike = same(turned["records"])
+    length = np.diff(batch["policy_offset"])
+    return turned, alike & (length == length[first])
+
+
+# Merging
+
+
+def merge(batch: Batch, group: np.ndarray, count: np.ndarray) -> Batch:
+    """One row for each group (m,) of equal positions, which stand together: that of its first, with the targets of all.
+
+    policy and win-draw-loss: means, weighted by count (m,), of those that have one. Result: that of all that know one,
+    if they agree; else unknown, and results stand in for a win-draw-loss that is not known. Repetition and half-move
+    clock: the least.
+    """
+    first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    offset, weight = batch["policy_offset"], batch["policy_weight"].astype(np.float64)
+    length = np.diff(offset)
+    item_row = np.repeat(np.arange(len(group)), length)
+    place = np.arange(len(weight)) - np.repeat(offset[:-1], length) + np.repeat(offset[first[group]], length)
+    total = np.bincount(place, weight * count[item_row], len(weight))
+    out = select({**batch, "policy_weight": total}, first, LAYOUT)
+    out["policy_weight"] = _whole(out["policy_weight"], out["policy_offset"])
+    records, old = out["records"], batch["records"]
+    result, known = old["result"].astype(np.int64), old["result"] != UNKNOWN
+    least = np.minimum.reduceat(np.where(known, result, 9), first)
+    most = np.maximum.reduceat(np.where(known, result, -9), first)
+    records["result"] = np.where(least == most, least, UNKNOWN)
+    shares = old["wdl"].astype(np.float64) / WDL_SUM
+    stand_in = (shares.sum(axis=1) == 0) & known & (least < most)[group]
+    shares[stand_in] = (1 - result[stand_in])[:, None] == np.arange(3)
+    sums = np.add.reduceat(shares * count[:, None], first)
+    weights = sums.sum(axis=1, keepdims=True)
+    valued = weights[:, 0] > 0
+    records["wdl"][valued] = wdl_of_shares(sums[valued] / weights[valued])
+    for name in ("repetition", "halfmove"):
+        records[name] = np.minimum.reduceat(old[name], first)
+    return out
+
+
+def _whole(total: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Sums (K,) of rows `offset` as u2 that sum to 65535 in each row, the greatest gets the rest; 0 stays 0."""
+    row = np.repeat(np.arange(len(offset) - 1), np.diff(offset))
+    sums = np.bincount(row, total, len(offset) - 1)
+    some = np.flatnonzero(total)
+    whole = np.zeros(len(total), np.int64)
+    whole[some] = np.floor(total[some] / sums[row[some]] * WDL_SUM + 1e-9)
+    # Of each row with weight the first of its greatest: sort by row, then falling weight
+    order = some[np.lexsort((some, -total[some], row[some]))]
+    greatest = order[np.unique(row[order], return_index=True)[1]]
+    whole[greatest] += WDL_SUM - np.bincount(row, whole, len(offset) - 1).astype(np.int64)[row[greatest]]
+    return whole.astype("<u2")
+
+
+def plan(folder: Path, rows: Sequence[ShardRow]) -> tuple[int, int, int, int]:
+    """Write the shards that are to stand for others, and the plan. Returns positions before and after, those of
+    several sources, shards to be replaced."""
+    shards = [Shard(row.path, LAYOUT) for row in rows]
+    starts = np.cumsum([0, *(len(shard) for shard in shards)])
+    members, group = duplicates(shards)
+    positions = int(starts[-1])
+    if not len(members):
+        return positions, positions, 0, 0
+    batch = _gather(shards, starts, members)
+    first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))[group]
+    batch, alike = _like_first(batch, first)
+    chosen = np.flatnonzero(alike)  # a key of 64 bits may lie, once in a thousand folders
+    batch, members, group = select(batch, chosen, LAYOUT), members[chosen], group[chosen]
+    counts = [counts_of(folder, row.name, row.count) for row in rows]
+    count = np.concatenate(counts)[members]
+    merged = merge(batch, group, count)
+    firsts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    kept, dropped = members[firsts], np.delete(members, firsts)
+    if not len(dropped):
+        return positions, positions, 0, 0
+    sources = batch["records"]["source"].astype(np.int64)
+    across = np.maximum.reduceat(sources, firsts) > np.minimum.reduceat(sources, firsts)
+    added = np.add.reduceat(count.astype(np.int64), firsts)
+    facts = json.dumps([MERGING, [[row.name, row.sha256] for row in rows]])
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
+    staged = folder / FOLDER / STAGED
+    for place in (staged, folder / FOLDER / COUNTS):
+        place.mkdir(parents=True, exist_ok=True)
+    replaced: dict[str, str] = {}
+    order = np.argsort(kept)
+    for row, shard, begin, own in zip(rows, shards, starts, counts, strict=False):
+        here = slice(*np.searchsorted(kept[order], (begin, begin + len(shard))))
+        source = order[here]  # rows of `merged`
+        mine = kept[source]
+        gone = dropped[(dropped >= begin) & (dropped < begin + len(shard))] - begin
+        if not len(gone) and not len(mine):
+            continue
+        rows_left = np.delete(np.arange(len(shard)), gone)
+        stem = SUFFIX.sub("", Path(row.name).stem)
+        name = Path(row.name).with_name(f"{stem}_m{digest}.npz").as_posix()
+        replaced[row.name] = name if len(rows_left) else ""
+        if not len(rows_left):
+            continue
+        left = shard.gather(rows_left)
+        at = np.searchsorted(rows_left, mine - begin)
+        _overwrite(left, at, merged, source)
+        own = own[rows_left]
+        own[at] = np.minimum(added[source], np.iinfo(np.uint32).max)
+        meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
+        generator = {"merging": MERGING, "of": row.sha256, "generator": shard.meta["generator"]}
+        target = staged / f"{name}.new"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_shard(target, LAYOUT, left, {**meta, "generator": generator})
+        _write_counts(folder, name, own)
+    text = json.dumps({"replaced": replaced}, sort_keys=True)
+    write_atomically(folder / FOLDER / PLAN, text.encode())
+    return positions, positions - len(dropped), int(across.sum()), len(replaced)
+
+
+def _overwrite(batch: Batch, at: np.ndarray, merged: Batch, rows: np.ndarray) -> None:
+    """Put rows of `merged` in the place of the rows `at` of a batch; their lists of moves are as long."""
+    batch["records"][at] = merged["records"][rows]
+    piece = select(merged, rows, LAYOUT)
+    length = np.diff(piece["policy_offset"])
+    begin = np.repeat(batch["policy_offset"][at] - piece["policy_offset"][:-1], length)
+    target = np.arange(len(piece["policy_weight"])) + begin
+    batch["policy_weight"][target] = piece["policy_weight"]
+
+
+def _write_counts(folder: Path, name: str, counts: np.ndarray) -> None:
+    path = folder / FOLDER / COUNTS / f"{Path(name).stem}.npy"
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        np.save(file, counts.astype("<u4"), allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# Replacing
+
+
+def carry_out(catalogue: Catalogue) -> None:
+    """Do what the plan says, if there is one, or the rest of it."""
+    folder = catalogue.folder
+    path = folder / FOLDER / PLAN
+    if not path.is_file():
+        return
+    replaced: Mapping[str, str] = json.loads(path.read_bytes())["replaced"]
+    new: list[tuple[Any, str, str, Mapping[str, Any]]] = []
+    for name in filter(None, replaced.values()):
+        staged = folder / FOLDER / STAGED / f"{name}.new"
+        if staged.is_file():
+            os.replace(staged, folder / name)
+        info = read_info(folder / name)
+        arrays = Shard(folder / name, LAYOUT).arrays
+        new.append((info, info.meta["split"], info.meta["source"], figures(arrays)))
+    catalogue.add_all(new)
+    there = {row.name: row for row in catalogue.shards(state=None)}
+    for old, name in replaced.items():
+        if old in there and there[old].state == "healthy":
+            catalogue.quarantine(old, f"{MERGED} {name}" if name else f"{MERGED} other shards")
+        if (folder / old).is_file():  # a rebuilt catalogue must not find it again
+            os.replace(folder / old, folder / f"{old}.merged")
+    path.unlink()
