@@ -1,8 +1,7 @@
 """PGN: each position of a game before the move that was played, which is the policy target.
 
 A part's games are cut out of the text and turned into numbers word by word (a dictionary remembers what each word
-means), then `bitboard.replay` plays them all through and matches each notation with the legal moves. python-chess
-only reads the FEN of a game that does not start as usual.
+means), then `bitboard.replay` plays them all through and matches each notation with the legal moves.
 """
 
 from __future__ import annotations
