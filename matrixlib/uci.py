@@ -326,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         engine.serve()
     except ValueError as error:  # of the network: without it there is nothing to go on with
-        print(f"info string {' '.join(str(error).split())}", flush=True)
+        reason = " ".join(str(error).split())
+        print(f"info string {reason}", flush=True)
+        print(f"matrixlib-uci: {reason}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # nobody listens any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
