@@ -117,7 +117,8 @@ class EnginePlayer:
         self.nodes = nodes
         self.engine = chess.engine.SimpleEngine.popen_uci(str(find_stockfish(path or None)))
         try:
-            self.engine.configure({"Threads": 1, **(options or {})})
+            alone = {"Threads": 1} if "Threads" in self.engine.options else {}
+            self.engine.configure({**alone, **(options or {})})
         except chess.engine.EngineError as error:
             self.close()
             raise EngineError(f"{path} refuses its options: {error}") from None

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -129,7 +130,7 @@ class Engine:
         self.options[name] = value
         if name == "SyzygyPath":
             self._tables = tables
-        if name in ("SyzygyPath", "Batch"):
+        if name in ("SyzygyPath", "Batch", "Threads"):
             self.search = None
 
     def _greet(self) -> None:
@@ -147,9 +148,9 @@ class Engine:
         """The search, with the network loaded and everything compiled."""
         if self.net is None:
             self.net = self.load()
-            self.net.runtime.apply()
         if self.search is None:
             most = max((len(name) - 1 for name in self._tables.wdl), default=0) if self._tables else 0
+            replace(self.net.runtime, threads=int(self.options["Threads"])).apply()
             options = SearchOptions(leaves=int(self.options["Batch"]))
             self.search = Search(ChessGame(self._tables, most), Evaluator(self.net), options)
             self.search.run(2 * options.leaves)

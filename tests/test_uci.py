@@ -19,6 +19,7 @@ from pathlib import Path
 import chess
 import chess.engine
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import MATRIX0, material_net, random_net, save_run
@@ -283,6 +284,14 @@ def test_a_full_tree_ends_the_search(engine: Dialogue, monkeypatch: pytest.Monke
     monkeypatch.setattr(uci, "BYTES", 2**20)
     lines = engine.ask("setoption name Hash value 64", "go movetime 99999999", until="bestmove")
     assert " hashfull 1000 " in infos(lines)[-1]
+
+
+def test_threads_are_those_asked_for(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for threads in (3, 1):
+        engine.ask(f"setoption name Threads value {threads}", "isready", until="readyok")
+    assert asked == [3, 1]
 
 
 def test_a_temperature_varies_the_moves(engine: Dialogue) -> None:

@@ -51,6 +51,9 @@ class Option:
 
 OPTIONS = (
     Option("Simulations", "spin", "0", 0, 10**9),  # most of a move; 0: as the clock allows
+    Option(
+        "Threads", "spin", "1", 1, 1024
+    ),  # of one pass on the CPU; two that wait for a busy core are far slower
     Option("MultiPV", "spin", "1", 1, 218),
     Option("UCI_ShowWDL", "check", "false"),
     Option("Temperature", "spin", "0", 0, 1000),  # hundredths; of the draw among the moves by their visits
