@@ -24,7 +24,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from matrixlib.tasks.chess.sources import live_bar, write_atomically
 
 INTAKE = 1  # version of what decides about names and bytes
 STEP = 4 * SHARD  # training positions, from which on a step ends
+ALONE = 2.0  # seconds after which worker processes are started
 FOLDER = "imports"
 KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compression taken off
     ".pgn": Pgn,
@@ -282,18 +283,21 @@ def _watch_parent() -> None:
 
 
 def harvests(reader: Reader, parts: Iterable[Part], workers: int) -> Iterator[tuple[Part, Harvest]]:
-    """Every part with what it gave, in order. A bounded number is in flight."""
+    """Every part with what it gave, in order. Other processes help only where there is work for longer than it takes to
+    start them; a bounded number of parts is in flight."""
     parts = iter(parts)
-    first = list(islice(parts, 2))
-    if workers == 1 or len(first) < 2:
-        for part in chain(first, parts):
-            yield part, _read(reader, part)
+    start = time.monotonic()
+    for part in parts:
+        yield part, _read(reader, part)
+        if workers > 1 and time.monotonic() - start > ALONE:
+            break
+    if (part_left := next(parts, None)) is None:
         return
     waiting: deque[tuple[Part, Future[Harvest]]] = deque()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _watch_parent) as pool:
         try:
-            for part in chain(first, parts):
+            for part in chain([part_left], parts):
                 waiting.append((part, pool.submit(_read, reader, part)))
                 if len(waiting) > 2 * workers:
                     done, future = waiting.popleft()
@@ -503,7 +507,7 @@ def take_in(
     """Import files into a folder of shards, made if it is not there; what had been imported is not done again. A
     folder of files of one kind (Leela's games) counts as one file, whose entries are numbered file by file.
 
-    reader: by default that of the file's ending. workers: processes, by default one a core; a small file needs none.
+    reader: by default that of the file's ending. workers: processes, by default one a core, started after two seconds.
     limit: stop, for each file, at the end of the step in which so many positions are reached; another call goes on.
     Raises ValueError for a file that can't be imported, ImportStopped where a worker died.
     """

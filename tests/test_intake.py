@@ -31,7 +31,7 @@ from matrixlib.tasks.chess.records import LAYOUT
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
     """In a process of its own: an import in many steps; `done` holds the report."""
-    pgn.GAMES, intake.STEP, intake.SHARD = 20, 1200, 500
+    pgn.GAMES, intake.STEP, intake.SHARD, intake.ALONE = 20, 1200, 500, 0
     text = take_in(path, folder, workers=workers, progress=False).text()
     (folder / "done").write_text(text)
 
@@ -52,6 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matrixlib.tasks.chess.pgn.GAMES", 20)
     monkeypatch.setattr(intake, "STEP", 1200)
     monkeypatch.setattr(intake, "SHARD", 500)
+    monkeypatch.setattr(intake, "ALONE", 0)
 
 
 @pytest.fixture
