@@ -1,9 +1,11 @@
 """The intake: files of any kind, read in parallel, checked, and stored as catalogued shards.
 
-A file is taken in by steps of a few shards. After its shards a step writes its account, `imports/<name>/part_000003
-.json`: what was read, stored, left out and refused, with the refused entries themselves (the quarantine). The name
-follows from the file's bytes and the reader's options, the borders of the steps from the data, so a step that has a
-whole account is done, and doing it again gives the same files. Killed at any moment, the next call goes on.
+A file is taken in by steps of a few shards. After its shards a step writes its account,
+`imports/<name>/part_000003.json`: what was read, stored, left out and refused, with the refused entries themselves (the
+quarantine). The name follows from the file's bytes and the reader's options, the borders of the steps from the data, so
+a step that has a whole account is done, and doing it again gives the same files. Killed at any moment, the next call
+goes on. A game of a PGN file that the folder holds already is left out; what other files have in common is stored twice
+until `merging.deduplicate` merges it.
 
 Worker processes are spawned: a script that imports more than a handful needs the usual `if __name__ == "__main__":`.
 """
