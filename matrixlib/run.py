@@ -131,12 +131,16 @@ class Run:
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
 
-    def train(self) -> Iterator[Stats]:
+    def train(self, trace: int = 0) -> Iterator[Stats]:
         """Train to the last update, from the newest whole checkpoint if there is one; yields after each update.
+
+        trace: the three updates after this one are recorded in trace.json, for chrome://tracing; 0 = none.
 
         The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
         with it. What the trainer warns about is shown once and kept in `messages`.
         """
+        from matrixlib.engine import profile
+
         if self.complete:
             return
         if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
@@ -145,7 +149,7 @@ class Run:
         try:
             for text in self.trainer.messages:
                 self._say(text)
-            for stats in self.trainer.train():
+            for stats in profile.traced(self.trainer.train(), trace, self.folder / "trace.json"):
                 for text in stats.messages:
                     self._say(f"update {stats.step}: {text}")
                 yield stats
@@ -195,6 +199,12 @@ class Run:
         return metrics.read(
             self.trainer.metrics.path
         )  # the trainer has cut the file back to the newest checkpoint
+
+    def times(self) -> str:
+        """Where the time went: a line for each phase of an update."""
+        from matrixlib.engine import profile
+
+        return profile.table(self.history())
 
     def phases(self) -> str:
         """The curriculum's phases so far, a line each; "" without a curriculum."""

@@ -16,7 +16,7 @@ from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.proof import PRELOAD
 
-CLOCKS = {"time", "seconds", "throughput", "memory"}
+CLOCKS = {"time", "seconds", "times", "throughput", "memory", "messages"}
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,9 @@ def history(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl without clock times."""
 
     def strip(row: dict[str, Any]) -> dict[str, Any]:
-        found = {k: v for k, v in row.items() if k not in ("time", "seconds", "throughput", "memory")}
+        found = {
+            k: v for k, v in row.items() if k not in ("time", "seconds", "times", "throughput", "memory")
+        }
         return {k: strip(v) if isinstance(v, dict) else v for k, v in found.items()}
 
     return [strip(row) for row in metrics_module.read(folder / "metrics.jsonl")]

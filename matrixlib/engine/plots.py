@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -342,6 +343,29 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         if total:
             axes.set_xlim(0, max(total, history.step))
+
+
+def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
+    """Milliseconds of an update by phase over the training, stacked: means over equal stretches of updates."""
+    from matrixlib.engine.profile import PHASES, totals
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots()
+    parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
+    steps = np.array([rows[part[0]]["step"] for part in parts])
+    widths = np.diff(np.append(steps, rows[-1]["step"] + 1))
+    bottom = np.zeros(len(parts))
+    found = [totals([rows[i] for i in part]) for part in parts]
+    for name in (*PHASES, "other"):
+        seconds = np.array([one[name].sum() if name in one else 0.0 for one in found])
+        height = 1000 * seconds / [len(part) for part in parts]
+        if height.any():
+            axes.bar(steps, height, widths, bottom=bottom, align="edge", label=name)
+            bottom += height
+    axes.set_xlabel("update step")
+    axes.set_ylabel("ms an update")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    return figure
 
 
 def png(figure: Figure, dpi: int = 100) -> bytes:

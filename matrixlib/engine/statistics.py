@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,8 @@ class Stats:
     """What happened in one update; all numbers are on the host.
 
     step: updates done, this one included. micro_step: forward passes done. loss, losses, metrics: means over
-    the items of this update, in training mode, before it. seconds: waiting for data and updating.
+    the items of this update, in training mode, before it. seconds: waiting for data and updating; times: seconds
+    of each phase (`profile.PHASES`), saving and what runs on a GPU maybe one update late.
     throughput: rows per second over the last updates. grad_norm: before clipping. clip_share: share of clipped
     gradients among the last after the warm-up. skipped, overflows: updates that moved no weight so far, for a
     blow-up or for the loss scale. rollbacks: rollbacks so far, before this update. gate: factor on the weights
@@ -57,6 +58,7 @@ class Stats:
     rollbacks: int
     seconds: float
     throughput: float
+    times: dict[str, float] = field(default_factory=dict)
     gate: float | None = None
     phase: int | None = None
     validation: dict[str, Any] | None = None

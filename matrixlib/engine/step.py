@@ -20,6 +20,7 @@ from matrixlib.engine.hooks import first_nonfinite
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import EMA, Schedule, unwrap
 from matrixlib.engine.optim import optimiser as build_optimiser
+from matrixlib.engine.profile import Clock
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class Step:
         if not self.active:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
         self.scaler = runtime.grad_scaler()
+        self.clock = Clock(runtime.torch_device)
         self.update = 0
         self.moving = self._unscaled = False
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
@@ -227,7 +229,8 @@ class Step:
             self._unscaled = True
             self.scaler.unscale_(self.optimiser)
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        values = _read({"": norm, **sums})
+        with self.clock.phase("read"):
+            values = _read({"": norm, **sums})
 
         grad_norm, counts = values.pop(""), plan.counts
         losses = {t: values[t] / counts[t] for t in sorted(counts) if counts[t]}
@@ -258,7 +261,8 @@ class Step:
         if verdict is Verdict.OK:
             if clipped:
                 clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
-            self._move(rate)
+            with self.clock.phase("optimiser"):
+                self._move(rate)
         else:
             self._restore(before)
             unstable = not overflow and self.task.gated & self.active
@@ -305,10 +309,14 @@ class Step:
         for start in range(0, size, self.micro_batch):
             part = slice_batch(batch, start, min(start + self.micro_batch, size))
             active = frozenset(plan.weights) if start < plan.until else plan.main
-            total, found = self._forward(part, plan, active)
+            with self.clock.phase("copy"):
+                part = to_device(part, self.runtime.torch_device)
+            with self.clock.phase("forward"):
+                total, found = self._forward(part, plan, active)
             if not total.requires_grad:
                 raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
-            (total if self.scaler is None else self.scaler.scale(total)).backward()
+            with self.clock.phase("backward"):
+                (total if self.scaler is None else self.scaler.scale(total)).backward()
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
             stop = start + self.micro_batch
@@ -319,9 +327,9 @@ class Step:
         return sums
 
     def _forward(self, part: Batch, plan: _Plan, active: frozenset[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted loss of one micro-batch, its share of the update's, and detached sums by name."""
+        """Weighted loss of one micro-batch on the device, its share of the update's, and detached sums by name."""
         with self.runtime.autocast():
-            losses, metrics = self.task.losses(self.model, to_device(part, self.runtime.torch_device), active)
+            losses, metrics = self.task.losses(self.model, part, active)
         assert losses.keys() == active, f"task gave {sorted(losses)}, asked for {sorted(active)}"
         # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
         total = torch.stack(

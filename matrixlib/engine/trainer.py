@@ -24,6 +24,7 @@ from matrixlib.engine.health import Health, TrainingHalted, Verdict
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog, write_json
+from matrixlib.engine.profile import Starvation
 from matrixlib.engine.statistics import Stats
 from matrixlib.engine.step import GradientReport, StepStats, make_step
 from matrixlib.engine.task import Batch, Source, Task, rows, slice_batch
@@ -89,6 +90,7 @@ class Trainer:
         self.ema = self._step.ema
         self._cadence = Cadence(config.validation)
         self._norms, self._throughput = statistics.GradientNorms(), statistics.Throughput()
+        self._starvation = Starvation(runtime.workers, runtime.prefetch)
         seconds = config.train.heartbeat_seconds
         self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, self._device)
         self._streams = rng.seeded(config.seed, self._device)
@@ -312,7 +314,8 @@ class Trainer:
     def _one(self, source: Iterator[Batch]) -> Stats:
         """One update and all that hangs on it; afterwards the state lies between two updates again."""
         started = time.perf_counter()
-        batch = next(source, None)
+        with self._step.clock.phase("wait"):
+            batch = next(source, None)
         if batch is None:
             raise ValueError(f"the loader ended after {self.step} of {self.steps} updates")
         # The step's random streams are its own: whatever the loader, validation or the caller draw in between
@@ -341,6 +344,9 @@ class Trainer:
         moved = verdict in (Verdict.OK, Verdict.SKIP)
         figures = self._statistics(batch, weights, messages) if weights and verdict is Verdict.OK else None
         validation = self._validate(messages) if moved else None
+        times = self._step.clock.take()
+        if late := self._starvation.look(times["wait"], self._seconds):
+            messages.append(late)
         stats = Stats(
             step=self.step,
             micro_step=self.micro_step,
@@ -358,6 +364,7 @@ class Trainer:
             rollbacks=self._step.health.rollbacks,
             memory=self._memory.interval() if validation else None,
             seconds=self._seconds,
+            times=times,
             throughput=self._throughput.add(rows(batch), self._seconds),
             validation=validation.to_dict() if validation else None,
             statistics=figures,
@@ -450,13 +457,18 @@ class Trainer:
         best = validation is not None and validation.kind == "full" and cadence.best_at == self.step
         due = self.step // interval > max(self._saved, 0) // interval and self._step.health.steady
         if best or due or self.step == self.steps or self.stop_reason:
-            self.save(best=cadence.best if best else None)
+            with self._step.clock.phase("checkpoint"):
+                self.save(best=cadence.best if best else None)
 
     def _validate(self, messages: list[str]) -> Validation | None:
         """Validation with the averaged weights, if it is due and there is held-out data."""
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
+        with self._step.clock.phase("validation"):
+            return self._measure(kind, messages)
+
+    def _measure(self, kind: str, messages: list[str]) -> Validation | None:
         with self.ema.applied(self.model) if self.ema is not None else nullcontext():
             batches, beat = self._held_out(kind), partial(self._beat, "validation")
             found = validate(self.task, self.model, batches, self.runtime, self._step.active, kind, beat)

@@ -1,0 +1,148 @@
+"""Where the time of a training goes: seconds of each phase of an update, their table, and a word when data is late."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+PHASES = ("wait", "copy", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
+"""wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
+ON_DEVICE = ("copy", "forward", "backward", "optimiser")
+TRACED = 3
+"""Updates in a trace."""
+STARVED_SHARE, STARVED_UPDATES = 0.2, 100
+"""The loader is late when it took this share of so many updates."""
+FIRST_UPDATES = 20
+"""In these the workers start, and nothing is held against them."""
+
+
+class HasStep(Protocol):
+    """What is said of an update: its number, from 1."""
+
+    @property
+    def step(self) -> int: ...
+
+
+Traced = TypeVar("Traced", bound=HasStep)
+
+
+class Clock:
+    """Adds up the seconds of phases. Those that run on a GPU are measured there, by CUDA events that are read when the
+    device has passed them: nothing is waited for, so they may come one update late. Elsewhere by the host's clock,
+    which on MPS sees the launching of work, and the work itself in `read`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: deque[tuple[str, Any, Any]] = deque()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what is done inside the context; not counted if it fails."""
+        if self._cuda and name in ON_DEVICE:
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            stop.record()
+            self._events.append((name, start, stop))
+        else:
+            began = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - began)
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call."""
+        while self._events and self._events[0][2].query():
+            name, start, stop = self._events.popleft()
+            self._add(name, start.elapsed_time(stop) / 1000)
+        taken, self._seconds = self._seconds, {}
+        return {name: round(taken[name], 6) for name in PHASES if name in taken}
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+
+class Starvation:
+    """Tells in words when training waits for data. The first updates, in which workers start, do not count."""
+
+    def __init__(self, workers: int, prefetch: int) -> None:
+        self._workers, self._prefetch = workers, prefetch
+        self._last: deque[tuple[float, float]] = deque(maxlen=STARVED_UPDATES)
+        self._quiet = STARVED_UPDATES  # updates to come in which nothing is said
+        self._first = FIRST_UPDATES  # to come that do not count
+
+    def look(self, waited: float, seconds: float) -> str:
+        """Take in one update that took `seconds`, `waited` of them for its batch; a warning or ""."""
+        if self._first:
+            self._first -= 1
+            return ""
+        self._last.append((waited, seconds))
+        self._quiet = max(0, self._quiet - 1)
+        total = sum(taken for _, taken in self._last)
+        share = sum(late for late, _ in self._last) / total if total else 0.0
+        if self._quiet or len(self._last) < STARVED_UPDATES or share <= STARVED_SHARE:
+            return ""
+        self._quiet = 10 * STARVED_UPDATES
+        if self._workers:
+            remedy = (
+                f"raise data.workers (now {self._workers}) or data.prefetch (now {self._prefetch}), and see whether "
+                "the disk is the limit"
+            )
+        else:
+            remedy = "data.workers is 0, so batches are made between the updates: 1 would make them meanwhile"
+        return f"waiting for data took {share:.0%} of the last {STARVED_UPDATES} updates; {remedy}"
+
+
+def traced(updates: Iterator[Traced], after: int, path: Path) -> Iterator[Traced]:
+    """The same updates; the `TRACED` that follow update `after` are recorded as a Chrome trace. after: 0 = none."""
+    recorder: torch.profiler.profile | None = None
+    try:
+        for stats in updates:
+            if recorder is not None and stats.step >= after + TRACED:
+                recorder.stop()
+                recorder.export_chrome_trace(str(path))
+                recorder, after = None, 0
+            yield stats
+            if after and stats.step == after:
+                recorder = torch.profiler.profile()
+                recorder.start()
+    finally:
+        if recorder is not None:
+            recorder.stop()
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Phase -> its seconds (n,) in the updates where it happened, from rows of metrics.jsonl; `other` is the rest of
+    `seconds`, which spans waiting and the update."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        times = row.get("times", {})
+        for name, seconds in times.items():
+            found.setdefault(name, []).append(seconds)
+        inside = sum(seconds for name, seconds in times.items() if name not in ("validation", "checkpoint"))
+        found.setdefault("other", []).append(max(row["seconds"] - inside, 0.0))
+    return {name: np.array(found[name]) for name in (*PHASES, "other") if name in found}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each phase: how often, in all, mean, median and 95th percentile, share of all the time."""
+    phases = totals(rows)
+    whole = sum(float(seconds.sum()) for seconds in phases.values())
+    lines = [
+        f"{'phase':<12}{'count':>8}{'total s':>10}{'mean ms':>10}{'p50 ms':>10}{'p95 ms':>10}{'share':>8}"
+    ]
+    for name, seconds in phases.items():
+        p50, p95 = np.percentile(seconds, (50, 95)) * 1000
+        lines.append(
+            f"{name:<12}{len(seconds):>8,}{seconds.sum():>10.1f}{seconds.mean() * 1000:>10.2f}{p50:>10.2f}"
+            f"{p95:>10.2f}{seconds.sum() / whole if whole else 0:>8.1%}"
+        )
+    return "\n".join(lines)

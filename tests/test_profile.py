@@ -1,0 +1,105 @@
+"""Where the time goes: phases add up, the loader's lateness is told once and with its remedy, a trace is a trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from matrixlib.engine import plots
+from matrixlib.engine.profile import STARVED_UPDATES, TRACED, Clock, Starvation, table, totals, traced
+
+ROWS = [
+    {"step": 1, "seconds": 0.010, "times": {"wait": 0.002, "forward": 0.003, "backward": 0.004}},
+    {
+        "step": 2,
+        "seconds": 0.020,
+        "times": {"wait": 0.001, "forward": 0.005, "backward": 0.010, "validation": 0.5},
+    },
+    {"step": 3, "seconds": 0.030},  # of a run from before there were phases
+]
+
+
+def test_a_clock_adds_up_and_forgets() -> None:
+    clock = Clock(torch.device("cpu"))
+    for _ in range(2):
+        with clock.phase("forward"):
+            time.sleep(0.01)
+    with clock.phase("wait"):
+        pass
+    taken = clock.take()
+    assert list(taken) == ["wait", "forward"]
+    assert 0.02 <= taken["forward"] < 1
+    assert clock.take() == {}
+
+
+def test_what_fails_is_not_counted() -> None:
+    clock = Clock(torch.device("cpu"))
+    with pytest.raises(ValueError, match="x"), clock.phase("forward"):
+        raise ValueError("x")
+    assert clock.take() == {}
+
+
+def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
+    found = totals(ROWS)
+    assert {name: seconds.tolist() for name, seconds in found.items()} == {
+        "wait": [0.002, 0.001],
+        "forward": [0.003, 0.005],
+        "backward": [0.004, 0.010],
+        "validation": [0.5],
+        "other": pytest.approx([0.001, 0.004, 0.030]),
+    }
+    lines = {line.split()[0]: line.split() for line in table(ROWS).splitlines()[1:]}
+    assert lines["validation"] == ["validation", "1", "0.5", "500.00", "500.00", "500.00", "89.3%"]
+    shares = [float(words[-1].rstrip("%")) for words in lines.values()]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
+    axes = plots.phases_figure(ROWS[:2]).axes[0]
+    tops = np.array([patch.get_y() + patch.get_height() for patch in axes.patches])
+    assert tops.max() == pytest.approx(520, rel=1e-6)  # 20 ms of update 2 and its validation
+    assert "ms" in axes.get_ylabel()
+
+
+def test_starvation_is_told_once_with_what_to_do() -> None:
+    late = Starvation(2, 4)
+    said = [late.look(0.4, 1.0) for _ in range(3 * STARVED_UPDATES)]
+    told = [text for text in said if text]
+    assert len(told) == 1
+    assert "took 40% of the last 100 updates; raise data.workers (now 2)" in told[0]
+    assert not any(said[:STARVED_UPDATES])
+    alone = Starvation(0, 2)
+    assert "data.workers is 0" in "".join(alone.look(1.0, 2.0) for _ in range(2 * STARVED_UPDATES))
+
+
+def test_the_first_updates_and_a_loader_in_time_say_nothing() -> None:
+    """R063: with prefetching the first updates always wait."""
+    fine = Starvation(2, 4)
+    said = [fine.look(10.0 if i < 5 else 0.0, 11.0 if i < 5 else 1.0) for i in range(3 * STARVED_UPDATES)]
+    assert not any(said)
+
+
+def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path) -> None:
+    def updates() -> object:
+        for step in range(1, 9):
+            torch.ones(step, 100) @ torch.ones(100, 3)
+            yield SimpleNamespace(step=step)
+
+    path = tmp_path / "trace.json"
+    assert [stats.step for stats in traced(updates(), 2, path)] == list(range(1, 9))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::matmul" for event in events) == TRACED
+    assert [stats.step for stats in traced(updates(), 0, tmp_path / "none.json")] == list(range(1, 9))
+    assert not (tmp_path / "none.json").exists()
+    stopped = traced(updates(), 2, tmp_path / "cut.json")
+    for stats in stopped:
+        if stats.step == 3:
+            break
+    stopped.close()  # an interrupted training leaves no profiler running
+    assert not (tmp_path / "cut.json").exists()
