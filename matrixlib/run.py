@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.curriculum import Phase
     from matrixlib.engine.task import Source, Task
     from matrixlib.engine.trainer import Stats, Trainer
+    from matrixlib.events import Events
     from matrixlib.subject import Subject
 
 MAY_CHANGE = (
@@ -131,16 +132,18 @@ class Run:
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
 
-    def train(self, trace: int = 0) -> Iterator[Stats]:
+    def train(self, trace: int = 0, tensorboard: bool = False) -> Iterator[Stats]:
         """Train to the last update, from the newest whole checkpoint if there is one; yields after each update.
 
         trace: the three updates after this one are recorded in trace.json, for chrome://tracing; 0 = none.
+        tensorboard: also write TensorBoard events, to the run's folder `events`.
 
         The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
         with it. What the trainer warns about is shown once and kept in `messages`.
         """
         from matrixlib.engine import profile
 
+        events: Events | None = None
         if self.complete:
             return
         if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
@@ -149,13 +152,25 @@ class Run:
         try:
             for text in self.trainer.messages:
                 self._say(text)
+            events = self._events() if tensorboard else None
             for stats in profile.traced(self.trainer.train(), trace, self.folder / "trace.json"):
                 for text in stats.messages:
                     self._say(f"update {stats.step}: {text}")
+                if events is not None:
+                    events.add(stats.row())
                 yield stats
             self._finish()
         finally:
+            if events is not None:
+                events.close()
             self.close()
+
+    def _events(self) -> Events:
+        from matrixlib.events import Events
+
+        curriculum = self.trainer.curriculum
+        phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
+        return Events(self.folder, self.history(), phases)
 
     def first_losses(self) -> str:
         """The losses before any update beside chance level and attainable floor, a line for each term."""

@@ -1,0 +1,102 @@
+"""TensorBoard events: what metrics.jsonl says, no update twice after a resume, and a clear word without the package."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrixlib import events
+from matrixlib import run as runs
+
+TINY: dict[str, Any] = {
+    "data": {"limit": 512},
+    "model": {"channels": 8, "blocks": 1},
+    "train": {"steps": 6, "batch_size": 16, "micro_batch": 16},
+    "validation": {"interval": 3, "sample": 32, "limit": 64},
+    "checkpoint": {"interval": 2},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+}
+
+
+def read(folder: Path) -> list[Any]:
+    """Every event of the folder's files, by the framing of TFRecord: length, its CRC, the event, its CRC."""
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.glob("events.out.*")):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            found.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
+
+
+def scalars(folder: Path) -> dict[tuple[str, int], float]:
+    values: dict[tuple[str, int], float] = {}
+    for event in read(folder):
+        for value in event.summary.value:
+            if value.WhichOneof("value") == "simple_value":
+                assert (value.tag, event.step) not in values, "an update twice"
+                values[value.tag, event.step] = value.simple_value
+    return values
+
+
+def texts(folder: Path) -> list[tuple[str, int, str]]:
+    return [
+        (value.tag, event.step, value.tensor.string_val[0].decode())
+        for event in read(folder)
+        for value in event.summary.value
+        if value.WhichOneof("value") == "tensor"
+    ]
+
+
+def test_a_resumed_run_has_every_update_once(reports: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    for _ in range(2):
+        current = runs.open_run(run="r", overrides=TINY)
+        for stats in current.train(tensorboard=True):
+            if stats.step == 3 and not current.resumed:
+                break
+        current.close()
+    found, rows = scalars(reports / "r" / "events"), current.history()
+    assert [step for name, step in sorted(found) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert found["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
+        assert found["losses/policy", row["step"]] == pytest.approx(row["losses"]["policy"], rel=1e-6)
+    assert ("validation/loss", 6) in found
+    exported = events.export(reports / "r")
+    assert scalars(exported) == found
+
+
+def test_phases_and_warnings_are_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    rows = [
+        {"step": 1, "loss": 2.0, "phase": 0},
+        {"step": 2, "loss": 2.0, "phase": 0, "messages": ["look here"]},
+        {"step": 3, "loss": 1.0, "phase": 1},
+    ]
+    made = events.Events(tmp_path, rows, {0: "size 3-5", 1: "size 3-8"})
+    made.close()
+    assert [(tag.split("/")[0], step, text) for tag, step, text in texts(tmp_path / "events")] == [
+        ("curriculum", 1, "size 3-5"),
+        ("warnings", 2, "look here"),
+        ("curriculum", 3, "size 3-8"),
+    ]
+
+
+def test_without_the_package_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match=r"pip install 'matrixlib\[tensorboard\]'"):
+        events.Events(tmp_path)
+
+
+def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert events.main([str(tmp_path / "nothing")]) == 1
+    assert "no run at" in capsys.readouterr().err
+    assert events.main([]) == 1
