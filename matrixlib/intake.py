@@ -17,7 +17,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import threading
 import time
 import warnings
 from collections import Counter, deque
@@ -48,6 +47,7 @@ from matrixlib.tasks.chess.pgn import Pgn
 from matrixlib.tasks.chess.puzzles import Puzzles
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sources import live_bar, write_atomically
+from matrixlib.workers import end_with_parent
 
 INTAKE = 1  # version of what decides about names and bytes
 STEP = 4 * SHARD  # training positions, from which on a step ends
@@ -272,18 +272,6 @@ def _read(reader: Reader, part: Part) -> Harvest:
     return harvest
 
 
-def _watch_parent() -> None:
-    """In a worker: end with the parent process, however it ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def harvests(reader: Reader, parts: Iterable[Part], workers: int) -> Iterator[tuple[Part, Harvest]]:
     """Every part with what it gave, in order. Other processes help only where there is work for longer than it takes to
     start them; a bounded number of parts is in flight."""
@@ -297,7 +285,7 @@ def harvests(reader: Reader, parts: Iterable[Part], workers: int) -> Iterator[tu
         return
     waiting: deque[tuple[Part, Future[Harvest]]] = deque()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _watch_parent) as pool:
+    with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         try:
             for part in chain([part_left], parts):
                 waiting.append((part, pool.submit(_read, reader, part)))
