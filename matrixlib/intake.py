@@ -579,9 +579,7 @@ def mark_outliers(catalogue: Catalogue, rows: Mapping[str, ShardRow], names: Seq
             sample = np.array([other[figure] for other in kin if figure in other], np.float64)
             if figure not in row.quality or len(sample) < FEW:
                 continue
-            median = float(np.median(sample))
-            scale = max(1.4826 * float(np.median(np.abs(sample - median))), 0.02 * abs(median), 0.01)
-            if abs(z := (row.quality[figure] - median) / scale) > FAR:
+            if abs(z := quality.robust_z(row.quality[figure], sample)) > FAR:
                 far[figure] = round(z, 1)
         if far:
             catalogue.set_quality(row.name, {**row.quality, "outliers": far})

@@ -298,6 +298,57 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
     assert (tmp_path / "played.pgn").read_text().count("[Event ") == 10
 
 
+GAMES = """[White "Mated"]
+[Black "By the fool"]
+[Result "0-1"]
+
+1. f3 e5 2. g4 Qh4# 0-1
+
+[White "Scholar"]
+[Black "Pupil"]
+[Result "0-1"]
+
+1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4. Qxf7# 0-1
+
+[White "Légal"]
+[Black "Saint Brie"]
+[Result "1-0"]
+
+1. e4 e5 2. Nf3 d6 3. Bc4 Bg4 4. Nc3 g6 5. Nxe5 Bxd1 6. Bxf7+ Ke7 7. Nd5# 1-0
+"""  # the second result contradicts the board
+
+
+@pytest.mark.slow
+def test_data_brings_games_in_and_shows_what_is_in_quarantine(reports: Path, tmp_path: Path) -> None:
+    (tmp_path / "games.pgn").write_text(GAMES)
+    options = ["-p", "paths", str(tmp_path / "games.pgn"), "-p", "workers", "1"]
+    done, error = papermill("data", reports, *options, "-p", "backup", str(tmp_path / "copy.sqlite"))
+    assert (done.returncode, error) == (0, ""), done.stderr[-2000:]
+    outputs = [o for c in nbformat.read(reports / "data.ipynb", 4).cells for o in c.get("outputs", [])]
+    text = "".join(o.get("text", "") for o in outputs)
+    assert "3 entries: 2 stored, 1 in quarantine, 0 left out" in text
+    assert "games.pgn, entry 1: result contradicts the board: " in text
+    assert '[White "Scholar"]' in text
+    assert re.search(r"^games\.pgn +pgn +3 +2 +1 +0 +17$", text, re.MULTILINE)
+    assert sum("image/png" in o.get("data", {}) for o in outputs) == 4
+    assert (tmp_path / "copy.sqlite").exists()
+    assert (reports / "data" / "catalogue.sqlite").exists()
+    done, error = papermill("data", reports, *options, "-p", "repair", "True")
+    assert (done.returncode, error) == (0, ""), done.stderr[-2000:]
+    outputs = [o for c in nbformat.read(reports / "data.ipynb", 4).cells for o in c.get("outputs", [])]
+    text = "".join(o.get("text", "") for o in outputs)
+    assert "3 entries: 1 stored, 0 in quarantine, 2 left out" in text
+    assert "pass  accounts add up                    2 accounts" in text
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_there_stops_with_one_line(reports: Path) -> None:
+    done, error = papermill("data", reports, "-p", "paths", "nowhere.pgn")
+    assert done.returncode != 0
+    assert "nowhere.pgn: no such file" in error
+    assert "\n" not in error.strip()
+
+
 @pytest.mark.slow
 def test_overfit_names_a_learning_rate_of_zero(reports: Path) -> None:
     override: dict[str, Any] = {"optim": {"learning_rate": 0.0}, "train": {"steps": 10}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Any
 
 import chess
@@ -23,7 +25,18 @@ SHOWN = {  # colour map and range of the values
     "piece": ("tab20", 0, 19),
     "control": ("RdYlGn", 0, 2),
 }
+SQUARES = 1 - 0.25 * ((np.add.outer(range(8), range(8)) + 1) % 2)  # grey of a board
 ARROWS = 5
+EDGE = 3  # times `far`
+BINS, FEWEST = 10, 30  # of the value, and positions in one that is drawn
+HISTOGRAMS = {  # axis and edges of the bins
+    "men": ("pieces on the board", np.arange(1.5, 33)),
+    "ply": ("half moves played", np.arange(0, 241, 10)),
+    "balance": ("balance for the side to move [pawns]", np.arange(-12.5, 13)),
+    "phase": ("phase [0 endgame, 24 opening]", np.arange(-0.5, 26, 2)),
+    "value": ("points by win-draw-loss", np.linspace(-1, 1, 21)),
+    "entropy": ("entropy of the policy [nats]", np.linspace(0, 4, 21)),
+}
 SMOOTH = 0.05  # share of the curve that one drawn value is a mean of
 
 
@@ -129,21 +142,11 @@ def position_figure(
     count = len(moves) + len(maps)
     figure = Figure(figsize=(3.4 * count, 3.7), layout="constrained")
     grid: NDArray[Any] = np.atleast_1d(np.asarray(figure.subplots(1, count)))
-    squares = (np.add.outer(range(8), range(8)) + 1) % 2
     for axes, (title, shares) in zip(grid[: len(moves)], moves.items(), strict=True):
-        axes.imshow(1 - 0.25 * squares, cmap="gray", vmin=0, vmax=1, origin="lower")
+        axes.imshow(SQUARES, cmap="gray", vmin=0, vmax=1, origin="lower")
         _men(axes, board)
         axes.set_title(title, fontsize=10)
-        for uci, share in sorted(shares.items(), key=lambda item: item[1])[-ARROWS:]:
-            move = chess.Move.from_uci(uci)
-            start, end = ((square % 8, square // 8) for square in (move.from_square, move.to_square))
-            style = {
-                "arrowstyle": "-|>",
-                "color": "tab:blue",
-                "alpha": 0.25 + 0.7 * share,
-                "lw": 1 + 4 * share,
-            }
-            axes.annotate("", end, start, arrowprops=style)
+        _arrows(axes, shares)
     for axes, (head, values) in zip(grid[len(moves) :], maps.items(), strict=True):
         colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
         axes.imshow(values, cmap=colours, vmin=low, vmax=high, origin="lower")
@@ -152,7 +155,21 @@ def position_figure(
     return figure
 
 
-def _men(axes: Axes, board: chess.Board) -> None:
+def _arrows(axes: Axes, shares: Mapping[str, float]) -> None:
+    """The likeliest moves (UCI -> share)."""
+    for uci, share in sorted(shares.items(), key=lambda item: item[1])[-ARROWS:]:
+        move = chess.Move.from_uci(uci)
+        start, end = ((square % 8, square // 8) for square in (move.from_square, move.to_square))
+        style = {
+            "arrowstyle": "-|>",
+            "color": "tab:blue",
+            "alpha": 0.25 + 0.7 * share,
+            "lw": 1 + 4 * share,
+        }
+        axes.annotate("", end, start, arrowprops=style)
+
+
+def _men(axes: Axes, board: chess.Board, size: float = 16) -> None:
     axes.set_xticks(range(8), "abcdefgh")
     axes.set_yticks(range(8), [str(rank) for rank in range(1, 9)])
     for square, piece in board.piece_map().items():
@@ -163,7 +180,7 @@ def _men(axes: Axes, board: chess.Board) -> None:
             figure,
             ha="center",
             va="center",
-            fontsize=16,
+            fontsize=size,
             color=colour,
             path_effects=[withStroke(linewidth=1.2, foreground="black")],
         )
@@ -176,4 +193,113 @@ def course_figure(values: NDArray[Any], first: int) -> Figure:
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.plot(1 + (first + np.arange(len(values))) / 2, values, marker=".")
     axes.set(xlabel="move", ylabel="expected result for White", ylim=(-1.05, 1.05))
+    return figure
+
+
+# Data sets
+
+
+def boards_figure(
+    groups: Mapping[str, Sequence[tuple[chess.Board, Mapping[str, float], str]]], columns: int = 3
+) -> Figure:
+    """Groups side by side, of boards (board, UCI -> share in the policy, words) with their FEN below."""
+    rows = max(1, -(-max(map(len, groups.values())) // columns))
+    figure = Figure(figsize=(2.2 * columns * len(groups), 2.75 * rows + 0.3), layout="constrained")
+    parts = np.atleast_1d(np.asarray(figure.subfigures(1, len(groups), wspace=0.03)))
+    for part, (title, shown) in zip(parts, groups.items(), strict=True):
+        if title:
+            part.suptitle(title if shown else f"{title}: none", fontsize=11)
+        grid = list(part.subplots(rows, columns, squeeze=False).flat)
+        for axes, one in zip_longest(grid, shown):
+            if one is None:
+                axes.set_axis_off()
+                continue
+            board, moves, words = one
+            axes.imshow(SQUARES, cmap="gray", vmin=0, vmax=1, origin="lower")
+            _men(axes, board, 11)
+            _arrows(axes, moves)
+            axes.tick_params(labelsize=6, length=0)
+            axes.set_title("\n".join(wrap(words, 38)), fontsize=7)
+            placement, rest = board.fen().split(" ", 1)
+            half = len(placement) // 2
+            cut = placement.find("/", half - 4) + 1
+            axes.set_xlabel(f"{placement[:cut]}\n{placement[cut:]} {rest}", fontsize=5.5, family="monospace")
+    return figure
+
+
+def distributions_figure(sources: Mapping[str, Mapping[str, NDArray[Any]]]) -> Figure:
+    """Shares of the positions of each source by what HISTOGRAMS names; results; what win-draw-loss is worth.
+
+    sources: name -> quantity -> (n,), nan where unknown; also result and value, points of the side to move.
+    """
+    figure = Figure(figsize=(12, 5.4), layout="constrained")
+    grid = list(figure.subplots(2, 4).flat)
+    for index, (source, values) in enumerate(sources.items()):
+        colour = f"C{index}"
+        for axes, (name, (_, edges)) in zip(grid, HISTOGRAMS.items(), strict=False):
+            known = values[name][~np.isnan(values[name])]
+            if len(known):
+                shares = np.histogram(np.clip(known, edges[0], edges[-1]), edges)[0] / len(values[name])
+                axes.stairs(100 * shares, edges, color=colour, fill=True, alpha=0.2)
+                axes.stairs(100 * shares, edges, color=colour, linewidth=1.2, label=source)
+        results, chances = grid[len(HISTOGRAMS)], grid[len(HISTOGRAMS) + 1]
+        white, value, result = values["white"], values["value"], values["result"]
+        thirds = [(white == points).mean() for points in (1, 0, -1)]
+        width = 0.8 / len(sources)
+        results.bar(
+            np.arange(4) + width * (index + 0.5) - 0.4,
+            100 * np.array([*thirds, np.isnan(white).mean()]),
+            width,
+            color=colour,
+        )
+        both = ~np.isnan(value) & ~np.isnan(result)
+        place = np.clip(((value[both] + 1) * BINS / 2).astype(int), 0, BINS - 1)
+        count = np.bincount(place, minlength=BINS)
+        some = count >= FEWEST
+        mean = np.bincount(place, result[both], BINS)[some] / count[some]
+        middle = np.bincount(place, value[both], BINS)[some] / count[some]
+        if len(middle):
+            chances.plot(middle, mean, "o-", markersize=3, linewidth=1, color=colour)
+    for axes, (label, _) in zip(grid, HISTOGRAMS.values(), strict=False):
+        axes.set(xlabel=label, ylabel="positions [%]", ylim=(0, None))
+    results.set_xticks(range(4), ["1-0", "1/2", "0-1", "unknown"])
+    results.set(xlabel="result of the game", ylabel="positions [%]")
+    chances.plot([-1, 1], [-1, 1], color="grey", linewidth=0.8, linestyle="--")
+    chances.set(xlabel="points by win-draw-loss", ylabel="mean points of the games")
+    for axes in grid:
+        if not axes.patches and len(axes.get_lines()) < 2:
+            axes.text(0.5, 0.4, "unknown", ha="center", color="grey", transform=axes.transAxes)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        axes.xaxis.label.set_size(9)
+        axes.yaxis.label.set_size(8)
+    grid[0].legend(fontsize=8)
+    return figure
+
+
+def distances_figure(shards: Mapping[str, Mapping[str, float]], far: float) -> Figure:
+    """A line for each figure of the shards, a dot for each shard at its robust z; red and named beyond `far`, and at
+    the edge where it is further away than three times that.
+    """
+    names = list(dict.fromkeys(name for figures in shards.values() for name in figures))
+    figure = Figure(figsize=(9, 0.6 + 0.24 * max(4, len(names))), layout="constrained")
+    axes = figure.subplots()
+    for shard, figures in shards.items():
+        for name, z in figures.items():
+            beyond = abs(z) > far
+            place = (max(-EDGE * far, min(EDGE * far, z)), names.index(name))
+            axes.plot(*place, "o", markersize=5, color="#b3261e" if beyond else "C0", alpha=0.6)
+            if beyond:
+                side = "left" if z < 0 else "right"
+                label = f"{shard} ({z:+.1f})"
+                axes.annotate(label, place, (0, 5), textcoords="offset points", fontsize=7, ha=side)
+    for edge in (-far, far):
+        axes.axvline(edge, color="#b3261e", linewidth=0.8, linestyle="--")
+    axes.set_xlim(-1.05 * EDGE * far, 1.05 * EDGE * far)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.7)
+    axes.set(xlabel="distance from the median of the other shards [robust standard deviations]")
+    axes.grid(alpha=0.3)
+    if not names:
+        axes.text(0.5, 0.5, "too few shards to compare", ha="center", va="center", transform=axes.transAxes)
     return figure
