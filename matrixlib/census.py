@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from matrixlib.tasks.chess.packing import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM
 
 BLOCKS = 64  # blocks of a source that its sample is from: a set of any size is looked at in seconds
+MEASURED = 8 * BLOCK  # records of a shard without figures
 OPENING = (4, 8)  # plies
 PAWNS = np.array([1, 3, 3, 5, 9, 0, -1, -3, -3, -5, -9, 0, 0])  # what the classes of a square are worth
 PHASE = np.array([0, 1, 1, 2, 4, 0] * 2 + [0])  # 24 at the start, 0 where kings and pawns are left
@@ -81,9 +81,7 @@ def look(folder: Path | str, sample: int = 4000, seed: int = 0) -> Census:
     ValueError for a folder without a healthy shard.
     """
     known = (Path(folder) / NAME).is_file()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it repairs is among the remarks
-        catalogue = Catalogue(folder)
+    catalogue = intake.quiet_catalogue(Path(folder))
     rows = catalogue.shards(state=None)
     healthy = [row for row in rows if row.state == "healthy"]
     accounts = intake.accounts(folder)
@@ -96,19 +94,7 @@ def look(folder: Path | str, sample: int = 4000, seed: int = 0) -> Census:
     rng = np.random.default_rng(seed)
     batches, shards, numbers, openings, damaged, games = [], [], [], [], [], {}
     for source in sorted({row.source for row in healthy}):
-        blocks = [
-            (at, block)
-            for at, row in enumerate(rows)
-            if row.state == "healthy" and row.source == source
-            for block in range(-(-row.count // BLOCK))
-        ]
-        kept = np.sort(rng.permutation(len(blocks))[:BLOCKS])
-        sizes = [min(BLOCK, rows[at].count - block * BLOCK) for at, block in (blocks[k] for k in kept)]
-        chosen = np.sort(rng.permutation(sum(sizes))[:sample])
-        starts = np.cumsum(sizes) - sizes
-        for k, start, size in zip(kept, starts, sizes, strict=True):
-            at, block = blocks[k]
-            inside = chosen[(chosen >= start) & (chosen < start + size)] - start + block * BLOCK
+        for at, block, inside in _chosen(rows, source, sample, rng):
             try:
                 shard = Shard(rows[at].path, LAYOUT)
                 shard.verify_block(block)
@@ -118,7 +104,7 @@ def look(folder: Path | str, sample: int = 4000, seed: int = 0) -> Census:
                 continue
             shards.append(np.full(len(inside), at))
             numbers.append(inside)
-            read = shard.arrays["records"][block * BLOCK :][:size]
+            read = shard.arrays["records"][block * BLOCK : (block + 1) * BLOCK]
             openings.append(read[(read["ply"] >= OPENING[0]) & (read["ply"] <= OPENING[1])])
     for row in healthy:
         try:
@@ -139,6 +125,24 @@ def look(folder: Path | str, sample: int = 4000, seed: int = 0) -> Census:
         accounts,
         catalogue.messages if known else [],  # a catalogue that is made the first time is no repair
     )
+
+
+def _chosen(
+    rows: Sequence[ShardRow], source: str, sample: int, rng: np.random.Generator
+) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """(place of a shard, block, records of it) for a random sample of a source, in order."""
+    blocks = [
+        (at, block)
+        for at, row in enumerate(rows)
+        if row.state == "healthy" and row.source == source
+        for block in range(-(-row.count // BLOCK))
+    ]
+    kept = [blocks[k] for k in np.sort(rng.permutation(len(blocks))[:BLOCKS])]
+    ends = np.cumsum([min(BLOCK, rows[at].count - block * BLOCK) for at, block in kept])
+    chosen = np.sort(rng.permutation(ends[-1])[:sample])
+    parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
+    for (at, block), inside, start in zip(kept, parts, [0, *ends[:-1]], strict=True):
+        yield at, block, inside - start + block * BLOCK
 
 
 def columns(batch: Batch) -> dict[str, NDArray[Any]]:
@@ -209,12 +213,14 @@ def _worst(score: NDArray[Any], where: NDArray[np.bool_]) -> list[int]:
 def distances(found: Census) -> dict[str, dict[str, float]]:
     """Healthy shard -> figure -> robust z among the shards of its source and split, where those are 8 others at least.
 
-    The figures are those of the import; shards that were not imported are measured here, the first 64 of them.
+    The figures are those of the import; shards that were not imported are measured here, the first 64 of them and of
+    each the first 32,768 records.
     """
     figures = {row.name: row.quality for row in found.healthy if row.quality}
     for row in [row for row in found.healthy if not row.quality][:BLOCKS]:
         with contextlib.suppress(ShardError):  # `look` has said it
-            figures[row.name] = intake.figures(Shard(row.path, LAYOUT).gather(np.arange(row.count)))
+            begin = np.arange(min(row.count, MEASURED))
+            figures[row.name] = intake.figures(Shard(row.path, LAYOUT).gather(begin))
     kin = {row.name: (row.source, row.split) for row in found.rows}
     out: dict[str, dict[str, float]] = {}
     for name, own in figures.items():
