@@ -67,12 +67,13 @@ def contents(found: Census) -> str:
 
 
 def imports(found: Census) -> str:
-    """What became of the entries of each file that was imported."""
+    """What became of the entries of each file that was imported, a line for each way in which it was read."""
     if not found.accounts:
         return "no account: the set was made here or copied, not imported"
     sums: dict[tuple[str, str], Counter[str]] = {}
     for account in found.accounts:
-        counts = sums.setdefault((account.file, account.source), Counter())
+        chosen = [option for option, value in account.reader.items() if value is True]
+        counts = sums.setdefault((account.file, " ".join([account.source, *chosen])), Counter())
         counts.update(entries=account.entries, stored=account.stored, quarantine=len(account.refused))
         counts.update(
             {"left out": sum(account.skipped.values()), "positions": sum(account.positions.values())}

@@ -13,6 +13,7 @@ from matrixlib import census, intake, ledger, merging
 from matrixlib.census import look
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.engine.plots import png
+from matrixlib.tasks.chess.pgn import Pgn
 
 WON = (65535, 0, 0)
 
@@ -84,6 +85,9 @@ def test_imports_and_quarantine_are_listed(tmp_path: Path) -> None:
     assert "in.pgn, entry 0: result contradicts the board" in text
     assert '    [Event "0"] [Result "1-0"] 1. f3 e5 2. g4 Qh4# 1-0' in text
     assert "in.pgn, entry 6: " in text
+    intake.take_in(tmp_path / "in.pgn", tmp_path / "f", Pgn(repair=True), workers=1, progress=False)
+    lines = ledger.imports(look(tmp_path / "f")).splitlines()[1:]
+    assert sorted(line.split()[1:3] for line in lines) == [["pgn", "7"], ["pgn", "repair"]]
 
 
 def test_without_imports_it_says_so(tmp_path: Path) -> None:

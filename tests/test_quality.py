@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_shards import LAYOUT, META, toy_batch
 
-from matrixlib.data.quality import figures, row_entropy
+from matrixlib.data.quality import figures, robust_z, row_entropy
 from matrixlib.data.shards import Shard, write_shard
 
 
@@ -66,3 +66,11 @@ def test_refuses() -> None:
         figures(toy_batch(3), LAYOUT, keys=np.zeros(2))
     with pytest.raises(ValueError, match="nothing to measure"):
         figures(toy_batch(0), LAYOUT)
+
+
+def test_robust_z_is_not_moved_by_an_outlier_and_has_a_least_scale() -> None:
+    others = np.array([10.0, 11, 12, 13, 14, 1000])
+    assert robust_z(12.5, others) == 0
+    assert robust_z(12.5 + 3 * 1.4826 * 1.5, others) == pytest.approx(3)
+    assert robust_z(52, np.full(8, 50.0)) == pytest.approx(2), "two per cent of the median"
+    assert robust_z(0.05, np.zeros(8)) == pytest.approx(5), "and 0.01"
