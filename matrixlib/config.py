@@ -569,10 +569,6 @@ class CycleConfig(Section):
     chunk: Count = Field(description="games of a shard; what a killed process loses at most")
     window: Count = Field(description="latest generations that are trained on")
     workers: Count = Field(description="processes of self-play")
-    adjudicate: CountOrZero = Field(
-        description="lead in material (P1 N3 B3 R5 Q9) that wins a game of self-play at the ply limit, where less "
-        "draws it; 0 = such games stay without a result"
-    )
     selfplay: SelfPlayConfig
     search: SearchConfig
     arena: ArenaConfig

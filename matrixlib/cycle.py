@@ -21,7 +21,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from matrixlib.play.game import States, Trace
 
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
-WORTH = np.array([1, 3, 3, 5, 9, 0, -1, -3, -3, -5, -9, 0, 0, 0, 0, 0])  # by piece class; ours, theirs
 HELD_OUT = 20  # every so many games one is held out of training
 
 
@@ -430,16 +429,6 @@ def _game_id(cycle: str, generation: int, number: int) -> int:
     wanted = number % HELD_OUT == HELD_OUT - 1
     ids = (game_id(cycle, str(generation), str(number), str(draw)) for draw in itertools.count())
     return next(found for found in ids if bool(is_validation(np.array([found], np.uint64))[0]) == wanted)
-
-
-def _adjudicated(trace: Trace, lead: int) -> Trace:
-    """A game without a result, decided by its last position: a lead in material wins, less draws; 0 decides none."""
-    if trace.result is not None or not lead:
-        return trace
-    pieces = trace.states["pieces"][-1]
-    points = int(WORTH[pieces & 15].sum() + WORTH[pieces >> 4].sum())  # of the side to move
-    first = points if len(trace.states) % 2 else -points
-    return replace(trace, result=0.0 if abs(first) < lead else 1.0 if first > 0 else -1.0)
 
 
 def _account(traces: list[Trace], positions: int, seconds: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import chess
 import numpy as np
 import pytest
 import yaml
@@ -23,10 +21,8 @@ from safetensors.torch import load_file
 from matrixlib import config, cycle
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
-from matrixlib.play.game import Trace
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
-from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -211,34 +207,6 @@ def test_another_configuration_or_a_second_process_is_refused(whole: Path, opene
         cycle.open_cycle("demo", "cpu", "../c")
     with pytest.raises(config.ConfigError, match="unknown preset 'quik', did you mean 'quick'"):
         cycle.open_cycle("quik")
-
-
-@pytest.mark.parametrize(
-    ("fen", "plies", "lead", "result"),
-    [
-        ("4k3/8/8/8/8/8/8/Q3K3 w - - 0 1", 1, 4, 1.0),
-        ("4k3/8/8/8/8/8/8/Q3K3 b - - 0 1", 1, 4, -1.0),  # the side to move first is behind
-        (
-            "4k3/8/8/8/8/8/8/Q3K3 w - - 0 1",
-            2,
-            4,
-            -1.0,
-        ),  # it is the second player that moves in the last position
-        ("4k3/8/8/8/8/8/8/N3K3 w - - 0 1", 1, 4, 0.0),
-        ("4k3/8/8/8/8/8/8/Q3K3 w - - 0 1", 1, 0, None),
-    ],
-)
-def test_a_lead_decides_a_game_that_was_cut_off(
-    fen: str, plies: int, lead: int, result: float | None
-) -> None:
-    states = records.from_boards([chess.Board(fen)] * plies)
-    nothing = np.zeros(0)
-    trace = Trace(
-        0, states, nothing, nothing, nothing, nothing, nothing, nothing, nothing, None, "ply limit", -1
-    )
-    assert cycle._adjudicated(trace, lead).result == result
-    decided = dataclasses.replace(trace, result=0.0)
-    assert cycle._adjudicated(decided, lead).result == 0.0
 
 
 @pytest.mark.parametrize(
