@@ -33,7 +33,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from matrixlib.data import quality
-from matrixlib.data.catalogue import Catalogue, ShardRow
+from matrixlib.data.catalogue import Catalogue, ShardRow, reason_file
 from matrixlib.data.shards import LFS_POINTER, Batch, Shard, ShardInfo, concat, file_hash, select, write_shard
 from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.epd import Epd
@@ -243,6 +243,8 @@ def _finished(place: Path, rows: Mapping[str, ShardRow]) -> list[Account]:
     while account := read_account(place / f"part_{len(done):06d}.json"):
         for name, sha256 in account.shards.items():
             row = rows.get(name)
+            if row is None and _was_merged(place.parents[1] / name):
+                continue
             if row is None or row.sha256 != sha256 or not _is_there(row):
                 return done
         done.append(account)
@@ -255,6 +257,12 @@ def _is_there(row: ShardRow) -> bool:
     """Whether a shard's file is whole by its size, or others stand for it."""
     whole = row.path.is_file() and row.path.stat().st_size == row.bytes
     return whole or row.reason.startswith(MERGED)
+
+
+def _was_merged(path: Path) -> bool:
+    """Whether others stand for a shard that a rebuilt catalogue knows nothing of."""
+    reason = reason_file(path)
+    return reason.is_file() and reason.read_text(encoding="utf-8").startswith(MERGED)
 
 
 # Reading

@@ -253,6 +253,9 @@ def test_a_quarantine_outlives_the_database(tmp_path: Path) -> None:
         ("a.npz", "its games are from a broken engine")
     ]
     rebuilt.release("a.npz")
+    rebuilt.quarantine("b.npz", "damaged")
+    written = write_shard(tmp_path / "b.npz", LAYOUT, toy_batch(20), META)
+    rebuilt.add(written, "train", "made")  # made again: what was wrong with the old one is past
     (tmp_path / NAME).unlink()
     assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
 

@@ -123,13 +123,15 @@ class Catalogue:
                 raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{said}'")
             rows.append(self._row(name, info, source, quality))
         self._put(rows)
+        for row in rows:  # written anew, so what was wrong with an older file of that name is past
+            reason_file(row.path).unlink(missing_ok=True)
         return rows
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
         row = self._named(name)
         if self.writable:
-            _note(row.path).write_text(reason, encoding="utf-8")
+            reason_file(row.path).write_text(reason, encoding="utf-8")
         self._put([replace(row, state="quarantined", reason=reason)])
 
     def release(self, name: str) -> None:
@@ -139,7 +141,7 @@ class Catalogue:
             raise CatalogueError(f"{name}: {problem}; restore the file from a copy first")
         self._put([replace(row, state="healthy", reason="")])
         if self.writable:
-            _note(row.path).unlink(missing_ok=True)
+            reason_file(row.path).unlink(missing_ok=True)
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
@@ -293,7 +295,7 @@ class Catalogue:
             self._say(f"{error} (left out of the catalogue)")
             return None
         row = self._row(name, info, str(info.meta["source"]), {})
-        note = _note(row.path)
+        note = reason_file(row.path)
         reason = f"'{damaged}' is damaged (zip checksum)" if damaged else ""
         if note.is_file():
             reason = reason or note.read_text(encoding="utf-8", errors="replace")
@@ -356,7 +358,7 @@ def _problem_of(db: sqlite3.Connection) -> str:
     return "" if found == [*COLUMNS, "digest"] else "the catalogue has other columns"
 
 
-def _note(path: Path) -> Path:
+def reason_file(path: Path) -> Path:
     """Where the reason of a shard's quarantine lies."""
     return path.with_name(f"{path.name}.quarantined")
 
