@@ -279,7 +279,47 @@ def test_backup_and_restore(tmp_path: Path) -> None:
     assert Catalogue.restore(folder, copy).hash() == before
 
 
-@pytest.mark.parametrize("damage", ["missing", "garbage", "other"])
+def test_an_old_backup_lifts_no_quarantine(tmp_path: Path) -> None:
+    folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
+    folder.mkdir()
+    catalogue = filled(folder)
+    catalogue.backup(copy)
+    catalogue.quarantine("a.npz", "dull")
+    restored = Catalogue.restore(folder, copy)
+    assert [(row.name, row.reason) for row in restored.shards(state="quarantined")] == [("a.npz", "dull")]
+
+
+def test_new_shards_stand_for_old_ones_in_one_step(tmp_path: Path) -> None:
+    catalogue = filled(tmp_path)
+    info = write_shard(tmp_path / "n.npz", LAYOUT, toy_batch(7), META)
+    with pytest.raises(CatalogueError, match="split"):
+        catalogue.replace([(info, "validation", "made", {})], {"a.npz": "merged into n.npz"})
+    assert names(catalogue) == ["a.npz", "b.npz", "v.npz"]
+    catalogue.replace([(info, "train", "made", {})], {"a.npz": "merged into n.npz", "unknown.npz": "x"})
+    assert names(catalogue) == ["b.npz", "n.npz", "v.npz"]
+    assert catalogue.shards(state="quarantined")[0].reason == "merged into n.npz"
+
+
+def test_opening_takes_back_nothing_that_another_process_has_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard lies there before its row does: whoever opens the folder in that moment must not overwrite the row."""
+    catalogue = filled(tmp_path)
+    info = write_shard(tmp_path / "n.npz", LAYOUT, toy_batch(7), META)
+    look = Catalogue._from_file
+
+    def looked(self: Catalogue, name: str) -> object:
+        row = look(self, name)
+        catalogue.add(info, "train", "made", {"entropy": 1.5})
+        catalogue.quarantine("n.npz", "dull")
+        return row
+
+    monkeypatch.setattr(Catalogue, "_from_file", looked)
+    found = {row.name: row for row in Catalogue(tmp_path).shards(state=None)}["n.npz"]
+    assert (found.state, found.reason, found.quality) == ("quarantined", "dull", {"entropy": 1.5})
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "other", "newer"])
 def test_a_bad_backup_changes_nothing(tmp_path: Path, damage: str) -> None:
     folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
     folder.mkdir()
@@ -289,6 +329,11 @@ def test_a_bad_backup_changes_nothing(tmp_path: Path, damage: str) -> None:
     elif damage == "other":
         with sqlite3.connect(copy) as db:
             db.execute("CREATE TABLE games (id INTEGER)")
+        db.close()
+    elif damage == "newer":
+        Catalogue(folder).backup(copy)
+        with sqlite3.connect(copy) as db:
+            db.execute("PRAGMA user_version=99")
         db.close()
     with pytest.raises(CatalogueError, match="copy"):
         Catalogue.restore(folder, copy)

@@ -507,6 +507,75 @@ def test_a_shard_of_other_rows_than_the_catalogue_says(tmp_path: Path) -> None:
     assert "100 rows, the catalogue says 300" in said[0]
 
 
+@pytest.mark.parametrize("window", [0, 1])
+def test_a_damaged_block_of_a_source_is_replaced_by_rows_of_it(tmp_path: Path, window: int) -> None:
+    """Else one flipped bit would overturn the weights."""
+    rows = two_sources(tmp_path)
+    path = tmp_path / "a.npz"
+    data = bytearray(path.read_bytes())
+    data[data.index(toy_batch(4000)["records"].tobytes()) + 100] ^= 1
+    path.write_bytes(data)
+    weights = {"one": 3.0, "two": 1.0}
+    loader = Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights=weights, window_blocks=window)
+    batches = [loader.batch(i)["row"] for i in range(40)]
+    assert {int((batch >= 6000).sum()) for batch in batches} == {50}
+    assert min(int(batch.min()) for batch in batches) >= 4000
+    (tmp_path / "b.npz").unlink()
+    with pytest.raises(LoaderError, match="all 1 blocks of source 'two' are damaged"):
+        Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights=weights).batch(0)
+
+
+def test_a_file_that_changes_after_its_check_is_replaced_and_no_wild_pointer(tmp_path: Path) -> None:
+    toy_shards(tmp_path, [300, 200])
+    said: list[str] = []
+    rows = Catalogue(tmp_path).shards("train")
+    loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda name, block, why: said.append(why))
+    rows_of(loader, range(5))  # every block has been checked
+    offsets = toy_batch(300)["target_offset"]
+    with open(tmp_path / "a.npz", "r+b") as file:
+        data = file.read()
+        file.seek(data.index(offsets.tobytes()) + 8 * 100)
+        file.write(np.array([2**40, -(2**40)], "<i8").tobytes())
+    got = rows_of(loader, range(5, 10))
+    assert len(said) == 1
+    assert "target_offset" in said[0]
+    assert got.min() >= 300
+
+
+LIMITED = """
+import resource, sys
+from toy_shards import LAYOUT, Toy
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+
+rows = Catalogue(sys.argv[1]).shards("train")
+soft, hard = int(sys.argv[2]), int(sys.argv[3]) or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+damage = []
+loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda *facts: damage.append(facts))
+seen = {int(row) for i in range(loader.per_epoch) for row in loader.batch(i)["row"]}
+print(len(seen), len(damage))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of open files to set")
+def test_too_few_open_files_are_no_damage(tmp_path: Path) -> None:
+    """Each open shard holds a file: a soft limit is raised, and under a hard one it is said before training."""
+    for i in range(150):
+        write_shard(tmp_path / f"{i:03d}.npz", LAYOUT, toy_batch(4, 4 * i), META)
+
+    def limited(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
+        here = str(Path(__file__).parent)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
+        command = [sys.executable, "-c", LIMITED, str(tmp_path), str(soft), str(hard)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert limited(100, 0).stdout.split() == ["600", "0"]
+    refused = limited(100, 120)
+    assert refused.returncode == 1
+    assert "LoaderError: 150 shards, but the system lets a process open 120 files" in refused.stderr
+
+
 MEMORY = """
 import sys
 import psutil

@@ -110,8 +110,14 @@ class Catalogue:
 
     def add_all(self, shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]]) -> list[ShardRow]:
         """`add` for several shards (info, split, source, quality): all of them at once or, on an error, none."""
+        return self.replace(shards, {})
+
+    def replace(
+        self, new: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]], old: Mapping[str, str]
+    ) -> list[ShardRow]:
+        """`add_all` the new shards and quarantine the old ones (name -> reason) that there are, in one transaction."""
         rows = []
-        for info, split, source, quality in shards:
+        for info, split, source, quality in new:
             try:
                 name = info.path.resolve().relative_to(self.folder.resolve()).as_posix()
             except ValueError:
@@ -122,17 +128,20 @@ class Catalogue:
                 said = info.meta["split"]
                 raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{said}'")
             rows.append(self._row(name, info, source, quality))
-        self._put(rows)
+        there = {row.name: row for row in self.shards(state=None)} if old else {}
+        gone = [_kept_out(there[name], reason) for name, reason in old.items() if name in there]
+        if self.writable:
+            for row in gone:
+                reason_file(row.path).write_text(row.reason, encoding="utf-8")
         for row in rows:  # written anew, so what was wrong with an older file of that name is past
             reason_file(row.path).unlink(missing_ok=True)
+        self._put([*rows, *gone])
         return rows
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
-        row = self._named(name)
-        if self.writable:
-            reason_file(row.path).write_text(reason, encoding="utf-8")
-        self._put([replace(row, state="quarantined", reason=reason)])
+        self._named(name)
+        self.replace([], {name: reason})
 
     def release(self, name: str) -> None:
         """Take a quarantined shard back; its file must be whole and have the SHA-256 of its row."""
@@ -178,7 +187,7 @@ class Catalogue:
         shutil.copyfile(backup, temporary)
         try:
             with closing(sqlite3.connect(temporary)) as db:
-                problem = _problem_of(db)
+                problem = "made by a newer version" if _is_newer(db) else _problem_of(db)
         except sqlite3.DatabaseError as error:
             problem = str(error)
         if problem:
@@ -201,8 +210,7 @@ class Catalogue:
         """Why the database cannot be used, or an empty string."""
         try:
             with self._connection() as db:
-                version = int(db.execute("PRAGMA user_version").fetchone()[0])
-                if version > SCHEMA:
+                if _is_newer(db):
                     raise CatalogueError(f"{self.path}: made by a newer version; update matrixlib")
                 return _problem_of(db)
         except sqlite3.DatabaseError as error:
@@ -244,26 +252,28 @@ class Catalogue:
             self._image = db.serialize()
 
     def _reconcile(self) -> None:
-        """Take in shards without a row; quarantine rows without a file, until it returns, and those whose file was
-        cut short or replaced by one of another size (the loader could not even open it).
+        """Take in shards without a row; quarantine rows without a file, until it returns, those whose file was cut
+        short or replaced by one of another size (the loader could not even open it), and those that were kept out.
+
+        Other processes may write meanwhile: what they say of a shard stands.
         """
-        files, rows = set(self._files()), {row.name: row for row in self.shards(state=None)}
-        changed = []
+        rows = {row.name: row for row in self.shards(state=None)}
+        files = set(self._files())
+        taken, changed = [], []
         for name in sorted(files - rows.keys()):
             if row := self._from_file(name):
                 self._say(f"{self.folder / name}: was not in the catalogue; taken in as {row.state}")
-                changed.append(row)
+                taken.append(row)
         for name, row in rows.items():
-            if name not in files and row.state == "healthy":
-                self._say(f"{row.path}: {MISSING}; quarantined")
-                changed.append(replace(row, state="quarantined", reason=MISSING))
-            elif row.state == "healthy" and (size := row.path.stat().st_size) != row.bytes:
-                reason = f"has {size:,} bytes instead of {row.bytes:,}"
+            if row.state == "healthy" and (reason := _unfit(row)):
                 self._say(f"{row.path}: {reason}; quarantined")
-                changed.append(replace(row, state="quarantined", reason=reason))
+                changed.append(_kept_out(row, reason))
             elif name in files and row.reason == MISSING and not self._check(row):
                 self._say(f"{row.path}: is back and whole; used again")
                 changed.append(replace(row, state="healthy", reason=""))
+        if taken:
+            with self._connection() as db:
+                db.executemany(PUT.replace("REPLACE", "IGNORE"), [_values(row) for row in taken])
         if changed:
             self._put(changed)
 
@@ -282,7 +292,7 @@ class Catalogue:
             return None
         if columns[COLUMNS.index("state")] != "healthy":  # when in doubt, what was kept out stays out
             reason = row.reason or "was quarantined before its row was damaged"
-            row = replace(row, state="quarantined", reason=reason)
+            row = _kept_out(row, reason)
         self._say(f"{self.path}: row '{name}' was changed or damaged; rebuilt from its shard")
         self._put([row])
         return row
@@ -299,7 +309,7 @@ class Catalogue:
         reason = f"'{damaged}' is damaged (zip checksum)" if damaged else ""
         if note.is_file():
             reason = reason or note.read_text(encoding="utf-8", errors="replace")
-        return replace(row, state="quarantined", reason=reason) if reason else row
+        return _kept_out(row, reason) if reason else row
 
     # Small parts
 
@@ -348,6 +358,26 @@ class Catalogue:
             if self._image:
                 db.commit()
                 self._image = db.serialize()
+
+
+def _kept_out(row: ShardRow, reason: str) -> ShardRow:
+    return replace(row, state="quarantined", reason=reason)
+
+
+def _unfit(row: ShardRow) -> str:
+    """Why a healthy row's file is not to be used, without reading it; an empty string where it is."""
+    try:
+        size = row.path.stat().st_size
+    except FileNotFoundError:
+        return MISSING
+    if size != row.bytes:
+        return f"has {size:,} bytes instead of {row.bytes:,}"
+    note = reason_file(row.path)
+    return note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
+
+
+def _is_newer(db: sqlite3.Connection) -> bool:
+    return int(db.execute("PRAGMA user_version").fetchone()[0]) > SCHEMA
 
 
 def _problem_of(db: sqlite3.Connection) -> str:

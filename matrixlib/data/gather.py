@@ -25,12 +25,28 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(address), code
 
 
+class ChangedRow(Exception):
+    """A row whose place in a ragged array lies outside it: the file has changed since its block was checked."""
+
+    def __init__(self, row: int, member: str) -> None:
+        super().__init__(row, member)
+        self.row, self.member = row, member
+
+
 @njit(cache=True)
-def _runs(address: Ints, row: Ints, start: Ints, length: Ints) -> None:
-    """start and length (B,) of the items of each row, from the offsets (n + 1,) that lie at its `address`."""
+def _runs(address: Ints, row: Ints, size: Ints, start: Ints, length: Ints) -> int:
+    """start and length (B,) of the items of each row, from the offsets (n + 1,) that lie at its `address`.
+
+    Returns the first row whose items are not among the `size` (B,) that there are, -1 where all are. Offsets are read
+    from a file that another program may change at any time, and a wrong one would be a wild pointer.
+    """
     for i in range(len(row)):
         offset = carray(_pointer(address[i] + 8 * row[i]), (2,), np.int64)
-        start[i], length[i] = offset[0], offset[1] - offset[0]
+        first, last = offset[0], offset[1]
+        if not 0 <= first <= last <= size[i]:
+            return i
+        start[i], length[i] = first, last - first
+    return -1
 
 
 @njit(cache=True)
@@ -48,19 +64,25 @@ def addresses(shard: Shard) -> list[int]:
     return [shard.arrays[name].ctypes.data for name, _ in shard.layout.members()]
 
 
-def gather(layout: Layout, address: np.ndarray, rows: Ints) -> Batch:
+def sizes(shard: Shard) -> list[int]:
+    """How many items each of those arrays has."""
+    return [len(shard.arrays[name]) for name, _ in shard.layout.members()]
+
+
+def gather(layout: Layout, address: np.ndarray, size: np.ndarray, rows: Ints) -> Batch:
     """The `rows` (B,) of shards whose arrays lie at `address` (members, B), one column a row, as one batch.
 
-    The caller has checked the rows and their blocks, and keeps the shards open: nothing is checked here.
+    size: items of those arrays, likewise. The caller has checked the rows and their blocks, and keeps the shards open.
+    Raises ChangedRow.
     """
     count, out = len(rows), Batch()
     for member, (name, dtype) in enumerate(layout.members()):
-        size = dtype.itemsize
+        width = dtype.itemsize
         if name == "records":
             source, length, place = (
-                address[member] + rows * size,
-                np.full(count, size),
-                np.arange(count) * size,
+                address[member] + rows * width,
+                np.full(count, width),
+                np.arange(count) * width,
             )
             out[name] = np.empty(count, dtype)
         elif name.endswith("_offset"):
@@ -69,12 +91,15 @@ def gather(layout: Layout, address: np.ndarray, rows: Ints) -> Batch:
                 np.empty(count, np.int64),
                 np.zeros(count + 1, OFFSET),
             )
-            _runs(address[member], rows, start, items)
+            of_group = size[member + 1]  # its first member's
+            bad = _runs(address[member], rows, of_group, start, items)
+            if bad >= 0:
+                raise ChangedRow(bad, name)
             np.cumsum(items, out=offset[1:])
             out[name] = offset
             continue
         else:
-            source, length, place = address[member] + start * size, items * size, offset[:-1] * size
+            source, length, place = address[member] + start * width, items * width, offset[:-1] * width
             out[name] = np.empty(offset[-1], dtype)
         _copy(source, length, place, out[name].view(np.uint8))
     return out

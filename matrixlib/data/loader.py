@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.gather import addresses, gather
+from matrixlib.data.gather import ChangedRow, addresses, gather, sizes
 from matrixlib.data.order import (
     PREPARE,
     SAMPLE,
@@ -59,6 +59,7 @@ ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, eac
 RESIDENT = (
     2**27
 )  # bytes of mapped shards that may stay in memory; a larger data set is let go again and again
+SPARE_FILES = 256  # of what else a process opens: libraries, pipes of workers, logs
 WHOLE = -1  # in place of a block's number: the shard cannot be opened
 GONE = (
     ConnectionError,
@@ -137,7 +138,9 @@ class Reader:
         counts: Sequence[int],
         layout: Layout,
         limit: int,
+        apart: bool = False,
     ) -> None:
+        """apart: the shards of a source follow each other, and rows of a source are replaced by rows of it."""
         self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
         self._shards: dict[int, Shard] = {}
         self._rows = tuple(counts)  # of each shard, by the catalogue
@@ -147,7 +150,8 @@ class Reader:
         firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
         # first row of each block, and N
         self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)
-        self._sources = tuple(sources)
+        whole = [("", 0, self.count)]
+        self._parts = self._by_source(sources) if apart else whole  # (source, first row, end)
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
         self.fresh: list[Damage] = []
@@ -158,12 +162,15 @@ class Reader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        allow_files(len(self.paths))  # a worker has the limit of the process that it was forked from
         self._forget()
 
     def _forget(self) -> None:
         """Nothing is open, checked or mapped yet in this process."""
         members = len(list(self.layout.members()))
-        self._address = np.zeros((members, len(self.paths)), np.int64)  # of each shard's arrays
+        # Of each shard's arrays: where they lie in memory, and how many items they have
+        self._address = np.zeros((members, len(self.paths)), np.int64)
+        self._size = np.zeros_like(self._address)
         self._checked = np.zeros(len(self.first) - 1, bool)
         self._mapped, self._resident = np.zeros(len(self.paths), bool), 0
 
@@ -173,23 +180,26 @@ class Reader:
                 shard = Shard(self.paths[i], self.layout)
             except ShardError as error:
                 raise Unopened(i, str(error)) from error
+            except OSError as error:  # of the machine, not of the file
+                remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
+                raise LoaderError(f"{self.paths[i]} cannot be opened: {error}; {remedy}") from error
             if len(shard) != self._rows[i]:
                 rows = f"{len(shard)} rows, the catalogue says {self._rows[i]}"
                 raise Unopened(i, f"{shard.path}: {rows}; {REMEDY}")
-            self._shards[i], self._address[:, i] = shard, addresses(shard)
+            self._shards[i], self._address[:, i], self._size[:, i] = shard, addresses(shard), sizes(shard)
         return self._shards[i]
 
-    def firsts(self, by_source: bool) -> list[np.ndarray]:
-        """First row of each block and, last, N, of the whole or of each source, whose shards follow each other."""
-        if not by_source:
-            return [self.first]
-        changes = [i for i, name in enumerate(self._sources) if i == 0 or name != self._sources[i - 1]]
+    def _by_source(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
+        changes = [i for i, name in enumerate(sources) if i == 0 or name != sources[i - 1]]
         edges = [int(self.start[i]) for i in changes] + [self.count]
-        if lacking := [
-            self._sources[i] for i, (a, b) in zip(changes, itertools.pairwise(edges), strict=True) if a == b
-        ]:
+        parts = [(sources[i], a, b) for i, (a, b) in zip(changes, itertools.pairwise(edges), strict=True)]
+        if lacking := [source for source, a, b in parts if a == b]:
             raise LoaderError(f"data.limit {self.count} leaves no row of source '{lacking[0]}'; raise it")
-        return [self.first[(self.first >= a) & (self.first <= b)] - a for a, b in itertools.pairwise(edges)]
+        return parts
+
+    def firsts(self) -> list[np.ndarray]:
+        """First row of each block and, last, N, of the whole or of each source."""
+        return [self.first[(self.first >= a) & (self.first <= b)] - a for _, a, b in self._parts]
 
     def gather(self, rows: np.ndarray) -> Batch:
         """Copies of the rows (B,). Raises LoaderError when no block is sound."""
@@ -218,7 +228,13 @@ class Reader:
             self._resident += shard.bytes // shard.blocks
         self._mapped[shards] = True
         self._resident += len(rows) * ROW_BYTES
-        batch = gather(self.layout, self._address[:, shards], rows - self.start[shards])
+        try:
+            own = rows - self.start[shards]
+            batch = gather(self.layout, self._address[:, shards], self._size[:, shards], own)
+        except ChangedRow as error:
+            i = int(shards[error.row])
+            block = int(own[error.row]) // BLOCK
+            raise DamagedBlock(self.paths[i], block, error.member) from error
         self._release()
         return batch
 
@@ -235,15 +251,40 @@ class Reader:
     def _replace(self, blocks: slice, damage: Damage) -> None:
         self._bad[blocks] = True
         self.fresh.append(damage)
-        good = np.flatnonzero(~self._bad)
-        if not len(good):
-            raise LoaderError(f"all {len(self._bad)} blocks are damaged, the last one: {damage[2]}")
-        self._sound = good[np.searchsorted(good, np.arange(len(self._bad))) % len(good)]
+        for source, begin, end in self._parts:
+            a, b = np.searchsorted(self.first, (begin, end))
+            good = np.flatnonzero(~self._bad[a:b])
+            if not len(good):
+                of = f" of source '{source}'" if source else ""
+                raise LoaderError(f"all {b - a} blocks{of} are damaged, the last one: {damage[2]}")
+            self._sound[a:b] = a + good[np.searchsorted(good, np.arange(b - a)) % len(good)]
 
     def take_fresh(self) -> list[Damage]:
         """Damage found since the last call."""
         found, self.fresh = self.fresh, []
         return found
+
+
+def allow_files(count: int) -> None:
+    """Let this process and its workers keep so many shards open, which is more than many systems allow unasked.
+
+    LoaderError where the system does not allow it.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = count + SPARE_FILES
+    if soft == unlimited or soft >= wanted:
+        return
+    if hard != unlimited and hard <= count:
+        raise LoaderError(
+            f"{count:,} shards, but the system lets a process open {hard:,} files: raise the hard limit of open files "
+            "(`ulimit -Hn`), or make larger shards"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
 
 
 def checked(arrays: Arrays, rows: int) -> Arrays:
@@ -380,8 +421,9 @@ class Loader:
         paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
         sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
         counts = [item.count if isinstance(item, ShardRow) else len(Shard(item, layout)) for item in shards]
-        self._reader = Reader(names, paths, sources, counts, layout, limit)
-        orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts(bool(weights))]
+        allow_files(len(paths))
+        self._reader = Reader(names, paths, sources, counts, layout, limit, apart=bool(weights))
+        orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._batches = Batches(self._reader, order, batch_size, prepare, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin

@@ -8,6 +8,7 @@ here each stored member is mapped at its own offset in the zip file. A CRC-32 fo
 from __future__ import annotations
 
 import ast
+import errno
 import hashlib
 import io
 import json
@@ -31,13 +32,11 @@ SPLITS = ("train", "validation")
 PROVENANCE = ("source", "generator", "seed", "split")  # what the writer must say about its data
 OURS = ("format", "task", "version", "layout", "count", "sizes")  # what follows from the data
 OFFSET = np.dtype("<i8")
-ROW_TOUCHES = (
-    3 * 2**16
-)  # bytes mapped by reading a row, at most: three places of it, each with the 16 pages around it
 ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
 PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 LFS_POINTER = b"version https://git-lfs"
+SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # too many open files, no memory: the machine refuses
 REMEDY = "restore the file from a copy, make it again, or quarantine it in the catalogue"
 
 Batch = dict[str, np.ndarray]
@@ -291,7 +290,11 @@ def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
             return read(archive)
     except FileNotFoundError:
         raise ShardError(f"{path}: no such file; {REMEDY}") from None
-    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
+    except OSError as error:
+        if error.errno in SYSTEM:
+            raise  # nothing is wrong with the file
+        raise ShardError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+    except (EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
         raise ShardError(f"{path}: truncated, damaged or not a shard ({error}); {REMEDY}") from error
     except (ValueError, KeyError, TypeError, OverflowError, SyntaxError) as error:
         if isinstance(error, ShardError):
