@@ -56,8 +56,9 @@ cycle: $(STAMP)
 	@mkdir -p reports/cycle-quick
 	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick
 
+# Two processes, a file of tests in one of them: the tests compute on one thread each.
 test: lint
-	$(BIN)/python -m pytest tests -ra
+	$(BIN)/python -m pytest tests -ra -n 2 --dist loadfile
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests -ra -m soak
