@@ -61,12 +61,13 @@ def test_best_moves_share_the_policy_and_avoided_ones_have_none(tmp_path):
 
 
 def test_scores_are_the_movers(tmp_path):
-    whole = read_file(Epd(), write(tmp_path, *GOOD, f"{START} bm e4;", f"{START} dm -3;"))
+    mates = [f"{START} dm {moves};" for moves in (-3, -40000, 40000)]
+    whole = read_file(Epd(), write(tmp_path, *GOOD, f"{START} bm e4;", *mates))
     wdl = whole.batch["records"]["wdl"]
     assert wdl[[0, 1, 2, 4]].tolist() == wdl_of_score([35, -35, 120, 500]).tolist()
     assert wdl[3].tolist() == [65535, 0, 0]
     assert wdl[5].tolist() == [0, 0, 0]
-    assert wdl[6].tolist() == [0, 0, 65535]
+    assert wdl[6:].tolist() == [[0, 0, 65535], [0, 0, 65535], [65535, 0, 0]]
     assert (whole.batch["records"]["result"] == 2).all()
 
 

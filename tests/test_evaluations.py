@@ -199,3 +199,10 @@ def test_huge_numbers_are_no_trouble(tmp_path):
     mate = SHALLOW.replace('"cp":1', f'"mate":{-(10**30)}')
     wdl = read_file(Evaluations(), write(tmp_path, line, mate)).batch["records"]["wdl"]
     assert np.array_equal(wdl, [[65535, 0, 0], [0, 0, 65535]])
+
+
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path):
+    path = write(tmp_path, SHALLOW, "[" * 100_000, SHALLOW)
+    whole = read_file(Evaluations(), path)
+    assert whole.stored == 2
+    assert [(item.entry, item.reason) for item in whole.refused] == [(1, "not JSON")]

@@ -50,6 +50,7 @@ def test_counters_are_optional():
         ("4k3/8/8/8/8/8/8/4K3 w X - 0 1", notation.NOT_A_FEN),
         ("4k3/8/8/8/8/8/8/4K3 w - - -1 1", notation.NOT_A_FEN),
         ("4k3/8/8/8/8/8/8/4K3 w - - 0 1 2", notation.NOT_A_FEN),
+        ("4k3/8/8/8/8/8/8/4K3 w - - 0 " + "1" * 5000, notation.NOT_A_FEN),
         ("4k3/8/8/8/8/8/8/8 w - - 0 1", notation.NOT_A_POSITION),
         ("4k3/8/8/8/8/8/8/4KK2 w - - 0 1", notation.NOT_A_POSITION),
         ("4k2P/8/8/8/8/8/8/4K3 w - - 0 1", notation.NOT_A_POSITION),

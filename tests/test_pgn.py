@@ -371,7 +371,8 @@ def moves_of(text: str | bytes) -> list[str]:
         ("1. e4 e5 1-0\n\n1. d4 d5 0-1\n\n1. c4 *\n", ["e2e4 e7e5", "d2d4 d7d5", "c2c4"]),
         ("1. e4\n\ne5\n\n2. d4 *", ["e2e4 e7e5 d2d4"]),
         ("%escape\n; remark\n1. e4 ; rest } ( {\n%1. a4\ne5 *\n", ["e2e4 e7e5"]),
-        ('1. e4 {\n\n[Event "x"]\n\n1. d4 1-0\n\n} e5 *\n', ["e2e4 e7e5"]),
+        ('1. e4 {\n[Event "x"]\n\n[Site "y"]\n1. d4 1-0\n\n} e5 *\n', ["e2e4 e7e5"]),
+        (f"{'1.' * 5000}e4 {'1.' * 5000}1... e5 *", ["e2e4 e7e5"]),
         (
             '1. e4 {; not a remark} e5 ; {not a comment\n2. d4 *\n[Event "b"]\n\n1. c4 *',
             ["e2e4 e7e5 d2d4", "c2c4"],
@@ -400,6 +401,21 @@ def test_traps(text: str, games: list[str] | None) -> None:
         assert len(found[0].split()) >= 5
     else:
         assert found == games
+
+
+def test_a_comment_that_is_never_closed_costs_one_game(tmp_path: Path) -> None:
+    good = '[Event "b"]\n\n1. d4 {fine} d5 *\n\n'
+    text = '[Event "a"]\n\n1. e4 {open e5 *\n\n' + good * (pgn.GAMES + 1)
+    (tmp_path / "a.pgn").write_text(text)
+    parts = list(Pgn().parts(tmp_path / "a.pgn"))
+    assert [part.first for part in parts] == [0, pgn.GAMES]
+    assert b"".join(part.data for part in parts) == text.encode()
+    harvests = [Pgn().read(part) for part in parts]
+    assert [harvest.entries for harvest in harvests] == [pgn.GAMES, 2]
+    assert [harvest.stored for harvest in harvests] == [pgn.GAMES - 1, 2]
+    (entry,) = harvests[0].refused
+    assert (entry.reason, entry.detail) == ("broken move text", "a comment is not closed")
+    assert entry.text == '[Event "a"]\n\n1. e4 {open e5 *\n\n'
 
 
 def test_latin_1_bytes() -> None:

@@ -40,7 +40,7 @@ def parse(line: str) -> tuple[str, int, list[tuple[str, int]]]:
         deepest: Any = max(entry["evals"], key=lambda found: found["depth"], default=None)
         pvs = [(pv["line"].split()[0], white_score(pv)) for pv in deepest["pvs"]]
         fen, depth = entry["fen"], deepest["depth"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"fields are missing: {type(error).__name__} {error}") from None

@@ -20,6 +20,7 @@ from matrixlib.tasks.chess.harvest import blank
 from matrixlib.tasks.chess.records import Records, playable
 
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
+DIGITS = 1000  # in a counter at most; int refuses some thousands
 RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
 
 
@@ -61,7 +62,7 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
     text = placement.translate(RUNS)
     if len(text) != 71 or text[8::9] != "///////" or "." in placement or not text.isascii():
         return NOT_A_FEN
-    if turn not in ("w", "b") or not all(map(str.isdecimal, counters)):
+    if turn not in ("w", "b") or not all(it.isdecimal() and len(it) <= DIGITS for it in counters):
         return NOT_A_FEN
     black = turn == "b"
     rights = _rights(castling, black)

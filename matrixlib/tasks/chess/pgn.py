@@ -60,7 +60,7 @@ MOVE = re.compile(
     rb"(?:([PNBRQK])?([a-h])?([1-8])?[-x:]?([a-h])([1-8])(?:=?([NBRQnbrq]))?|[Oo0]-[Oo0](-[Oo0])?)"
     rb"(?:e\.?p\.?)?[+#!?=]*"
 )
-NUMBER = re.compile(rb"\d+(?:\.+|\xe2\x80\xa6)|\d+\Z|\.+|\xe2\x80\xa6")
+NUMBER = re.compile(rb"(?:\d+(?:\.+|\xe2\x80\xa6|\Z)|\.+|\xe2\x80\xa6)+")  # or several: 1.1...
 GLYPH = re.compile(rb"(?:\$\d+)+\Z")
 SPELLED = re.compile(rb"[A-Za-z0-9]")
 MARKED = re.compile(rb"[{}();%]")  # move text that is more than words
@@ -87,7 +87,8 @@ REMARKS = b"{;($)%"  # what a line begins with that still belongs to a game whos
 def split(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """(tag section, move text) of each game, with every byte of the lines but byte order marks.
 
-    A game ends where a tag follows move text, or a line with more moves follows a result. Nothing ends in a comment.
+    A game ends where a tag follows move text, or a line with more moves follows a result. In a comment only an Event
+    tag after an empty line ends it: the comment was never closed, and would take in the rest of the file.
     """
     tags: list[bytes] = []
     moves: list[bytes] = []
@@ -95,6 +96,8 @@ def split(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     tagged = gap = False  # after a tag; after a tag and an empty line
     depth = 0  # of variations
     for line in lines:
+        if inside and line.startswith(b'[Event "') and moves[-1].isspace():
+            inside = False
         if not inside:
             line = line.removeprefix(BOM)
             first = line[:1]
