@@ -17,6 +17,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import time
 import warnings
 from collections import Counter, deque
@@ -34,7 +35,17 @@ from filelock import FileLock, Timeout
 
 from matrixlib.data import quality
 from matrixlib.data.catalogue import Catalogue, ShardRow, reason_file
-from matrixlib.data.shards import LFS_POINTER, Batch, Shard, ShardInfo, concat, file_hash, select, write_shard
+from matrixlib.data.shards import (
+    LFS_POINTER,
+    Batch,
+    Shard,
+    ShardInfo,
+    concat,
+    file_hash,
+    read_info,
+    select,
+    write_shard,
+)
 from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.epd import Epd
 from matrixlib.tasks.chess.evaluations import Evaluations
@@ -64,7 +75,10 @@ KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compress
     ".fen": Labelled,
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
-MERGED = "merged into"  # reason of a shard that others stand for, see merging.py
+PLAN, STAGED = "merge.json", "staged"  # of a merge, see merging.py
+MERGED = "merged into"  # reason of a shard that others stand for
+OTHERS = "other shards"  # ... where they were not named, as in folders that were merged long ago
+UNFINISHED = "the merge that made it was not finished: deduplicate or import again"
 FEW = 8  # shards of a source, below which none is called an outlier
 FAR = 6.0  # robust standard deviations
 COMPARED = (
@@ -242,10 +256,9 @@ def _finished(place: Path, rows: Mapping[str, ShardRow]) -> list[Account]:
     done: list[Account] = []
     while account := read_account(place / f"part_{len(done):06d}.json"):
         for name, sha256 in account.shards.items():
-            row = rows.get(name)
-            if row is None and _was_merged(place.parents[1] / name):
+            if _is_stood_for(name, place.parents[1], rows):
                 continue
-            if row is None or row.sha256 != sha256 or not _is_there(row):
+            if name not in rows or rows[name].sha256 != sha256 or not _is_whole(rows[name]):
                 return done
         done.append(account)
         if account.last:
@@ -253,16 +266,32 @@ def _finished(place: Path, rows: Mapping[str, ShardRow]) -> list[Account]:
     return done
 
 
-def _is_there(row: ShardRow) -> bool:
-    """Whether a shard's file is whole by its size, or others stand for it."""
-    whole = row.path.is_file() and row.path.stat().st_size == row.bytes
-    return whole or row.reason.startswith(MERGED)
+def _is_whole(row: ShardRow) -> bool:
+    """Whether a shard's file is whole by its size."""
+    return row.path.is_file() and row.path.stat().st_size == row.bytes
 
 
-def _was_merged(path: Path) -> bool:
-    """Whether others stand for a shard that a rebuilt catalogue knows nothing of."""
-    reason = reason_file(path)
-    return reason.is_file() and reason.read_text(encoding="utf-8").startswith(MERGED)
+def _heirs(name: str, folder: Path, rows: Mapping[str, ShardRow]) -> list[str]:
+    """The shards that a shard was merged into; a rebuilt catalogue may know nothing of it, but its note does."""
+    reason, note = "", reason_file(folder / name)
+    if name in rows:
+        if rows[name].state == "healthy":
+            return []
+        reason = rows[name].reason
+    if not reason.startswith(MERGED) and note.is_file():
+        reason = note.read_text(encoding="utf-8", errors="replace")
+    return reason.removeprefix(MERGED).strip().split(", ") if reason.startswith(MERGED) else []
+
+
+def _is_stood_for(name: str, folder: Path, rows: Mapping[str, ShardRow]) -> bool:
+    """Whether a shard was merged into others, and these are there, or merged further into some that are."""
+
+    def there(heir: str) -> bool:
+        whole = heir in rows and _is_whole(rows[heir])
+        return whole or heir == OTHERS or _is_stood_for(heir, folder, rows)
+
+    heirs = _heirs(name, folder, rows)
+    return bool(heirs) and all(map(there, heirs))
 
 
 # Reading
@@ -405,11 +434,16 @@ class _Import:
         }
         validation = is_validation(batch["records"]["game"])
         jobs: list[tuple[Path, str, np.ndarray]] = []
+        merged: dict[str, str] = {}  # since it was stored for the first time
         for split, mask in (("train", ~validation), ("validation", validation)):
             rows = np.flatnonzero(mask)
             pieces = np.array_split(rows, max(1, round(len(rows) / SHARD))) if len(rows) else []
             for piece, chosen in enumerate(pieces):
-                jobs.append((self.folder / f"{self.name}_{number:06d}_{split}_{piece}.npz", split, chosen))
+                name = f"{self.name}_{number:06d}_{split}_{piece}.npz"
+                if _is_stood_for(name, self.folder, self.rows):
+                    merged[name] = self.rows[name].sha256 if name in self.rows else ""
+                else:
+                    jobs.append((self.folder / name, split, chosen))
 
         def write(job: tuple[Path, str, np.ndarray]) -> tuple[ShardInfo, str, str, dict[str, Any]]:
             path, split, chosen = job
@@ -421,7 +455,7 @@ class _Import:
             rows_new = self.catalogue.add_all(pool.map(write, jobs))
         self.rows.update({row.name: row for row in rows_new})
         positions = {"train": int((~validation).sum()), "validation": int(validation.sum())}
-        shards = {row.name: row.sha256 for row in rows_new}
+        shards = merged | {row.name: row.sha256 for row in rows_new}
         account = Account(
             self.reader.source,
             self.path.name,
@@ -442,11 +476,23 @@ class _Import:
         write_account(self.place / f"part_{number:06d}.json", account)
         return account
 
+    def clear(self, step: int) -> None:
+        """Remove the shards from this step on, of which no account tells: made again, they may be fewer and others,
+        where another import has taken in the same games meanwhile. What they were merged into stays."""
+        own = re.compile(rf"{self.name}_(\d{{6}})_(train|validation)_\d+\.npz")
+        found = {name: own.fullmatch(name) for name in self.rows}
+        old = [name for name, match in found.items() if match and int(match[1]) >= step]
+        stale = [name for name in old if not _heirs(name, self.folder, self.rows)]
+        self.catalogue.remove(stale)
+        for name in stale:
+            del self.rows[name]
+
     def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[Account], int]:
         """All accounts of the file, and how many of them were there before."""
         for left in self.place.glob("*.tmp"):
             left.unlink()  # of a killed import
         done = _finished(self.place, self.rows)
+        self.clear(len(done))
         before = len(done)
         positions = sum(sum(account.positions.values()) for account in done)
         if done and (done[-1].last or (limit is not None and positions >= limit)):
@@ -494,6 +540,32 @@ def quiet_catalogue(folder: Path) -> Catalogue:
         return Catalogue(folder)
 
 
+def carry_out(catalogue: Catalogue) -> None:
+    """Do what the plan of a merge says, if there is one, or the rest of it; at no moment are a shard and what it was
+    merged into both in use. ValueError where a new shard is gone."""
+    folder = catalogue.folder
+    path = folder / FOLDER / PLAN
+    if not path.is_file():
+        return
+    replaced: Mapping[str, Sequence[str]] = json.loads(path.read_bytes())["replaced"]
+    new = []
+    for name in sorted({heir for heirs in replaced.values() for heir in heirs}):
+        staged = folder / FOLDER / STAGED / f"{name}.new"
+        if staged.is_file():  # whoever opens the folder now must not use it yet
+            reason_file(folder / name).write_text(UNFINISHED, encoding="utf-8")
+            os.replace(staged, folder / name)
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is gone, but {path} needs it: delete that file, import again")
+        info = read_info(folder / name)
+        arrays = Shard(folder / name, LAYOUT).arrays
+        new.append((info, info.meta["split"], info.meta["source"], figures(arrays)))
+    catalogue.replace(new, {name: f"{MERGED} {', '.join(heirs)}" for name, heirs in replaced.items()})
+    for name in replaced:
+        if (folder / name).is_file():  # a rebuilt catalogue must not find it again
+            os.replace(folder / name, folder / f"{name}.merged")
+    path.unlink()
+
+
 def take_in(
     paths: Path | str | Iterable[Path | str],
     folder: Path | str,
@@ -520,6 +592,7 @@ def take_in(
     try:
         with FileLock(folder / FOLDER / "lock", timeout=0):
             catalogue = quiet_catalogue(folder)
+            carry_out(catalogue)
             rows = {row.name: row for row in catalogue.shards(state=None)}
             whole: list[Account] = []
             fresh: list[Account] = []
@@ -579,9 +652,9 @@ def mark_outliers(catalogue: Catalogue, rows: Mapping[str, ShardRow], names: Seq
     0.01 (entropies in nats, shares, points).
     """
     said = []
-    healthy = [row for row in rows.values() if row.state == "healthy"]
-    for row in (rows[name] for name in names):
-        kin = [other.quality for other in healthy if other is not row and _kin(other) == _kin(row)]
+    healthy = {row.name: row for row in rows.values() if row.state == "healthy"}
+    for row in (healthy[name] for name in names if name in healthy):  # others were merged
+        kin = [other.quality for other in healthy.values() if other is not row and _kin(other) == _kin(row)]
         far = {}
         for figure in COMPARED:
             sample = np.array([other[figure] for other in kin if figure in other], np.float64)

@@ -6,7 +6,8 @@ trains or searches asks for it, and a field would make every shard there is unre
 `imports/counts/<shard>.npy`, and is the weight when positions are merged again.
 
 Shards are replaced by others, never changed: the new ones are written aside, then a plan says which stands for which,
-then it is carried out. Killed before the plan is there, nothing has happened; after it, the next call carries it out.
+then it is carried out. Killed before the plan is there, nothing has happened; after it, the next call of this or of
+`intake.take_in` carries it out. Until the new shards are in use, the old ones are, and never both.
 """
 
 from __future__ import annotations
@@ -17,24 +18,23 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from matrixlib.data.catalogue import Catalogue, ShardRow
-from matrixlib.data.shards import Batch, Shard, concat, read_info, select, write_shard
-from matrixlib.intake import FOLDER, MERGED, ImportStopped, accounts, figures, quiet_catalogue
+from matrixlib.data.catalogue import ShardRow
+from matrixlib.data.shards import Batch, Shard, concat, select, write_shard
+from matrixlib.intake import FOLDER, PLAN, STAGED, ImportStopped, accounts, carry_out, quiet_catalogue
 from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror, mirror_pieces
 from matrixlib.tasks.chess.scores import wdl_of_shares
 from matrixlib.tasks.chess.sources import write_atomically
 
 MERGING = 1  # version of what decides about names and bytes
-PLAN, STAGED, COUNTS = "merge.json", "staged", "counts"
+COUNTS = "counts"
 IMPORTED = re.compile(r"[a-z0-9]+_[0-9a-f]{12}_\d{6}_(train|validation)_\d+\.npz")
 SUFFIX = re.compile(r"_m[0-9a-f]{8}\Z")
 
@@ -233,19 +233,21 @@ def plan(folder: Path, rows: Sequence[ShardRow]) -> tuple[int, int, int, int]:
     staged = folder / FOLDER / STAGED
     for place in (staged, folder / FOLDER / COUNTS):
         place.mkdir(parents=True, exist_ok=True)
-    replaced: dict[str, str] = {}
+    replaced: dict[str, list[str]] = {}
+    names = [f"{SUFFIX.sub('', row.name.removesuffix('.npz'))}_m{digest}.npz" for row in rows]
+    keeper = np.searchsorted(starts, kept, "right") - 1  # row of each position that is kept
+    heirs = keeper[np.delete(group, firsts)]  # ... for each that is dropped
     order = np.argsort(kept)
-    for row, shard, begin, own in zip(rows, shards, starts, counts, strict=False):
+    for row, name, shard, begin, own in zip(rows, names, shards, starts, counts, strict=False):
         here = slice(*np.searchsorted(kept[order], (begin, begin + len(shard))))
         source = order[here]  # rows of `merged`
         mine = kept[source]
-        gone = dropped[(dropped >= begin) & (dropped < begin + len(shard))] - begin
+        lost = (dropped >= begin) & (dropped < begin + len(shard))
+        gone = dropped[lost] - begin
         if not len(gone) and not len(mine):
             continue
         rows_left = np.delete(np.arange(len(shard)), gone)
-        stem = SUFFIX.sub("", Path(row.name).stem)
-        name = Path(row.name).with_name(f"{stem}_m{digest}.npz").as_posix()
-        replaced[row.name] = name if len(rows_left) else ""
+        replaced[row.name] = [name] if len(rows_left) else [names[heir] for heir in np.unique(heirs[lost])]
         if not len(rows_left):
             continue
         left = shard.gather(rows_left)
@@ -282,31 +284,3 @@ def _write_counts(folder: Path, name: str, counts: np.ndarray) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-# Replacing
-
-
-def carry_out(catalogue: Catalogue) -> None:
-    """Do what the plan says, if there is one, or the rest of it."""
-    folder = catalogue.folder
-    path = folder / FOLDER / PLAN
-    if not path.is_file():
-        return
-    replaced: Mapping[str, str] = json.loads(path.read_bytes())["replaced"]
-    new: list[tuple[Any, str, str, Mapping[str, Any]]] = []
-    for name in filter(None, replaced.values()):
-        staged = folder / FOLDER / STAGED / f"{name}.new"
-        if staged.is_file():
-            os.replace(staged, folder / name)
-        info = read_info(folder / name)
-        arrays = Shard(folder / name, LAYOUT).arrays
-        new.append((info, info.meta["split"], info.meta["source"], figures(arrays)))
-    catalogue.add_all(new)
-    there = {row.name: row for row in catalogue.shards(state=None)}
-    for old, name in replaced.items():
-        if old in there and there[old].state == "healthy":
-            catalogue.quarantine(old, f"{MERGED} {name}" if name else f"{MERGED} other shards")
-        if (folder / old).is_file():  # a rebuilt catalogue must not find it again
-            os.replace(folder / old, folder / f"{old}.merged")
-    path.unlink()

@@ -312,6 +312,24 @@ def test_a_lost_shard_is_made_again(tmp_path: Path, small: None, how: str) -> No
     assert all(row.state == "healthy" for row in Catalogue(tmp_path / "f").shards(state=None))
 
 
+def test_a_step_that_is_done_again_with_less_leaves_nothing_of_the_first_time(
+    tmp_path: Path, small: None
+) -> None:
+    folder, games = tmp_path / "f", line_games(60)
+    (tmp_path / "a.pgn").write_text(games)
+    (tmp_path / "b.pgn").write_text("\n" + games)
+    run(tmp_path / "a.pgn", folder)
+    before = records(folder)
+    for path in [*folder.glob("imports/*/part_*.json"), *folder.glob("*_train_0.npz")]:
+        path.unlink()  # as if the process had been killed: no account, a shard not in its place yet
+    assert run(tmp_path / "b.pgn", folder).stored
+    run(tmp_path / "a.pgn", folder)
+    assert np.array_equal(np.sort(records(folder)["game"]), np.sort(before["game"]))
+    told = {name for account in accounts(folder) for name in account.shards}
+    assert {row.name for row in Catalogue(folder).shards(state=None)} == told
+    assert {path.name for path in folder.glob("*.npz")} == told
+
+
 @dataclass(frozen=True)
 class Deadly:
     """A reader whose worker dies at the third part; and one that hands over positions that are none."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from matrixlib import intake, merging
-from matrixlib.data.catalogue import NAME, Catalogue
+from matrixlib.data.catalogue import NAME, Catalogue, reason_file
 from matrixlib.data.shards import Batch, Shard, concat
 from matrixlib.intake import take_in
 from matrixlib.merging import counts_of, deduplicate
@@ -191,7 +191,7 @@ class Stop(BaseException):
 def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "SHARD", 4)
     add(tmp_path / "whole", GAMES)
-    deduplicate(tmp_path / "whole")
+    before = deduplicate(tmp_path / "whole").positions
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*.npz")}
     rows = [(row.name, row.quality) for row in Catalogue(tmp_path / "whole").shards()]
     assert len(expected) > 1
@@ -215,19 +215,117 @@ def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch
                 patch.setattr(merging, name, stopping(getattr(merging, name)))
             patch.setattr(merging.os, "replace", stopping(merging.os.replace))
             patch.setattr(merging.Path, "unlink", stopping(Path.unlink))
-            for name in ("add_all", "quarantine"):
-                patch.setattr(Catalogue, name, stopping(getattr(Catalogue, name)))
+            patch.setattr(Catalogue, "replace", stopping(Catalogue.replace))
             try:
                 deduplicate(folder)
                 finished = True
             except Stop:
                 steps += 1
+        seen = intake.quiet_catalogue(folder).shards()  # as by another process
+        stems = [merging.SUFFIX.sub("", Path(row.name).stem) for row in seen]
+        assert len(set(stems)) == len(stems), "a shard and what it was merged into are both in use"
+        assert sum(row.count for row in seen) <= before
         report = deduplicate(folder)
         assert report.left == report.positions or not finished
         assert {path.name: path.read_bytes() for path in folder.glob("*.npz")} == expected
         assert [(row.name, row.quality) for row in Catalogue(folder).shards()] == rows
         assert not (folder / "imports" / "merge.json").exists()
+        assert not any(reason_file(row.path).exists() for row in Catalogue(folder).shards())
     assert steps > 10
+
+
+def stop(*_: Any) -> None:
+    raise Stop
+
+
+def test_an_import_carries_out_what_a_killed_merge_had_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "f"
+    add(folder, GAMES)
+    before = Catalogue(folder).shards()
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalogue, "replace", stop)
+        with pytest.raises(Stop):
+            deduplicate(folder)
+    assert intake.quiet_catalogue(folder).shards() == before, "the new shards lie there, and are not used"
+    assert take_in(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
+    assert not (folder / "imports" / "merge.json").exists()
+    assert all("_m" in row.name for row in Catalogue(folder).shards())
+    assert deduplicate(folder).text().endswith("each of them once")
+
+
+def test_a_plan_whose_new_shard_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "f"
+    add(folder, GAMES)
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalogue, "replace", stop)
+        with pytest.raises(Stop):
+            deduplicate(folder)
+    next(folder.glob("*_m*.npz")).unlink()
+    for again in (lambda: deduplicate(folder), lambda: take_in(tmp_path / "a.pgn", folder, progress=False)):
+        with pytest.raises(ValueError, match=r"is gone, but .*merge\.json needs it: delete that file"):
+            again()
+    (folder / "imports" / "merge.json").unlink()
+    take_in(tmp_path / "a.pgn", folder, workers=1, progress=False)
+    deduplicate(folder)
+    assert deduplicate(folder).text().endswith("each of them once")
+
+
+TWICE = (
+    "1. e4 e5 2. Nf3 Nc6 *\n"  # in two files with another game each, the shards of one of which are used up
+)
+SECOND = "1. e4 e5 2. Nf3 Nc6 3. Bb5 *\n"
+
+
+def two(folder: Path) -> list[Path]:
+    """Two files in a folder that was merged."""
+    add(folder, SECOND, "a.pgn")
+    add(folder, TWICE, "b.pgn")
+    assert deduplicate(folder).positions > deduplicate(folder).positions
+    return [folder.parent / "a.pgn", folder.parent / "b.pgn"]
+
+
+def positions(folder: Path) -> int:
+    return sum(row.count for row in Catalogue(folder).shards())
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_step_that_is_done_again_does_not_store_what_was_merged(tmp_path: Path, rebuilt: bool) -> None:
+    folder = tmp_path / "f"
+    files = two(folder)
+    rows = Catalogue(folder).shards()
+    accounts = {path: path.read_bytes() for path in folder.glob("imports/*/part_*.json")}
+    assert len(accounts) == 2
+    for path in accounts:
+        path.write_bytes(b"damaged")
+    if rebuilt:
+        (folder / NAME).unlink()
+    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 2
+    assert [(row.name, row.sha256) for row in Catalogue(folder).shards()] == [
+        (row.name, row.sha256) for row in rows
+    ]
+    if not rebuilt:
+        assert {path: path.read_bytes() for path in accounts} == accounts
+    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 0
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_a_merged_shard_that_is_lost_is_made_again(tmp_path: Path, further: bool) -> None:
+    folder = tmp_path / "f"
+    files = two(folder)
+    if further:
+        add(folder, "1. e4 e5 2. Nf3 Nf6 *", "c.pgn")
+        files.append(tmp_path / "c.pgn")
+        deduplicate(folder)
+    expected = positions(folder)
+    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 0
+    for row in Catalogue(folder).shards():
+        row.path.unlink()
+    assert take_in(files, folder, workers=1, progress=False).fresh_entries == len(files)
+    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 0
+    deduplicate(folder)
+    assert positions(folder) == expected
 
 
 def test_an_unfinished_import_comes_first(tmp_path: Path) -> None:

@@ -152,6 +152,14 @@ class Catalogue:
         if self.writable:
             reason_file(row.path).unlink(missing_ok=True)
 
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete shards: files, notes and rows."""
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+            reason_file(self.folder / name).unlink(missing_ok=True)
+        with self._connection() as db:
+            db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
+
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
         self._put([replace(self._named(name), quality=quality)])
