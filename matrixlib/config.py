@@ -565,7 +565,9 @@ class CycleConfig(Section):
 
     seed: CountOrZero = Field(description="of games, openings and training")
     generations: Count = Field(description="generations to train")
-    games: Count = Field(description="games of self-play in a generation")
+    games: Annotated[int, Field(ge=20)] = Field(
+        description="games of self-play in a generation; every twentieth is held out"
+    )
     chunk: Count = Field(description="games of a shard; what a killed process loses at most")
     window: Count = Field(description="latest generations that are trained on")
     workers: Count = Field(description="processes of self-play")

@@ -9,6 +9,7 @@ or counted twice, and nothing is decided twice.
     reports/<cycle>/games/            an account of each chunk of self-play
     reports/<cycle>/matches/          score and PGN of each batch of a match
     reports/<cycle>/promotions.json   which network was the best one after each generation, and why
+    reports/<cycle>/generation_*      what a generation began with, and what became of it
     reports/<cycle>-001/ ...          the training runs
 """
 
@@ -21,6 +22,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
+from matrixlib import runtime as runtimes
 from matrixlib.config import CycleConfig
 from matrixlib.engine.metrics import write_json, write_text
 from matrixlib.play import arena, selfplay
@@ -97,6 +100,14 @@ class Cycle:
 
         Those that were decided before are yielded at once. CycleError while another process works on the cycle.
         """
+        with self._held():
+            self._set_threads()
+            for number in range(1, (generations or self.config.generations) + 1):
+                yield self._generation(number)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """With the cycle's lock; CycleError where another process has it."""
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -104,14 +115,19 @@ class Cycle:
                 f"cycle '{self.name}' is being worked on by another process; wait for it"
             ) from None
         try:
-            for number in range(1, (generations or self.config.generations) + 1):
-                yield self._generation(number)
+            yield
         finally:
             self._lock.release()
 
+    def _set_threads(self) -> None:
+        """As the training runs do when they begin: the bits of games are to be the same before and after one."""
+        network, device = self.config.network, {} if self.device == "auto" else {"device": self.device}
+        asked = network.runtime.model_copy(update=device)
+        runtimes.resolve(asked, network.train, network.data).apply()
+
     def history(self) -> list[Generation]:
         """The generations that have been decided."""
-        decided = sorted(self.folder.glob("generation_*.json"))
+        decided = sorted(self.folder.glob("generation_*[0-9].json"))
         return [_generation_from(json.loads(path.read_text(encoding="utf-8"))) for path in decided]
 
     def promotions(self) -> list[dict[str, Any]]:
@@ -126,13 +142,25 @@ class Cycle:
         return int(found[-1]["best"]) if found else 0
 
     def roll_back(self, generation: int, reason: str) -> None:
-        """Make the network of an earlier generation the best one again. ValueError where it has not been trained."""
-        known = [0, *(made.number for made in self.history())]
-        if generation not in known:
-            raise CycleError(
-                f"generation {generation} has not been trained; there are {known[0]} to {known[-1]}"
-            )
-        self._decide({"after": known[-1], "best": generation, "reason": f"rolled back: {reason}"})
+        """Make the network of an earlier generation the best one again; twice in a row counts once.
+
+        A generation that has begun keeps its opponent. CycleError where the network has not been trained, or while
+        another process works on the cycle.
+        """
+        with self._held():
+            known = [0, *(made.number for made in self.history())]
+            if generation not in known:
+                raise CycleError(
+                    f"generation {generation} has not been trained; there are {known[0]} to {known[-1]}"
+                )
+            entry = {
+                "kind": "rollback",
+                "after": known[-1],
+                "best": generation,
+                "reason": f"rolled back: {reason}",
+            }
+            if not any({**last, **entry} == last for last in self.promotions()[-1:]):
+                self._decide(entry)
 
     def decisions(self) -> str:
         """A line for each decision about the best network, oldest first."""
@@ -145,57 +173,58 @@ class Cycle:
         """What must hold of a cycle: name, whether, what it says. Of the preset `demo` it says nothing about strength,
         whose games are too few for any interval."""
         made = self.history()
-        planned, played = self.config.generations * self.config.games, sum(g.played.games for g in made)
+        planned = max(self.config.generations, len(made)) * self.config.games  # more may be there
+        played = sum(g.played.games for g in made)
         checks = [
             ("every game was played and counted once", played == planned, f"{played:,} of {planned:,} games"),
             (
                 "every generation was decided by its match",
-                len(made) == self.config.generations,
+                len(made) >= self.config.generations,
                 f"{len(made)} of {self.config.generations}",
             ),
         ]
         if made and sum(made[-1].anchor) >= MEANINGFUL:
-            strongest = max(
-                (arena.rating(g.anchor) for g in made if g.best == g.number),
-                key=lambda r: r.low,
-                default=None,
-            )
-            said = str(strongest) if strongest else "no generation was promoted"
-            checks.append(
-                ("stronger than the untrained network", bool(strongest and strongest.low > 0), said)
-            )
+            best = next((arena.rating(g.anchor) for g in made if g.number == self.best), None)
+            said = f"generation {self.best}: {best}" if best else "no generation is the best one"
+            checks.append(("stronger than the untrained network", bool(best and best.low > 0), said))
         return checks
 
     def network(self, generation: int) -> Net:
         """The network of a generation, averaged weights; 0 is the untrained one."""
-        if generation not in self._nets:
-            self._nets[generation] = _network(self.folder, self.config, generation, self.device)
-        return self._nets[generation]
+        net = self._nets.pop(generation, None) or _network(self.folder, self.config, generation, self.device)
+        self._nets = dict([*self._nets.items(), (generation, net)][-2:])  # a match needs two
+        return net
 
     # Stages
 
     def _generation(self, number: int) -> Generation:
         path = self.folder / f"generation_{number:03d}.json"
         if not path.exists():
-            before = self._best_before(number)
+            before = self._begin(number)
             played = self._self_play(number, before)
             top1 = self._learn(number)
             match = self._match(number, before, "match", self.config.arena.pairs, sprt=True)
             anchor = self._match(number, 0, "anchor", self.config.arena.anchor_pairs, sprt=False)
-            best, reason = self._promote(number, before, match)
+            best, reason = self._promote(number, match)
             made = Generation(
                 number, before, played, self._run_name(number), top1, match, anchor, best, reason
             )
             write_json(path, asdict(made))
         return _generation_from(json.loads(path.read_text(encoding="utf-8")))
 
-    def _best_before(self, number: int) -> int:
-        """The best network when the generation began: what is decided about the generation itself does not count."""
-        earlier = [entry for entry in self.promotions() if entry["after"] < number]
-        return int(earlier[-1]["best"]) if earlier else 0
+    def _begin(self, number: int) -> int:
+        """The best network when the generation began: it plays the games and is the opponent, whatever is decided
+        meanwhile."""
+        path = self.folder / f"generation_{number:03d}.started.json"
+        if not path.exists():
+            write_json(path, {"before": self.best})
+        return int(json.loads(path.read_text(encoding="utf-8"))["before"])
 
     def _self_play(self, number: int, by: int) -> Played:
+        from matrixlib.data.catalogue import Catalogue
+
         config = self.config
+        Catalogue(self.folder / "shards")  # processes that make it all at once are in each other's way
         chunks = [
             Chunk(
                 self.folder, config, self.device, number, by, first, min(config.chunk, config.games - first)
@@ -277,17 +306,17 @@ class Cycle:
         write_text(path.with_suffix(".pgn"), "\n\n".join(game.write(played) for played in match.games) + "\n")
         write_json(path, {"pairs": match.pairs().tolist()})
 
-    def _promote(self, number: int, before: int, match: tuple[int, ...]) -> tuple[int, str]:
+    def _promote(self, number: int, match: tuple[int, ...]) -> tuple[int, str]:
+        """The best network after a generation, and why; decided once, even if it is asked for again after a kill."""
+        for entry in self.promotions():
+            if entry["after"] == number:  # a roll-back stands after a generation whose file is there
+                return int(entry["best"]), str(entry["reason"])
         config = self.config.arena
         decision = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta).decision(match)
         rating = arena.rating(match)
         verdict = {True: "SPRT accepts", False: "SPRT refuses", None: "SPRT is undecided"}[decision]
-        best, reason = number if decision else before, f"{verdict}: {rating}"
-        if not any(
-            entry["after"] == number and not entry["reason"].startswith("rolled")
-            for entry in self.promotions()
-        ):
-            self._decide({"after": number, "best": best, "reason": reason})
+        best, reason = number if decision else self.best, f"{verdict}: {rating}"
+        self._decide({"kind": "match", "after": number, "best": best, "reason": reason})
         return best, reason
 
     def _decide(self, entry: Mapping[str, Any]) -> None:
@@ -397,9 +426,12 @@ def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(chunks)), context, _prepare) as pool:
         futures = {pool.submit(chunk.play): chunk for chunk in chunks}
-        for done in as_completed(futures):
-            done.result()
-            yield futures[done]
+        try:
+            for done in as_completed(futures):
+                done.result()
+                yield futures[done]
+        finally:  # after an error the chunks that have not begun are not waited for
+            pool.shutdown(cancel_futures=True)
 
 
 def _prepare() -> None:

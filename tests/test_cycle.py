@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
 from matrixlib import config, cycle
-from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
@@ -124,15 +126,29 @@ def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) ->
     assert len(opened.promotions()) == 2
 
 
+STAGES = {
+    "games": "c/games/001_*.json",
+    "checkpoint": "c-001/checkpoints/step_????????",
+    "match": "c/matches/001_*.json",
+    "decision": "c/promotions.json",
+    "next games": "c/games/002_*.json",
+    "next checkpoint": "c-002/checkpoints/step_????????",
+    "next match": "c/matches/002_*.json",
+}
+"""Stage -> the first file that it leaves."""
+
+
 @pytest.mark.parametrize(
-    "seconds", [(2.5, 4.0), pytest.param((1.5, 2, 2.5, 3, 3.5, 4, 5, 6), marks=pytest.mark.soak)]
+    "stages", [("games", "checkpoint"), pytest.param(tuple(STAGES), marks=pytest.mark.soak)]
 )
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
-    whole: Path, tmp_path: Path, seconds: tuple[float, ...]
+    whole: Path, tmp_path: Path, stages: tuple[str, ...]
 ) -> None:
-    for wait in seconds:
+    for stage in stages:
         process = run(tmp_path)
-        time.sleep(wait)
+        while not any(tmp_path.glob(STAGES[stage])):
+            assert process.poll() is None, f"it ended before {stage}"
+            time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert run(tmp_path).wait(300) == 0
@@ -154,6 +170,13 @@ def test_several_processes_play_the_same_games(
 ) -> None:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
     made = cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2})
+    play = cycle._played
+
+    def watched(chunks: list[cycle.Chunk], workers: int) -> Iterator[cycle.Chunk]:
+        assert (tmp_path / "c" / "shards" / NAME).is_file(), "processes must not make it all at once"
+        return play(chunks, workers)
+
+    monkeypatch.setattr(cycle, "_played", watched)
     played = made._self_play(1, 0)
     assert played.games == 20
     one = positions(tmp_path).tolist()
@@ -164,23 +187,75 @@ def test_several_processes_play_the_same_games(
     assert sorted(map(str, one)) == sorted(map(str, np.concatenate(theirs).tolist()))
 
 
+@dataclass(frozen=True)
+class Task:
+    """Stands in for a chunk of games; number 0 fails."""
+
+    folder: Path
+    number: int
+
+    def play(self) -> None:
+        if not self.number:
+            raise ValueError("planted")
+        time.sleep(0.2)
+        (self.folder / str(self.number)).touch()
+
+
+def test_an_error_does_not_wait_for_the_chunks_that_have_not_begun(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="planted"):
+        list(cycle._played([Task(tmp_path, number) for number in range(24)], 2))  # type: ignore[arg-type]
+    assert len(list(tmp_path.iterdir())) < 12
+
+
 def test_only_the_test_promotes_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
     made = cycle.open_cycle("demo", "cpu", "p", TINY)
-    assert made._promote(1, 0, (0, 0, 2, 0, 0))[0] == 0  # undecided
-    assert made._promote(2, 0, (0, 0, 0, 4, 60)) == (2, made.promotions()[-1]["reason"])
+    assert made._promote(1, (0, 0, 2, 0, 0))[0] == 0  # undecided
+    assert made._begin(2) == 0
+    assert made._promote(2, (0, 0, 0, 4, 60)) == (2, made.promotions()[-1]["reason"])
     assert "SPRT accepts" in made.promotions()[-1]["reason"]
-    assert made._promote(3, 2, (60, 4, 0, 0, 0))[0] == 2
+    assert made._promote(3, (60, 4, 0, 0, 0))[0] == 2
     assert "SPRT refuses" in made.promotions()[-1]["reason"]
     for _ in range(
         2
     ):  # killed between the decision and the generation's file, it is decided again: to no effect
-        made._promote(2, 0, (0, 0, 0, 4, 60))
+        made._promote(2, (0, 0, 0, 4, 60))
     assert [(p["after"], p["best"]) for p in made.promotions()] == [(1, 0), (2, 2), (3, 2)]
     assert made.best == 2
-    assert made._best_before(2) == 0, (
-        "a generation that is begun again plays with the network that it began with"
-    )
+    assert made._begin(2) == 0, "a generation that is begun again plays with the network that it began with"
+
+
+def test_a_generation_keeps_its_opponent_through_a_roll_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one sequential test would be made of games against two networks."""
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    made = cycle.open_cycle("demo", "cpu", "p", TINY)
+    opponents: list[tuple[int, int]] = []
+    results = iter([(0, 0, 0, 4, 60), None, (0, 0, 2, 0, 0), (0, 0, 2, 0, 0)])
+
+    def match(self: cycle.Cycle, number: int, other: int, kind: str, *_: Any, **more: Any) -> Any:
+        if kind == "anchor":
+            return (0, 0, 1, 0, 0)
+        opponents.append((number, other))
+        if (found := next(results)) is None:
+            raise KeyboardInterrupt
+        return found
+
+    played = cycle.Played(20, 100, 200, (5, 5, 5, 5), 0, 0, 1.0)
+    monkeypatch.setattr(cycle.Cycle, "_self_play", lambda self, number, by: played)
+    monkeypatch.setattr(cycle.Cycle, "_learn", lambda self, number: 0.5)
+    monkeypatch.setattr(cycle.Cycle, "_match", match)
+    assert made._generation(1).best == 1
+    with pytest.raises(KeyboardInterrupt):
+        made._generation(2)
+    made.roll_back(0, "weak")
+    second, third = made._generation(2), made._generation(3)
+    assert opponents == [(1, 0), (2, 1), (2, 1), (3, 0)]
+    assert (second.by, second.best) == (1, 0), "what was rolled back stays so where nothing is promoted"
+    assert (third.by, third.best) == (0, 0)
+    assert [g.number for g in made.history()] == [1, 2, 3]
+    assert [entry["kind"] for entry in made.promotions()] == ["match", "rollback", "match", "match"]
 
 
 def test_rolling_back_is_one_call(whole: Path, opened: cycle.Cycle, tmp_path: Path) -> None:
@@ -190,7 +265,13 @@ def test_rolling_back_is_one_call(whole: Path, opened: cycle.Cycle, tmp_path: Pa
         opened.roll_back(1, "weak in endings")
         assert opened.best == 1
         assert opened.promotions()[-1]["reason"] == "rolled back: weak in endings"
-        assert opened._best_before(3) == 1
+        assert opened.promotions()[-1]["kind"] == "rollback"
+        opened.roll_back(1, "weak in endings")
+        assert len(opened.promotions()) == 3, "the notebook was run again"
+        opened.roll_back(1, "weak in openings")
+        assert len(opened.promotions()) == 4
+        with FileLock(whole / "c" / "lock"), pytest.raises(cycle.CycleError, match="by another process"):
+            opened.roll_back(0, "")
         with pytest.raises(cycle.CycleError, match="generation 7 has not been trained; there are 0 to 2"):
             opened.roll_back(7, "")
     finally:
@@ -207,6 +288,42 @@ def test_another_configuration_or_a_second_process_is_refused(whole: Path, opene
         cycle.open_cycle("demo", "cpu", "../c")
     with pytest.raises(config.ConfigError, match="unknown preset 'quik', did you mean 'quick'"):
         cycle.open_cycle("quik")
+    with pytest.raises(config.ConfigError, match=r"'games'.*20, got 19"):  # none would be held out
+        cycle.open_cycle("demo", "cpu", "d", {**TINY, "games": 19})
+
+
+def test_checks_judge_the_best_network_and_all_that_was_played(
+    opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = opened.history()
+    strong, weak = (0, 0, 0, 4, 60), (60, 4, 0, 0, 0)
+    monkeypatch.setattr(
+        opened, "history", lambda: [replace(first, anchor=weak), replace(second, anchor=strong)]
+    )
+    for best, passed in ((2, True), (1, False), (0, False)):
+        monkeypatch.setattr(cycle.Cycle, "best", best)
+        assert [check[1] for check in opened.checks()] == [True, True, passed]
+    fewer = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 1}), "cpu")
+    assert [check[1] for check in fewer.checks()] == [True, True]
+    more = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 3}), "cpu")
+    assert [check[1] for check in more.checks()] == [False, False]
+
+
+def test_threads_are_the_same_however_far_it_had_come(opened: cycle.Cycle) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        list(opened.train())
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_two_networks_are_kept(opened: cycle.Cycle) -> None:
+    kept = [opened.network(generation) for generation in (0, 1, 2)]
+    assert list(opened._nets.values()) == kept[1:]
+    assert opened.network(1) is kept[1]
+    assert list(opened._nets) == [2, 1], "that of longest ago goes first"
 
 
 @pytest.mark.parametrize(
