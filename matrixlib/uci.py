@@ -159,7 +159,7 @@ class Engine:
 
     def _go(self, go: protocol.Go, only: list[chess.Move]) -> None:
         began = time.monotonic()
-        self._stop = False
+        self._stop = any(_ends(line) for line in self._deferred)
         board = self.board
         if not any(board.legal_moves):
             self.say(f"info depth 0 score {'mate 0' if board.is_check() else 'cp 0'}")
@@ -168,7 +168,7 @@ class Engine:
             return
         seconds = protocol.seconds_for(go, board.turn, int(self.options["Move Overhead"]))
         deadline = math.inf if seconds is None else began + seconds
-        limit = protocol.simulations_for(go, int(self.options["Simulations"]))
+        limit = protocol.simulations_for(go, board.turn, int(self.options["Simulations"]))
         search = self._searcher()
         if not self._place(search, only):
             self.say("info depth 0 score cp 0 string neither side can mate")
@@ -200,14 +200,14 @@ class Engine:
         return self._stop or time.monotonic() >= pause
 
     def _hear(self, line: str | None) -> None:
-        """A line during a search: answered at once, or kept for later."""
-        words = [] if line is None else line.split()
-        if words == ["isready"]:
+        """A line during a search: `isready` is answered at once, all others are kept in their order.
+
+        What ends a search ends those, too, that wait before it.
+        """
+        if line is not None and line.split() == ["isready"]:
             self.say("readyok")
-        elif words == ["stop"]:
-            self._stop = True
         else:
-            self._stop = self._stop or line is None or words == ["quit"]
+            self._stop = self._stop or _ends(line)
             self._deferred.append(line)
 
     def _place(self, search: Search, only: list[chess.Move]) -> bool:
@@ -273,6 +273,11 @@ class Engine:
 
 def _nothing() -> None:
     """What `stop` does when nothing is searched."""
+
+
+def _ends(line: str | None) -> bool:
+    """Whether a search is over when this comes."""
+    return line is None or line.split() in (["stop"], ["quit"])
 
 
 def _history(search: Search, board: chess.Board) -> NDArray[np.uint64]:

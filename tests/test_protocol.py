@@ -42,6 +42,8 @@ WORDS = [
         ("wtime -20 btime 5", Go(clocks=(-20, 5))),  # some programs send a clock that has run out
         ("searchmoves e2e4 d2d4 nodes 9", Go(nodes=9, searchmoves=("e2e4", "d2d4"))),
         ("searchmoves e2e4", Go(searchmoves=("e2e4",))),
+        ("ponder wtime 5", Go(clocks=(5, None))),
+        ("quickly nodes 9 searchmoves e7e8q at once depth 2", Go(nodes=9, depth=2, searchmoves=("e7e8q",))),
     ],
 )
 def test_limits(text: str, limits: Go) -> None:
@@ -54,8 +56,6 @@ def test_limits(text: str, limits: Go) -> None:
         ("nodes", "needs a number"),
         ("nodes many", "needs a number, not 'many'"),
         ("nodes 1" + 30 * "0", "needs a number"),
-        ("ponder wtime 5", "does not ponder"),
-        ("quickly", "knows no 'quickly'"),
     ],
 )
 def test_limits_that_are_none(text: str, message: str) -> None:
@@ -146,7 +146,7 @@ def test_the_clock_never_runs_out(
 
 
 @pytest.mark.parametrize(
-    "go, most, simulations",
+    "go, most, simulations",  # Black to move
     [
         (Go(), 0, protocol.BARE),
         (Go(), 50, 50),
@@ -159,17 +159,18 @@ def test_the_clock_never_runs_out(
         (Go(movetime=100), 0, math.inf),
         (Go(movetime=100), 50, 50),
         (Go(clocks=(None, 5)), 0, math.inf),
+        (Go(clocks=(5, None)), 0, protocol.BARE),  # the opponent's alone
         (Go(mate=3), 0, math.inf),
     ],
 )
 def test_simulations(go: Go, most: int, simulations: float) -> None:
-    assert simulations_for(go, most) == simulations
+    assert simulations_for(go, chess.BLACK, most) == simulations
 
 
 def test_a_depth_is_reached_with_its_simulations() -> None:
     assert [protocol.depth_of(n) for n in (0, 1, 15, 16, 255, 256)] == [0, 0, 0, 1, 4, 5]
     for depth in range(1, 20):
-        assert protocol.depth_of(int(simulations_for(Go(depth=depth), 0))) == depth
+        assert protocol.depth_of(int(simulations_for(Go(depth=depth), chess.WHITE, 0))) == depth
 
 
 @given(st.floats(-1, 1))

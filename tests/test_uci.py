@@ -267,8 +267,34 @@ def test_an_infinite_search_answers_ready_and_ends_at_stop_alone(engine: Dialogu
     assert engine.engine.board == chess.Board()
 
 
+@pytest.mark.parametrize("end", ["quit", None])
+def test_an_end_behind_a_waiting_search_is_not_lost(end: str | None) -> None:
+    dialogue = Dialogue(random_net())
+    dialogue.ask("go infinite", until="info depth 1")
+    for line in ("go infinite", "position startpos", "go infinite", end):
+        dialogue.lines.put(line)
+    dialogue.thread.join(WAIT)
+    assert not dialogue.thread.is_alive()
+    said = [dialogue.said.get() for _ in range(dialogue.said.qsize())]
+    assert sum(line.startswith("bestmove") for line in said) == 3
+
+
+def test_each_search_that_is_stopped_answers(engine: Dialogue) -> None:
+    engine.ask("position startpos", "go infinite", until="info depth 1")
+    engine.ask("stop", "go infinite", "stop", until="bestmove")
+    engine.ask(until="bestmove")
+    assert " nodes 20 " in infos(engine.ask("go nodes 20", until="bestmove"))[-1], "the next one is its own"
+
+
+@pytest.mark.parametrize("go", ["nodes 20 quickly", "ponder nodes 20", "searchmoves e2e4 at once nodes 20"])
+def test_unknown_words_do_not_keep_it_from_searching(engine: Dialogue, go: str) -> None:
+    lines = engine.ask("position startpos", f"go {go}", until="bestmove")
+    assert " nodes 20 " in infos(lines)[-1]
+    assert not refused(lines)
+
+
 @pytest.mark.parametrize(
-    "go", ["movetime 50", "wtime 3000 btime 3000", "wtime 50 btime 50 winc 10 binc 10", "mate 1"]
+    "go", ["movetime 50", "wtime 3000 btime 3000", "wtime 50 btime 50 winc 10 binc 10", "btime 50", "mate 1"]
 )
 def test_limits_of_time_end_by_themselves(engine: Dialogue, go: str) -> None:
     engine.best(f"fen {MATE}" if go == "mate 1" else "startpos", go)

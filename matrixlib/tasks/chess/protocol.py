@@ -86,7 +86,7 @@ class Go:
 
 
 def parse_go(words: Sequence[str]) -> Go:
-    """The limits after `go`. ValueError at a word that is unknown, or a number that is none."""
+    """The limits after `go`. ValueError at a number that is none; unknown words, and `ponder`, count for nothing."""
     numbers: dict[str, int] = {}
     moves: list[str] = []
     infinite = False
@@ -99,14 +99,10 @@ def parse_go(words: Sequence[str]) -> Go:
                 raise ValueError(f"go {word} needs a number, not '{text}'")
             numbers[word] = int(text)
         elif word == "searchmoves":
-            while rest and rest[0] not in (*NUMBERS, "infinite", "ponder"):
+            while rest and re.fullmatch(r"[a-h][1-8][a-h][1-8][nbrq]?", rest[0]):
                 moves.append(rest.popleft())
         elif word == "infinite":
             infinite = True
-        elif word == "ponder":
-            raise ValueError("this engine does not ponder")
-        else:
-            raise ValueError(f"'go' knows no '{word}'")
     return Go(
         nodes=max(numbers.get("nodes", 0), 0),
         depth=max(numbers.get("depth", 0), 0),
@@ -160,7 +156,7 @@ def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     return min(wanted, MOST_SHARE * left) / 1000
 
 
-def simulations_for(go: Go, most: int) -> float:
+def simulations_for(go: Go, turn: chess.Color, most: int) -> float:
     """Simulations at which a search ends, perhaps infinity. most: the option Simulations, 0 none."""
     asked = [go.nodes] if go.nodes else []
     asked += [UNIT << min(go.depth, 60)] if go.depth else []
@@ -170,7 +166,7 @@ def simulations_for(go: Go, most: int) -> float:
         return math.inf
     if most:
         return most
-    timed = go.movetime is not None or go.clocks != (None, None)
+    timed = go.movetime is not None or go.clock(turn) is not None
     return math.inf if timed or go.mate else BARE
 
 
