@@ -17,7 +17,7 @@ from matrixlib.net import Evaluation
 from matrixlib.play.search import Search
 from matrixlib.player import Evaluator
 from matrixlib.tasks.chess import plots
-from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.protocol import score_text
 from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
 
@@ -70,10 +70,10 @@ def analyse(net: Net, fen: str, simulations: int = 400) -> Analysis:
     """Analyse a FEN. ValueError where it is none, or the game is over there."""
     board = parse_fen(fen)
     game = ChessGame()
+    state = from_boards([board])
+    refuse_over(game, state)
     search = Search(game, Evaluator(net))
-    search.reset(0, from_boards([board]))
-    if board.is_game_over():
-        raise ValueError(f"the game is over in '{fen}': {board.result()}")
+    search.reset(0, state)
     (found,) = search.run(simulations)
     (seen,) = net.evaluate_boards([board])
     walk, line = board.copy(), []

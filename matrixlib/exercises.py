@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from matrixlib.play.search import Search
 from matrixlib.player import Evaluator
 from matrixlib.tasks.chess import epd
-from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.chess.records import from_boards, move_from_index
+from matrixlib.tasks.chess.game import ChessGame, refuse_over
+from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
 
 if TYPE_CHECKING:
     from matrixlib.net import Net
@@ -107,7 +107,7 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
             )
         for number, row in enumerate(reader, start=2):
             try:
-                board = chess.Board(row["FEN"])
+                board = parse_fen(row["FEN"])
                 setup, *answers = row["Moves"].split()
                 board.push_uci(setup)
                 walk, line = board.copy(), []
@@ -128,7 +128,7 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
 def read_epd(path: str | Path) -> list[Exercise]:
     """Exercises of an EPD file: lines with `bm` (one of these) or `am` (none of these); `#` starts a comment.
 
-    Raises ValueError naming the file, and the line that is not an exercise.
+    Raises ValueError naming the file, and the line that is not an exercise; also where there is none at all.
     """
     file = Path(path)
     if not file.is_file():
@@ -145,6 +145,8 @@ def read_epd(path: str | Path) -> list[Exercise]:
         except ValueError as error:
             raise ValueError(f"'{file.name}' line {number}: {error}") from None
         found.append(Exercise(board, answers))
+    if not found:
+        raise ValueError(f"'{file.name}' has no exercise: give an EPD file with lines that say bm or am")
     return found
 
 
@@ -162,7 +164,7 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
 
 
 def searcher(net: Net, simulations: int) -> Solver:
-    """Plays what a search of so many simulations finds."""
+    """Plays what a search of so many simulations finds. ValueError where the game is drawn by rule."""
     evaluate, game = Evaluator(net), ChessGame()
     at_once = max(1, min(256, SIMULATIONS // max(simulations, 1)))
 
@@ -173,6 +175,7 @@ def searcher(net: Net, simulations: int) -> Solver:
             part = live[start : start + at_once]
             search = Search(game, evaluate, trees=len(part))
             states = from_boards([boards[i] for i in part])
+            refuse_over(game, states)
             for tree in range(len(part)):
                 search.reset(tree, states[tree : tree + 1])
             for i, found in zip(part, search.run(simulations), strict=True):

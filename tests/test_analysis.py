@@ -14,6 +14,7 @@ from networks import MATRIX0, material_net, random_net
 from matrixlib import analysis
 
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
+DRAWN = "4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90"  # by the fifty-move rule, without a claim
 KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1"
 
 
@@ -66,7 +67,11 @@ def test_a_mate_is_seen_by_the_search() -> None:
 
 def test_what_is_no_position_to_analyse_is_named() -> None:
     net = random_net()
-    for fen, message in (("nonsense", "not a FEN"), ("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1", "over in .*1-0")):
+    for fen, message in (
+        ("nonsense", "not a FEN"),
+        ("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1", "over in .*1-0"),
+        (DRAWN, "over in .*1/2"),
+    ):
         with pytest.raises(ValueError, match=message):
             analysis.analyse(net, fen)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from matrixlib import events
+from matrixlib import events, faults
 from matrixlib import run as runs
+from matrixlib.data.loader import Loader
 
 TINY: dict[str, Any] = {
     "data": {"limit": 512},
@@ -72,6 +73,20 @@ def test_a_resumed_run_has_every_update_once(reports: Path) -> None:
     assert ("validation/loss", 6) in found
     exported = events.export(reports / "r")
     assert scalars(exported) == found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_that_went_back_has_every_update_once(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboardX")
+    monkeypatch.setattr(Loader, "batches", Loader.batches)  # put back after the fault
+    faults.spoil((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
+    current = runs.open_run(run="r", overrides={**TINY, "health": {"skips": 2}})
+    stats = list(current.train(tensorboard=True))
+    assert [s.step for s in stats if s.verdict == "rollback"] == [5]
+    found = scalars(reports / "r" / "events")
+    assert [step for name, step in sorted(found) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    for row in current.history():
+        assert found["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
 
 
 def test_phases_and_warnings_are_text(tmp_path: Path) -> None:

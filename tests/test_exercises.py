@@ -89,6 +89,9 @@ def test_bad_puzzle_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e5 e7e5,900\n")
     with pytest.raises(ValueError, match=r"bad\.csv' line 2"):
         exercises.read_puzzles(tmp_path / "bad.csv")
+    (tmp_path / "bad.csv").write_text("FEN,Moves,Rating\n8/8/8/8/8/8/4P3/8 w - - 0 1,e2e4 e4e5,900\n")
+    with pytest.raises(ValueError, match=r"bad\.csv' line 2.*NO_WHITE_KING"):
+        exercises.read_puzzles(tmp_path / "bad.csv")
 
 
 def puzzle(line: str, rating: int = 1200, themes: tuple[str, ...] = ()) -> Puzzle:
@@ -160,6 +163,9 @@ def test_a_search_solves_more_with_more_simulations() -> None:
     assert found["best capture"]["all"][0].hits <= 1
     mated = chess.Board("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1")
     assert exercises.searcher(random_net(), 8)([mated, fork])[0] is None
+    drawn = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90")
+    with pytest.raises(ValueError, match=r"over in '4k3.* 100 90': 1/2-1/2"):
+        exercises.searcher(random_net(), 8)([fork, drawn])
 
 
 def test_the_search_is_cut_into_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +197,7 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
     with pytest.raises(ValueError, match="no EPD file"):
         exercises.read_epd(tmp_path / "none.epd")
     for line, message in (
+        ("# a comment alone\n\n", r"own\.epd' has no exercise"),
         ("4k3/8/8/8/8/8/8/4K3 w - - bm Qd5;", "line 1"),
         ("4k3/8/8/8/8/8/8/4K3 w - -", "neither"),
     ):

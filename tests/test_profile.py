@@ -60,6 +60,33 @@ def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
 
+@pytest.mark.parametrize(
+    ("times", "phases"),
+    [
+        (
+            {"wait": 0.02, "forward": 0.03, "backward": 0.05, "read": 0.07},
+            {"wait": 0.02, "forward": 0.03, "backward": 0.05, "read": 0.0, "other": 0.01},
+        ),
+        (
+            {"wait": 0.02, "forward": 0.03, "read": 0.09},
+            {"wait": 0.02, "forward": 0.03, "read": 0.06, "other": 0},
+        ),
+        (
+            {"wait": 0.08, "optimiser": 0.12, "read": 0.0},
+            {"wait": 0.044, "optimiser": 0.066, "read": 0, "other": 0},
+        ),
+    ],
+    ids=["the wait for the device", "more than that", "the update before"],
+)
+def test_what_a_gpu_does_meanwhile_is_not_counted_twice(
+    times: dict[str, float], phases: dict[str, float]
+) -> None:
+    """On a GPU `read` is the host's wait for phases that are measured there."""
+    found = totals([{"step": 1, "seconds": 0.11, "times": {**times, "validation": 3.0}}])
+    assert found.pop("validation").tolist() == [3.0]
+    assert {name: float(seconds.sum()) for name, seconds in found.items()} == pytest.approx(phases)
+
+
 def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
     axes = plots.phases_figure(ROWS[:2]).axes[0]
     tops = np.array([patch.get_y() + patch.get_height() for patch in axes.patches])
@@ -97,6 +124,9 @@ def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path) -> None:
     assert sum(event.get("name") == "aten::matmul" for event in events) == TRACED
     assert [stats.step for stats in traced(updates(), 0, tmp_path / "none.json")] == list(range(1, 9))
     assert not (tmp_path / "none.json").exists()
+    assert len(list(traced(updates(), 6, path))) == 8
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::matmul" for event in events) == 2, "what there was before the end"
     stopped = traced(updates(), 2, tmp_path / "cut.json")
     for stats in stopped:
         if stats.step == 3:

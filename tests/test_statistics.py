@@ -116,6 +116,7 @@ def test_warnings_in_words() -> None:
     well, ill = health(), health(last="update 7: loss nan", overflowed=[1, 2, 3])
     assert unusual(done(), well) == []
     assert "no valid target of plane" in unusual(done(empty=("plane",)), well)[0]
+    assert unusual(done(empty=("plane",)), well, known=("plane",)) == []
     assert "update 7: loss nan" in unusual(done(verdict=Verdict.SKIP), ill)[0]
     assert "loss scale" in unusual(done(verdict=Verdict.SKIP, overflow=True), well)[0]
     assert "fell 3 times" in unusual(done(verdict=Verdict.SKIP, overflow=True), ill)[1]

@@ -474,6 +474,16 @@ def test_a_non_finite_update_is_skipped_and_reported(tmp_path: Path) -> None:
     assert again._step.health.skipped == 2
 
 
+def test_a_term_without_targets_is_told_when_that_begins(tmp_path: Path) -> None:
+    def change(raw: int, batch: Batch) -> None:
+        if raw in (3, 4, 5, 8):
+            batch["known"].zero_()
+
+    stats = list(build(tmp_path, source=ToySource(20, change=change)).train())
+    told = [s.step for s in stats if any("no valid target of plane" in text for text in s.messages)]
+    assert told == [4, 9]
+
+
 def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path: Path) -> None:
     trainer = build(tmp_path, source=poison(6, 15), steps=40)
     stats = list(trainer.train())

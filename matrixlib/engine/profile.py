@@ -15,6 +15,8 @@ import torch
 PHASES = ("wait", "copy", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
 """wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
 ON_DEVICE = ("copy", "forward", "backward", "optimiser")
+BETWEEN = ("validation", "checkpoint")
+"""Between two updates, and not in their seconds."""
 TRACED = 3
 """Updates in a trace."""
 STARVED_SHARE, STARVED_UPDATES = 0.2, 100
@@ -102,34 +104,57 @@ class Starvation:
 
 
 def traced(updates: Iterator[Traced], after: int, path: Path) -> Iterator[Traced]:
-    """The same updates; the `TRACED` that follow update `after` are recorded as a Chrome trace. after: 0 = none."""
+    """The same updates; the `TRACED` that follow update `after`, fewer where they end before, are recorded as a Chrome
+    trace. after: 0 = none."""
     recorder: torch.profiler.profile | None = None
     try:
         for stats in updates:
             if recorder is not None and stats.step >= after + TRACED:
-                recorder.stop()
-                recorder.export_chrome_trace(str(path))
+                _export(recorder, path)
                 recorder, after = None, 0
             yield stats
             if after and stats.step == after:
                 recorder = torch.profiler.profile()
                 recorder.start()
+        if recorder is not None:
+            _export(recorder, path)
+            recorder = None
     finally:
         if recorder is not None:
             recorder.stop()
 
 
+def _export(recorder: torch.profiler.profile, path: Path) -> None:
+    recorder.stop()
+    recorder.export_chrome_trace(str(path))
+
+
 def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Phase -> its seconds (n,) in the updates where it happened, from rows of metrics.jsonl; `other` is the rest of
-    `seconds`, which spans waiting and the update."""
+    `seconds`, which spans waiting and the update. Saving stands in the row of the update after it, so that after the
+    last one is missing."""
     found: dict[str, list[float]] = {}
     for row in rows:
         times = row.get("times", {})
-        for name, seconds in times.items():
+        inside = _inside({name: times[name] for name in times if name not in BETWEEN}, row["seconds"])
+        for name, seconds in {**times, **inside}.items():
             found.setdefault(name, []).append(seconds)
-        inside = sum(seconds for name, seconds in times.items() if name not in ("validation", "checkpoint"))
-        found.setdefault("other", []).append(max(row["seconds"] - inside, 0.0))
+        found.setdefault("other", []).append(max(row["seconds"] - sum(inside.values()), 0.0))
     return {name: np.array(found[name]) for name in (*PHASES, "other") if name in found}
+
+
+def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Seconds of the phases of one update, which are no more than its own, `whole`.
+
+    They are more only where a GPU worked while the host did something else. `read` then is the host's wait for phases
+    that are counted themselves, and what is still too much, as the optimiser's work runs on into the next update, is
+    taken from all alike.
+    """
+    times = dict(times)
+    if "read" in times and sum(times.values()) > whole:
+        times["read"] = max(times["read"] - sum(times.get(name, 0.0) for name in ON_DEVICE), 0.0)
+    total = sum(times.values())
+    return {name: seconds * min(1.0, whole / total) if total else 0.0 for name, seconds in times.items()}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +90,14 @@ def compare_with_chance(
     return table, messages
 
 
-def unusual(done: StepStats, health: Health) -> list[str]:
+def unusual(done: StepStats, health: Health, known: Container[str] = ()) -> list[str]:
     """Warnings about an update with items or terms without targets, or one that was skipped.
 
-    A task counts items without a target in the metric "<term>/skipped".
+    known: terms without targets of which nothing is said again. A task counts items without a target in the metric
+    "<term>/skipped".
     """
-    messages = [f"no valid target of {', '.join(done.empty)} in this update"] if done.empty else []
+    empty = [term for term in done.empty if term not in known]
+    messages = [f"no valid target of {', '.join(empty)} in this update"] if empty else []
     for name, share in done.metrics.items():
         term, _, what = name.rpartition("/")
         if what == "skipped" and share > 0:

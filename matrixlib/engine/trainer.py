@@ -98,6 +98,7 @@ class Trainer:
         self.step = self.micro_step = 0
         self.gradients: GradientReport | None = None
         self.initial: dict[str, dict[str, float]] | None = None
+        self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._saved = -1  # update count of the newest checkpoint
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
@@ -333,9 +334,10 @@ class Trainer:
         self._norms.add(done.grad_norm)
         messages = [
             *done.messages,
-            *statistics.unusual(done, self._step.health),
+            *statistics.unusual(done, self._step.health, self._empty),
             *(self._watch_memory() if self.step % MEMORY_UPDATES == 0 else ()),
         ]
+        self._empty = done.empty
         if self._step.micro_batch != micro_batch:
             self._on_micro_batch(self._step.micro_batch)
         if self.step == 1:

@@ -166,6 +166,15 @@ class ChessGame:
         return str(written)
 
 
+def refuse_over(game: ChessGame, states: States) -> None:
+    """ValueError, naming the first, where the game is over in one of these states, by a draw without a claim too."""
+    values = game.terminal(states, np.diff(game.legal(states)[1]))
+    for i in np.flatnonzero(~np.isnan(values))[:1]:
+        board = to_board(states[i])
+        result = board.result() if board.is_game_over() else "1/2-1/2"
+        raise ValueError(f"the game is over in '{board.fen()}': {result}")
+
+
 def training_batch(traces: Iterable[Trace], first_id: int, source: int) -> Batch:
     """The positions of games that were fully searched, as records with the search's policy and the game's result.
 
