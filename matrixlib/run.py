@@ -156,10 +156,8 @@ class Run:
             for stats in profile.traced(self.trainer.train(), trace, self.folder / "trace.json"):
                 for text in stats.messages:
                     self._say(f"update {stats.step}: {text}")
-                if (
-                    events is not None and stats.verdict == "rollback"
-                ):  # its updates are gone from the metrics, too
-                    events.close()
+                if events is not None and stats.verdict == "rollback":
+                    events.close()  # the metrics were cut back, so they are made anew
                     events = self._events()
                 elif events is not None:
                     events.add(stats.row())
