@@ -244,7 +244,9 @@ def account_faults(found: Census) -> list[str]:
         if lost := [
             name
             for name, sha in account.shards.items()
-            if not (rows[name].sha256 == sha if name in rows else (found.folder / f"{name}.merged").is_file())
+            if not (
+                rows[name].sha256 == sha if name in rows else intake.is_stood_for(name, found.folder, rows)
+            )
         ]:
             said.append(f"{where}: {', '.join(lost)} not as written")
         elif set(account.shards) <= set(rows) and (

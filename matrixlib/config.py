@@ -543,7 +543,9 @@ class ArenaConfig(Section):
     )
     batch: Count = Field(description="pairs played at once; the test looks after each batch")
     simulations: CountOrZero = Field(description="simulations of a move; 0 = the most probable move")
-    random_plies: Count = Field(description="random plies of an opening")
+    random_plies: Annotated[int, Field(ge=3)] = Field(
+        description="random plies of an opening; fewer than 3 give too few different ones"
+    )
     plies: Count = Field(description="longer games are drawn")
     elo0: Real = Field(description="SPRT: no better than this is refused ...")
     elo1: Real = Field(description="... at least so much better is promoted")

@@ -279,14 +279,16 @@ class Cycle:
 
     def _match(self, number: int, other: int, kind: str, pairs: int, sprt: bool) -> tuple[int, ...]:
         """Pairs (5,) by score of the candidate of a generation against an earlier network."""
+        from matrixlib.strength import openings
+
         config, counts = self.config.arena, np.zeros(5, np.int64)
         stop = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta) if sprt else None
-        openings = _openings(pairs, config.random_plies, [self.config.seed, number, ord(kind[0])])
+        starts = openings(pairs, [self.config.seed, number, ord(kind[0])], config.random_plies)
         with live_bar(total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar:
             for first in range(0, pairs, config.batch):
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}.json"
                 if not path.exists():
-                    self._play_batch(path, number, other, openings[first : first + config.batch], first)
+                    self._play_batch(path, number, other, starts[first : first + config.batch], first)
                 counts += json.loads(path.read_text(encoding="utf-8"))["pairs"]
                 bar.set_postfix_str(str(arena.rating(counts)), refresh=False)
                 bar.update(min(config.batch, pairs - first))
@@ -485,31 +487,6 @@ def _total(accounts: list[dict[str, Any]]) -> Played:
     added = {key: sum(account[key] for account in accounts) for key in accounts[0] if key != "results"}
     results = tuple(int(n) for n in np.sum([account["results"] for account in accounts], axis=0))
     return Played(**added, results=results)  # type: ignore[arg-type]
-
-
-def _openings(count: int, plies: int, seed: list[int]) -> States:
-    """States (count,) after random plies from the start, in which the game goes on."""
-    from matrixlib.tasks.chess.game import ChessGame
-
-    game, rng = ChessGame(), np.random.default_rng(seed)
-    found: list[States] = []
-    while sum(len(part) for part in found) < count:
-        states = game.initial(count)
-        for _ in range(plies):
-            moves, offsets = game.legal(states)
-            over = ~np.isnan(game.terminal(states, np.diff(offsets)))
-            states, moves, offsets = _without(states, moves, offsets, over)
-            states = game.play(states, moves[rng.integers(offsets[:-1], offsets[1:])])
-        moves, offsets = game.legal(states)
-        found.append(states[np.isnan(game.terminal(states, np.diff(offsets)))])
-    return np.concatenate(found)[:count]
-
-
-def _without(states: States, moves: Any, offsets: Any, over: Any) -> tuple[States, Any, Any]:
-    """States and their moves without those in which the game is over."""
-    lengths = np.diff(offsets)[~over]
-    kept = np.repeat(~over, np.diff(offsets))
-    return states[~over], moves[kept], np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _generation_from(data: Mapping[str, Any]) -> Generation:

@@ -256,7 +256,7 @@ def _finished(place: Path, rows: Mapping[str, ShardRow]) -> list[Account]:
     done: list[Account] = []
     while account := read_account(place / f"part_{len(done):06d}.json"):
         for name, sha256 in account.shards.items():
-            if _is_stood_for(name, place.parents[1], rows):
+            if is_stood_for(name, place.parents[1], rows):
                 continue
             if name not in rows or rows[name].sha256 != sha256 or not _is_whole(rows[name]):
                 return done
@@ -283,12 +283,12 @@ def _heirs(name: str, folder: Path, rows: Mapping[str, ShardRow]) -> list[str]:
     return reason.removeprefix(MERGED).strip().split(", ") if reason.startswith(MERGED) else []
 
 
-def _is_stood_for(name: str, folder: Path, rows: Mapping[str, ShardRow]) -> bool:
+def is_stood_for(name: str, folder: Path, rows: Mapping[str, ShardRow]) -> bool:
     """Whether a shard was merged into others, and these are there, or merged further into some that are."""
 
     def there(heir: str) -> bool:
         whole = heir in rows and _is_whole(rows[heir])
-        return whole or heir == OTHERS or _is_stood_for(heir, folder, rows)
+        return whole or heir == OTHERS or is_stood_for(heir, folder, rows)
 
     heirs = _heirs(name, folder, rows)
     return bool(heirs) and all(map(there, heirs))
@@ -440,7 +440,7 @@ class _Import:
             pieces = np.array_split(rows, max(1, round(len(rows) / SHARD))) if len(rows) else []
             for piece, chosen in enumerate(pieces):
                 name = f"{self.name}_{number:06d}_{split}_{piece}.npz"
-                if _is_stood_for(name, self.folder, self.rows):
+                if is_stood_for(name, self.folder, self.rows):
                     merged[name] = self.rows[name].sha256 if name in self.rows else ""
                 else:
                     jobs.append((self.folder / name, split, chosen))

@@ -21,7 +21,7 @@ Names: TypeAlias = tuple[str, str]
 OPENING_PLIES = 6
 
 
-def openings(count: int, seed: int, plies: int = OPENING_PLIES) -> States:
+def openings(count: int, seed: int | Sequence[int], plies: int = OPENING_PLIES) -> States:
     """(count,) different positions after so many random moves, none of them the end of a game."""
     game, rng = ChessGame(), np.random.default_rng(seed)
     found: dict[int, States] = {}

@@ -12,7 +12,7 @@ import chess
 import numpy as np
 import pytest
 
-from matrixlib import intake, merging
+from matrixlib import census, intake, merging
 from matrixlib.data.catalogue import NAME, Catalogue, reason_file
 from matrixlib.data.shards import Batch, Shard, concat
 from matrixlib.intake import take_in
@@ -180,6 +180,7 @@ def test_importing_again_adds_nothing_and_a_new_catalogue_finds_no_old_shard(tmp
     for path in [folder / NAME, *folder.glob("*.merged")]:  # which the README says may be deleted
         path.unlink()
     assert [row.name for row in Catalogue(folder).shards()] == names
+    assert census.account_faults(census.look(folder)) == []
     assert take_in(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
     assert [row.name for row in Catalogue(folder).shards()] == names
 
