@@ -32,6 +32,15 @@ def test_permute_of_any_size_stays_inside_and_keeps_apart(n: int, seed: int, dat
     assert [int(permute(np.array(i), n, make_key(seed))) for i in index[:5]] == out[:5].tolist()
 
 
+def test_permute_sends_numbers_where_it_always_has() -> None:
+    """A run that is resumed by a later version goes on in its order; an index outside would walk for ever."""
+    key = make_key(3)
+    assert permute(np.arange(10), 10, key).tolist() == [3, 0, 2, 1, 8, 7, 6, 5, 9, 4]
+    assert permute(np.array([0, 1, 10**9]), 10**9 + 1, key).tolist() == [22857056, 867218677, 198080896]
+    with pytest.raises(AssertionError, match="inside"):
+        permute(np.array([10]), 10, key)
+
+
 def test_permute_looks_random() -> None:
     """Every place is about equally likely for each index, and neighbours do not stay together."""
     n, keys = 7, 2100

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numba import njit
 
 ROUNDS = 8
 ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
@@ -37,30 +38,35 @@ def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
     again until they fall inside (cycle walking: Black and Rogaway 2002), for n > 2 under two passes each.
     """
     assert n >= 1
+    flat = np.ascontiguousarray(index, np.uint64).ravel()
+    assert not len(flat) or int(flat.max()) < n, "cycle walking ends only from inside"
     keys = np.frombuffer(key, "<u8", ROUNDS).astype(np.uint64)
-    bits = max(2, (n - 1).bit_length())
-    out = _feistel(np.asarray(index).astype(np.uint64).ravel(), bits, keys)
-    outside = np.flatnonzero(out >= n)
-    while len(outside):
-        out[outside] = _feistel(out[outside], bits, keys)
-        outside = outside[out[outside] >= n]
+    out = _walk(flat, np.uint64(n), np.uint64(max(2, (n - 1).bit_length())), keys)
     return out.astype(np.int64).reshape(np.shape(index))
 
 
-def _feistel(value: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """A bijection of 0..2**bits-1: each round adds to one half (xor) a hash of the other."""
-    low_bits = np.uint64(bits // 2)
-    low_mask, high_mask = np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)
-    low, high = value & low_mask, value >> low_bits
-    for i, key in enumerate(keys):
-        if i % 2:
-            high = high ^ (_mix(low, key) & high_mask)
-        else:
-            low = low ^ (_mix(high, key) & low_mask)
-    return low | high << low_bits
+@njit(cache=True)
+def _walk(index: np.ndarray, n: np.uint64, bits: np.uint64, keys: np.ndarray) -> np.ndarray:
+    """Each `index` (B,), uint64, sent through the network of 0..2**bits-1 until it is below n."""
+    one = np.uint64(1)
+    low_bits = bits >> one
+    low_mask, high_mask = (one << low_bits) - one, (one << bits - low_bits) - one
+    out = np.empty_like(index)
+    for i, value in enumerate(index):
+        while True:
+            low, high = value & low_mask, value >> low_bits
+            for pair in range(0, len(keys), 2):  # a round adds to one half (xor) a hash of the other
+                low ^= _mix(high, keys[pair]) & low_mask
+                high ^= _mix(low, keys[pair + 1]) & high_mask
+            value = low | high << low_bits
+            if value < n:
+                break
+        out[i] = value
+    return out
 
 
-def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
+@njit(cache=True)
+def _mix(value: np.uint64, key: np.uint64) -> np.uint64:
     value = (value + key) * MIX[0]
     value = (value ^ value >> np.uint64(30)) * MIX[1]
     value = (value ^ value >> np.uint64(27)) * MIX[2]
