@@ -1,11 +1,15 @@
-"""A trained network for use: load a run, evaluate positions."""
+"""A trained network for use: load a run, evaluate positions.
+
+`Net.predict` is the one way to its opinion: for `evaluate`, searches, matches, self-play and UCI.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import chess
 import numpy as np
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
     from matrixlib.tasks.chess.task import ChessTask
 
-BATCH = 512
+BATCH = 512  # boards turned into arrays at a time
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,27 @@ class Evaluation:
 
 
 class Net:
-    """A network in evaluation mode with its task's encoding."""
+    """A network in evaluation mode with its task's encoding.
 
-    def __init__(self, model: nn.Module, task: ChessTask, runtime: runtimes.Runtime) -> None:
+    serving: how batches are cut, filled and compiled; what the policy says of the device unless given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: ChessTask,
+        runtime: runtimes.Runtime,
+        serving: runtimes.Serving | None = None,
+    ) -> None:
+        import torch
+
         from matrixlib.engine.step import place
 
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
         self.task = task
         self.runtime = runtime
+        self.serving = serving or runtimes.serving(runtime.device)
+        self._compiled: Any = torch.compile(self.model, dynamic=False) if self.serving.compile else None
 
     @property
     def parameters(self) -> int:
@@ -100,14 +117,50 @@ class Net:
     def predict(
         self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()
     ) -> dict[str, np.ndarray]:
-        """`ChessTask.predict` of a batch of `ChessTask.inputs`, on the host and in fp32."""
+        """`ChessTask.predict` of a batch of `ChessTask.inputs`, at least one row, on the host and in fp32."""
+        assert not self.model.training, "the network must be in eval mode"
+        count, most = len(batch["pieces"]), self.serving.sizes[-1]
+        starts = range(0, count, most)
+        parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
+        """What fits in one batch, filled up with copies of its last row; the host waits for the device once."""
         import torch
 
-        device = self.runtime.torch_device
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        from matrixlib.engine.task import to_device
+
+        count = len(batch["pieces"])
+        if self.serving.fill:
+            size = next(size for size in self.serving.sizes if size >= count)
+            rows = np.minimum(np.arange(size), count - 1)
+            batch = {name: array[rows] for name, array in batch.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+        if self.runtime.pin:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        tensors = to_device(tensors, self.runtime.torch_device)
         with torch.inference_mode(), self.runtime.autocast():
-            out = self.task.predict(self.model, tensors, heads)
-        return {name: tensor.float().cpu().numpy() for name, tensor in out.items()}
+            out = self._said(tensors, heads)
+            flat = torch.cat([tensor.float().reshape(len(tensor), -1) for tensor in out.values()], dim=1)
+        columns = np.cumsum([tensor[0].numel() for tensor in out.values()])[:-1]
+        parts = np.split(flat.cpu().numpy()[:count], columns, axis=1)
+        return {
+            name: part.reshape(count, *tensor.shape[1:])
+            for (name, tensor), part in zip(out.items(), parts, strict=True)
+        }
+
+    def _said(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
+        """`ChessTask.predict`, compiled where that was decided and works; never for self-supervised heads."""
+        if self._compiled is not None and not heads:
+            try:
+                return self.task.predict(self._compiled, tensors)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:200]
+                warnings.warn(
+                    f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2
+                )
+                self._compiled = None
+        return self.task.predict(self.model, tensors, heads)
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
         from matrixlib.tasks.chess import records
@@ -135,10 +188,11 @@ def find_run(run: str | Path) -> tuple[Path, str]:
     )
 
 
-def load(run: str | Path, checkpoint: str = "", device: str = "auto") -> Net:
+def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto") -> Net:
     """The network of a run, EMA weights where the run kept them; `run` as `find_run` takes it.
 
     checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run` names.
+    compile: torch.compile for policy and value; `auto`: where it was measured to pay.
     Raises ValueError naming the run or checkpoint that is missing or damaged.
     """
     from matrixlib.engine.checkpoint import Checkpoints
@@ -157,7 +211,8 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto") -> Net:
     found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint or named)
     model = task.build_model()
     model.load_state_dict(weights(found.tensors), strict=True)
-    return Net(model, task, _runtime(config, device))
+    runtime = _runtime(config, device)
+    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
 
 
 def untrained(config: configuration.ChessConfig, device: str = "auto") -> Net:

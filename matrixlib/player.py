@@ -24,41 +24,25 @@ from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
 if TYPE_CHECKING:
     from matrixlib.net import Net
 
-LARGEST = 1024  # positions of a batch
-
 
 class Evaluator:
     """What a network says of chess states: a `play.search.Evaluate`.
 
     Priors are the softmax over the legal moves alone; the value is the expected result (win - loss where the head
-    says win, draw and loss) from the side to move. Where each new shape costs time, that is off the CPU, batches are
-    filled up to a power of two. Larger ones than `largest` are cut.
+    says win, draw and loss) from the side to move.
     """
 
-    def __init__(self, net: Net, largest: int = LARGEST, fill: bool | None = None) -> None:
+    def __init__(self, net: Net) -> None:
         assert not any(module.training for module in net.model.modules()), "the network must be in eval mode"
-        self.net, self.largest = net, largest
-        self.fill = net.runtime.device != "cpu" if fill is None else fill
+        self.net = net
 
     def __call__(self, states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
         """Priors (K,) and values (N,) of states (N,) with their legal moves (K,) at offsets (N + 1,)."""
-        priors, values = np.empty(len(moves), np.float32), np.empty(len(states), np.float32)
-        for start in range(0, len(states), self.largest):
-            stop = min(start + self.largest, len(states))
-            first, last = offsets[start], offsets[stop]
-            part = states[start:stop], moves[first:last], offsets[start : stop + 1] - first
-            priors[first:last], values[start:stop] = self._batch(*part)
-        return priors, values
-
-    def _batch(self, states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
-        assert not self.net.model.training, "the network must be in eval mode"
-        count = len(states)
-        if self.fill:  # by the last state, with no move
-            rows = np.minimum(np.arange(1 << (count - 1).bit_length()), count - 1)
-            states, offsets = states[rows], offsets[np.minimum(np.arange(len(rows) + 1), count)]
+        if not len(states):
+            return np.empty(0, np.float32), np.empty(0, np.float32)
         batch = self.net.task.inputs(states, moves, offsets)
         out = self.net.predict(batch)
-        return np.exp(out["policy"][batch["policy_index"] >= 0]), out["value"][:count]
+        return np.exp(out["policy"][batch["policy_index"] >= 0]), out["value"]
 
 
 def network_player(

@@ -28,6 +28,9 @@ MICRO_BATCH = {"cpu": 256, "mps": 256, "cuda": 1024}
 SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
 LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
 LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
+# Rows of a batch that is evaluated and not trained on
+EVALUATED: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)
+CACHED = 256  # of them at once on the CPU
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
@@ -104,6 +107,44 @@ class Runtime:
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
         return cls(**{**data, "reasons": tuple(data["reasons"])})
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a trained network is evaluated.
+
+    sizes: rows of a batch, ascending; more are cut at the last. fill: batches are filled up to the next of them.
+    compile: torch.compile for policy and value.
+    """
+
+    sizes: tuple[int, ...]
+    fill: bool
+    compile: bool
+    reasons: tuple[str, ...]
+
+
+def serving(device: str, compile: bool | str = "auto") -> Serving:
+    """Decide how a network is evaluated on a device; `compile` may be asked for or forbidden."""
+    sizes, why = EVALUATED, "memory"
+    if device == "cpu":
+        sizes = tuple(size for size in EVALUATED if size <= CACHED)
+        why = "what is larger leaves the cache, and was up to 1.5 times slower a position"
+    decided, reason = _compile_serving(device, compile)
+    fill = device != "cpu" or decided
+    reasons = (
+        f"batch {sizes[-1]}: {why}",
+        f"fill {'yes: each new size costs time' if fill else 'no: a new size costs nothing'}",
+        f"compile {'yes' if decided else 'no'}: {reason}",
+    )
+    return Serving(sizes, fill, decided, reasons)
+
+
+def _compile_serving(device: str, asked: bool | str) -> tuple[bool, str]:
+    if isinstance(asked, bool):
+        return asked, "asked for"
+    if device == "cpu":
+        return False, "not faster here (0.9 to 1.0 times), after seconds of compiling for each size"
+    return False, "not yet measured to pay"
 
 
 def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:

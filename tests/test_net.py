@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import chess
 import numpy as np
 import pytest
+import torch
+from networks import MATRIX0, random_net
+from positions import random_positions
 
 import matrixlib
 from matrixlib import config as configuration
 from matrixlib import run as runs
 from matrixlib.net import Net, find_run, load
-from matrixlib.runtime import resolve
+from matrixlib.runtime import Serving, resolve
+from matrixlib.tasks.chess.records import from_boards, legal_indices
 from matrixlib.tasks.chess.task import ChessTask
 
 CPU = {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False}
@@ -74,6 +80,74 @@ def test_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
     (seen,) = net.evaluate("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3")
     assert (seen.moves, seen.best) == ({}, None)
     assert -1 <= seen.value <= 1
+
+
+def packed(net: Net, count: int) -> dict[str, np.ndarray]:
+    rows = from_boards(random_positions(count, seed=4))
+    return net.task.inputs(rows, *legal_indices(rows))
+
+
+@pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])
+@pytest.mark.parametrize("heads", [frozenset(), frozenset({"piece", "threat"})], ids=["play", "maps"])
+def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: frozenset[str]) -> None:
+    plain = random_net(ssl=["piece", "threat"], **model)
+    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False, ()))
+    batch = packed(plain, 37)
+    wanted, said = plain.predict(batch, heads), filled.predict(batch, heads)
+    assert wanted.keys() == said.keys()
+    for name, array in wanted.items():
+        assert array.dtype == said[name].dtype == np.float32
+        np.testing.assert_allclose(said[name], array, atol=1e-5)
+        assert (plain.predict(batch, heads)[name] == array).all(), "not the same bits twice"
+
+
+def test_batches_have_few_sizes_and_the_host_waits_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = random_net()
+    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False, ()))
+    sizes, reads = [], []
+    plain.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    numpy = torch.Tensor.numpy
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda self: reads.append(len(self)) or numpy(self))
+    for count in (37, 5, 1):
+        filled.predict(packed(plain, count))
+    assert sizes == reads == [16, 16, 16, 16, 4]
+    sizes.clear()
+    plain.predict(packed(plain, 261))
+    assert sizes == [256, 5], "on the CPU a new shape costs nothing"
+
+
+def test_a_compiled_network_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tracer alone: what a compiler does to the graph is not this package's, and takes seconds."""
+    plain, compiled = random_net(ssl=["threat"]), []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    fast = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, True, ()))
+    batch = packed(plain, 20)
+    for _ in range(2):
+        for heads in (frozenset(), frozenset({"threat"})):
+            wanted, said = plain.predict(batch, heads), fast.predict(batch, heads)
+            for name, array in wanted.items():
+                np.testing.assert_allclose(said[name], array, atol=1e-5)
+    assert len(compiled) == 2, "one graph a size, none for maps"
+
+
+def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = random_net()
+
+    def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        raise RuntimeError("no C++ compiler here")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    net = Net(plain.model, plain.task, plain.runtime, Serving((16,), True, True, ()))
+    batch = packed(plain, 3)
+    with pytest.warns(RuntimeWarning, match="going on without it: .*no C\\+\\+ compiler here"):
+        first = net.predict(batch)
+    for said in (first, net.predict(batch)):
+        np.testing.assert_allclose(said["value"], plain.predict(batch)["value"], atol=1e-5)
 
 
 def test_batches_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 from networks import MATRIX0, material_net, random_net, save_run
 from positions import hard_positions, random_positions
 
-from matrixlib.net import Net
 from matrixlib.play.arena import Turn, play_pairs, random_player
 from matrixlib.play.search import Search
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
@@ -44,11 +43,10 @@ def turn(boards: list[chess.Board]) -> Turn:
 
 
 @pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])
-@pytest.mark.parametrize("fill", [False, True], ids=["as they come", "filled up"])
-def test_the_search_hears_what_evaluate_says(model: dict[str, object], fill: bool) -> None:
+def test_the_search_hears_what_evaluate_says(model: dict[str, object]) -> None:
     net, boards = random_net(**model), positions(150)
     states, moves, offsets = asked(boards)
-    priors, values = Evaluator(net, 64, fill)(states, moves, offsets)
+    priors, values = Evaluator(net)(states, moves, offsets)
     for i, (board, seen) in enumerate(zip(boards, net.evaluate_boards(boards), strict=True)):
         row = slice(offsets[i], offsets[i + 1])
         said = {move_from_index(int(m), board).uci(): p for m, p in zip(moves[row], priors[row], strict=True)}
@@ -57,10 +55,9 @@ def test_the_search_hears_what_evaluate_says(model: dict[str, object], fill: boo
         assert priors[row].sum() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("fill", [False, True])
-def test_the_rest_of_the_batch_does_not_matter(fill: bool) -> None:
+def test_the_rest_of_the_batch_does_not_matter() -> None:
     boards = positions(40)
-    evaluate = Evaluator(random_net(), fill=fill)
+    evaluate = Evaluator(random_net())
     states, moves, offsets = asked(boards)
     priors, values = evaluate(states, moves, offsets)
     for i in range(0, len(boards), 7):
@@ -69,22 +66,9 @@ def test_the_rest_of_the_batch_does_not_matter(fill: bool) -> None:
         assert value[0] == pytest.approx(values[i], abs=1e-5)
 
 
-def test_batches_have_few_sizes_and_none_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, sizes = random_net(), []
-    predict = Net.predict
-    monkeypatch.setattr(
-        Net, "predict", lambda self, batch: sizes.append(len(batch["pieces"])) or predict(self, batch)
-    )
-    states, moves, offsets = asked(positions(30)[:37])
-    evaluate = Evaluator(net, 16, fill=True)
-    for count in (37, 5, 1):
-        evaluate(states[:count], moves[: offsets[count]], offsets[: count + 1])
-    assert sizes == [16, 16, 8, 8, 1]
-    nothing = evaluate(states[:0], moves[:0], offsets[:1])
-    assert [len(part) for part in nothing] == [0, 0]
-    sizes.clear()
-    Evaluator(net, 16)(states, moves, offsets)
-    assert sizes == [16, 16, 5], "on the CPU a new shape costs nothing"
+def test_no_position_is_no_question() -> None:
+    states, moves, offsets = asked(positions(1))
+    assert [len(part) for part in Evaluator(random_net())(states[:0], moves[:0], offsets[:1])] == [0, 0]
 
 
 def test_a_network_with_dropout_says_the_same_twice_and_must_not_be_training() -> None:

@@ -12,7 +12,7 @@ import torch
 from matrixlib import config as configuration
 from matrixlib import machine, rates
 from matrixlib.machine import DeviceFacts, Gpu, Rates
-from matrixlib.runtime import Runtime, policy, probe, resolve, reuse, suggest
+from matrixlib.runtime import Runtime, policy, probe, resolve, reuse, serving, suggest
 
 FAST_BF16 = Rates(90, 210, 150, 200, 400, 390)
 SLOW_BF16 = Rates(90, 95, 150, 200, 160, 210)
@@ -376,3 +376,23 @@ def test_memory_is_limited_by_the_cgroup(tmp_path: Path) -> None:
     (tmp_path / "membership").write_text("0::/\n")
     assert machine.memory(tmp_path, tmp_path / "membership") == 2**20
     assert machine.memory(tmp_path / "none", tmp_path / "membership") > 2**27
+
+
+@pytest.mark.parametrize(
+    ("device", "compile", "largest", "fill", "compiled"),
+    [
+        ("cpu", "auto", 256, False, False),
+        ("cpu", True, 256, True, True),
+        ("cuda", "auto", 1024, True, False),
+        ("cuda", False, 1024, True, False),
+        ("mps", "auto", 1024, True, False),
+    ],
+)
+def test_how_networks_are_evaluated(
+    device: str, compile: bool | str, largest: int, fill: bool, compiled: bool
+) -> None:
+    found = serving(device, compile)
+    assert (found.sizes[-1], found.fill, found.compile) == (largest, fill, compiled)
+    assert list(found.sizes) == sorted(found.sizes)
+    assert [reason.split()[0] for reason in found.reasons] == ["batch", "fill", "compile"]
+    assert ("asked for" in found.reasons[2]) == (compile != "auto")
