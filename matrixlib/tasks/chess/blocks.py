@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from matrixlib.config import ModelConfig
+from matrixlib.tasks.chess.attention import blended
 
 SQUARES = 64
 GROUP = 16  # channels in one GroupNorm group, as in Matrix0
@@ -274,7 +275,19 @@ class AttentionBlock(nn.Module):
 
     def _clamped(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Matrix0's attention, scores in fp32: both softmaxes share one product with the values."""
-        scores = (query @ key.transpose(-2, -1)).float() * query.shape[-1] ** -0.5
+        products, scale = query @ key.transpose(-2, -1), query.shape[-1] ** -0.5
+        dropout = self.dropout if self.training else 0.0
+        if (
+            self.mask is not None
+            and 0 < self.mix < 1
+            and products.is_cpu
+            and not torch.compiler.is_compiling()
+        ):
+            shares = blended(
+                products, self.bias, self.mask, scale, self.mix, SCORE_LIMIT, dropout, value.dtype
+            )
+            return shares @ value
+        scores = products.float() * scale
         if self.bias is not None:
             scores = scores + self.bias
         scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
@@ -284,7 +297,7 @@ class AttentionBlock(nn.Module):
             shares = scores.masked_fill(~self.mask, MASKED_SCORE).softmax(-1)
             if self.mix > 0:
                 shares = torch.lerp(shares, scores.softmax(-1), self.mix)
-        return F.dropout(shares, self.dropout, self.training).to(value.dtype) @ value
+        return F.dropout(shares, dropout).to(value.dtype) @ value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0)

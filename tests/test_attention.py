@@ -1,0 +1,111 @@
+"""Matrix0's attention shares: one operation on the CPU says what the separate ones say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from matrixlib.tasks.chess import attention
+from matrixlib.tasks.chess.attention import blended
+from matrixlib.tasks.chess.blocks import MASKED_SCORE, SCORE_LIMIT, board_mask
+
+MIX, SCALE = 0.2, 0.25
+
+
+def plain(scores: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
+    """The same shares as two softmaxes."""
+    x = scores * SCALE if bias is None else scores * SCALE + bias
+    x = x.clamp(-SCORE_LIMIT, SCORE_LIMIT)
+    return torch.lerp(x.masked_fill(~mask, MASKED_SCORE).softmax(-1), x.softmax(-1), MIX)
+
+
+def shares(scores: Tensor, bias: Tensor | None, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    return blended(scores, bias, mask, SCALE, MIX, SCORE_LIMIT, dropout, scores.dtype)
+
+
+def inputs(rows: int = 5, size: float = 10.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    scores, bias = torch.randn(rows, 3, 64, 64, dtype=dtype) * size, torch.randn(1, 3, 64, 64, dtype=dtype)
+    return scores.requires_grad_(), bias.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "piece", [1, 2 * 3 * 64 * 64, 2**18]
+)  # one row at a time, a last piece that is short, all
+@pytest.mark.parametrize("size", [10.0, 300.0])  # with the larger ones scores are clamped
+@pytest.mark.parametrize("biased", [True, False])
+def test_values_and_gradients_are_those_of_two_softmaxes(
+    monkeypatch: pytest.MonkeyPatch, piece: int, size: float, biased: bool
+) -> None:
+    monkeypatch.setattr(attention, "PIECE", piece)
+    scores, bias = inputs(size=size)
+    mask, given = board_mask(), bias if biased else None
+    wanted, found = plain(scores, given, mask), shares(scores, given, mask)
+    torch.testing.assert_close(found, wanted)
+    if size > 100:
+        assert (scores * SCALE).abs().max() > SCORE_LIMIT
+    leaves = [scores, bias] if biased else [scores]
+    weights = torch.randn_like(wanted)
+    for new, old in zip(
+        torch.autograd.grad(found, leaves, weights), torch.autograd.grad(wanted, leaves, weights), strict=True
+    ):
+        torch.testing.assert_close(new, old)
+
+
+def test_scores_at_the_limits_stay_finite_in_fp32() -> None:
+    scores, bias = inputs(size=1e4, dtype=torch.float32)
+    found = shares(scores, bias, board_mask())
+    found.square().sum().backward()
+    assert found.isfinite().all()
+    assert scores.grad is not None
+    assert scores.grad.isfinite().all()
+    torch.testing.assert_close(found.sum(-1), torch.ones(5, 3, 64))
+
+
+def test_a_score_that_is_not_finite_is_not_hidden() -> None:
+    scores, bias = inputs()
+    with torch.no_grad():
+        scores[2, 1, 3, 4] = torch.nan
+    assert shares(scores, bias, board_mask())[2, 1, 3].isnan().any()
+
+
+def test_shares_of_half_precision_are_computed_in_fp32() -> None:
+    scores, bias = inputs(dtype=torch.float32)
+    low = scores.detach().bfloat16()
+    found = blended(low, bias, board_mask(), SCALE, MIX, SCORE_LIMIT, 0.0, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, plain(low.float(), bias, board_mask()).bfloat16())
+
+
+def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
+    scores, bias = inputs(rows=64, size=1.0, dtype=torch.float32)
+    torch.manual_seed(1)
+    first = shares(scores, bias, board_mask(), 0.1)
+    torch.manual_seed(1)
+    assert torch.equal(first, shares(scores, bias, board_mask(), 0.1))
+    assert not torch.equal(first, shares(scores, bias, board_mask(), 0.1))
+    whole = shares(scores, bias, board_mask())
+    gone = first == 0
+    assert gone.float().mean().item() == pytest.approx(0.1, abs=0.002)
+    torch.testing.assert_close(first[~gone], (whole / 0.9)[~gone], rtol=1e-4, atol=0)
+    assert gone.any(-1).float().mean() > 0.99  # spread over the rows
+
+
+def test_the_gradient_of_dropped_shares_is_that_of_their_mask() -> None:
+    scores, bias = inputs()
+    weights = torch.randn(scores.shape, dtype=scores.dtype)
+    torch.manual_seed(2)
+    found = shares(scores, bias, board_mask(), 0.3)
+    kept, gain = (found != 0).double(), 2**16 / round(0.7 * 2**16)
+    wanted = plain(scores, bias, board_mask()) * kept * gain
+    for new, old in zip(
+        torch.autograd.grad(found, [scores, bias], weights),
+        torch.autograd.grad(wanted, [scores, bias], weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(new, old)
+
+
+def test_no_row_is_no_error() -> None:
+    assert shares(torch.zeros(0, 3, 64, 64), None, board_mask()).shape == (0, 3, 64, 64)
