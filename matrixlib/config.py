@@ -248,6 +248,19 @@ class StagesConfig(Section):
         return self
 
 
+class SourceStages(StagesConfig):
+    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = Field(
+        description="weight of each source of the data in a stage, any positive numbers; "
+        "{} = all sources, each by its number of positions"
+    )
+
+
+class SourceCurriculumConfig(CurriculumConfig):
+    """Of the tasks whose data come from several sources."""
+
+    sources: SourceStages
+
+
 # Chess
 
 
@@ -361,23 +374,12 @@ class ChessDataConfig(DataConfig):
     hidden_squares: Fraction = Field(description="share of the squares hidden in such a position")
 
 
-class SourceStages(StagesConfig):
-    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = Field(
-        description="weight of each source of the data in a stage, any positive numbers; "
-        "{} = all sources, each by its number of positions"
-    )
-
-
-class ChessCurriculumConfig(CurriculumConfig):
-    sources: SourceStages
-
-
 class ChessConfig(Config):
     """One run's whole configuration, where chess is trained."""
 
     task: Literal["chess"]
     data: ChessDataConfig
-    curriculum: ChessCurriculumConfig
+    curriculum: SourceCurriculumConfig
     model: ModelConfig
     loss: LossConfig
 
@@ -487,6 +489,34 @@ class LatinConfig(Config):
     curriculum: LatinCurriculumConfig
 
 
+# Tic-tac-toe
+
+
+class TicTacToeDataConfig(DataConfig):
+    source: str = Field(description="a folder of shards with a catalogue; the cycle gives its own")
+    augment: bool = Field(description="turn each training position by a random one of the board's symmetries")
+
+
+class TicTacToeModelConfig(Section):
+    width: Count = Field(description="units of each layer")
+    layers: CountOrZero = Field(description="layers between the first and the heads")
+
+
+class TicTacToeLossConfig(Section):
+    policy: NonNegative = Field(description="weight of the policy cross-entropy")
+    value: NonNegative = Field(description="weight of the cross-entropy of win, draw and loss")
+
+
+class TicTacToeConfig(Config):
+    """One run's whole configuration, where tic-tac-toe is trained."""
+
+    task: Literal["tictactoe"]
+    data: TicTacToeDataConfig
+    curriculum: SourceCurriculumConfig
+    model: TicTacToeModelConfig
+    loss: TicTacToeLossConfig
+
+
 # The cycle of self-play, training and promotion
 
 
@@ -563,7 +593,13 @@ class ArenaConfig(Section):
 
 
 class CycleConfig(Section):
-    """A whole cycle: generations of self-play, training and a match that decides about promotion."""
+    """A whole cycle: generations of self-play, training and a match that decides about promotion.
+
+    Each game adds its `network`: the network and its training, as in a preset.
+    """
+
+    if TYPE_CHECKING:  # no field here: the game's schema gives it its type
+        network: Any
 
     seed: CountOrZero = Field(description="of games, openings and training")
     generations: Count = Field(description="generations to train")
@@ -572,15 +608,24 @@ class CycleConfig(Section):
     )
     chunk: Count = Field(description="games of a shard; what a killed process loses at most")
     window: Count = Field(description="latest generations that are trained on")
-    workers: Count = Field(description="processes of self-play")
+    workers: Count = Field(description="processes of self-play, each of which computes on one thread")
     selfplay: SelfPlayConfig
     search: SearchConfig
     arena: ArenaConfig
-    network: ChessConfig = Field(description="the network and its training, as in a preset")
 
 
-TASKS: Mapping[str, type[Config]] = {"chess": ChessConfig, "latin": LatinConfig}
+class ChessCycleConfig(CycleConfig):
+    network: ChessConfig
+
+
+class TicTacToeCycleConfig(CycleConfig):
+    network: TicTacToeConfig
+
+
+TASKS: Mapping[str, type[Config]] = {"chess": ChessConfig, "latin": LatinConfig, "tictactoe": TicTacToeConfig}
 """The schema of each task."""
+CYCLES: Mapping[str, type[CycleConfig]] = {"chess": ChessCycleConfig, "tictactoe": TicTacToeCycleConfig}
+"""The schema of a cycle, by the task of its network: those that are games for two."""
 
 
 # Reading
@@ -641,7 +686,9 @@ def load(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
 def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> CycleConfig:
     """The same for a cycle's preset, in params/cycle/."""
     data, name = _read(preset, overrides, PARAMS / "cycle")
-    return _validated(CycleConfig, data, name)
+    network = data.get("network")
+    task = network.get("task") if isinstance(network, Mapping) else None
+    return _validated(_schema("network.task", task, name, CYCLES), data, name)
 
 
 def _read(preset: str, overrides: Mapping[str, Any] | None, folder: Path) -> tuple[dict[str, Any], str]:
@@ -654,7 +701,7 @@ def _read(preset: str, overrides: Mapping[str, Any] | None, folder: Path) -> tup
 
 def parse(data: Mapping[str, Any], name: str = "config") -> Config:
     """Validate a nested mapping by the schema of its `task`; raises ConfigError naming every bad key."""
-    return _validated(_schema(data.get("task"), name), data, name)
+    return _validated(_schema("task", data.get("task"), name, TASKS), data, name)
 
 
 _Schema = TypeVar("_Schema", bound=Section)
@@ -667,14 +714,13 @@ def _validated(schema: type[_Schema], data: Mapping[str, Any], name: str) -> _Sc
         raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors(), schema))) from None
 
 
-def _schema(task: Any, name: str) -> type[Config]:
+def _schema(key: str, task: Any, name: str, known: Mapping[str, type[_Schema]]) -> type[_Schema]:
+    tasks = ", ".join(known)
     if task is None:
-        raise ConfigError(f"{name}: key 'task' is missing; it is one of {', '.join(TASKS)}")
-    if not isinstance(task, str) or task not in TASKS:
-        raise ConfigError(
-            f"{name}: unknown task {task!r}{nearest(str(task), list(TASKS))} (tasks: {', '.join(TASKS)})"
-        )
-    return TASKS[task]
+        raise ConfigError(f"{name}: key '{key}' is missing; it is one of {tasks}")
+    if not isinstance(task, str) or task not in known:
+        raise ConfigError(f"{name}: unknown task {task!r}{nearest(str(task), list(known))} (tasks: {tasks})")
+    return known[task]
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,11 @@ its result in files that appear whole or not at all. So a cycle that was killed 
 or counted twice, and nothing is decided twice.
 
     reports/<cycle>/cycle.yaml        the configuration
+    reports/<cycle>/runtime.json      device, precision and threads of all of its networks
     reports/<cycle>/shards/           positions of all generations, with their catalogue
     reports/<cycle>/games/            an account of each chunk of self-play
-    reports/<cycle>/matches/          score and PGN of each batch of a match
+    reports/<cycle>/matches/          score and games of each batch of a match
+    reports/<cycle>/truth_*.json      a network beside perfect play, in a game that is solved
     reports/<cycle>/promotions.json   which network was the best one after each generation, and why
     reports/<cycle>/generation_*      what a generation began with, and what became of it
     reports/<cycle>-001/ ...          the training runs
@@ -16,34 +18,35 @@ or counted twice, and nothing is decided twice.
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
+from matrixlib import contest as contests
 from matrixlib import runtime as runtimes
+from matrixlib import subject as subjects
 from matrixlib.config import CycleConfig
 from matrixlib.engine.metrics import write_json, write_text
 from matrixlib.play import arena, selfplay
 from matrixlib.play.search import SearchOptions
-from matrixlib.tasks.chess.sources import live_bar
+from matrixlib.runtime import Runtime
 from matrixlib.workers import end_with_parent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from matrixlib.net import Net
-    from matrixlib.play.game import States, Trace
+    from matrixlib.net import Network
+    from matrixlib.play.game import Game, States, Trace
 
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
 HELD_OUT = 20  # every so many games one is held out of training
@@ -55,8 +58,9 @@ class CycleError(ValueError):
 
 @dataclass(frozen=True)
 class Played:
-    """Self-play of a generation. White, draws, Black, unknown: results; wrong, played_out: games in which a side
-    that would have given up did not lose, of those that were played out for that question; seconds: of computing."""
+    """Self-play of a generation. results: won by the side that starts a game, drawn, by the other, unknown; wrong,
+    played_out: games in which a side that would have given up did not lose, of those that were played out for that
+    question; seconds: of computing."""
 
     games: int
     positions: int
@@ -86,9 +90,10 @@ class Generation:
 class Cycle:
     """One cycle, made by `open_cycle`; `train` yields its generations."""
 
-    def __init__(self, folder: Path, config: CycleConfig, device: str) -> None:
-        self.folder, self.config, self.device = folder, config, device
-        self._nets: dict[int, Net] = {}
+    def __init__(self, folder: Path, config: CycleConfig, runtime: Runtime) -> None:
+        self.folder, self.config, self.runtime = folder, config, runtime
+        self.contest = contests.of(config.network)
+        self._nets: dict[int, Network] = {}
         self._lock = FileLock(folder / "lock")
 
     @property
@@ -101,7 +106,7 @@ class Cycle:
         Those that were decided before are yielded at once. CycleError while another process works on the cycle.
         """
         with self._held():
-            self._set_threads()
+            self.runtime.apply()
             for number in range(1, (generations or self.config.generations) + 1):
                 yield self._generation(number)
 
@@ -118,12 +123,6 @@ class Cycle:
             yield
         finally:
             self._lock.release()
-
-    def _set_threads(self) -> None:
-        """As the training runs do when they begin: the bits of games are to be the same before and after one."""
-        network, device = self.config.network, {} if self.device == "auto" else {"device": self.device}
-        asked = network.runtime.model_copy(update=device)
-        runtimes.resolve(asked, network.train, network.data).apply()
 
     def history(self) -> list[Generation]:
         """The generations that have been decided."""
@@ -187,11 +186,31 @@ class Cycle:
             best = next((arena.rating(g.anchor) for g in made if g.number == self.best), None)
             said = f"generation {self.best}: {best}" if best else "no generation is the best one"
             checks.append(("stronger than the untrained network", bool(best and best.low > 0), said))
+        if truth := self.truth(self.best):
+            checks += self.contest.checks(truth)
         return checks
 
-    def network(self, generation: int) -> Net:
+    def truth(self, generation: int) -> dict[str, float]:
+        """The network of a generation beside perfect play; empty where nobody knows what that is."""
+        from matrixlib.player import Evaluator
+
+        path = self.folder / f"truth_{generation:03d}.json"
+        if not self.contest.solved:
+            return {}
+        if not path.exists():
+            write_json(
+                path, self.contest.truth(Evaluator(self.network(generation)), self._player(generation))
+            )
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def course(self) -> dict[int, dict[str, float]]:
+        """`truth` by generation, from the untrained network on; empty where nobody knows perfect play."""
+        known = [0, *(made.number for made in self.history())]
+        return {number: self.truth(number) for number in known} if self.contest.solved else {}
+
+    def network(self, generation: int) -> Network:
         """The network of a generation, averaged weights; 0 is the untrained one."""
-        net = self._nets.pop(generation, None) or _network(self.folder, self.config, generation, self.device)
+        net = self._nets.pop(generation, None) or _network(self.folder, self.config, generation, self.runtime)
         self._nets = dict([*self._nets.items(), (generation, net)][-2:])  # a match needs two
         return net
 
@@ -222,12 +241,13 @@ class Cycle:
 
     def _self_play(self, number: int, by: int) -> Played:
         from matrixlib.data.catalogue import Catalogue
+        from matrixlib.engine.plots import live_bar
 
         config = self.config
         Catalogue(self.folder / "shards")  # processes that make it all at once are in each other's way
         chunks = [
             Chunk(
-                self.folder, config, self.device, number, by, first, min(config.chunk, config.games - first)
+                self.folder, config, self.runtime, number, by, first, min(config.chunk, config.games - first)
             )
             for first in range(0, config.games, config.chunk)
         ]
@@ -240,6 +260,7 @@ class Cycle:
                     f"{account['games'] / account['seconds']:.1f} games/s in a process", refresh=False
                 )
                 bar.update()
+        self.runtime.apply()  # games that were played in this process had one thread
         return _total([json.loads(chunk.account.read_text(encoding="utf-8")) for chunk in chunks])
 
     def _run_name(self, number: int) -> str:
@@ -250,6 +271,7 @@ class Cycle:
         from matrixlib import run as runs
         from matrixlib.data.catalogue import Catalogue
         from matrixlib.engine.optim import named_tensors
+        from matrixlib.engine.plots import live_bar
 
         rows = Catalogue(self.folder / "shards").shards("train")
         recent = [_source(g) for g in range(max(1, number - self.config.window + 1), number + 1)]
@@ -259,12 +281,11 @@ class Cycle:
             "seed": self.config.seed + number,
             "data": {"source": str(self.folder / "shards")},
             "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [weights]}},
+            "runtime": runs.runtime_settings(self.runtime),
         }
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
-        run = runs.open_run(
-            str(preset), self.device, run=self._run_name(number), overrides=overrides, kind="cycle"
-        )
+        run = runs.open_run(str(preset), run=self._run_name(number), overrides=overrides, kind="cycle")
         try:
             if not run.trainer.step:
                 run.trainer.start_from(named_tensors(self.network(number - 1).model))
@@ -279,11 +300,12 @@ class Cycle:
 
     def _match(self, number: int, other: int, kind: str, pairs: int, sprt: bool) -> tuple[int, ...]:
         """Pairs (5,) by score of the candidate of a generation against an earlier network."""
-        from matrixlib.strength import openings
+        from matrixlib.engine.plots import live_bar
 
         config, counts = self.config.arena, np.zeros(5, np.int64)
         stop = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta) if sprt else None
-        starts = openings(pairs, [self.config.seed, number, ord(kind[0])], config.random_plies)
+        seed = [self.config.seed, number, ord(kind[0])]
+        starts = arena.random_openings(self.contest.game, pairs, seed, config.random_plies)
         with live_bar(total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar:
             for first in range(0, pairs, config.batch):
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}.json"
@@ -297,16 +319,20 @@ class Cycle:
         return tuple(int(count) for count in counts)
 
     def _play_batch(self, path: Path, number: int, other: int, openings: States, first: int) -> None:
-        from matrixlib.player import network_player
-        from matrixlib.tasks.chess.game import ChessGame
-
-        game, config = ChessGame(), self.config.arena
-        options = SearchOptions(**self.config.search.model_dump())
-        players = [network_player(self.network(g), config.simulations, options) for g in (number, other)]
+        game, players = self.contest.game, [self._player(g) for g in (number, other)]
         names = (f"generation {number}", f"generation {other}")
-        match = arena.play_pairs(game, players[0], players[1], openings, config.plies, names, 2 * first)
-        write_text(path.with_suffix(".pgn"), "\n\n".join(game.write(played) for played in match.games) + "\n")
+        plies = self.config.arena.plies
+        match = arena.play_pairs(game, players[0], players[1], openings, plies, names, 2 * first)
+        text = "\n\n".join(game.write(played) for played in match.games) + "\n"
+        write_text(path.with_suffix(self.contest.ending), text)
         write_json(path, {"pairs": match.pairs().tolist()})
+
+    def _player(self, generation: int) -> arena.Player:
+        from matrixlib.player import Evaluator
+
+        options = SearchOptions(**self.config.search.model_dump())
+        evaluate, simulations = Evaluator(self.network(generation)), self.config.arena.simulations
+        return arena.search_player(self.contest.game, evaluate, simulations, options)
 
     def _promote(self, number: int, match: tuple[int, ...]) -> tuple[int, str]:
         """The best network after a generation, and why; decided once, even if it is asked for again after a kill."""
@@ -352,7 +378,25 @@ def open_cycle(
             f"cycle '{name}' was begun with another configuration (see {path}); only generations and workers may "
             "change: give the cycle another name"
         )
-    return Cycle(folder, config, device)
+    return Cycle(folder, config, _runtime(folder, config, device))
+
+
+def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
+    """Resolved when a cycle begins, and kept: what plays, learns and is compared is to compute alike.
+
+    Raises ValueError where its device is not here, CycleError where another one is asked for.
+    """
+    path = folder / "runtime.json"
+    if not path.exists():
+        network, asked = config.network, {} if device == "auto" else {"device": device}
+        settings = network.runtime.model_copy(update=asked)
+        write_json(path, runtimes.resolve(settings, network.train, network.data).to_dict())
+    runtime = runtimes.reuse(json.loads(path.read_text(encoding="utf-8")))
+    if device not in ("auto", runtime.device):
+        raise CycleError(
+            f"cycle '{folder.name}' was begun on '{runtime.device}'; give it another name to run it on '{device}'"
+        )
+    return runtime
 
 
 # Self-play
@@ -364,7 +408,7 @@ class Chunk:
 
     folder: Path
     config: CycleConfig
-    device: str
+    runtime: Runtime
     generation: int
     by: int
     first: int
@@ -384,38 +428,42 @@ class Chunk:
         return {"cycle": self.folder.name, "generation": self.generation, "by": self.by, "first": self.first}
 
     def play(self) -> None:
-        """Play the games, write their shards, and then the account."""
+        """Play the games, write their shards, and then the account.
+
+        On one thread, as the processes of self-play are the parallelism: their number does not change the games.
+        """
         from matrixlib.data.catalogue import Catalogue
         from matrixlib.data.shards import select, write_shard
         from matrixlib.player import Evaluator
-        from matrixlib.tasks.chess.game import ChessGame, training_batch
-        from matrixlib.tasks.chess.harvest import SOURCES
-        from matrixlib.tasks.chess.packing import is_validation
-        from matrixlib.tasks.chess.records import LAYOUT
 
+        runtime = replace(self.runtime, threads=1)
+        runtime.apply()
+        contest, layout = contests.of(self.config.network), subjects.of(self.config.network).layout
         options = selfplay.SelfPlayOptions(**self.config.selfplay.model_dump())
-        evaluator = Evaluator(_network(self.folder, self.config, self.by, self.device))
+        evaluator = Evaluator(_network(self.folder, self.config, self.by, runtime))
         seed = self.config.seed * 1_000_003 + self.generation
         start = time.monotonic()
         numbers = range(self.first, self.first + self.games)
         search = SearchOptions(**self.config.search.model_dump())
         traces = sorted(
-            selfplay.play_games(ChessGame(), evaluator, numbers, options, search, seed),
+            selfplay.play_games(contest.game, evaluator, numbers, options, search, seed),
             key=lambda t: t.number,
         )
-        batch = training_batch(traces, 0, SOURCES["selfplay"])
-        ids = {number: _game_id(self.folder.name, self.generation, number) for number in numbers}
-        batch["records"]["game"] = [ids[int(number)] for number in batch["records"]["game"]]
-        held_out = is_validation(batch["records"]["game"])
+        where = (self.folder.name, str(self.generation))
+        ids = {number: contest.game_id((*where, str(number)), _held_out(number)) for number in numbers}
+        batch = contest.batch(traces, ids)
+        kept = np.array([ids[number] for number in numbers if _held_out(number)], np.uint64)
+        held_out = np.isin(batch["records"]["game"], kept)
         catalogue = Catalogue(self.folder / "shards")
         meta = {"source": _source(self.generation), "generator": self.origin(), "seed": seed}
         for split, rows in (("train", ~held_out), ("validation", held_out)):
             if rows.any():
-                part = select(batch, np.flatnonzero(rows), LAYOUT)
+                part = select(batch, np.flatnonzero(rows), layout)
                 path = self.folder / "shards" / f"{self.stem}_{split}.npz"
-                info = write_shard(path, LAYOUT, part, {**meta, "split": split})
+                info = write_shard(path, layout, part, {**meta, "split": split})
                 catalogue.add(info, split, _source(self.generation))
-        write_json(self.account, _account(traces, len(batch["records"]), time.monotonic() - start))
+        seconds = time.monotonic() - start
+        write_json(self.account, _account(contest.game, traces, len(batch["records"]), seconds))
 
 
 def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
@@ -426,7 +474,7 @@ def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
             yield chunk
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(chunks)), context, _prepare) as pool:
+    with ProcessPoolExecutor(min(workers, len(chunks)), context, end_with_parent) as pool:
         futures = {pool.submit(chunk.play): chunk for chunk in chunks}
         try:
             for done in as_completed(futures):
@@ -436,39 +484,31 @@ def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
             pool.shutdown(cancel_futures=True)
 
 
-def _prepare() -> None:
-    import torch
-
-    torch.set_num_threads(1)  # the workers are the parallelism
-    end_with_parent()
-
-
-def _network(folder: Path, config: CycleConfig, generation: int, device: str) -> Net:
+def _network(folder: Path, config: CycleConfig, generation: int, runtime: Runtime) -> Network:
     from matrixlib import net
+    from matrixlib.engine.checkpoint import Checkpoints
 
+    task = subjects.of(config.network.model_copy(update={"seed": config.seed})).task
+    model = task.build_model()
     if generation:
-        return net.load(folder.parent / f"{folder.name}-{generation:03d}", "newest", device)
-    return net.untrained(config.network.model_copy(update={"seed": config.seed}), device)
+        run = folder.parent / f"{folder.name}-{generation:03d}"
+        found = Checkpoints(run / "checkpoints", config.network.checkpoint.keep).pick("newest")
+        model.load_state_dict(net.weights(found.tensors), strict=True)
+    return net.Network(model, cast(net.GameTask, task), runtime)
 
 
 def _source(generation: int) -> str:
     return f"selfplay_{generation:03d}"
 
 
-def _game_id(cycle: str, generation: int, number: int) -> int:
-    """The id of a game, by which every `HELD_OUT`-th game is held out."""
-    from matrixlib.tasks.chess.harvest import game_id
-    from matrixlib.tasks.chess.packing import is_validation
-
-    wanted = number % HELD_OUT == HELD_OUT - 1
-    ids = (game_id(cycle, str(generation), str(number), str(draw)) for draw in itertools.count())
-    return next(found for found in ids if bool(is_validation(np.array([found], np.uint64))[0]) == wanted)
+def _held_out(number: int) -> bool:
+    return number % HELD_OUT == HELD_OUT - 1
 
 
-def _account(traces: list[Trace], positions: int, seconds: float) -> dict[str, Any]:
+def _account(game: Game, traces: list[Trace], positions: int, seconds: float) -> dict[str, Any]:
     results = [0, 0, 0, 0]
     for trace in traces:
-        first = 1 if trace.states["side"][0] == 0 else -1  # the result is the first mover's
+        first = -1 if game.to_move(trace.states[:1])[0] else 1  # the result is the first mover's
         known = None if trace.result is None else trace.result * first
         results[{1.0: 0, 0.0: 1, -1.0: 2, None: 3}[known]] += 1
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
@@ -510,6 +550,33 @@ def table(generations: list[Generation]) -> str:
             f"{played.plies / played.games:>6.0f} {made.top1:>6.1%}  {made.reason}"
         )
     return "\n".join(lines)
+
+
+def course_table(course: Mapping[int, Mapping[str, float]]) -> str:
+    """A line for each figure of `Cycle.course`, a column for each generation."""
+    names = list(next(iter(course.values())))
+    lines = [f"{'generation':34}" + "".join(f"{number:>7}" for number in course)]
+    return "\n".join(
+        lines
+        + [f"{name:34}" + "".join(f"{found[name]:>7.1%}" for found in course.values()) for name in names]
+    )
+
+
+def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
+    """The same as curves."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name in next(iter(course.values())):
+        axes.plot(list(course), [found[name] for found in course.values()], "o-", label=name)
+    axes.set(xlabel="generation", ylim=(-0.03, 1.03))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
 
 
 def elo_figure(generations: list[Generation]) -> Figure:

@@ -57,7 +57,7 @@ from matrixlib.tasks.chess.packing import SHARD, is_validation
 from matrixlib.tasks.chess.pgn import Pgn
 from matrixlib.tasks.chess.puzzles import Puzzles
 from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.sources import live_bar, write_atomically
+from matrixlib.tasks.chess.sources import write_atomically
 from matrixlib.workers import end_with_parent
 
 INTAKE = 1  # version of what decides about names and bytes
@@ -599,6 +599,8 @@ def take_in(
             for path, its_reader in chosen:
                 plain = path.is_file() and path.suffix not in COMPRESSED
                 size = path.stat().st_size if plain else None  # compressed: nobody knows how much text it is
+                from matrixlib.engine.plots import live_bar
+
                 with live_bar(
                     total=size, unit="B", unit_scale=True, desc=path.name, disable=not progress
                 ) as bar:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import chess
 import numpy as np
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from matrixlib.engine.task import Batch
+    from matrixlib.play.game import Moves, Offsets, States
     from matrixlib.tasks.chess.task import ChessTask
 
 BATCH = 512  # boards turned into arrays at a time
@@ -48,8 +50,23 @@ class Evaluation:
         return next(iter(self.moves), None)
 
 
-class Net:
-    """A network in evaluation mode with its task's encoding.
+class GameTask(Protocol):
+    """What a task adds so that its networks can be asked about positions of a game."""
+
+    def inputs(self, rows: States, index: Moves, offset: Offsets) -> dict[str, np.ndarray]:
+        """The arrays that `predict` asks for, of states (B,) and their legal moves (K,) at offsets (B + 1,).
+
+        Among them `policy_index` (B, L): those moves in their order, -1 in other places.
+        """
+        ...
+
+    def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = ...) -> dict[str, torch.Tensor]:
+        """`policy` (B, L), log-probabilities of `policy_index`; `value` (B,), the expected result in -1..1."""
+        ...
+
+
+class Network:
+    """A network in evaluation mode with its task's encoding, whatever the game.
 
     serving: how batches are cut, filled and compiled; what the policy says of the device unless given.
     """
@@ -57,7 +74,7 @@ class Net:
     def __init__(
         self,
         model: nn.Module,
-        task: ChessTask,
+        task: GameTask,
         runtime: runtimes.Runtime,
         serving: runtimes.Serving | None = None,
     ) -> None:
@@ -75,6 +92,60 @@ class Net:
     def parameters(self) -> int:
         """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
+
+    def predict(
+        self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()
+    ) -> dict[str, np.ndarray]:
+        """The task's `predict` of a batch of its `inputs`, at least one row, on the host and in fp32."""
+        assert not self.model.training, "the network must be in eval mode"
+        count, most = len(batch["policy_index"]), self.serving.sizes[-1]
+        starts = range(0, count, most)
+        parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
+        """What fits in one batch, filled up with copies of its last row; the host waits for the device once."""
+        import torch
+
+        from matrixlib.engine.task import to_device
+
+        count = len(batch["policy_index"])
+        if self.serving.fill:
+            size = next(size for size in self.serving.sizes if size >= count)
+            rows = np.minimum(np.arange(size), count - 1)
+            batch = {name: array[rows] for name, array in batch.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+        if self.runtime.pin:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        tensors = to_device(tensors, self.runtime.torch_device)
+        with torch.inference_mode(), self.runtime.autocast():
+            out = self._said(tensors, heads)
+            flat = torch.cat([tensor.float().reshape(len(tensor), -1) for tensor in out.values()], dim=1)
+        columns = np.cumsum([tensor[0].numel() for tensor in out.values()])[:-1]
+        parts = np.split(flat.cpu().numpy()[:count], columns, axis=1)
+        return {
+            name: part.reshape(count, *tensor.shape[1:])
+            for (name, tensor), part in zip(out.items(), parts, strict=True)
+        }
+
+    def _said(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
+        """The task's `predict`, compiled where that was decided and works; never for self-supervised heads."""
+        if self._compiled is not None and not heads:
+            try:
+                return self.task.predict(self._compiled, tensors)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:200]
+                warnings.warn(
+                    f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2
+                )
+                self._compiled = None
+        return self.task.predict(self.model, tensors, heads)
+
+
+class Net(Network):
+    """A network that plays chess."""
+
+    task: ChessTask
 
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
         """Evaluate FENs; raises ValueError naming a bad FEN."""
@@ -113,54 +184,6 @@ class Net:
             for start in range(0, len(boards), BATCH)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-    def predict(
-        self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()
-    ) -> dict[str, np.ndarray]:
-        """`ChessTask.predict` of a batch of `ChessTask.inputs`, at least one row, on the host and in fp32."""
-        assert not self.model.training, "the network must be in eval mode"
-        count, most = len(batch["pieces"]), self.serving.sizes[-1]
-        starts = range(0, count, most)
-        parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
-        """What fits in one batch, filled up with copies of its last row; the host waits for the device once."""
-        import torch
-
-        from matrixlib.engine.task import to_device
-
-        count = len(batch["pieces"])
-        if self.serving.fill:
-            size = next(size for size in self.serving.sizes if size >= count)
-            rows = np.minimum(np.arange(size), count - 1)
-            batch = {name: array[rows] for name, array in batch.items()}
-        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-        if self.runtime.pin:
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        tensors = to_device(tensors, self.runtime.torch_device)
-        with torch.inference_mode(), self.runtime.autocast():
-            out = self._said(tensors, heads)
-            flat = torch.cat([tensor.float().reshape(len(tensor), -1) for tensor in out.values()], dim=1)
-        columns = np.cumsum([tensor[0].numel() for tensor in out.values()])[:-1]
-        parts = np.split(flat.cpu().numpy()[:count], columns, axis=1)
-        return {
-            name: part.reshape(count, *tensor.shape[1:])
-            for (name, tensor), part in zip(out.items(), parts, strict=True)
-        }
-
-    def _said(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
-        """`ChessTask.predict`, compiled where that was decided and works; never for self-supervised heads."""
-        if self._compiled is not None and not heads:
-            try:
-                return self.task.predict(self._compiled, tensors)
-            except RuntimeError as error:
-                reason = " ".join(str(error).split())[:200]
-                warnings.warn(
-                    f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2
-                )
-                self._compiled = None
-        return self.task.predict(self.model, tensors, heads)
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
         from matrixlib.tasks.chess import records
@@ -213,19 +236,6 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: b
     model.load_state_dict(weights(found.tensors), strict=True)
     runtime = _runtime(config, device)
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
-
-
-def untrained(config: configuration.ChessConfig, device: str = "auto") -> Net:
-    """The network of a configuration with the weights that its seed draws; the global random stream is left alone."""
-    import torch
-
-    from matrixlib.tasks.chess.task import ChessTask
-
-    task = ChessTask(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = task.build_model()
-    return Net(model, task, _runtime(config, device))
 
 
 def _runtime(config: configuration.Config, device: str) -> runtimes.Runtime:

@@ -22,17 +22,17 @@ from matrixlib.tasks.chess.records import policy_index, to_board
 from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
 
 if TYPE_CHECKING:
-    from matrixlib.net import Net
+    from matrixlib.net import Net, Network
 
 
 class Evaluator:
-    """What a network says of chess states: a `play.search.Evaluate`.
+    """What a network says of states of its game: a `play.search.Evaluate`.
 
     Priors are the softmax over the legal moves alone; the value is the expected result (win - loss where the head
     says win, draw and loss) from the side to move.
     """
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: Network) -> None:
         assert not any(module.training for module in net.model.modules()), "the network must be in eval mode"
         self.net = net
 

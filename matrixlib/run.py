@@ -499,17 +499,22 @@ def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], m
 def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
     """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
     resolved = {
-        "runtime": {
-            "device": runtime.device,
-            "precision": runtime.dtype,
-            "threads": runtime.threads,
-            "channels_last": runtime.channels_last,
-            "compile": runtime.compile,
-        },
+        "runtime": runtime_settings(runtime),
         "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
         "train": {"micro_batch": runtime.micro_batch},
     }
     return configuration.parse(configuration.merge(configuration.dump(config), resolved))
+
+
+def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
+    """The section `runtime` of a configuration that asks for what was resolved."""
+    return {
+        "device": runtime.device,
+        "precision": runtime.dtype,
+        "threads": runtime.threads,
+        "channels_last": runtime.channels_last,
+        "compile": runtime.compile,
+    }
 
 
 def _loader_options(runtime: runtimes.Runtime, messages: list[str]) -> dict[str, Any]:

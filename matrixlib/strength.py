@@ -7,10 +7,15 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-
-from matrixlib.play.arena import Match, Player, play_pairs, random_player, rating, rating_table
-from matrixlib.play.game import States
+from matrixlib.play.arena import (
+    Match,
+    Player,
+    play_pairs,
+    random_openings,
+    random_player,
+    rating,
+    rating_table,
+)
 from matrixlib.player import EnginePlayer, capture_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
 
@@ -19,22 +24,6 @@ if TYPE_CHECKING:
 
 Names: TypeAlias = tuple[str, str]
 OPENING_PLIES = 6
-
-
-def openings(count: int, seed: int | Sequence[int], plies: int = OPENING_PLIES) -> States:
-    """(count,) different positions after so many random moves, none of them the end of a game."""
-    game, rng = ChessGame(), np.random.default_rng(seed)
-    found: dict[int, States] = {}
-    while len(found) < count:
-        state = game.initial(1)
-        for _ in range(plies):
-            moves, _ = game.legal(state)
-            if not len(moves):
-                break
-            state = game.play(state, rng.choice(moves, 1))
-        if np.isnan(game.terminal(state, np.diff(game.legal(state)[1])))[0]:
-            found.setdefault(int(game.key(state)[0]), state)
-    return np.concatenate(list(found.values()))
 
 
 def gauntlet(
@@ -53,7 +42,7 @@ def gauntlet(
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
-    start = openings((games + 1) // 2, seed)
+    start = random_openings(game, (games + 1) // 2, seed, OPENING_PLIES)
     with ExitStack() as engines:
         others: dict[str, Player] = {
             "random": random_player(game, seed),

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from matrixlib.config import ChessConfig, Config, ConfigError, LatinConfig, cache_root
+from matrixlib.config import (
+    ChessConfig,
+    Config,
+    ConfigError,
+    LatinConfig,
+    SourceCurriculumConfig,
+    TicTacToeConfig,
+    cache_root,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from matrixlib.runtime import Runtime
     from matrixlib.tasks.chess.task import ChessTask
     from matrixlib.tasks.latin.task import LatinTask
+    from matrixlib.tasks.tictactoe.task import TicTacToeTask
 
 Check = tuple[str, bool, str]
 """Name, whether it holds, what it says."""
@@ -93,18 +102,31 @@ def of(config: Config) -> Subject:
         from matrixlib.tasks.latin.task import LatinTask
 
         return Latin(LatinTask(config))
+    if isinstance(config, TicTacToeConfig):
+        from matrixlib.tasks.tictactoe.task import TicTacToeTask
+
+        return TicTacToe(TicTacToeTask(config))
     assert isinstance(config, ChessConfig)
     from matrixlib.tasks.chess.task import ChessTask
 
     return Chess(ChessTask(config))
 
 
-def given_folder(source: str, known: str) -> Path:
+def given_folder(source: str, known: str = "") -> Path:
     """A folder of shards given by the user; ConfigError where there is none. known: the name that needs no folder."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"data.source '{source}' is no folder; use '{known}' or a folder of shards")
+        also = f"'{known}' or " if known else ""
+        raise ConfigError(f"data.source '{source}' is no folder; use {also}a folder of shards")
     return folder
+
+
+def source_curriculum(config: SourceCurriculumConfig) -> Curriculum | None:
+    """The phases of a curriculum over sources; None where all of the data are always used."""
+    from matrixlib.engine.curriculum import Curriculum, Dimension
+
+    made = Curriculum(config, [Dimension.of("sources", config.sources)])
+    return made if len(made.phases) > 1 or made.values["sources"] else None
 
 
 @dataclass(frozen=True)
@@ -126,11 +148,7 @@ class Chess:
         return unpack_sample() if source == "sample" else given_folder(source, "sample")
 
     def curriculum(self) -> Curriculum | None:
-        from matrixlib.engine.curriculum import Curriculum, Dimension
-
-        config = self.task.config.curriculum
-        made = Curriculum(config, [Dimension.of("sources", config.sources)])
-        return made if len(made.phases) > 1 or made.values["sources"] else None
+        return source_curriculum(self.task.config.curriculum)
 
     def staged(self, phase: Phase) -> Stage:
         weights = phase.values["sources"]
@@ -253,5 +271,65 @@ class Latin:
                 "held-out cells better than uniform",
                 figures["cell_accuracy"] > figures["baselines"]["uniform_accuracy"],
                 "share of hidden cells whose best digit is the square's above that of a random digit",
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class TicTacToe:
+    """Tic-tac-toe: positions of self-play."""
+
+    task: TicTacToeTask
+
+    @property
+    def layout(self) -> Layout:
+        from matrixlib.tasks.tictactoe.records import LAYOUT
+
+        return LAYOUT
+
+    def folder(self) -> Path:
+        return given_folder(self.task.config.data.source)
+
+    def curriculum(self) -> Curriculum | None:
+        return source_curriculum(self.task.config.curriculum)
+
+    def staged(self, phase: Phase) -> Stage:
+        weights = phase.values["sources"]
+        return Stage(self.task, list(weights), weights)
+
+    def flops(self) -> None:
+        return None
+
+    def evaluate(
+        self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
+    ) -> dict[str, Any]:
+        from matrixlib.engine.validation import validate
+
+        batches = list(held_out.sequential(self.task.config.validation.batch_size))
+        seen = validate(self.task, model, batches, runtime, frozenset(self.task.weights), "full")
+        if seen is None or not seen.counts["policy"]:
+            raise ValueError("the held-out positions have no policy target to evaluate on; play more games")
+        uniform = sum(float((1 / (batch["squares"] == 0).sum(1)).sum()) for batch in batches)
+        rows = sum(len(batch["squares"]) for batch in batches)
+        return {
+            "positions": rows,
+            "top1": seen.metrics["policy/top1"],
+            "policy_kl": seen.metrics["policy/kl"],
+            "wdl_accuracy": seen.metrics["value/accuracy"],
+            "baselines": {"uniform_top1": uniform / rows},
+        }
+
+    def headline(self, figures: Mapping[str, Any]) -> str:
+        return (
+            f"top-1 {figures['top1']:.1%} (uniform {figures['baselines']['uniform_top1']:.1%}), "
+            f"KL {figures['policy_kl']:.2f}, WDL {figures['wdl_accuracy']:.1%}"
+        )
+
+    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
+        return [
+            (
+                "held-out moves better than a random one",
+                figures["top1"] > figures["baselines"]["uniform_top1"],
+                "top-1 agreement with the search above that of a random move",
             )
         ]

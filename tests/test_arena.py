@@ -9,7 +9,6 @@ import chess
 import chess.pgn
 import numpy as np
 import pytest
-from tictactoe import TicTacToe, best_moves
 
 from matrixlib.play.arena import (
     PAIR_SCORES,
@@ -21,6 +20,7 @@ from matrixlib.play.arena import (
     expected_score,
     play_match,
     play_pairs,
+    random_openings,
     random_player,
     rating,
     rating_table,
@@ -29,6 +29,8 @@ from matrixlib.play.arena import (
 from matrixlib.play.game import Played, uniform
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, policy_index
+from matrixlib.tasks.tictactoe.game import TicTacToe
+from matrixlib.tasks.tictactoe.solution import best_moves
 
 GAME = TicTacToe()
 
@@ -180,6 +182,17 @@ def perfect(turn: Turn) -> Choice:
 def openings() -> np.ndarray:
     """The nine positions after one move, and the empty board."""
     return np.concatenate([GAME.initial(1), GAME.play(GAME.initial(9), np.arange(9, dtype=np.int32))])
+
+
+def test_random_openings_are_different_and_the_game_goes_on() -> None:
+    game = ChessGame()
+    found = random_openings(game, 40, seed=1, plies=6)
+    assert len(set(game.key(found).tolist())) == 40
+    assert np.isnan(game.terminal(found, np.diff(game.legal(found)[1]))).all()
+    assert (found["ply"] == 6).all()
+    assert (found == random_openings(game, 40, seed=1, plies=6)).all()
+    with pytest.raises(ValueError, match=r"tic-tac-toe has hardly 10 different positions.*\(found: 9\)"):
+        random_openings(GAME, 10, seed=0, plies=1)
 
 
 def test_results_are_those_of_the_games_replayed() -> None:

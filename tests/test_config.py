@@ -21,6 +21,7 @@ from matrixlib.config import (
     difference,
     dump,
     load,
+    load_cycle,
     merge,
     parse,
     presets,
@@ -150,11 +151,12 @@ def latin(**sections: Any) -> Config:
 
 EVERY = [("demo", path) for path in leaves(TASKS["chess"])]
 EVERY += [("latin_quick", path) for path in leaves(TASKS["latin"]) if path not in set(leaves(Config))]
+EVERY += [("tictactoe", path) for path in leaves(TASKS["tictactoe"]) if path not in set(leaves(Config))]
 
 
 @pytest.mark.parametrize("preset, path", EVERY, ids=lambda value: ".".join(value) if value[0] else "")
 def test_every_key_must_be_present(preset: str, path: tuple[str, ...]) -> None:
-    data = dump(load(preset))
+    data = dump(load_cycle(preset).network if preset == "tictactoe" else load(preset))
     inside = data
     for part in path[:-1]:
         inside = inside[part]
@@ -284,11 +286,11 @@ def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) 
 @pytest.mark.parametrize(
     "task, says",
     [
-        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin)"),
-        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin)"),
-        (3, "unknown task 3 (tasks: chess, latin)"),
-        ([], "unknown task [] (tasks: chess, latin)"),
-        (None, "key 'task' is missing; it is one of chess, latin"),
+        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe)"),
+        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe)"),
+        (3, "unknown task 3 (tasks: chess, latin, tictactoe)"),
+        ([], "unknown task [] (tasks: chess, latin, tictactoe)"),
+        (None, "key 'task' is missing; it is one of chess, latin, tictactoe"),
     ],
 )
 def test_the_task_decides_the_schema(task: Any, says: str) -> None:

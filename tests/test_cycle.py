@@ -26,6 +26,7 @@ from matrixlib.data.shards import Shard
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
+from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TINY: dict[str, Any] = {
@@ -303,10 +304,28 @@ def test_checks_judge_the_best_network_and_all_that_was_played(
     for best, passed in ((2, True), (1, False), (0, False)):
         monkeypatch.setattr(cycle.Cycle, "best", best)
         assert [check[1] for check in opened.checks()] == [True, True, passed]
-    fewer = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 1}), "cpu")
+    fewer = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 1}), opened.runtime)
     assert [check[1] for check in fewer.checks()] == [True, True]
-    more = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 3}), "cpu")
+    more = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 3}), opened.runtime)
     assert [check[1] for check in more.checks()] == [False, False]
+
+
+def test_all_networks_compute_as_was_resolved_when_the_cycle_began(
+    whole: Path, opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cycle.runtimes, "resolve", None)  # nothing is decided again
+    again = cycle.open_cycle("demo", "auto", "c", TINY)
+    assert again.runtime == opened.runtime
+    assert all(again.network(g).runtime == again.runtime for g in (0, 1, 2))
+    for number in (1, 2):
+        stored = json.loads((whole / f"c-{number:03d}" / "run.json").read_text())["runtime"]
+        for name in ("device", "dtype", "threads", "channels_last", "compile"):
+            assert stored[name] == getattr(again.runtime, name)
+    monkeypatch.setattr(cycle.runtimes, "reuse", lambda stored: replace(again.runtime, device="cuda"))
+    with pytest.raises(
+        cycle.CycleError, match=r"was begun on 'cuda'; give it another name to run it on 'cpu'"
+    ):
+        cycle.open_cycle("demo", "cpu", "c", TINY)
 
 
 def test_threads_are_the_same_however_far_it_had_come(opened: cycle.Cycle) -> None:
@@ -333,6 +352,19 @@ def test_sections_have_the_fields_of_the_options_they_become(section: Any, optio
     assert list(section.model_fields) == [field.name for field in fields(options)]
 
 
+def test_a_cycle_needs_a_game_for_two() -> None:
+    for task, says in (
+        ("latin", r"unknown task 'latin' \(tasks: chess, tictactoe\)"),
+        (None, r"'network.task' is missing; it is one of chess, tictactoe"),
+    ):
+        with pytest.raises(config.ConfigError, match=says):
+            config.load_cycle("demo", {"network": {"task": task}})
+    with pytest.raises(
+        config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"
+    ):
+        config.load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
+
+
 @pytest.mark.parametrize("name", config.presets(config.PARAMS / "cycle"))
 def test_presets_are_complete(name: str, tmp_path: Path) -> None:
     text = (config.PARAMS / "cycle" / f"{name}.yaml").read_text()
@@ -351,3 +383,40 @@ def test_the_table_and_the_curve_show_every_generation(opened: cycle.Cycle) -> N
     assert "SPRT" in lines[1]
     axes = cycle.elo_figure(opened.history()).axes[0]
     assert len(axes.lines) == 3  # two generations, the zero line
+
+
+def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    shorter = {
+        "games": 200,
+        "generations": 2,
+        "arena": {"anchor_pairs": 16},
+        "network": {"train": {"steps": 150}, "validation": {"interval": 150}},
+    }
+    made = cycle.open_cycle("tictactoe", "cpu", "t", shorter)
+    first, second = made.train()
+    assert [g.played.games for g in (first, second)] == [200, 200]
+    assert (first.played.results[3], second.played.results[3]) == (0, 0), "no game is cut off"
+    rows = Catalogue(tmp_path / "t" / "shards").shards()
+    found = [Shard(row.path, TICTACTOE).gather(np.arange(row.count))["records"] for row in rows]
+    games = {split: set[int]() for split in ("train", "validation")}
+    for row, records in zip(rows, found, strict=True):
+        games[row.split] |= set(records["game"].tolist())
+    assert (len(games["train"]), len(games["validation"])) == (380, 20)
+    assert not games["train"] & games["validation"]
+    course = made.course()
+    assert list(course) == [0, 1, 2]
+    assert course[0]["policy: move does not lose"] < 0.75 < 0.9 < course[2]["policy: move does not lose"]
+    assert course[0]["policy: games lost"] > 0.5 > course[2]["policy: games lost"]
+    assert made.checks()[-1][0] == "plays perfectly"
+    text = next((tmp_path / "t" / "matches").glob("001*.txt")).read_text()
+    assert text.startswith("generation 0 - generation 1: "), (
+        "three plies were random, so O is the first to choose"
+    )
+    table = cycle.course_table(course).splitlines()
+    assert len(table) == 1 + len(course[0])
+    assert len(cycle.course_figure(course).axes[0].lines) == len(course[0])
+    monkeypatch.setattr(cycle.Cycle, "_generation", None)
+    assert made.course() == course, "it is kept"

@@ -91,10 +91,9 @@ TABLES = {
     "presets": presets_table,
     "options": lambda: options_table(config.options_table(config.Config)),
     "chess-options": lambda: options_table(config.own_options(config.ChessConfig)),
-    "cycle-options": lambda: options_table(
-        [row for row in config.options_table(config.CycleConfig) if not row[0].startswith("network.")]
-    ),
+    "cycle-options": lambda: options_table(config.options_table(config.CycleConfig)),
     "latin-options": lambda: options_table(config.own_options(config.LatinConfig)),
+    "tictactoe-options": lambda: options_table(config.own_options(config.TicTacToeConfig)),
 }
 
 
@@ -246,8 +245,12 @@ def test_papermill_examples_would_be_accepted() -> None:
                 assert flag == "-y", words
                 given |= yaml.safe_load(next(rest))
         assert given.keys() <= parameters(notebook), words
-        device = {"runtime": {"device": given.get("device", "auto")}}
-        config.load(given.get("preset", "demo"), config.merge(device, given.get("overrides", {})))
+        preset, overrides = given.get("preset", "demo"), given.get("overrides", {})
+        if notebook.stem == "cycle":
+            config.load_cycle(preset, overrides)
+        else:
+            device = {"runtime": {"device": given.get("device", "auto")}}
+            config.load(preset, config.merge(device, overrides))
 
 
 def test_launcher_options_exist() -> None:

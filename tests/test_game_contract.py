@@ -6,11 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tictactoe import TicTacToe
 
 from matrixlib.play import game as games
 from matrixlib.play.game import Game, Played, States
 from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.tictactoe.game import TicTacToe
 
 GAMES: tuple[Game, ...] = (TicTacToe(), ChessGame())
 BATCH, PLIES = 12, 160

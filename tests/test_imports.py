@@ -33,7 +33,7 @@ TYPES_ALONE = {
 NOTEBOOK_ROWS = ("notebook", "runtime", "engine.plots", "tasks.*.plots")
 LIGHT = ("", "config", "machine", "rates", "runtime", "uci", "data.shards", "data.catalogue", "data.quality")
 TASK_WORDS = re.compile(
-    r"chess|\blatin(?![-_]?1\b)|(?<![a-z])(pawn|knight|bishop|rook|queen|king)s?(?![a-z])|sudoku|isotop"
+    r"chess|\blatin(?![-_]?1\b)|(?<![a-z])(pawn|knight|bishop|rook|queen|king)s?(?![a-z])|sudoku|isotop|tic-?tac-?toe"
     r"|castling|en[ _]passant|check_?mate|stale_?mate|stockfish|\b(lc0|leela|uci|pgn|fens?|syzygy)\b",
     re.IGNORECASE,
 )
@@ -198,6 +198,7 @@ def test_the_search_for_words_of_tasks_finds_them() -> None:
         "the king's",
         "isotopies",
         "Sudoku",
+        "tic-tac-toe",
     ):
         assert TASK_WORDS.search(text), text
     for text in (

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from tictactoe import TicTacToe, best_moves
 
 from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform, unknown
 from matrixlib.play.search import OF_NODES, Found, Pool, Search, SearchOptions, considered_visits
+from matrixlib.tasks.tictactoe.game import TicTacToe
+from matrixlib.tasks.tictactoe.solution import best_moves
 
 NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
 # Exploration c = 1 whatever the visits, nothing taken off untried moves, one leaf at a time.

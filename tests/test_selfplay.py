@@ -10,7 +10,6 @@ from pathlib import Path
 import chess
 import numpy as np
 import pytest
-from tictactoe import TicTacToe
 
 from matrixlib.data.shards import check, write_shard
 from matrixlib.play.game import Game, Moves, Offsets, States, Trace, Values, uniform
@@ -18,6 +17,7 @@ from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks.chess.game import ChessGame, training_batch
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices
+from matrixlib.tasks.tictactoe.game import TicTacToe
 
 GAME = TicTacToe()
 OPTIONS = SelfPlayOptions(parallel=7, simulations=24, quick_simulations=6, full_share=0.5)
@@ -172,7 +172,8 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
         else:
             assert (trace.result, trace.ending, len(trace.played)) == (None, "ply limit", 60)
     assert len({t.result for t in traces}) >= 3, "wins or losses, draws and unknown"
-    batch = training_batch(traces, first_id=1 << 40, source=2)
+    ids = {trace.number: (1 << 40) + trace.number for trace in traces}
+    batch = training_batch(traces, ids, source=2)
     check(batch, LAYOUT)
     records = batch["records"]
     index, offset = legal_indices(records)
@@ -181,7 +182,6 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
     sums = np.add.reduceat(batch["policy_weight"].astype(np.int64), offset[:-1])
     assert (np.abs(sums - 65535) < 200).all()
     assert len(records) == sum(t.full.sum() for t in traces)
-    ids = {trace.number: (1 << 40) + trace.number for trace in traces}
     for trace in traces:
         rows = records[records["game"] == ids[trace.number]]
         result = trace.results()[trace.full]

@@ -5,22 +5,12 @@ from __future__ import annotations
 import io
 
 import chess.pgn
-import numpy as np
 import pytest
 from networks import material_net
 
 from matrixlib import strength
 from matrixlib.play.arena import rating
-from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
-
-
-def test_openings_are_different_and_the_game_goes_on() -> None:
-    game, found = ChessGame(), strength.openings(40, seed=1)
-    assert len(set(game.key(found).tolist())) == 40
-    assert np.isnan(game.terminal(found, np.diff(game.legal(found)[1]))).all()
-    assert (found["ply"] == strength.OPENING_PLIES).all()
-    assert (found == strength.openings(40, seed=1)).all()
 
 
 def test_material_beats_a_random_player_and_every_pair_meets() -> None:

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
-from matrixlib.config import LatinConfig, load
+from matrixlib.config import LatinConfig, load, load_cycle
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
+from matrixlib.play.game import uniform
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks.latin import pool, squares
 from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.tictactoe.game import TicTacToe
+from matrixlib.tasks.tictactoe.records import UNKNOWN, training_batch
+from matrixlib.tasks.tictactoe.task import TicTacToeTask
 
 FORBIDDEN = (np.uint16, np.uint32, np.uint64)
 
@@ -154,6 +159,15 @@ def test_latin_task_keeps_the_contract(options: dict[str, Any], smoothing: float
     assert isinstance(config, LatinConfig)
     records = np.concatenate([pool.pack(squares.generate(size, 8, seed=size)) for size in (3, 4, 5)])
     check_task(LatinTask(config), {"records": records})
+
+
+def test_tic_tac_toe_keeps_the_contract() -> None:
+    config = load_cycle("tictactoe").network
+    games = list(play_games(TicTacToe(), uniform, range(6), SelfPlayOptions(parallel=6, simulations=8)))
+    batch = training_batch(games, {number: number for number in range(6)})
+    batch["records"]["result"][::5] = UNKNOWN
+    batch["records"]["policy"][::7] = 0
+    check_task(TicTacToeTask(config), batch)
 
 
 def _loss(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -131,8 +131,10 @@ def test_weights_may_be_given_before_the_first_update_and_not_after(tmp_path: Pa
     got = {name: value for name, value in weights(trainer).items() if value.is_floating_point()}
     assert all((value == 0.5).all() for value in got.values()), "the averaged ones too"
     for stats in trainer.train():
+        assert not any("chance level" in text for text in stats.messages), "they are not expected to be there"
         if stats.step == 2:
             break
+    assert trainer.initial is not None
     with pytest.raises(ValueError, match="has made 2 updates"):
         trainer.start_from(given)
     with pytest.raises(ValueError, match="unknown"):

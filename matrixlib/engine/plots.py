@@ -285,6 +285,17 @@ def interactive() -> bool:
     return "JPY_SESSION_NAME" in os.environ
 
 
+def live_bar(**options: Any) -> Any:
+    """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds."""
+    if interactive():
+        from tqdm.auto import tqdm as live
+
+        return live(**options)
+    from tqdm import tqdm
+
+    return tqdm(**options, delay=20)
+
+
 def in_notebook() -> bool:
     """Whether this runs in an IPython kernel (a notebook), where displayed pictures go somewhere."""
     from IPython import get_ipython

@@ -99,6 +99,7 @@ class Trainer:
         self.gradients: GradientReport | None = None
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
+        self._fresh = True  # False where the weights were given
         self._saved = -1  # update count of the newest checkpoint
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
@@ -146,6 +147,7 @@ class Trainer:
         if self.step:
             raise ValueError(f"the run has made {self.step} updates; weights are given before the first one")
         optim.load_tensors(self.model, tensors)
+        self._fresh = False
         if self.ema is not None:
             self.ema.load_state_dict(optim.named_tensors(self.model), 0)
 
@@ -499,6 +501,7 @@ class Trainer:
         """At the first update: gradients that look wrong, losses far from chance level."""
         self.gradients = done.report
         self.initial, messages = statistics.compare_with_chance(self.task, batch, done)
+        messages = messages if self._fresh else []  # weights that were given have learned something
         return [f"first update: {done.report}", *messages] if str(done.report or "") else messages
 
     def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:

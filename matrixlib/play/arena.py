@@ -23,6 +23,7 @@ PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair, as the mean of its
 Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
 SETTLED = 0.95  # confidence of intervals
+TRIES = 50  # random games for each opening, before there are held to be too few
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -259,6 +260,33 @@ def search_player(
         return Choice(np.array([f.best for f in found], np.int32), comments)
 
     return play
+
+
+# --- openings -------------------------------------------------------------------------------------
+
+
+def random_openings(game: Game, count: int, seed: int | Sequence[int], plies: int) -> States:
+    """(count,) different positions after so many random moves, none of them the end of a game.
+
+    ValueError where a game is too small for so many.
+    """
+    rng = np.random.default_rng(seed)
+    found: dict[int, States] = {}
+    for _ in range(TRIES * count):
+        state = game.initial(1)
+        for _ in range(plies):
+            moves, _ = game.legal(state)
+            if not len(moves):
+                break
+            state = game.play(state, rng.choice(moves, 1))
+        if np.isnan(game.terminal(state, np.diff(game.legal(state)[1])))[0]:
+            found.setdefault(int(game.key(state)[0]), state)
+        if len(found) == count:
+            return np.concatenate(list(found.values()))
+    raise ValueError(
+        f"{game.name} has hardly {count} different positions after {plies} random plies (found: {len(found)}); "
+        "ask for fewer pairs or for more plies"
+    )
 
 
 # --- matches --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ the 50th move of each side without capture or pawn move (unless it mates): witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,11 +175,11 @@ def refuse_over(game: ChessGame, states: States) -> None:
         raise ValueError(f"the game is over in '{board.fen()}': {result}")
 
 
-def training_batch(traces: Iterable[Trace], first_id: int, source: int) -> Batch:
+def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int) -> Batch:
     """The positions of games that were fully searched, as records with the search's policy and the game's result.
 
-    Game n gets the id first_id + n; source: the records' number of where they come from. The win-draw-loss target
-    is left unknown: the search's value does not say how much of it is draws.
+    ids: number of a game -> its id; source: the records' number of where they come from. The win-draw-loss target is
+    left unknown: the search's value does not say how much of it is draws.
     """
     records, indices, weights = [np.empty(0, RECORD)], [np.empty(0, "<u2")], [np.empty(0, "<u2")]
     counts = [np.zeros(1, np.int64)]
@@ -187,7 +187,7 @@ def training_batch(traces: Iterable[Trace], first_id: int, source: int) -> Batch
         rows = trace.states[trace.full]
         result = trace.results()[trace.full]
         rows["result"] = np.where(np.isnan(result), UNKNOWN, result)
-        rows["wdl"], rows["source"], rows["game"] = 0, source, first_id + trace.number
+        rows["wdl"], rows["source"], rows["game"] = 0, source, ids[trace.number]
         length = np.diff(trace.offsets)
         chosen = np.repeat(trace.full, length)
         records.append(rows)

@@ -193,19 +193,6 @@ def open_folder(folder: Path, parameters: Parameters, engine: str) -> None:
     write_atomically(path, json.dumps(want, indent=1).encode())
 
 
-def live_bar(**options: Any) -> Any:
-    """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds."""
-    from matrixlib.engine.plots import interactive
-
-    if interactive():
-        from tqdm.auto import tqdm as live
-
-        return live(**options)
-    from tqdm import tqdm
-
-    return tqdm(**options, delay=20)
-
-
 def generate(
     folder: Path | str,
     games: int,
@@ -235,6 +222,8 @@ def generate(
     context = multiprocessing.get_context("spawn")
     taken = context.Value("q", 0)
     processes, pipes = [], []
+    from matrixlib.engine.plots import live_bar
+
     bar = live_bar(
         total=total * parameters.games_per_chunk,
         initial=(total - len(todo)) * parameters.games_per_chunk,

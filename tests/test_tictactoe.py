@@ -1,0 +1,151 @@
+"""Tic-tac-toe: its solution, its records, symmetries, and a network as an evaluator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from matrixlib import config, contest
+from matrixlib import subject as subjects
+from matrixlib.config import ConfigError
+from matrixlib.data.shards import check
+from matrixlib.net import Network
+from matrixlib.play import arena
+from matrixlib.play.game import Played, uniform
+from matrixlib.play.search import SearchOptions
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.player import Evaluator
+from matrixlib.runtime import Serving, resolve
+from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
+from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
+from matrixlib.tasks.tictactoe.solution import best_moves, solve
+from matrixlib.tasks.tictactoe.task import SYMMETRIES, TicTacToeTask
+
+GAME = TicTacToe()
+SETTINGS = config.load_cycle("tictactoe").network
+TASK = TicTacToeTask(SETTINGS)
+
+
+def network(serving: Serving | None = None) -> Network:
+    runtime = resolve(SETTINGS.runtime, SETTINGS.train, SETTINGS.data)
+    return Network(TASK.build_model(), TASK, runtime, serving)
+
+
+def test_the_solution_has_every_position_that_the_rules_reach() -> None:
+    states, found, solved = GAME.initial(1), 0, solve()
+    keys = dict(zip(GAME.key(solved.states).tolist(), solved.value.tolist(), strict=True))
+    while len(states):
+        assert all(int(key) in keys for key in GAME.key(states))
+        found += len(states)
+        moves, offsets = GAME.legal(states)
+        states = GAME.play(np.repeat(states, np.diff(offsets)), moves)
+        states = states[np.unique(GAME.key(states), return_index=True)[1]]
+        states = states[np.isnan(GAME.terminal(states, np.diff(GAME.legal(states)[1])))]
+    assert found == len(keys) == 4520
+    assert solved.value[0] == 0
+    assert (solved.moves[0] == 0).all(), "every first move draws"
+    assert best_moves(0b011, 0b011000) == (1, (2,)), "two in a row are completed"
+    assert best_moves(0b010000, 0b011) == (0, (2,)), "a threat is met"
+
+
+def test_perfect_play_never_loses_and_is_the_same_again() -> None:
+    one, other = contest.perfect_player(0), contest.perfect_player(1)
+    draws = arena.play_pairs(GAME, one, other, GAME.initial(50))
+    assert (draws.scores() == 0.5).all()
+    assert len({tuple(game.moves) for game in draws.games}) > 50
+    assert arena.play_pairs(GAME, one, other, GAME.initial(50)) == draws
+    assert arena.play_pairs(GAME, one, arena.random_player(GAME, 0), GAME.initial(50)).scores().mean() > 0.8
+
+
+def test_symmetries_are_the_eight_that_keep_the_lines() -> None:
+    assert len({tuple(row) for row in SYMMETRIES.tolist()}) == 8
+    for turn in SYMMETRIES:
+        turned = {sum(1 << s for s in range(9) if line >> int(turn[s]) & 1) for line in LINES.tolist()}
+        assert turned == set(LINES.tolist())
+
+
+def test_augmentation_turns_the_policy_with_the_board() -> None:
+    """Best moves as policy: they stay those of the turned board."""
+    solved = solve()
+    rows = np.zeros(len(solved.states), LAYOUT.record)
+    for name in ("ours", "theirs", "side"):
+        rows[name] = solved.states[name]
+    rows["policy"] = solved.moves == solved.value[:, None]
+    seen = TASK.prepare({"records": rows}, np.random.default_rng(0))
+    assert (
+        seen["squares"] != TASK.prepare_plain({"records": rows}, np.random.default_rng(0))["squares"]
+    ).any()
+    for squares, policy in zip(seen["squares"], seen["policy"], strict=True):
+        ours, theirs = (sum(1 << s for s in range(9) if squares[s] == who) for who in (1, -1))
+        assert tuple(np.flatnonzero(policy)) == best_moves(ours, theirs)[1]
+    plain = TicTacToeTask(
+        SETTINGS.model_copy(update={"data": SETTINGS.data.model_copy(update={"augment": False})})
+    )
+    same = plain.prepare({"records": rows}, np.random.default_rng(0))["squares"]
+    assert (same == plain.prepare_plain({"records": rows}, np.random.default_rng(0))["squares"]).all()
+
+
+def test_records_hold_what_was_searched_and_who_won() -> None:
+    options = SelfPlayOptions(parallel=8, simulations=16, quick_simulations=4, full_share=0.7, plies=7)
+    traces = list(play_games(GAME, uniform, range(20), options))
+    ids = {number: 100 + number for number in range(20)}
+    batch = training_batch(traces, ids)
+    check(batch, LAYOUT)
+    assert len(batch["records"]) == sum(trace.full.sum() for trace in traces)
+    for trace in traces:
+        rows = batch["records"][batch["records"]["game"] == ids[trace.number]]
+        assert (GAME.key(rows) == GAME.key(trace.states[trace.full])).all()
+        x = np.where(rows["side"] == 0, rows["result"], -rows["result"].astype(int))
+        assert set(x.tolist()) <= ({UNKNOWN, -UNKNOWN} if trace.result is None else {trace.result})
+    taken = batch["records"]["ours"] | batch["records"]["theirs"]
+    assert not (batch["records"]["policy"] * (taken[:, None] >> np.arange(9) & 1)).any()
+    assert (np.abs(batch["records"]["policy"].sum(1, dtype=np.int64) - 65535) < 9).all()
+    assert len(training_batch([], {})["records"]) == 0
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_a_network_evaluates_legal_moves_alone(fill: bool) -> None:
+    """Whatever the sizes of the batches, and whether they are filled up."""
+    states = solve().states[::37]
+    moves, offsets = GAME.legal(states)
+    priors, values = Evaluator(network(Serving((8, 50), fill, False, ())))(states, moves, offsets)
+    sums = np.add.reduceat(priors, offsets[:-1])
+    np.testing.assert_allclose(sums, 1, atol=1e-5)
+    assert (np.abs(values) < 1).all()
+    one = Evaluator(network())(states[5:6], moves[offsets[5] : offsets[6]], offsets[5:7] - offsets[5])
+    np.testing.assert_allclose(one[0], priors[offsets[5] : offsets[6]], atol=1e-6)
+
+
+def test_the_truth_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing() -> None:
+    solved = solve()
+    known = dict(zip(GAME.key(solved.states).tolist(), solved.moves, strict=True))
+
+    def oracle(states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.array([known[key] for key in GAME.key(states).tolist()])
+        priors = np.exp(10.0 * rows[np.repeat(np.arange(len(rows)), np.diff(offsets)), moves])
+        return priors.astype(np.float32), rows.max(1).astype(np.float32)
+
+    judge = contest.of(SETTINGS)
+    options = SearchOptions()
+    best = judge.truth(oracle, arena.search_player(GAME, oracle, 8, options))
+    assert list(best.values()) == [1.0, 1.0, 0.0, 0.0]
+    assert [passed for _, passed, _ in judge.checks(best)] == [True]
+    worst = judge.truth(uniform, arena.search_player(GAME, uniform, 1, replace(options, look_ahead=False)))
+    assert worst["policy: move does not lose"] < 0.8
+    assert worst["policy: games lost"] > 0.2
+    assert [passed for _, passed, _ in judge.checks(worst)] == [False]
+
+
+def test_games_are_written_with_players_and_points() -> None:
+    game = Played(GAME.initial(1), [4, 0, 8], 1.0, players=("one", "two"))
+    assert GAME.write(game) == "one - two: ......... 4 0 8 1-0"
+    assert GAME.write(replace(game, result=None)).endswith(" *")
+    after = GAME.play(GAME.initial(1), np.array([2]))  # O is to move, and wins
+    assert GAME.write(replace(game, start=after)) == "one - two: ..x...... 4 0 8 0-1"
+
+
+def test_it_has_no_data_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"'selfplay' is no folder; use a folder of shards"):
+        subjects.of(SETTINGS).folder()
