@@ -8,15 +8,16 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help train cycle test soak lint lab report refresh lock install clean stale
+.PHONY: help train cycle test soak e2e lint lab report refresh lock install clean stale
 
 help:
 	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
 	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about an hour'
 	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
 	@echo 'make soak      the long versions of the tests'
+	@echo 'make e2e       every notebook in JupyterLab in a real browser; screenshots in reports/e2e/'
 	@echo 'make lint      ruff and mypy'
-	@echo 'make lab       JupyterLab on the notebooks'
+	@echo 'make lab       JupyterLab, opened on the training notebook'
 	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'
 	@echo 'make refresh   execute the committed notebooks again, in place'
 	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
@@ -63,13 +64,16 @@ test: lint
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests -ra -m soak
 
+e2e: $(STAMP)
+	$(BIN)/python -m pytest tests/test_browser.py -ra -m e2e
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab --notebook-dir=. notebooks
+	$(BIN)/jupyter lab --notebook-dir=. notebooks/train.ipynb
 
 report: $(STAMP)
 	@$(BIN)/python -m matrixlib.report $(RUN)

@@ -80,13 +80,14 @@ def check_parameters(
 def clean_errors() -> None:
     """Show errors that are meant for people as one line, `ErrorName: reason`, without a traceback.
 
-    These are the errors that this package defines and every ValueError that it raises. The cell still
+    These are the errors that this package defines, every ValueError that it raises, and the interrupt of a training,
+    which says how to go on. The cell still
     fails, so papermill stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside
     IPython nothing happens.
     """
     shell = get_ipython()
     if shell is not None:
-        shell.set_custom_exc((Exception,), _show_error)
+        shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
 
 
 class Verdict:
@@ -214,12 +215,18 @@ def _ours(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether this package raised the error, and not a library that it called or the notebook itself."""
     if type(error).__module__.split(".")[0] == "matrixlib":
         return True
+    if isinstance(error, KeyboardInterrupt):
+        return bool(_notes(error))
     if not isinstance(error, ValueError):  # a bug, of which the traceback is what helps
         return False
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return isinstance(module, str) and module.split(".")[0] == "matrixlib"
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _show_error(
@@ -233,7 +240,8 @@ def _show_error(
     if not _ours(error, trace):
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         return None
-    line = f"{kind.__name__}: {' '.join(str(error).split())}"
+    said = filter(None, [str(error), *_notes(error)])
+    line = f"{kind.__name__}: {' '.join('; '.join(said).split())}"
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb and %debug
     shell._showtraceback(kind, error, [line])
     return [line]

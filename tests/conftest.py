@@ -18,11 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Soak tests run only when asked for by `-m soak`."""
-    if "soak" not in config.getoption("-m"):
+    """Soak and browser tests run only when asked for by `-m soak` and `-m e2e`."""
+    for mark in ("soak", "e2e"):
+        if mark in config.getoption("-m"):
+            continue
         for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="soak test: run `make soak`"))
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=f"{mark} test: run `make {mark}`"))
 
 
 @pytest.fixture(scope="session")

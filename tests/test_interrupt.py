@@ -26,6 +26,22 @@ def test_the_first_waits_for_the_end_of_the_block(capsys: pytest.CaptureFixture[
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_it_is_raised_where_the_block_asks() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with interrupt.deferred() as found:
+            found.check()
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+            found.check()
+            done.append("never")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["whole"]
+
+
 def test_the_second_does_not_wait() -> None:
     before = signal.getsignal(signal.SIGINT)
     done: list[str] = []

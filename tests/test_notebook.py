@@ -260,3 +260,13 @@ def test_papermill_fails_and_only_our_errors_are_shortened(
     assert (error["traceback"] == [f"{name}: {error['evalue']}"]) is one_line
     assert ("inner" in "".join(error["traceback"])) is not one_line
     assert cells[3]["outputs"] == []
+
+
+INTERRUPTED = 'error = KeyboardInterrupt()\nerror.add_note("stopped after 7 updates; the same goes on")\nraise error'
+
+
+def test_an_interrupt_that_says_how_to_go_on_is_one_line(tmp_path: Path) -> None:
+    code, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, INTERRUPTED, "print('reached')"])
+    assert code == 1
+    assert error_of(cells[2])["traceback"] == ["KeyboardInterrupt: stopped after 7 updates; the same goes on"]
+    assert cells[3]["outputs"] == []

@@ -30,7 +30,7 @@ SAID = {
     "dead_worker": "workers were started again at batch ~, as one was gone .*fewer workers",
     "out_of_memory": "out of memory with a micro-batch of 64 .*repeated with 32",
     "overflow": "no weight moved: the loss scale was too large",
-    "sigterm": "stopped after 16 updates; the same command goes on from the checkpoint of update 16",
+    "sigterm": "stopped after 16 updates; the same command or notebook goes on from the checkpoint of update 16",
     "kill": "went on from update 12",
     "full_disk": "No space left on device|File too large",
 }

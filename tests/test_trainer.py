@@ -216,16 +216,22 @@ def test_sigterm_finishes_the_update_saves_and_ends_with_143(tmp_path: Path, who
     assert history(tmp_path) == whole[1]
 
 
-def test_sigterm_while_the_caller_draws_its_plot_is_noticed_before_the_next_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["TERM", "INT"]
+)
+def test_a_signal_while_the_caller_draws_its_plot_is_noticed_before_the_next_update(
+    tmp_path: Path, number: signal.Signals, error: type[BaseException]
+) -> None:
     trainer = build(tmp_path)
 
     def plot() -> None:
         for stats in trainer.train():
             if stats.step == 7:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(error) as caught:
         plot()
+    assert "checkpoint of update 7" in caught.value.__notes__[0]
     assert trainer.checkpoints.newest().step == 7
 
 
@@ -254,7 +260,7 @@ def test_an_error_in_an_update_leaves_an_emergency_checkpoint_from_before_it(
     with pytest.raises(type(error)) as caught:
         list(trainer.train())
     assert caught.value.__notes__ == [
-        "stopped after 7 updates; the same command goes on from the checkpoint of update 7"
+        "stopped after 7 updates; the same command or notebook goes on from the checkpoint of update 7"
     ]
     assert trainer.checkpoints.newest().step == 7
     again = build(tmp_path)
@@ -309,7 +315,7 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl") as caught:
         train()
     first, last = caught.value.__notes__
-    assert first == "stopped after 8 updates; the same command goes on from the checkpoint of update 6"
+    assert first == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
     assert "heartbeat.json could not be written" in last
     again = build(tmp_path)
     assert again.resume() == 6

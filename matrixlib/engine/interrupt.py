@@ -60,28 +60,39 @@ def termination() -> Iterator[Termination]:
         signal.signal(signal.SIGTERM, before)
 
 
+@dataclass
+class Interruption:
+    """How often SIGINT has come."""
+
+    count: int = 0
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if it has."""
+        if self.count:
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def deferred() -> Iterator[None]:
-    """SIGINT inside the block raises KeyboardInterrupt at its end; a second one does not wait.
+def deferred() -> Iterator[Interruption]:
+    """SIGINT inside the block raises KeyboardInterrupt where `check` is called, or at its end; a second one at once.
 
     Only the main thread gets signals, so elsewhere nothing changes; nor where the process ignores SIGINT.
     """
+    found = Interruption()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
-        yield
+        yield found
         return
-    caught: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-        if len(caught) > 1:
+        found.count += 1
+        if found.count > 1:
             raise KeyboardInterrupt
         print("finishing this update, then saving; interrupt again to stop at once", file=sys.stderr)
 
     signal.signal(signal.SIGINT, handler)
     try:
-        yield
+        yield found
     finally:
         signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
+    found.check()

@@ -262,20 +262,25 @@ class Trainer:
         self.model.train()
         self._beat("training", force=True)
         self._advance()
-        with interrupt.termination() as termination:  # around the saving at the end, too
-            yield from self._loop(stop, termination)
+        # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
+        # while a picture is drawn would else end this generator from outside, and nobody would hear what was saved.
+        with interrupt.termination() as termination, interrupt.deferred() as interruption:
+            yield from self._loop(stop, termination, interruption)
 
-    def _loop(self, stop: int, termination: interrupt.Termination) -> Iterator[Stats]:
+    def _loop(
+        self, stop: int, termination: interrupt.Termination, interruption: interrupt.Interruption
+    ) -> Iterator[Stats]:
         source = self._open(stop)
         try:
             while self.step < stop and not self.stop_reason:
                 termination.check()
-                with interrupt.deferred():
-                    stats = self._one(source)
-                    if self._advance() or stats.verdict == Verdict.ROLLBACK:
-                        source.close()  # with the batches that it has made ahead
-                        source = self._open(stop)
+                interruption.check()
+                stats = self._one(source)
+                if self._advance() or stats.verdict == Verdict.ROLLBACK:
+                    source.close()  # with the batches that it has made ahead
+                    source = self._open(stop)
                 termination.check()
+                interruption.check()
                 yield stats
             self._save_if_new()
             self.checkpoints.join()
@@ -312,7 +317,7 @@ class Trainer:
             error.add_note(str(failed))
         newest = max(self.checkpoints.steps(), default=-1)
         where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
-        error.add_note(f"stopped after {self.step} updates; the same command goes on {where}")
+        error.add_note(f"stopped after {self.step} updates; the same command or notebook goes on {where}")
 
     def _one(self, source: Iterator[Batch]) -> Stats:
         """One update and all that hangs on it; afterwards the state lies between two updates again."""

@@ -1,0 +1,190 @@
+"""JupyterLab in the system's Chromium: a server of its own, notebooks opened, run and looked at as a person would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = [  # nothing is fetched, nothing is asked, nothing of the user's own browser is used
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+SIZE = {"width": 1300, "height": 900}
+TALLEST = 9000  # pixels of a picture of a whole notebook
+START, STEP = 60, 300  # seconds: until something is shown; until a notebook has run, on a busy machine
+NO_NEWS = {"fetchNews": "false", "checkForUpdates": False}
+RUNNING = "() => [...document.querySelectorAll('.jp-InputPrompt')].some(e => e.textContent.includes('*'))"
+SEES_FRAMES = """() => {
+  window.frames_seen = new Set();
+  const look = async () => {
+    const image = document.querySelector('img.widget-image');
+    if (!image) return;
+    try {
+      const bytes = await (await fetch(image.src)).arrayBuffer();
+      const digest = new Uint8Array(await crypto.subtle.digest('SHA-1', bytes));
+      window.frames_seen.add(Array.from(digest).join());
+    } catch (error) {}  // the picture was replaced meanwhile
+  };
+  window.setInterval(look, 100);
+}"""
+
+
+def find_chromium() -> str:
+    """Path of the system's Chromium; the test skips where there is none."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    pytest.skip("no Chromium on PATH (Debian: apt install chromium)")
+
+
+@contextmanager
+def chromium() -> Iterator[Page]:
+    """A page of an empty browser."""
+    path = find_chromium()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        page = browser.new_page(viewport=SIZE)
+        page.set_default_timeout(1000 * START)
+        yield page
+        browser.close()
+
+
+@contextmanager
+def laboratory(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """A JupyterLab over `folder`, with no settings but its own; yields the address to put a path behind."""
+    own = {name: str(folder / f".jupyter-{name}") for name in ("config", "data", "runtime", "settings", "work")}
+    news = Path(own["settings"], "@jupyterlab", "apputils-extension", "notification.jupyterlab-settings")
+    news.parent.mkdir(parents=True, exist_ok=True)
+    news.write_text(json.dumps(NO_NEWS))
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "JUPYTER", "MATRIXLIB_LIVE"))}
+    variables = {
+        "JUPYTER_CONFIG_DIR": own["config"],
+        "JUPYTER_DATA_DIR": own["data"],
+        "JUPYTER_RUNTIME_DIR": own["runtime"],
+        "JUPYTERLAB_SETTINGS_DIR": own["settings"],
+        "JUPYTERLAB_WORKSPACES_DIR": own["work"],
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+    command += [f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=e2e"]
+    command += [f"--ServerApp.root_dir={folder}"]
+    with (folder / ".jupyter.log").open("wb") as log:
+        server = subprocess.Popen(
+            command, cwd=folder, env={**keep, **variables, **environment}, stdout=log, stderr=log
+        )
+    try:
+        wait_for_port(port, server, folder / ".jupyter.log")
+        yield f"http://127.0.0.1:{port}/lab/tree/{{}}?token=e2e&reset"
+    finally:
+        server.terminate()  # its kernels end with it
+        server.wait(30)
+
+
+def wait_for_port(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            break
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"JupyterLab does not answer: {log.read_text()[-2000:]}")
+
+
+def copy_notebook(name: str, folder: Path, **parameters: Any) -> Path:
+    """A notebook without outputs, in a folder of the test's own; parameters are typed into their cell."""
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.outputs, cell.execution_count = [], None
+        if "parameters" in cell.metadata.get("tags", []):
+            lines = cell.source.splitlines()
+            for key, value in parameters.items():
+                (at,) = (i for i, line in enumerate(lines) if line.startswith(f"{key}:"))
+                lines[at] = f"{lines[at].partition(' = ')[0]} = {value!r}"
+            cell.source = "\n".join(lines)
+    path = folder / f"{name}.ipynb"
+    nbformat.write(notebook, path)
+    return path
+
+
+class Lab:
+    """One notebook in the browser. pictures: folder of the screenshots, named after the notebook."""
+
+    def __init__(self, page: Page, address: str, name: str, pictures: Path) -> None:
+        self.page = page
+        self.address = address.format(f"{name}.ipynb")
+        self.name = name
+        self.pictures = pictures
+
+    def open(self) -> None:
+        """Until the notebook is shown and its kernel waits."""
+        self.page.goto(self.address)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+        self.wait_for_idle()
+
+    def wait_for_idle(self) -> None:
+        self.page.wait_for_selector("#jp-main-statusbar >> text=/\\| Idle/")
+
+    def menu(self, *words: str) -> None:
+        for word in words:
+            self.page.get_by_role("menuitem", name=word, exact=True).click()
+
+    def run_all(self) -> None:
+        """Run > Run All Cells; comes back when it has begun."""
+        self.menu("Run", "Run All Cells")
+        self.page.wait_for_function(RUNNING)
+
+    def wait_until_run(self) -> None:
+        """Until no cell runs or waits."""
+        self.page.wait_for_function(f"!({RUNNING})()", timeout=1000 * STEP)
+        self.wait_for_idle()
+
+    def save(self) -> None:
+        """Save, until the file is no longer marked as changed."""
+        self.menu("File", "Save Notebook")
+        self.page.wait_for_selector(".jp-mod-current.jp-mod-dirty, .lm-mod-current.jp-mod-dirty", state="detached")
+
+    def texts(self, kind: str = "") -> list[str]:
+        """Texts of the outputs in order; kind: mime type, such as application/vnd.jupyter.stderr."""
+        chosen = f"[data-mime-type='{kind}']" if kind else ""
+        return self.page.locator(f".jp-OutputArea-output{chosen} pre").all_inner_texts()
+
+    def picture(self, words: str) -> Path:
+        """Screenshot of what is seen now."""
+        path = self.pictures / f"{self.name}-{words}.png"
+        self.page.screenshot(path=path)
+        return path
+
+    def whole(self, words: str = "whole") -> Path:
+        """Screenshot of the notebook from top to bottom, as far as it fits."""
+        height = self.page.evaluate("() => document.querySelector('.jp-WindowedPanel-outer').scrollHeight + 120")
+        self.page.set_viewport_size({**SIZE, "height": min(TALLEST, height)})
+        self.page.wait_for_timeout(1500)  # for what comes into sight
+        path = self.picture(words)
+        self.page.set_viewport_size(SIZE)
+        return path
