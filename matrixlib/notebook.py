@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from matrixlib.config import nearest
 from matrixlib.report import add_verdict, figure_rows
 
 _INJECTED = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
+_FORMAT_OF_OTHERS = warnings.formatwarning
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -81,13 +83,14 @@ def clean_errors() -> None:
     """Show errors that are meant for people as one line, `ErrorName: reason`, without a traceback.
 
     These are the errors that this package defines, every ValueError that it raises, and the interrupt of a training,
-    which says how to go on. The cell still
-    fails, so papermill stops with a non-zero exit code; `%tb` and `%debug` still reach the traceback. Outside
-    IPython nothing happens.
+    which says how to go on. The cell still fails, so papermill stops with a non-zero exit code; `%tb` and `%debug`
+    still reach the traceback. Warnings of this package and of cells are shortened likewise. Outside IPython nothing
+    happens.
     """
     shell = get_ipython()
     if shell is not None:
         shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
+        warnings.formatwarning = _warning_line
 
 
 class Verdict:
@@ -223,6 +226,15 @@ def _ours(error: BaseException, trace: TracebackType | None) -> bool:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return isinstance(module, str) and module.split(".")[0] == "matrixlib"
+
+
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """`warning: text` for what this package or a cell warns about; others with the place that they come from."""
+    if "ipykernel" in filename or Path(filename).is_relative_to(Path(__file__).parent):
+        return f"warning: {message}\n"
+    return _FORMAT_OF_OTHERS(message, category, filename, lineno, line)
 
 
 def _notes(error: BaseException) -> list[str]:

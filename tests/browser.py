@@ -72,7 +72,9 @@ def chromium() -> Iterator[Page]:
 @contextmanager
 def laboratory(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """A JupyterLab over `folder`, with no settings but its own; yields the address to put a path behind."""
-    own = {name: str(folder / f".jupyter-{name}") for name in ("config", "data", "runtime", "settings", "work")}
+    own = {
+        name: str(folder / f".jupyter-{name}") for name in ("config", "data", "runtime", "settings", "work")
+    }
     news = Path(own["settings"], "@jupyterlab", "apputils-extension", "notification.jupyterlab-settings")
     news.parent.mkdir(parents=True, exist_ok=True)
     news.write_text(json.dumps(NO_NEWS))
@@ -150,9 +152,10 @@ class Lab:
     def wait_for_idle(self) -> None:
         self.page.wait_for_selector("#jp-main-statusbar >> text=/\\| Idle/")
 
-    def menu(self, *words: str) -> None:
-        for word in words:
-            self.page.get_by_role("menuitem", name=word, exact=True).click()
+    def menu(self, menu: str, item: str) -> None:
+        """Choose from the menu bar; the label alone is looked for, since a shortcut stands behind it."""
+        self.page.locator(".lm-MenuBar-itemLabel").get_by_text(menu, exact=True).click()
+        self.page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
 
     def run_all(self) -> None:
         """Run > Run All Cells; comes back when it has begun."""
@@ -167,12 +170,13 @@ class Lab:
     def save(self) -> None:
         """Save, until the file is no longer marked as changed."""
         self.menu("File", "Save Notebook")
-        self.page.wait_for_selector(".jp-mod-current.jp-mod-dirty, .lm-mod-current.jp-mod-dirty", state="detached")
+        self.page.wait_for_selector(
+            ".jp-mod-current.jp-mod-dirty, .lm-mod-current.jp-mod-dirty", state="detached"
+        )
 
-    def texts(self, kind: str = "") -> list[str]:
-        """Texts of the outputs in order; kind: mime type, such as application/vnd.jupyter.stderr."""
-        chosen = f"[data-mime-type='{kind}']" if kind else ""
-        return self.page.locator(f".jp-OutputArea-output{chosen} pre").all_inner_texts()
+    def texts(self) -> list[str]:
+        """Texts of the outputs in order."""
+        return self.page.locator(".jp-OutputArea-output pre").all_inner_texts()
 
     def picture(self, words: str) -> Path:
         """Screenshot of what is seen now."""
@@ -182,9 +186,15 @@ class Lab:
 
     def whole(self, words: str = "whole") -> Path:
         """Screenshot of the notebook from top to bottom, as far as it fits."""
-        height = self.page.evaluate("() => document.querySelector('.jp-WindowedPanel-outer').scrollHeight + 120")
-        self.page.set_viewport_size({**SIZE, "height": min(TALLEST, height)})
+        self.page.set_viewport_size({**SIZE, "height": TALLEST})
+        self.page.evaluate("() => document.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
         self.page.wait_for_timeout(1500)  # for what comes into sight
-        path = self.picture(words)
+        bottom = self.page.evaluate(
+            "() => [...document.querySelectorAll('.jp-Cell')].at(-1).getBoundingClientRect().bottom"
+        )
+        path = self.pictures / f"{self.name}-{words}.png"
+        self.page.screenshot(
+            path=path, clip={"x": 280, "y": 30, "width": 990, "height": min(TALLEST, bottom) - 20}
+        )
         self.page.set_viewport_size(SIZE)
         return path

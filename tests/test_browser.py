@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,15 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed (extra: dev)")
 
-from browser import SEES_FRAMES, Lab, chromium, copy_notebook, find_chromium, laboratory
+from browser import SEES_FRAMES, STEP, Lab, chromium, copy_notebook, find_chromium, laboratory
+from playwright.sync_api import Page
+
+from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "reports" / "e2e"
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "train")
+STEPS = 300  # of the training that is interrupted: enough to watch it, on a fast machine too
 
 
 @pytest.fixture
@@ -38,41 +43,144 @@ def pictures(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def saved_outputs(path: Path) -> list[nbformat.NotebookNode]:
+def outputs(path: Path) -> list[nbformat.NotebookNode]:
     return [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", [])]
 
 
 def static_pictures(path: Path) -> int:
     """Pictures in a saved notebook, which must hold no widget beside them."""
-    outputs = saved_outputs(path)
-    assert not any("application/vnd.jupyter.widget-view+json" in output.get("data", {}) for output in outputs)
-    return sum("image/png" in output.get("data", {}) for output in outputs)
+    shown = [output.get("data", {}) for output in outputs(path)]
+    assert not any("application/vnd.jupyter.widget-view+json" in data for data in shown)
+    return sum("image/png" in data for data in shown)
 
 
-def frames(lab: Lab) -> int:
-    return int(lab.page.evaluate("() => window.frames_seen.size"))
+def watch_frames(lab: Lab, count: int) -> None:
+    """Look at the live panel until it has shown so many different pictures."""
+    lab.page.wait_for_selector("img.widget-image")
+    lab.page.locator("img.widget-image").scroll_into_view_if_needed()
+    lab.page.wait_for_function(f"() => window.frames_seen.size >= {count}", timeout=1000 * STEP)
 
 
-def wait_for_frames(lab: Lab, count: int) -> None:
-    """Until so many different pictures of the live panel were seen."""
-    lab.page.wait_for_function(f"() => window.frames_seen.size >= {count}", timeout=120_000)
+def to_html(path: Path) -> Path:
+    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "html", "--no-input", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return path.with_suffix(".html")
+
+
+def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
+    """Open a page without any network, keep its screenshot; returns the widths of its pictures as they were loaded."""
+    page.context.set_offline(True)
+    page.goto(path.as_uri())
+    page.wait_for_timeout(500)
+    page.screenshot(path=picture, full_page=True)
+    widths = page.evaluate("() => [...document.images].map(image => image.naturalWidth)")
+    page.context.set_offline(False)
+    return list(widths)
 
 
 @pytest.mark.slow
-def test_the_live_panel_moves_and_ends_as_one_picture(
-    lab: tuple[Path, str], pictures: Path
-) -> None:
+def test_the_live_panel_moves_and_ends_as_one_picture(lab: tuple[Path, str], pictures: Path) -> None:
     folder, address = lab
-    path = copy_notebook("train", folder)
+    path = copy_notebook("train", folder, steps=100)
     with chromium() as page:
         train = Lab(page, address, "train", pictures)
         train.open()
         page.evaluate(SEES_FRAMES)
         train.run_all()
-        wait_for_frames(train, 5)
+        watch_frames(train, 3)
         train.wait_until_run()
         assert page.locator("img.widget-image").count() == 0
-        assert page.locator(".jp-RenderedImage img").count() == 2, "the curves, and where the time went"
         assert any("VERDICT: PASS" in text for text in train.texts())
         train.save()
-    assert static_pictures(path) == 2
+    assert static_pictures(path) == 2, "the curves, and where the time went"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+def test_a_training_is_watched_interrupted_and_resumed(
+    lab: tuple[Path, str], pictures: Path, reports: Path
+) -> None:
+    folder, address = lab
+    path = copy_notebook("train", folder, steps=STEPS)
+    with chromium() as page:
+        train = Lab(page, address, "train", pictures)
+        train.open()
+        train.picture("1-opened")
+        page.evaluate(SEES_FRAMES)
+        train.run_all()
+        watch_frames(train, 5)
+        line = page.locator("div.widget-label").first.inner_text()
+        assert re.search(rf"^step [\d,]+/{STEPS} \(\d+%\) \| .* a step \| .* left$", line)
+        assert "positions/s" in page.locator(".widget-html-content").inner_text()
+        width = page.locator(".jupyter-widgets .progress-bar").evaluate("bar => parseFloat(bar.style.width)")
+        assert 0 < width < 100
+        train.picture("2-live")
+        train.menu("Kernel", "Interrupt Kernel")
+        train.wait_until_run()
+        (run,) = (folder.name for folder in reports.glob("demo-*"))
+        said = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
+        stopped = re.fullmatch(
+            r"KeyboardInterrupt: stopped after (\d+) updates; the same command or notebook goes on from the "
+            r"checkpoint of update (\d+)",
+            said.strip(),
+        )
+        assert stopped, said
+        assert stopped[1] == stopped[2]
+        assert (reports / run / "checkpoints" / f"step_{int(stopped[1]):08d}").is_dir()
+        assert page.locator("img.widget-image").count() == 0
+        page.locator(".jp-RenderedImage img").scroll_into_view_if_needed()
+        train.picture("3-interrupted")
+
+        page.evaluate(SEES_FRAMES)
+        train.run_all()
+        assert (
+            "resumed"
+            in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
+        )
+        watch_frames(train, 1)
+        train.picture("4-resumed")
+        train.wait_until_run()
+        assert [folder.name for folder in reports.glob("demo-*")] == [run]
+        assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
+        assert page.locator("img.widget-image").count() == 0
+        assert any("VERDICT: PASS" in text for text in train.texts())
+        train.picture("5-done")
+        train.whole("6-whole")
+        train.save()
+        assert static_pictures(path) == 2
+
+        train.open()
+        page.wait_for_selector(".jp-RenderedImage img")
+        assert page.get_by_text("Error displaying widget").count() == 0
+        page.locator(".jp-RenderedImage img").first.scroll_into_view_if_needed()
+        train.picture("7-reopened")
+        widths = look_at_html(page, to_html(path), pictures / "train-8-html.png")
+        assert widths == [1000, 900]
+        widths = look_at_html(page, reports / run / "report.html", pictures / "report.png")
+        assert widths == [1000]
+        look_at_html(page, reports / "index.html", pictures / "index.png")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_to_its_verdict(lab: tuple[Path, str], pictures: Path, name: str) -> None:
+    if name == "sample":
+        try:
+            find_stockfish()
+        except EngineError as error:
+            pytest.skip(str(error))
+    folder, address = lab
+    path = copy_notebook(name, folder)
+    with chromium() as page:
+        notebook = Lab(page, address, name, pictures)
+        notebook.open()
+        notebook.run_all()
+        notebook.wait_until_run()
+        notebook.picture("end")
+        notebook.whole()
+        assert sum("VERDICT: PASS" in text for text in notebook.texts()) == 1
+        notebook.save()
+        assert not any(output.output_type == "error" for output in outputs(path))
+        look_at_html(page, to_html(path), pictures / f"{name}-html.png")

@@ -262,7 +262,9 @@ def test_papermill_fails_and_only_our_errors_are_shortened(
     assert cells[3]["outputs"] == []
 
 
-INTERRUPTED = 'error = KeyboardInterrupt()\nerror.add_note("stopped after 7 updates; the same goes on")\nraise error'
+INTERRUPTED = (
+    'error = KeyboardInterrupt()\nerror.add_note("stopped after 7 updates; the same goes on")\nraise error'
+)
 
 
 def test_an_interrupt_that_says_how_to_go_on_is_one_line(tmp_path: Path) -> None:
@@ -270,3 +272,10 @@ def test_an_interrupt_that_says_how_to_go_on_is_one_line(tmp_path: Path) -> None
     assert code == 1
     assert error_of(cells[2])["traceback"] == ["KeyboardInterrupt: stopped after 7 updates; the same goes on"]
     assert cells[3]["outputs"] == []
+
+
+def test_warnings_name_no_cell_and_no_path(tmp_path: Path) -> None:
+    source = "import warnings\nwarnings.warn('the loader is late')\nwarnings.warn_explicit('x', UserWarning, 'a.py', 3)"
+    _, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source])
+    said = "".join("".join(output["text"]) for output in cells[2]["outputs"])
+    assert said == "warning: the loader is late\na.py:3: UserWarning: x\n"

@@ -176,8 +176,8 @@ def test_text_progress_is_throttled(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3  # at once, after 10 s and after 20 s
     assert lines[1] == (
-        "step 41/1,000 (4%) | policy 1.000 value 0.500 | learning rate 0.001 | 1,000 positions/s | "
-        "250 ms a step | 4 min 0 s left"
+        "step 41/1,000 (4%) | 250 ms a step | 4 min 0 s left | "
+        "policy 1.000 value 0.500 | learning rate 0.001 | 1,000 positions/s"
     )
 
 
@@ -196,7 +196,8 @@ def test_live_panel_is_throttled_and_replaced_by_one_picture(monkeypatch: pytest
         size(bytes(plot._image.value))
         assert plot._bar.max == 100
         assert plot._bar.value >= 20
-        assert "left" in plot._label.value
+        assert plot._pace.value.endswith("left")
+        assert plot._now.value == "policy 1.000 value 0.500 | learning rate 0.001 | 1,000 positions/s"
         draws = plot.draws
         raise KeyboardInterrupt
     assert 5 <= draws <= 7  # 2.5 seconds at 0.5, and the first

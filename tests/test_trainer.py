@@ -217,7 +217,9 @@ def test_sigterm_finishes_the_update_saves_and_ends_with_143(tmp_path: Path, who
 
 
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["TERM", "INT"]
+    ("number", "error"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+    ids=["TERM", "INT"],
 )
 def test_a_signal_while_the_caller_draws_its_plot_is_noticed_before_the_next_update(
     tmp_path: Path, number: signal.Signals, error: type[BaseException]
@@ -315,7 +317,10 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl") as caught:
         train()
     first, last = caught.value.__notes__
-    assert first == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
+    assert (
+        first
+        == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
+    )
     assert "heartbeat.json could not be written" in last
     again = build(tmp_path)
     assert again.resume() == 6

@@ -5,6 +5,7 @@ Only Figure objects are used, never pyplot's global state: nothing leaks and no 
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import os
@@ -205,12 +206,13 @@ class LivePlot:
             return
         if self.live:
             self._bar.value = min(stats.step, self.total)
-            self._label.value = self._line(row, now)
+            self._pace.value = " | ".join(self._progress(row["step"], now))
+            self._now.value = html.escape(_figures(row))
             self._image.value = self._png(72)
             spent = time.perf_counter() - now
             self._next = now + max(self.every, 7 * spent)  # a slow machine trains, it does not draw
         elif self.progress == "text":
-            print(self._line(row, now), flush=True)
+            print(" | ".join([*self._progress(row["step"], now), _figures(row)]), flush=True)
             self._next = now + 10.0
 
     def close(self) -> None:
@@ -247,28 +249,33 @@ class LivePlot:
         from IPython.display import display
 
         self._bar = widgets.FloatProgress(value=self._first, max=self.total)
-        self._label = widgets.Label(value=f"step {self._first:,}/{self.total:,}")
+        self._pace = widgets.Label(value=f"step {self._first:,}/{self.total:,}")
+        self._now = widgets.HTML(value="starting ...")  # wraps where a Label would cut off its end
         # without an initial picture the browser shows a broken one; without fit-content it is stretched
         self._image = widgets.Image(
             value=self._png(72), format="png", layout=widgets.Layout(width="fit-content")
         )
-        self._box = widgets.VBox([widgets.HBox([self._bar, self._label]), self._image])
+        self._box = widgets.VBox([widgets.HBox([self._bar, self._pace]), self._now, self._image])
         self._handle = display(self._box, display_id=True)
 
     def _png(self, dpi: int) -> bytes:
         self.draws += 1
         return png(self.figure(), dpi)
 
-    def _line(self, row: Mapping[str, Any], now: float) -> str:
-        step = row["step"]
-        losses = " ".join(f"{name} {value:.3f}" for name, value in _numbers(row["losses"]))
-        parts = [f"step {step:,}/{self.total:,} ({step / max(self.total, 1):.0%})", losses]
-        parts += [f"learning rate {row['learning_rate']:.2g}", f"{row['throughput']:,.0f} positions/s"]
-        done = step - self._first
-        if done > 0:
+    def _progress(self, step: int, now: float) -> list[str]:
+        """Where the run is, its pace since it was opened, and the time left."""
+        parts = [f"step {step:,}/{self.total:,} ({step / max(self.total, 1):.0%})"]
+        if (done := step - self._first) > 0:
             each = (now - self._began) / done
             parts += [f"{duration(each)} a step", f"{duration(max(0.0, each * (self.total - step)))} left"]
-        return " | ".join(part for part in parts if part)
+        return parts
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    """One update's losses, learning rate and throughput in a line."""
+    losses = " ".join(f"{name} {value:.3f}" for name, value in _numbers(row["losses"]))
+    rate, throughput = f"learning rate {row['learning_rate']:.2g}", f"{row['throughput']:,.0f} positions/s"
+    return " | ".join(filter(None, [losses, rate, throughput]))
 
 
 def interactive() -> bool:
