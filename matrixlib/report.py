@@ -12,20 +12,23 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from matrixlib.config import reports_root
 from matrixlib.engine import metrics, plots
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --page: #ffffff; --line: #d8d8dc; --soft: #f5f5f7;
-  --good: #1a7f37; --bad: #b3261e; --wait: #8a6100; }
+  --quiet: #6b6b70; --curve: #1f77b4; --good: #1a7f37; --bad: #b3261e; --wait: #8a6100; }
 @media (prefers-color-scheme: dark) { :root {
   --ink: #e6e6e8; --page: #17181a; --line: #3a3b3f; --soft: #222326;
-  --good: #57c878; --bad: #ff8a80; --wait: #e0b040; } }
+  --quiet: #9a9aa0; --curve: #6fb3e0; --good: #57c878; --bad: #ff8a80; --wait: #e0b040; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -33,11 +36,25 @@ h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-t
 .pass { color: var(--good); } .fail { color: var(--bad); } .open { color: var(--wait); }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem 1rem .25rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.result { font-size: 1.05rem; } .soft, .soft a { color: var(--quiet); }
+svg { display: block; width: 8rem; height: 2rem; stroke: var(--curve); fill: none; stroke-width: 1.5; }
 img { max-width: 100%; background: #fff; border-radius: .4rem; }
 pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: .85rem; border-radius: .4rem; }
+pre.columns { columns: 17rem; } .index { max-width: 84rem; } .index a { white-space: nowrap; }
 .wide { overflow-x: auto; }
 """
+
+LABELS = {
+    "positions": "held-out positions",
+    "top1": "top-1 agreement with the teacher",
+    "top3": "top-3 agreement with the teacher",
+    "policy kl": "policy KL to the teacher [nats]",
+    "value correlation": "correlation of value and expected score",
+    "wdl accuracy": "win-draw-loss accuracy",
+}
+MESSAGES = 20  # that a report shows
+SPARKS, SPARK_ROWS = 40, 5  # points of a sparkline, rows of metrics.jsonl that make one
 
 
 def write_report(run_folder: Path) -> Path:
@@ -51,17 +68,25 @@ def write_report(run_folder: Path) -> Path:
     problems: list[str] = []
     summary = _read_json(folder / "summary.json", problems)
     record = _read_json(folder / "run.json", problems)
-    parts = [
-        f"<h1>{_text(folder.name)}</h1>",
-        f"<p>{_text(_headline(summary, record))}</p>",
-        _verdict(summary),
+    parts = [f"<h1>{_text(folder.name)}</h1>", _verdict(summary)]
+    if headline := summary.get("headline"):
+        parts.append(f'<p class="result">{_text(headline)}</p>')
+    parts += [
+        f'<p class="soft">{_text(_headline(summary, record))} - <a href="../index.html">all runs</a></p>',
+        _checks(summary),
         _section("Key figures", _figures(summary)),
-        _section("Curves", _curves(folder, problems)),
-        _section("Runtime", _runtime(summary.get("runtime") or record.get("runtime"))),
-        _section("Configuration", _file(folder / "config.yaml")),
-        _section("Environment", _environment(record)),
-        _section("Parts that are missing or damaged", _list(problems)),
     ]
+    if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
+        rows = _rows(folder, problems)
+        parts += [
+            _section("Curves", _curves(rows, folder.name)),
+            _section("Where the time went", _phases(rows)),
+            _section("What it said", _messages(rows)),
+            _section("Runtime", _runtime(summary.get("runtime") or record.get("runtime"))),
+            _section("Configuration", _file(folder / "config.yaml")),
+            _section("Environment", _environment(record)),
+            _section("Parts that are missing or damaged", _list(problems)),
+        ]
     path = folder / "report.html"
     metrics.write_text(path, page(folder.name, "\n".join(parts)))
     return path
@@ -81,36 +106,38 @@ def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
     root = Path(root) if root is not None else reports_root()
     runs = [path for path in root.iterdir() if path.is_dir() and _is_run(path)] if root.is_dir() else []
-    rows = []
+    lines = []
     for folder in sorted(runs, key=_started, reverse=True):
         summary = _read_json(folder / "summary.json", [])
         record = _read_json(folder / "run.json", [])
         kind, word = _outcome(summary)
         name = _text(folder.name)
         link = f'<a href="{name}/report.html">{name}</a>' if (folder / "report.html").exists() else name
-        figures = ", ".join(
-            f"{label} {value}" for label, value, _ in figure_rows(summary.get("evaluation") or {})
-        )
         cells = [
-            link,
             f'<span class="{kind}">{word}</span>',
-            *map(_text, (_headline(summary, record), figures)),
+            link,
+            _sparkline(folder / "metrics.jsonl"),
+            _text(summary.get("headline") or _short_figures(summary)),
+            _text(_headline(summary, record)),
         ]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "<tr><th>run</th><th>verdict</th><th>what</th><th>key figures</th></tr>"
-    table = f'<div class="wide"><table>{head}{"".join(rows)}</table></div>' if rows else "<p>No runs yet.</p>"
+        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "<tr><th>verdict</th><th>run</th><th>training loss</th><th>result</th><th>what it was</th></tr>"
+    table = (
+        f'<div class="wide"><table>{head}{"".join(lines)}</table></div>' if lines else "<p>No runs yet.</p>"
+    )
     root.mkdir(parents=True, exist_ok=True)
     path = root / "index.html"
-    metrics.write_text(path, page("Runs", f"<h1>Runs</h1>{table}"))
+    metrics.write_text(path, page("Runs", f"<h1>Runs</h1>{table}", "index"))
     return path
 
 
-def page(title: str, body: str) -> str:
-    """A whole HTML document around `body`; the title is escaped, the body is not."""
+def page(title: str, body: str, kind: str = "report") -> str:
+    """A whole HTML document around `body`, with a class for the style; the title is escaped, the body is not."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n"
+        f'<body class="{kind}">\n{body}\n</body></html>\n'
     )
 
 
@@ -208,12 +235,18 @@ def _verdict(summary: Mapping[str, Any]) -> str:
         if verdict.get("demo")
         else ""
     )
+    return f'<p class="verdict {kind}">Verdict: {word}{note}</p>'
+
+
+def _checks(summary: Mapping[str, Any]) -> str:
+    verdict = summary.get("verdict")
+    checks = verdict.get("checks", ()) if isinstance(verdict, Mapping) else ()
     rows = [
         ("pass" if check.get("passed") else "FAIL", check.get("name", ""), check.get("detail", ""))
-        for check in verdict.get("checks", ())
+        for check in checks
         if isinstance(check, Mapping)
     ]
-    return f'<p class="verdict {kind}">Verdict: {word}{note}</p>' + _table((), rows)
+    return _table((), rows)
 
 
 def _headline(summary: Mapping[str, Any], record: Mapping[str, Any]) -> str:
@@ -240,26 +273,92 @@ def _headline(summary: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
 def _figures(summary: Mapping[str, Any]) -> str:
     figures = summary.get("evaluation")
-    rows = figure_rows(figures) if isinstance(figures, Mapping) else []
+    found = figure_rows(figures) if isinstance(figures, Mapping) else []
+    rows = [(LABELS.get(name, name), value, beside) for name, value, beside in found]
     if isinstance(parameters := summary.get("parameters"), int):
         rows.append(("parameters of the network", f"{parameters:,}", ""))
-    return _table(("figure", "value", "baselines"), rows)
+    return _table(("figure", "value", "baselines"), rows, number=1)
 
 
-def _curves(folder: Path, problems: list[str]) -> str:
+def _short_figures(summary: Mapping[str, Any]) -> str:
+    return ", ".join(f"{label} {value}" for label, value, _ in figure_rows(summary.get("evaluation") or {}))
+
+
+def _rows(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl; none where it is missing or damaged, which is then a problem."""
     try:
-        rows = metrics.read(folder / "metrics.jsonl")
+        return metrics.read(folder / "metrics.jsonl")
     except FileNotFoundError:
         problems.append("metrics.jsonl is missing")
-        return ""
     except (OSError, ValueError) as error:
         problems.append(f"metrics.jsonl cannot be read: {error}")
-        return ""
-    if not rows:
-        return ""
-    picture = base64.b64encode(plots.png(plots.training_figure(rows, folder.name))).decode("ascii")
+    return []
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], name: str) -> str:
     alt = "Losses, accuracy, learning rate, gradient norm and throughput over update steps"
-    return f'<img alt="{alt}" src="data:image/png;base64,{picture}">'
+    return _picture(plots.training_figure(rows, name), alt) if rows else ""
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> str:
+    timed = [row for row in rows if row.get("times")]
+    return _picture(plots.phases_figure(timed), "Milliseconds of an update by phase") if timed else ""
+
+
+def _picture(figure: Figure, alt: str) -> str:
+    data = base64.b64encode(plots.png(figure)).decode("ascii")
+    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+
+
+def _messages(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The warnings of the training, as far as they are few."""
+    said = [f"update {row['step']:,}: {text}" for row in rows for text in row.get("messages", ())]
+    more = [f"... and {len(said) - MESSAGES:,} more in metrics.jsonl"] if len(said) > MESSAGES else []
+    return _list(said[:MESSAGES] + more)
+
+
+def _sparkline(path: Path) -> str:
+    """The training loss as a small curve; "" where there is none. Reads a part of the file only."""
+    points = _sampled_losses(path)
+    if len(points) < 2:
+        return ""
+    steps, losses = zip(*points, strict=True)
+    low, high = min(losses), max(losses)
+    wide, tall = max(steps[-1] - steps[0], 1), max(high - low, 1e-9)
+    places = " ".join(
+        f"{120 * (step - steps[0]) / wide:.1f},{26 - 24 * (loss - low) / tall:.1f}" for step, loss in points
+    )
+    words = f"training loss {losses[0]:.2f} to {losses[-1]:.2f}"
+    return f'<svg viewBox="0 0 120 28" role="img"><title>{words}</title><polyline points="{places}"/></svg>'
+
+
+def _sampled_losses(path: Path) -> list[tuple[int, float]]:
+    """(step, mean loss of a few rows) at places spread evenly over a metrics file; damaged lines are left out."""
+    found: dict[int, float] = {}
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            for place in range(SPARKS):
+                file.seek(size * place // SPARKS)
+                if place:
+                    file.readline()  # the rest of a row
+                losses = [step_loss for _ in range(SPARK_ROWS) if (step_loss := _loss(file.readline()))]
+                if losses:
+                    found[losses[0][0]] = sum(loss for _, loss in losses) / len(losses)
+    except OSError:
+        return []
+    return sorted(found.items())
+
+
+def _loss(line: bytes) -> tuple[int, float] | None:
+    """(step, loss) of one row, the sum of its terms where no total is stored; None where it is not finite."""
+    try:
+        row = json.loads(line)
+        losses = row["losses"].values() if "loss" not in row else [row["loss"]]
+        loss = sum(map(float, losses))  # "nan" and "inf" stand in the file as text
+        return (int(row["step"]), loss) if math.isfinite(loss) else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _runtime(runtime: object) -> str:
@@ -279,17 +378,25 @@ def _environment(record: Mapping[str, Any]) -> str:
 
 def _file(path: Path) -> str:
     try:
-        return f"<pre>{_text(path.read_text(encoding='utf-8', errors='replace'))}</pre>"
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return f'<pre class="columns">{_text(text)}</pre>'
     except OSError as error:
         return f"<p>{_text(path.name)} cannot be read: {_text(error.strerror)}</p>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]], number: int = -1) -> str:
+    """number: column that is set flush right."""
     if not rows:
         return ""
-    top = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    kinds = {number: ' class="number"'}
+    top = _row("th", head, kinds) if head else ""
+    body = "".join(_row("td", row, kinds) for row in rows)
     return f'<div class="wide"><table>{top}{body}</table></div>'
+
+
+def _row(tag: str, cells: Sequence[object], kinds: Mapping[int, str]) -> str:
+    inner = "".join(f"<{tag}{kinds.get(k, '')}>{_text(cell)}</{tag}>" for k, cell in enumerate(cells))
+    return f"<tr>{inner}</tr>"
 
 
 def _list(items: Sequence[object]) -> str:

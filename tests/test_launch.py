@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,11 +78,15 @@ def test_the_shell_command_trains_and_ends_with_the_report(
 ) -> None:
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
     assert launch.main(["--preset", "demo", "--steps", "40"]) == 0
-    first, *_, result, report = capsys.readouterr().out.splitlines()
+    first, *_, result, report, look, play = capsys.readouterr().out.splitlines()
     name = first.split()[1].rstrip(":")
     assert name.startswith("demo-")
     assert "best capture" in result
     assert report.startswith("report: ")
+    named = re.findall(r"\w+\.ipynb", look)
+    assert look.startswith("next: ")
+    assert [notebook for notebook in named if not (launch.NOTEBOOKS / notebook).exists()] == []
+    assert play.endswith(f"--checkpoint {reports / name}")
     assert (reports / name / "train.ipynb").exists()
     assert (reports / name / "report.html").exists()
     assert name in (reports / "index.html").read_text()

@@ -93,7 +93,13 @@ def test_whole_report_is_offline_with_the_verdict_first(tmp_path: Path) -> None:
     assert not {"script", "link", "iframe"} & page.tags
     assert "url(" not in path.read_text(encoding="utf-8")
     assert page.headings == ["quick-1", "Key figures", "Curves", "Runtime", "Configuration", "Environment"]
-    order = ["Verdict: PASS", "top1 27.1% best capture 17.1%", "bf16: measured", "task: chess", "abc123"]
+    order = [
+        "Verdict: PASS",
+        "top-1 agreement with the teacher 27.1% best capture 17.1%",
+        "bf16: measured",
+        "task: chess",
+        "abc123",
+    ]
     places = [page.text.index(word) for word in order]
     assert places == sorted(places)
     assert "53,161,185" in page.text
@@ -164,3 +170,34 @@ def test_command_line(reports: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (reports / "index.html").exists()
     assert report.main(["absent"]) == 1
     assert "no run at" in capsys.readouterr().err
+
+
+def test_the_index_draws_the_loss_of_each_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    text = report.write_index(tmp_path).read_text(encoding="utf-8")
+    points = text.partition('polyline points="')[2].partition('"')[0].split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert len(points) == 4, "one update of five was not finite"
+    assert heights == sorted(heights), "the loss falls"
+    (folder / "metrics.jsonl").write_text("{broken\n")
+    assert "<svg" not in report.write_index(tmp_path).read_text(encoding="utf-8")
+
+
+def test_what_was_said_while_training_is_in_the_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for step in range(6, 40):
+            log.write({"step": step, "losses": {"policy": 1.0}, "messages": ["too <high>"]})
+    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    assert "update 6: too <high>" in page.text
+    assert page.text.count("too <high>") == report.MESSAGES
+    assert "and 14 more in metrics.jsonl" in page.text
+
+
+def test_a_folder_without_a_training_lacks_nothing(tmp_path: Path) -> None:
+    """The probe and the cycle leave a verdict and no run."""
+    (tmp_path / "probe").mkdir()
+    write_json(tmp_path / "probe" / "summary.json", {"verdict": {"passed": True, "checks": []}})
+    page = Structure(report.write_report(tmp_path / "probe").read_text(encoding="utf-8"))
+    assert page.headings == ["probe"]
+    assert "missing" not in page.text

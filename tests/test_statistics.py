@@ -123,6 +123,8 @@ def test_warnings_in_words() -> None:
     assert clip_warning(health(clips=[True] * 99)) == []
     assert clip_warning(health(clips=[True] * 10 + [False] * 90)) == []
     assert "11%" in clip_warning(health(clips=[True] * 11 + [False] * 89))[0]
+    assert clip_warning(health(clips=[True] * 22 + [False] * 78), said=0.11) == []
+    assert "23%" in clip_warning(health(clips=[True] * 23 + [False] * 77), said=0.11)[0]
 
 
 def test_a_row_leaves_out_what_an_update_has_not() -> None:

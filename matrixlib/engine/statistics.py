@@ -115,9 +115,12 @@ def unusual(done: StepStats, health: Health, known: Container[str] = ()) -> list
     return messages
 
 
-def clip_warning(health: Health) -> list[str]:
-    """A warning when too many of at least 100 gradients after the warm-up were clipped."""
-    if len(health.clips) < 100 or health.clip_share <= CLIP_SHARE:
+def clip_warning(health: Health, said: float = 0.0) -> list[str]:
+    """A warning when too many of at least 100 gradients after the warm-up were clipped.
+
+    said: share of the last warning; there is another one at twice as much.
+    """
+    if len(health.clips) < 100 or health.clip_share <= max(CLIP_SHARE, 2 * said):
         return []
     return [
         f"{health.clip_share:.0%} of the gradients after the warm-up were clipped; above {CLIP_SHARE:.0%} "

@@ -100,6 +100,7 @@ class Trainer:
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = True  # False where the weights were given
+        self._clipped = 0.0  # share of clipped gradients that was last warned about
         self._saved = -1  # update count of the newest checkpoint
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
@@ -524,7 +525,9 @@ class Trainer:
         messages += dead.warnings()
         if self._step.scaler is not None:
             found["loss_scale"] = self._step.scaler.get_scale()
-        messages += statistics.clip_warning(self._step.health)
+        if clipped := statistics.clip_warning(self._step.health, self._clipped):
+            self._clipped = self._step.health.clip_share
+            messages += clipped
         return found
 
     def _save_if_new(self) -> None:
