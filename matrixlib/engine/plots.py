@@ -206,13 +206,13 @@ class LivePlot:
             return
         if self.live:
             self._bar.value = min(stats.step, self.total)
-            self._pace.value = " | ".join(self._progress(row["step"], now))
+            self._pace.value = " | ".join(self._progress(stats.step, now))
             self._now.value = html.escape(_figures(row))
             self._image.value = self._png(72)
             spent = time.perf_counter() - now
             self._next = now + max(self.every, 7 * spent)  # a slow machine trains, it does not draw
         elif self.progress == "text":
-            print(" | ".join([*self._progress(row["step"], now), _figures(row)]), flush=True)
+            print(" | ".join([*self._progress(stats.step, now), _figures(row)]), flush=True)
             self._next = now + 10.0
 
     def close(self) -> None:
