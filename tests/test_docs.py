@@ -194,7 +194,7 @@ def make_calls() -> Iterator[list[str]]:
 
 def test_make_targets_and_variables_exist() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", text, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9]+):", text, re.MULTILINE))
     calls = list(make_calls())
     assert ["train"] in calls
     assert ["test"] in calls
