@@ -10,7 +10,6 @@ from matrixlib import config as configuration
 from matrixlib import runtime as runtimes
 from matrixlib.engine.metrics import write_json
 from matrixlib.machine import DeviceFacts, Gpu, Rates
-from matrixlib.run import read_json
 
 # Rates in GFLOP/s measured on one core pair each; only their ratios matter to the policy.
 _ZEN4 = Rates(183, 420, 160, 165, 300, 310)
@@ -40,12 +39,6 @@ def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
     folder().mkdir(parents=True, exist_ok=True)
     write_json(folder() / "summary.json", found)
     return found
-
-
-def peak(device: str, dtype: str) -> float:
-    """Matrix rate in GFLOP/s that the probe measured on this device in this dtype; 0 where it did not."""
-    found = read_json(folder() / "summary.json")
-    return float(found["measured"].get(dtype, 0.0)) if found.get("device") == device else 0.0
 
 
 def report(found: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ DEVIATIONS = 2.0
 """Standard deviations of the clean runs' final validation losses that a planted run may be off."""
 FLOAT_ERROR = 1e-4
 """Relative difference of losses that the order of a sum may make over a run."""
-CLOCKS = {"time", "seconds", "times", "throughput", "memory", "messages"}
+CLOCKS = {"time", "seconds", "times", "throughput", "share_of_peak", "memory", "messages"}
 PRELOAD = [
     "matrixlib.proof",
     "matrixlib.engine.trainer",

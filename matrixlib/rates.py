@@ -45,7 +45,7 @@ def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[s
     """
     import torch
 
-    n = 2048 if device == "cpu" else 8192
+    n = _side(device)
     source = torch.ones(2**26, device=device)
     target = torch.empty_like(source)
 
@@ -65,6 +65,22 @@ def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[s
         torch.set_num_threads(before)
 
 
+def matrix(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
+    """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: what a share of the peak is a share of.
+
+    The best of about `seconds`, two products at least. fp32 is under torch's present TF32 setting.
+    """
+    import torch
+
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return round(_best({dtype: _product(device, kinds[dtype], _side(device))}, seconds)[dtype], 1)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _best(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: float) -> dict[str, float]:
     """name -> the best rate (work / 1e9 a second) seen in turns; `seconds` in all, but one turn at least."""
     for _, call in kinds.values():
@@ -78,6 +94,11 @@ def _best(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: floa
             best[name] = max(best[name], work / 1e9 / (time.perf_counter() - start))
         if time.perf_counter() > end:
             return best
+
+
+def _side(device: str) -> int:
+    """Rows of a matrix whose product takes a few milliseconds."""
+    return 2048 if device == "cpu" else 8192
 
 
 def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:

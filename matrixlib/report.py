@@ -263,7 +263,9 @@ def _headline(summary: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     if isinstance(rate := summary.get("positions_per_second"), (int, float)):
         words.append(f"{rate:,} positions/s")
     if isinstance(share := summary.get("share_of_peak"), (int, float)):
-        words.append(f"{share:.0%} of the measured peak")
+        peak = summary.get("peak_gflops")
+        of = f" ({peak:,.0f} GFLOP/s)" if isinstance(peak, (int, float)) else ""
+        words.append(f"{share:.0%} of the measured matrix rate{of}")
     if reason := summary.get("stopped_early"):
         words.append(f"stopped early: {reason}")
     if started := record.get("started"):

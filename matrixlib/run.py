@@ -23,9 +23,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
+from matrixlib import rates, trial
 from matrixlib import runtime as runtimes
 from matrixlib import subject as subjects
-from matrixlib import trial
 from matrixlib.config import Config
 from matrixlib.engine.metrics import write_json, write_text
 
@@ -150,6 +150,7 @@ class Run:
             self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
             self._trainer = None
         try:
+            self._measure_peak()
             for text in self.trainer.messages:
                 self._say(text)
             events = self._events() if tensorboard else None
@@ -219,10 +220,29 @@ class Run:
         )  # the trainer has cut the file back to the newest checkpoint
 
     def times(self) -> str:
-        """Where the time went: a line for each phase of an update."""
+        """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
         from matrixlib.engine import profile
 
-        return profile.table(self.history())
+        rows = self.history()
+        share, peak = _share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
+        if share is None or peak is None:
+            return profile.table(rows)
+        return (
+            f"{profile.table(rows)}\n"
+            f"share of peak: {share:.0%} of {peak['gflops']:,.0f} GFLOP/s, the matrix rate measured in {peak['dtype']} "
+            f"as this run began; {peak['position_flops'] / 1e9:.3g} GFLOP a position, forward and backward"
+        )
+
+    def _measure_peak(self) -> None:
+        """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json."""
+        flops = self.subject.training_flops()
+        if not flops:
+            return
+        gflops = rates.matrix(self.runtime.device, self.runtime.dtype, self.runtime.threads)
+        self.trainer.peak = gflops * 1e9 / flops
+        record = read_json(self.folder / "run.json")
+        peak = {"gflops": gflops, "dtype": self.runtime.dtype, "position_flops": flops}
+        write_json(self.folder / "run.json", record | {"peak": peak})
 
     def phases(self) -> str:
         """The curriculum's phases so far, a line each; "" without a curriculum."""
@@ -258,7 +278,8 @@ class Run:
             "positions": self.trainer.step * self.config.train.batch_size,
             "seconds": round(sum(row["seconds"] for row in rows), 1),
             "positions_per_second": round(rate),
-            "share_of_peak": self._share_of_peak(rate),
+            "share_of_peak": _share_of_peak(rows),
+            "peak_gflops": read_json(self.folder / "run.json").get("peak", {}).get("gflops"),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "evaluation": figures,
             "headline": self.subject.headline(figures),
@@ -269,16 +290,15 @@ class Run:
         report.write_report(self.folder)
         report.write_index()
 
-    def _share_of_peak(self, rate: float) -> float | None:
-        """Floating-point work of training (three times the forward pass) as a share of the probe's matrix rate."""
-        from matrixlib import hardware
-
-        flops, peak = self.subject.flops(), hardware.peak(self.runtime.device, self.runtime.dtype)
-        return round(3 * flops * rate / (peak * 1e9), 4) if flops and peak else None
-
     def close(self) -> None:
         """Give the run's lock back; twice does no harm."""
         self.lock.release()
+
+
+def _share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Median share of the device's matrix rate over updates; None where it was not measured."""
+    shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
+    return statistics.median(shares) if shares else None
 
 
 def open_run(

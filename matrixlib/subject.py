@@ -77,8 +77,8 @@ class Subject(Protocol):
         """What a phase trains, and on what."""
         ...
 
-    def flops(self) -> float | None:
-        """Floating-point operations of one row's forward pass; None where nobody has counted them."""
+    def training_flops(self) -> float | None:
+        """Floating-point operations of training on one row; None where nobody has counted them."""
         ...
 
     def evaluate(
@@ -154,10 +154,11 @@ class Chess:
         weights = phase.values["sources"]
         return Stage(self.task, list(weights), weights)
 
-    def flops(self) -> float:
-        from matrixlib.tasks.chess.model import forward_flops
+    def training_flops(self) -> float:
+        from matrixlib.engine.task import active_terms
+        from matrixlib.tasks.chess.model import training_flops
 
-        return forward_flops(self.task.config.model)
+        return training_flops(self.task.config.model, active_terms(self.task))
 
     def evaluate(
         self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
@@ -227,7 +228,7 @@ class Latin:
         task = self.task.at(phase.values)
         return Stage(task, [pool.source(size) for size in task.sizes])
 
-    def flops(self) -> None:
+    def training_flops(self) -> None:
         return None
 
     def evaluate(
@@ -297,7 +298,7 @@ class TicTacToe:
         weights = phase.values["sources"]
         return Stage(self.task, list(weights), weights)
 
-    def flops(self) -> None:
+    def training_flops(self) -> None:
         return None
 
     def evaluate(

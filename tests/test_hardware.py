@@ -21,12 +21,10 @@ def test_the_policy_table_is_the_policy_for_named_machines() -> None:
     assert found["older desktop"]["dtype"] == "fp32"
 
 
-def test_the_probe_is_kept_and_gives_training_its_peak(reports: Path) -> None:
-    assert hardware.peak("cpu", "fp32") == 0.0, "never probed"
+def test_the_probe_is_kept(reports: Path) -> None:
     found = hardware.measure(device="cpu", seconds=0.2)
     assert json.loads((reports / "probe" / "summary.json").read_text())["device"] == "cpu"
-    assert hardware.peak("cpu", "fp32") == found["measured"]["fp32"] > 1
-    assert hardware.peak("cuda", "fp32") == 0.0, "measured on another device"
+    assert found["measured"]["fp32"] > 1
     assert found["loader"]["rows_per_second"] > 1000
     text = hardware.report(found)
     for name, item in found["suggested"].items():

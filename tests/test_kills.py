@@ -16,7 +16,7 @@ from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.proof import PRELOAD
 
-CLOCKS = {"time", "seconds", "times", "throughput", "memory", "messages"}
+CLOCKS = {"time", "seconds", "times", "throughput", "share_of_peak", "memory", "messages"}
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from matrixlib.tasks.chess.model import (
     PolicyValueNet,
     forward_flops,
     parameter_count,
+    training_flops,
 )
 
 C, BLOCKS, HIDDEN = 32, 3, 24
@@ -492,8 +493,26 @@ def test_flops_agree_with_torch(name: str) -> None:
     assert forward_flops(net.config, heads) == pytest.approx(counter.get_total_flops() / 2, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["squeeze-excite", "blended attention", "post-norm attention", "ssl heads"])
+@pytest.mark.parametrize("ssl_trunk", [True, False])
+def test_training_flops_agree_with_torch(name: str, ssl_trunk: bool) -> None:
+    net = build(**OPTIONS[name][0], ssl_trunk=ssl_trunk).train()
+    heads = every_head(net) - {"features"}
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        found = net(planes(2), heads)
+        sums = [found["policy"].square().sum(), found["value"].square().sum()]
+        sums += [logits.square().sum() for logits in found.get("ssl", {}).values()]
+        torch.stack(sums).sum().backward()
+    assert training_flops(net.config, heads) == pytest.approx(counter.get_total_flops() / 2, rel=0.02)
+
+
 def test_flops_of_the_reference_network() -> None:
-    assert forward_flops(load("matrix0_53m").model) == pytest.approx(6.27e9, rel=0.01)
+    config = load("matrix0_53m").model
+    assert 6.2e9 < forward_flops(config) < 6.4e9
+    assert training_flops(config, frozenset({"policy", "value"})) == pytest.approx(18.8e9, rel=0.01)
 
 
 def test_samples_do_not_influence_each_other_in_evaluation() -> None:

@@ -97,6 +97,20 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
     )
 
 
+def test_the_rate_of_a_run_stands_beside_the_matrix_rate_of_its_device(reports: Path) -> None:
+    current = train("share")
+    summary = current.summary()
+    share, gflops = summary["share_of_peak"], summary["peak_gflops"]
+    flops = current.subject.training_flops()
+    assert flops is not None
+    row = metrics.read(current.folder / "metrics.jsonl")[-1]
+    assert row["share_of_peak"] == pytest.approx(row["throughput"] * flops / (gflops * 1e9), abs=1e-4)
+    assert 0 < share < 2
+    *_, last = current.times().splitlines()
+    assert last.startswith(f"share of peak: {share:.0%} of {gflops:,.0f} GFLOP/s")
+    assert f"{share:.0%} of the measured matrix rate" in (current.folder / "report.html").read_text()
+
+
 def test_an_empty_name_resumes_the_newest_incomplete_run_with_the_same_configuration(reports: Path) -> None:
     first = runs.open_run(overrides=TINY)
     for stats in first.train():
@@ -240,7 +254,7 @@ def test_stopped_and_resumed_equals_the_uninterrupted_run_bit_for_bit(
 
 
 def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
-    clocks = {"time", "seconds", "times", "throughput", "memory"}
+    clocks = {"time", "seconds", "times", "throughput", "share_of_peak", "memory"}
     return {k: without_clocks(v) if isinstance(v, dict) else v for k, v in row.items() if k not in clocks}
 
 

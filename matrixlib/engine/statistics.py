@@ -35,7 +35,8 @@ class Stats:
     step: updates done, this one included. micro_step: forward passes done. loss, losses, metrics: means over
     the items of this update, in training mode, before it. seconds: waiting for data and updating; times: seconds
     of each phase (`profile.PHASES`), saving and what runs on a GPU maybe one update late.
-    throughput: rows per second over the last updates. grad_norm: before clipping. clip_share: share of clipped
+    throughput: rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known.
+    grad_norm: before clipping. clip_share: share of clipped
     gradients among the last after the warm-up. skipped, overflows: updates that moved no weight so far, for a
     blow-up or for the loss scale. rollbacks: rollbacks so far, before this update. gate: factor on the weights
     of the self-supervised terms. phase: of the curriculum. validation: fields of `Validation`, where one was
@@ -59,6 +60,7 @@ class Stats:
     seconds: float
     throughput: float
     times: dict[str, float] = field(default_factory=dict)
+    share_of_peak: float | None = None
     gate: float | None = None
     phase: int | None = None
     validation: dict[str, Any] | None = None

@@ -93,6 +93,7 @@ class Trainer:
         self._starvation = Starvation(runtime.workers, runtime.prefetch)
         seconds = config.train.heartbeat_seconds
         self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, self._device)
+        self.peak: float | None = None  # rows a second that would take the device's whole matrix rate
         self._streams = rng.seeded(config.seed, self._device)
         self._sample: list[Batch] | None = None
         self.step = self.micro_step = 0
@@ -357,6 +358,7 @@ class Trainer:
         times = self._step.clock.take()
         if late := self._starvation.look(times["wait"], self._seconds):
             messages.append(late)
+        throughput = self._throughput.add(rows(batch), self._seconds)
         stats = Stats(
             step=self.step,
             micro_step=self.micro_step,
@@ -375,7 +377,8 @@ class Trainer:
             memory=self._memory.interval() if validation else None,
             seconds=self._seconds,
             times=times,
-            throughput=self._throughput.add(rows(batch), self._seconds),
+            throughput=throughput,
+            share_of_peak=round(throughput / self.peak, 4) if self.peak else None,
             validation=validation.to_dict() if validation else None,
             statistics=figures,
             initial=self.initial if self.step == 1 else None,

@@ -98,6 +98,15 @@ def forward_flops(config: ModelConfig, heads: frozenset[str] | None = None) -> i
     return total
 
 
+def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
+    """Floating-point operations of training on ONE position: forward, and twice as many backward, as each product has
+    a gradient for either factor; the planes need none. What activation checkpointing repeats is not counted.
+    """
+    asked = [name for name in config.ssl if f"ssl_{name}" in heads and not config.ssl_trunk]
+    unneeded = sum(_conv(config.channels, ssl_width(config.channels), 1) for _ in asked)
+    return 3 * forward_flops(config, heads) - _conv(PLANES, config.channels, 3) - unneeded
+
+
 def _conv(inputs: int, outputs: int, kernel: int) -> int:
     return 2 * SQUARES * inputs * outputs * kernel * kernel
 
