@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
     """Figures on held-out positions, each with its baselines.
 
-    top1, top3: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
+    top1, top3, top5: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
     value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform
     over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
     class. sample: 0 = all positions.
@@ -42,10 +42,12 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
         "positions": base["rows"],
         "top1": seen.metrics["policy/top1"],
         "top3": seen.metrics["policy/top3"],
+        "top5": seen.metrics["policy/top5"],
         "policy_kl": seen.metrics["policy/kl"],
         "baselines": {
             "uniform_top1": base["uniform_top1"] / policy,
             "uniform_top3": base["uniform_top3"] / policy,
+            "uniform_top5": base["uniform_top5"] / policy,
             "uniform_kl": base["uniform_kl"] / policy,
             "best_capture_top1": base["capture_top1"] / policy,
         },
@@ -78,13 +80,11 @@ def _baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, f
     has_result = (batch["result"] != 2) & (result_share > 0)  # win 1, draw 0, loss -1, unknown 2
     classes = np.where(has_wdl, batch["wdl"].argmax(1), 1 - batch["result"])[has_wdl | has_result]
     ties = best.sum(1)
-    # Three of n moves drawn without replacement miss all `ties` best ones with this hypergeometric chance.
-    miss = np.prod(
-        [np.clip((n_legal - ties - k) / np.maximum(n_legal - k, 1), 0, 1) for k in range(3)], axis=0
-    )
+    # Moves of n drawn without replacement: the chance that the next one, too, is none of the `ties` best.
+    missed = [np.clip((n_legal - ties - k) / np.maximum(n_legal - k, 1), 0, 1) for k in range(5)]
+    hit = 1 - np.cumprod(missed, axis=0)
     return {
-        "uniform_top1": float((ties / n_legal).sum()),
-        "uniform_top3": float((1 - miss).sum()),
+        **{f"uniform_top{k}": float(hit[k - 1].sum()) for k in (1, 3, 5)},
         "uniform_kl": float((np.log(n_legal) - entropy).sum()),
         "capture_top1": float(right.sum()),
         **{f"class_{k}": float((classes == k).sum()) for k in range(3)},

@@ -57,6 +57,7 @@ def test_baselines_by_hand() -> None:
     sums = evaluation._baselines(batch, 0.0)
     assert sums["uniform_top1"] == pytest.approx(1 / n)
     assert sums["uniform_top3"] == pytest.approx(3 / n)
+    assert sums["uniform_top5"] == pytest.approx(5 / n)
     assert sums["uniform_kl"] == pytest.approx(np.log(n))
     assert (sums["class_0"], sums["class_1"], sums["class_2"]) == (1, 0, 0)
     by_result = evaluation._baselines(batch, 1.0)

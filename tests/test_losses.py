@@ -42,6 +42,7 @@ def slow_policy(case: Arrays, smoothing: float) -> dict[str, float]:
         "count": 0,
         "top1": 0,
         "top3": 0,
+        "top5": 0,
         "kl": 0.0,
         "skipped": 0,
         "chance": 0.0,
@@ -65,6 +66,7 @@ def slow_policy(case: Arrays, smoothing: float) -> dict[str, float]:
         order = sorted(range(len(moves)), key=lambda k: -scores[k])
         out["top1"] += target[order[0]] == max(target)
         out["top3"] += any(target[k] == max(target) for k in order[:3])
+        out["top5"] += any(target[k] == max(target) for k in order[:5])
         out["chance"] += math.log(len(moves))
         out["floor"] -= sum(q * math.log(q) for q in soft if q > 0)
     return out
@@ -81,7 +83,7 @@ def test_policy_equals_a_slow_reference(seed: int, smoothing: float) -> None:
     assert int(losses.policy_rows(*inputs).sum()) == expected["count"]
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(expected["loss"], rel=1e-5, abs=1e-4)
-    for name in ("top1", "top3", "skipped"):
+    for name in ("top1", "top3", "top5", "skipped"):
         assert int(metrics[name]) == expected[name], name
     assert float(metrics["kl"]) == pytest.approx(expected["kl"], rel=1e-4, abs=1e-4)
     chance, floor = losses.policy_bounds(*inputs, smoothing)

@@ -104,10 +104,10 @@ def test_history_sorts_names_into_pictures() -> None:
     history = History()
     history.add(row(1))
     history.add(row(2, validation={"losses": {"policy": 1.5}, "metrics": {"policy/top1": 0.2}, "note": "x"}))
-    history.add(row(3, validation={"loss": 2.0, "value": 0.7, "policy/top3": 0.4, "policy/kl": 1.0}))
+    history.add(row(3, validation={"loss": 2.0, "value": 0.7, "policy/top3": 0.4, "policy/top5": 0.5}))
     assert set(history.losses) == {"policy", "value"}
     assert set(history.validation) == {"policy", "loss", "value"}
-    assert set(history.accuracy) == {"policy/top1 (train)", "policy/top1", "policy/top3"}
+    assert set(history.accuracy) == {"policy/top1 (train)", "policy/top1", "policy/top3"}, "no more"
     assert history.validation["policy"].points() == ([2], [1.5])
     assert history.step == 3
 

@@ -24,7 +24,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from matrixlib.engine.metrics import flatten
 
 POINTS = 2000  # per curve
-_ACCURACY = ("top", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
+_ACCURACY = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
 _TRAIN = " (train)"
 
 Rows = Sequence[Mapping[str, Any]]

@@ -58,9 +58,8 @@ def policy_loss(
     """Cross-entropy over the legal moves, summed over `policy_rows`.
 
     logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of
-    any scale. Metrics: `top1` and `top3` (the best move, or one of the best three, is one of the target's
-    best), `kl` to the target without smoothing, `skipped` (rows without a target, so per valid row after
-    division).
+    any scale. Metrics: `top1`, `top3` and `top5` (one of so many best moves is one of the target's best), `kl`
+    to the target without smoothing, `skipped` (rows without a target, so per valid row after division).
     """
     valid, legal = policy_rows(index, weight, rows), index != PAD
     scores, target = legal_logits(logits, index), policy_target(index, weight)
@@ -68,12 +67,13 @@ def policy_loss(
     loss = -(smoothed(target, index, smoothing) * log_p).sum(1)
     with torch.no_grad():
         best = target >= target.amax(1, keepdim=True)
-        top = scores.topk(min(3, scores.shape[1]), dim=1).indices
+        top = scores.topk(min(5, scores.shape[1]), dim=1).indices
         hits = best.gather(1, top) & valid[:, None]
         kl = -(target * log_p).sum(1) - entropy(target)
         metrics = {
             "top1": hits[:, 0].sum(),
-            "top3": hits.any(1).sum(),
+            "top3": hits[:, :3].any(1).sum(),
+            "top5": hits.any(1).sum(),
             "kl": torch.where(valid, kl, 0.0).sum(),
             "skipped": (rows & ~valid).sum(),
         }
