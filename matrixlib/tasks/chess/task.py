@@ -215,12 +215,14 @@ class ChessTask:
             said["wdl"] = out["value"].softmax(1)
             said["value"] = said["wdl"][:, 0] - said["wdl"][:, 2]
         for name in heads:
-            logits = self._oriented(out["ssl"][name], batch, name)
-            binary = logits.shape[1] == 1
-            said[f"ssl/{name}"] = (
-                losses.calibrated(logits, self._positive(name)).sigmoid() if binary else logits.softmax(1)
-            )
+            said[f"ssl/{name}"] = self.shares(name, self._oriented(out["ssl"][name], batch, name))
         return said
+
+    def shares(self, head: str, logits: Tensor) -> Tensor:
+        """Probabilities of a self-supervised head's logits (B, c, 8, 8), corrected for `loss.positive`."""
+        if logits.shape[1] > 1:
+            return logits.softmax(1)
+        return losses.calibrated(logits, self._positive(head)).sigmoid()
 
     def illegal_mass(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """(B,) f32: share of each row's policy target on moves that are not legal, of a batch of `prepare`;

@@ -1,0 +1,201 @@
+"""Chess networks as ONNX: every option says the same in the file, which explains itself; nothing wrong is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import chess
+import numpy as np
+import pytest
+import torch
+from networks import CPU, random_net
+from packaging.requirements import Requirement
+from positions import hard_positions
+
+from matrixlib import config as configuration
+from matrixlib import export, inference
+from matrixlib.net import Net
+from matrixlib.player import network_player
+from matrixlib.runtime import resolve
+from matrixlib.tasks.chess.export import PLANE_NAMES, moves
+from matrixlib.tasks.chess.planes import planes
+from matrixlib.tasks.chess.records import from_boards, legal_indices, policy_index
+from matrixlib.tasks.chess.task import ChessTask
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+there = all(importlib.util.find_spec(name) for name in PACKAGES)
+needs_packages = pytest.mark.skipif(not there, reason=f"needs {', '.join(PACKAGES)}")
+SMALL = {"channels": 32, "blocks": 2, "value": {"channels": 8, "hidden": 16}}
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "group norm, attention, all heads": (
+        "small",
+        {
+            **SMALL,
+            "attention": {"every": 1, "heads": 2, "bias": True, "mask": True, "unmasked_mix": 0.3},
+            "policy": {"kind": "factored", "channels": 8, "rank": 16},
+            "ssl": ["piece", "threat", "pin", "fork", "control"],
+        },
+    ),
+    "matrix0_53m": (
+        "matrix0_53m",
+        {**SMALL, "attention": {"every": 2, "heads": 2}, "policy": {"channels": 8, "rank": 16}},
+    ),
+    "batch norm, bottleneck, dense": (
+        "quick",
+        {
+            **SMALL,
+            "block": "bottleneck",
+            "norm": {"blocks": "batch", "stem_heads": "batch"},
+            "se_ratio": 0.25,
+            "activation": "mish",
+            "policy": {"kind": "dense", "channels": 8},
+            "ssl": [],
+        },
+    ),
+}
+
+
+def shaken(preset: str, model: dict[str, Any]) -> Net:
+    """A network in which no weight and no statistic is what it was drawn as, so that none may be left out."""
+    settings = configuration.load(preset, {"model": model, "runtime": CPU})
+    assert isinstance(settings, configuration.ChessConfig)
+    task = ChessTask(settings)
+    network, generator = task.build_model(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in (*network.parameters(), *network.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(torch.rand(tensor.shape, generator=generator) + 0.5)
+                tensor.add_(0.05 * torch.rand(tensor.shape, generator=generator))
+    return Net(network, task, resolve(settings.runtime, settings.train, settings.data))
+
+
+def packed(net: Net, boards: list[chess.Board]) -> dict[str, np.ndarray]:
+    rows = from_boards(boards)
+    return net.task.inputs(rows, *legal_indices(rows))
+
+
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
+    """R202: batches of 1 and 3 and others, the weights inside of the file."""
+    net, path = shaken(*NETWORKS[name]), tmp_path / "model.onnx"
+    made = export.export(net, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"], "weights in a file beside it"
+    assert 0 < made.difference < 1e-4
+    boards = [board for board in hard_positions() if any(board.legal_moves)]
+    session = export.session(path, threads=1)
+    for count in (1, 7, len(boards)):
+        batch = packed(net, boards[:count])
+        given = planes({k: torch.from_numpy(v) for k, v in batch.items()}, net.task.config.model.encoding)
+        said = dict(zip(made.outputs, session.run(None, {"planes": given.numpy()}), strict=True))
+        heads = frozenset(net.task.config.model.ssl)
+        wanted = net.predict(batch, heads)
+        value = "value" if net.task.config.model.value.kind == "scalar" else "wdl"
+        np.testing.assert_allclose(said[value], wanted[value], atol=1e-5)
+        assert said["policy"].shape == (count, 4672)
+        for head in heads if net.task.config.model.encoding == "oriented" else ():
+            np.testing.assert_allclose(said[f"ssl_{head}"], wanted[f"ssl/{head}"], atol=1e-5)
+        seen = export.opened(net, path).predict(batch)
+        for key in ("policy", "value"):
+            np.testing.assert_allclose(seen[key], wanted[key], atol=1e-4)
+    assert net.model.training is False
+
+
+@needs_packages
+def test_a_file_that_says_something_else_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, path = random_net(), tmp_path / "model.onnx"
+    path.write_text("an earlier one")
+    monkeypatch.setattr(export, "TOLERANCE", -1.0)
+    with pytest.raises(ValueError, match="differ from the network"):
+        export.export(net, path)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["an earlier one"]
+    with pytest.raises(ValueError, match="no folder"):
+        export.export(net, tmp_path / "nowhere" / "model.onnx")
+
+
+@needs_packages
+def test_the_file_explains_itself_and_becomes_small_and_can_play(tmp_path: Path) -> None:
+    net, path, small = random_net(channels=64), tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
+    export.export(net, path)
+    export.quantise(path, small)
+    assert small.stat().st_size < path.stat().st_size / 2
+    notes = export.session(small).get_modelmeta().custom_metadata_map
+    assert json.loads(notes["planes"]) == list(PLANE_NAMES["oriented"])
+    assert json.loads(notes["moves"]) == moves("oriented")
+    assert notes["encoding"] == "oriented"
+    boards = [board for board in hard_positions() if any(board.legal_moves)]
+    batch = packed(net, boards)
+    wanted, said = (asked.predict(batch)["value"] for asked in (net, export.opened(net, small)))
+    assert 0 < np.abs(wanted - said).max() < 0.1
+    assert network_player(export.opened(net, small), 0)
+
+
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_moves_are_named_by_their_index(encoding: str) -> None:
+    named = moves(encoding)
+    assert len(named) == 4672
+    assert all(len(PLANE_NAMES[name]) == 19 for name in PLANE_NAMES)
+    for board in hard_positions():
+        seen = board if board.turn or encoding == "matrix0" else board.mirror()
+        net_index = {policy_index(move, board.turn): move for move in board.legal_moves}
+        task_index = export_frame(encoding, board.turn, list(net_index))
+        for index, move in zip(task_index, net_index.values(), strict=True):
+            text = named[index] + ("q" if move.promotion == chess.QUEEN else "")
+            turned = move if seen is board else mirrored(move)
+            assert text == turned.uci()
+            assert chess.Move.from_uci(text) in seen.legal_moves
+
+
+def export_frame(encoding: str, white: bool, indices: list[int]) -> list[int]:
+    from matrixlib.tasks.chess.planes import move_map
+
+    return move_map(encoding)[0 if white else 1][indices].tolist()
+
+
+def mirrored(move: chess.Move) -> chess.Move:
+    return chess.Move(
+        chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion
+    )
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for present in PACKAGES:
+        monkeypatch.setitem(sys.modules, present, ModuleType(present))
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {Requirement(line).name for line in extras["optional-dependencies"]["onnx"]} == set(PACKAGES)
+    path, net = tmp_path / "model.onnx", random_net()
+    with pytest.raises(ValueError, match=rf"'{name}' is not installed.*\[onnx\]"):
+        export.session(path) if name == "onnxruntime" else export.export(net, path)
+
+
+def test_speeds_stand_beside_their_limit() -> None:
+    net = random_net()
+    speeds = inference.measure({"torch fp32": net, "other int8": net}, (1, 8), seconds=0.01)
+    assert [(speed.engine, speed.rows) for speed in speeds] == [
+        ("torch fp32", 1),
+        ("other int8", 1),
+        ("torch fp32", 8),
+        ("other int8", 8),
+    ]
+    assert all(speed.rate > 0 for speed in speeds)
+    assert speeds[0].limit > speeds[0].rate
+    assert speeds[1].limit == 0
+    lines = inference.table(speeds).splitlines()
+    assert lines[0].split() == ["positions/s", "1", "8", "limit", "share"]
+    assert [line.split()[:2] for line in lines[1:]] == [["torch", "fp32"], ["other", "int8"]]
+    assert lines[1].endswith("%")
+    assert lines[2].endswith("-")
