@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -285,6 +286,8 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
         "games": 2,
         "pgn": str(tmp_path / "played.pgn"),
     }
+    if onnx := all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
+        options |= {"onnx": str(tmp_path / "model.onnx"), "int8": str(tmp_path / "model.int8.onnx")}
     done, _ = papermill("eval", reports, "-y", json.dumps(options))
     outputs = [o for c in nbformat.read(reports / "eval.ipynb", 4).cells for o in c.get("outputs", [])]
     text = "".join(o.get("text", "") for o in outputs)
@@ -296,6 +299,10 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
     assert re.search(r"^mates +1 +search 4 +100.0%", text, re.MULTILINE)
     assert "network 16     - network 4" in text
     assert (tmp_path / "played.pgn").read_text().count("[Event ") == 10
+    if onnx:
+        assert "differs from torch by" in text
+        assert re.search(r"^ONNX int8( +-?\d\.\d{4}){4}$", text, re.MULTILINE), text
+        assert (tmp_path / "model.onnx").stat().st_size > (tmp_path / "model.int8.onnx").stat().st_size
 
 
 GAMES = """[White "Mated"]
