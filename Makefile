@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help train cycle test soak e2e lint lab report refresh lock install clean stale
+.PHONY: bench bench-gpu help train cycle test soak e2e lint lab report refresh lock install clean stale
 
 help:
 	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
@@ -18,6 +18,8 @@ help:
 	@echo 'make e2e       every notebook in JupyterLab in a real browser; screenshots in reports/e2e/'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make lab       JupyterLab, opened on the training notebook'
+	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about six minutes'
+	@echo 'make bench-gpu the same on a CUDA GPU, with matrix0_53m compiled and not'
 	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'
 	@echo 'make refresh   execute the committed notebooks again, in place'
 	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
@@ -74,6 +76,12 @@ lint: $(STAMP)
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --notebook-dir=. notebooks/train.ipynb
+
+bench: $(STAMP)
+	@$(BIN)/python -m matrixlib.bench
+
+bench-gpu: $(STAMP)
+	@$(BIN)/python -m matrixlib.bench --device cuda
 
 report: $(STAMP)
 	@$(BIN)/python -m matrixlib.report $(RUN)

@@ -194,7 +194,7 @@ def make_calls() -> Iterator[list[str]]:
 
 def test_make_targets_and_variables_exist() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z0-9]+):", text, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE))
     calls = list(make_calls())
     assert ["train"] in calls
     assert ["test"] in calls
@@ -253,8 +253,10 @@ def test_papermill_examples_would_be_accepted() -> None:
             config.load(preset, config.merge(device, overrides))
 
 
-def test_launcher_options_exist() -> None:
-    source = (ROOT / "matrixlib" / "launch.py").read_text(encoding="utf-8")
+def test_options_of_commands_exist() -> None:
+    source = "".join(
+        (ROOT / "matrixlib" / f"{name}.py").read_text(encoding="utf-8") for name in ("launch", "bench")
+    )
     for option in {word for span in spans() for word in span.split() if word.startswith("--")} - {"--file"}:
         assert f'"{option}"' in source, option
 

@@ -1,0 +1,140 @@
+"""Records of benchmarks: kept for each machine, compared with the last time, shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrixlib import bench, machine, workloads
+from matrixlib.machine import DeviceFacts, Gpu
+from matrixlib.workloads import Figure
+
+
+def record(*figures: Figure, started: str = "2026-01-02T00:00:00Z", brief: bool = False) -> dict[str, Any]:
+    return {
+        "machine": "box",
+        "started": started,
+        "brief": brief,
+        "load": 0.0,
+        "versions": {"torch": "2"},
+        "figures": {"updates": [vars(figure) for figure in figures]},
+    }
+
+
+def keep(found: dict[str, Any]) -> None:
+    path = bench.folder("box") / f"{found['started']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
+
+
+def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else() -> None:
+    before = record(Figure("a", 100, "positions/s"), Figure("b", 2.0, "s"), Figure("c", 100, "positions/s"))
+    after = record(Figure("a", 89, "positions/s"), Figure("b", 2.3, "s"), Figure("c", 91, "positions/s"))
+    slower = bench.regressions(after, before)
+    assert [line.split(" takes")[0] for line in slower] == ["updates: a", "updates: b"]
+    assert "takes 12% longer (89 -> " not in slower[0], "from the old figure to the new one"
+    assert "(100 -> 89 positions/s)" in slower[0]
+    assert not bench.regressions(before, after), "faster is no regression"
+
+
+def test_figures_that_are_new_or_have_another_unit_are_not_compared() -> None:
+    before = record(Figure("a", 100, "positions/s"))
+    assert not bench.regressions(record(Figure("new", 1, "positions/s"), Figure("a", 1, "s")), before)
+
+
+def test_the_last_record_is_of_this_machine_and_made_in_the_same_way(reports: Path) -> None:
+    now = record(Figure("a", 1, "s"), started="2026-01-05T00:00:00Z")
+    assert bench.last(now) == {}
+    assert bench.verdict(now) == ([], "first record of this machine: nothing to compare with")
+    keep(record(Figure("a", 2, "s"), started="2026-01-01T00:00:00Z"))
+    keep(record(Figure("a", 3, "s"), started="2026-01-02T00:00:00Z"))
+    keep(record(Figure("a", 4, "s"), started="2026-01-03T00:00:00Z", brief=True))
+    keep(record(Figure("a", 5, "s"), started="2026-01-06T00:00:00Z"))
+    keep(now)
+    assert bench.last(now)["started"] == "2026-01-02T00:00:00Z"
+    assert bench.verdict(now) == ([], "nothing over 10% slower than on 2026-01-02T00:00:00Z")
+    slow = record(Figure("a", 4, "s"), started="2026-01-04T00:00:00Z")
+    slower, words = bench.verdict(slow)
+    assert len(slower) == 1
+    assert slower[0] in words
+
+
+def test_limits_and_shares_stand_beside_the_figures() -> None:
+    found = record(
+        Figure("rate", 50, "positions/s", 200, "copying"), Figure("time", 4.0, "s", 1.0, "the disk")
+    )
+    rows = [line.split("|")[1:-1] for line in bench.table(found, markdown=True).splitlines() if "|" in line]
+    assert [cell.strip() for cell in rows[2]] == [
+        "rate",
+        "50 positions/s",
+        "200 positions/s",
+        "25%",
+        "copying",
+    ]
+    assert [cell.strip() for cell in rows[3]] == ["time", "4 s", "1 s", "25%", "the disk"]
+    assert "time" in bench.table(found)
+
+
+def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)
+    monkeypatch.setattr(machine, "facts", lambda: DeviceFacts(cores=16, gpu=gpu))
+    assert bench.machine_name("cuda") == "nvidia-h200"
+    assert bench.machine_name("cpu").endswith("-16-cores")
+
+
+def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", 1.0, "s")])})
+    plan = workloads.plan("cpu", 0.0, brief=True)
+    with pytest.raises(ValueError, match="unknown benchmark nonsense; there are updates"):
+        bench.measure(plan, ["nonsense"])
+    found = bench.measure(plan)
+    (path,) = bench.folder(found["machine"]).glob("*.json")
+    assert json.loads(path.read_text())["figures"]["updates"][0]["value"] == 1.0
+    assert found["brief"]
+
+
+def test_the_command_line_fails_for_a_regression_only_when_asked(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter([1.0, 2.0, 4.0])
+    monkeypatch.setattr(bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", next(seconds), "s")])})
+    arguments = ["--device", "cpu"]
+    plan = workloads.plan("cpu", 0.0, brief=True)
+    monkeypatch.setattr(workloads, "plan", lambda *given: plan)
+    assert bench.main(arguments) == 0
+    monkeypatch.setattr(bench, "last", lambda now: record(Figure("a", 1.0, "s")))
+    assert bench.main(arguments) == 0
+    assert "takes 100% longer" in capsys.readouterr().out
+    assert bench.main([*arguments, "--fail"]) == 1
+
+
+def test_no_gpu_is_said_in_one_line(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if machine.facts().gpu:
+        pytest.skip("this machine has CUDA")
+    assert bench.main(["--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert "device 'cuda' was asked for, but" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_picture_has_a_panel_for_each_sweep() -> None:
+    scaling = [
+        Figure(f"{what} {n}, 128 rows", 10.0 * n, "positions/s", 5000)
+        for what in ("batch", "blocks")
+        for n in (1, 2)
+    ]
+    found = record() | {
+        "figures": {
+            "scaling": list(map(vars, scaling)),
+            "loader": [vars(Figure("no workers", 5, "positions/s"))],
+        }
+    }
+    panels = bench.scaling_figure(found).axes
+    assert [axes.get_xlabel() for axes in panels] == ["batch", "blocks", "loader workers"]
+    assert list(panels[0].lines[0].get_xdata()) == [1, 2]
+    assert len(bench.scaling_figure(record()).axes) == 1, "nothing swept"
