@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from matrixlib.engine import optim
 from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, Verdict
 from matrixlib.engine.optim import EMA, Schedule
-from matrixlib.engine.step import Step, gradient_report
+from matrixlib.engine.step import Step, gradient_report, place
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.runtime import Runtime
 
@@ -460,3 +462,61 @@ def test_a_replay_that_runs_out_of_memory_leaves_the_update_skipped(monkeypatch:
     step = build()
     assert step(poisoned("input")).verdict is Verdict.SKIP
     assert "ran out of memory" in step.health.last
+
+
+class Uncompilable(nn.Module):
+    """As torch.compile's wrapper where the compiler fails after `good` calls, with random numbers drawn."""
+
+    def __init__(self, model: nn.Module, good: int = 0) -> None:
+        super().__init__()
+        self._orig_mod, self.good = model, good
+
+    def forward(self, *inputs: Tensor, **more: object) -> object:
+        self.good -= 1
+        if self.good < 0:
+            torch.rand(3)
+            raise RuntimeError("InductorError: no C++ compiler\nat length")
+        return self._orig_mod(*inputs, **more)
+
+
+def test_where_the_compiler_fails_the_update_goes_on_without_it() -> None:
+    kind = {"dropout": 0.5, "norm": "batch"}
+    broken, plain = build(ToyTask(**kind)), build(ToyTask(**kind))
+    broken.model = Uncompilable(broken.model)
+    said = []
+    for step in (broken, plain):
+        torch.manual_seed(5)
+        said.append([step(toy_batch(32, seed)).messages for seed in range(2)])
+    assert said == [
+        [("torch.compile failed, going on without it: InductorError: no C++ compiler",), ()],
+        [(), ()],
+    ]
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(broken.model.state_dict()[name], value), name
+
+
+def test_an_error_of_a_model_that_was_compiled_is_not_hidden() -> None:
+    step = build(micro_batch=32)
+    step.model = Uncompilable(step.model, good=1)
+    step(toy_batch(32))
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        step(toy_batch(32))
+
+
+def test_compiled_code_is_kept_where_a_restart_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(torch, "compile", Uncompilable)
+    plain, compiled = toy_runtime(8), replace(toy_runtime(8), compile=True)
+    assert place(nn.Linear(2, 2), plain)[1] is not None
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    model, forward = place(nn.Linear(2, 2), compiled)
+    assert optim.unwrap(forward) is model
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    other = str(tmp_path / "elsewhere")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", other)
+    place(nn.Linear(2, 2), compiled)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == other, "what the user set stands"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from matrixlib.config import Config
+from matrixlib.config import Config, cache_root
 from matrixlib.engine import rng
 from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, Measured, Verdict
@@ -37,7 +38,11 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
         plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plain is not model:
         return plain, model
-    forward: Any = torch.compile(plain) if runtime.compile else plain
+    if not runtime.compile:
+        return plain, plain
+    # torch keeps compiled code under /tmp by itself, which a restart of the machine empties
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    forward: Any = torch.compile(plain)
     return plain, forward
 
 
@@ -157,6 +162,7 @@ class Step:
         self.clock = Clock(runtime.torch_device)
         self.update = 0
         self.moving = self._unscaled = False
+        self._untried = True  # until an update has gone through the model, which may fail to compile
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
         self._buffers = [b for b in unwrap(model).buffers() if b is not None]
 
@@ -172,6 +178,7 @@ class Step:
         messages: list[str] = []
         try:
             plan, sums = self._sums(batch, streams, before, messages)
+            self._untried = False
             return self._judged(batch, plan, sums, streams, before, messages, report)
         except BaseException:
             if not self.moving:
@@ -201,10 +208,17 @@ class Step:
             try:
                 return plan, self._accumulate(batch, plan)
             except (RuntimeError, MemoryError) as error:
-                if self.micro_batch == 1 or not out_of_memory(error):
+                short, said = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
+                untried = not short and self._untried and unwrap(self.model) is not self.model
+                if not untried and (self.micro_batch == 1 or not short):
                     raise
-                said = str(error).splitlines()[0]
             # Outside of the except block: the traceback would keep the activations alive.
+            if untried:  # an error of the model's own comes back without the compiler
+                self.model = unwrap(self.model)
+                messages.append(f"torch.compile failed, going on without it: {said[:200]}")
+                self._restore(before)
+                rng.restore(streams, self.runtime.torch_device)
+                continue
             size = min(self.micro_batch, rows(batch))
             self.micro_batch = -(-size // 2)
             messages.append(
