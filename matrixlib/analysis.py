@@ -55,10 +55,16 @@ class Analysis:
 
     def figure(self) -> Figure:
         """The board with the policy and the visits as arrows, and a map for each self-supervised head."""
-        maps: dict[str, NDArray[np.float32]] = {}
-        for head, chances in self.seen.ssl.items():
-            maps[head] = chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
-        return plots.position_figure(self.board, {"policy": self.seen.moves, "search": self.searched}, maps)
+        moves = {"policy": self.seen.moves, "search": self.searched}
+        return plots.position_figure(self.board, moves, maps(self.seen))
+
+
+def maps(seen: Evaluation) -> dict[str, NDArray[np.float32]]:
+    """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
+    return {
+        head: chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
+        for head, chances in seen.ssl.items()
+    }
 
 
 def _moves(shares: Mapping[str, float]) -> str:

@@ -87,7 +87,7 @@ def look(net: Net, loader: Loader, positions: int = 2048, seed: int = 0) -> Look
     parts: dict[str, list[Seen]] = {head: [] for head in heads}
     boards: list[chess.Board] = []
     for batch, hidden in _batches(net, loader, positions, BATCH, seed):
-        boards += _boards(batch)
+        boards += boards_of(batch)
         for head in heads:
             shown = hidden if head == "piece" else batch
             on_device = to_device(shown, net.runtime.torch_device)
@@ -114,7 +114,8 @@ def _batches(net: Net, loader: Loader, positions: int, size: int, seed: int) -> 
         yield batch, batch | {"hidden": torch.from_numpy(squares)}
 
 
-def _boards(batch: Batch) -> list[chess.Board]:
+def boards_of(batch: Batch) -> list[chess.Board]:
+    """The positions of a prepared batch, whole."""
     from matrixlib.tasks.chess import records
     from matrixlib.tasks.chess.task import STATE
 

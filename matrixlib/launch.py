@@ -161,7 +161,9 @@ def _result(folder: Path, summary: dict[str, Any]) -> None:
     minutes = summary["seconds"] / 60
     print(f"{summary['positions']:,} positions in {minutes:.1f} min; held-out: {summary['headline']}")
     print(f"report: {_shown(folder / 'report.html')}")
-    print("next: open it in a browser; look into the network with eval.ipynb and ssl.ipynb (make lab),")
+    print(
+        "next: open it in a browser; look into the network with eval.ipynb, ssl.ipynb and browse.ipynb (make lab),"
+    )
     print(f"      or play against it: matrixlib-uci --checkpoint {_shown(folder)}")
 
 

@@ -184,3 +184,48 @@ def test_a_notebook_runs_to_its_verdict(lab: tuple[Path, str], pictures: Path, n
         notebook.save()
         assert not any(output.output_type == "error" for output in outputs(path))
         look_at_html(page, to_html(path), pictures / f"{name}-html.png")
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+def test_menus_slider_and_buttons_draw_again(lab: tuple[Path, str], pictures: Path) -> None:
+    folder, address = lab
+    path = copy_notebook("browse", folder)
+    with chromium() as page:
+        browse = Lab(page, address, "browse", pictures)
+        browse.open()
+        browse.run_all()
+        browse.wait_until_run()
+        page.get_by_role("button", name="next").scroll_into_view_if_needed()
+        before = last_picture(browse)
+        page.get_by_role("button", name="next").click()
+        wait_for_another(browse, before)
+        browse.picture("next")
+        second = last_picture(browse)
+        page.get_by_role("button", name="previous").click()
+        wait_for_another(browse, second)
+        assert last_picture(browse) == before
+        newest = page.locator("select:has(option[value='newest'])")
+        (oldest,) = newest.locator("option").all_inner_texts()[-1:]
+        newest.select_option(oldest)
+        wait_for_another(browse, before)
+        browse.picture("checkpoint")
+        browse.save()
+    widgets = [
+        output
+        for output in outputs(path)
+        if "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+    ]
+    assert len(widgets) == 2, "menus of curves and of boards"
+    assert sum("image/png" in output.get("data", {}) for output in outputs(path)) == 2, "pictures beside them"
+
+
+def last_picture(lab: Lab) -> str:
+    return str(lab.page.locator(".jp-RenderedImage img").last.get_attribute("src"))
+
+
+def wait_for_another(lab: Lab, before: str) -> None:
+    """Until the last picture is another one than `before`."""
+    lab.page.wait_for_function(
+        "before => [...document.querySelectorAll('.jp-RenderedImage img')].at(-1).src !== before", arg=before
+    )

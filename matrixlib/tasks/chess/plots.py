@@ -27,6 +27,7 @@ SHOWN = {  # colour map and range of the values
 }
 SQUARES = 1 - 0.25 * ((np.add.outer(range(8), range(8)) + 1) % 2)  # grey of a board
 ARROWS = 5
+ACROSS = 4  # boards beside each other
 EDGE = 3  # times `far`
 BINS, FEWEST = 10, 30  # of the value, and positions in one that is drawn
 HISTOGRAMS = {  # axis and edges of the bins
@@ -140,14 +141,18 @@ def position_figure(
     White is below. maps: head -> (8, 8) on the real board, row 0 = rank 1: probabilities, or classes of CLASSES.
     """
     count = len(moves) + len(maps)
-    figure = Figure(figsize=(3.4 * count, 3.7), layout="constrained")
-    grid: NDArray[Any] = np.atleast_1d(np.asarray(figure.subplots(1, count)))
+    columns = min(count, ACROSS)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.7 * rows), layout="constrained")
+    grid = np.asarray(figure.subplots(rows, columns, squeeze=False)).ravel()
+    for axes in grid[count:]:
+        axes.set_axis_off()
     for axes, (title, shares) in zip(grid[: len(moves)], moves.items(), strict=True):
         axes.imshow(SQUARES, cmap="gray", vmin=0, vmax=1, origin="lower")
         _men(axes, board)
         axes.set_title(title, fontsize=10)
         _arrows(axes, shares)
-    for axes, (head, values) in zip(grid[len(moves) :], maps.items(), strict=True):
+    for axes, (head, values) in zip(grid[len(moves) : count], maps.items(), strict=True):
         colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
         axes.imshow(values, cmap=colours, vmin=low, vmax=high, origin="lower")
         _men(axes, board)
