@@ -169,7 +169,7 @@ def board_figure(net: Net, position: Position) -> Figure:
     (seen,) = net.evaluate_boards([position.board])
     moves = {"network": seen.moves, position.who: position.chosen}
     figure = chess_plots.position_figure(position.board, moves, analysis.maps(seen))
-    figure.suptitle(f"{position.title}\n{words(seen, position.board)}\n{position.board.fen()}", fontsize=9)
+    figure.suptitle(f"{position.title}\n{words(seen, position.board)}\n{position.board.fen()}", fontsize=11)
     return figure
 
 

@@ -168,7 +168,7 @@ def _arrows(axes: Axes, shares: Mapping[str, float]) -> None:
         style = {
             "arrowstyle": "-|>",
             "color": "tab:blue",
-            "alpha": 0.25 + 0.7 * share,
+            "alpha": 0.45 + 0.5 * share,
             "lw": 1 + 4 * share,
         }
         axes.annotate("", end, start, arrowprops=style)
