@@ -76,10 +76,11 @@ def policy_table(preset: str = "small") -> str:
     """What the policy chooses for the machines of `MACHINES` with a preset; the same on every machine."""
     settings = configuration.load(preset)
     names = ("device", "dtype", "scaler", "channels_last", "compile", "threads", "workers", "micro_batch")
-    lines = ["machine        " + "".join(f"{name:>15}" for name in names)]
+    lines = [f"{'machine':15}" + "".join(f"  {name}" for name in names)]
     for machine, facts in MACHINES.items():
         chosen = runtimes.policy(facts, settings.runtime, settings.train, settings.data)
-        lines.append(f"{machine:15}" + "".join(f"{_word(getattr(chosen, name)):>15}" for name in names))
+        cells = (f"{_word(getattr(chosen, name)):>{len(name) + 2}}" for name in names)
+        lines.append(f"{machine:15}" + "".join(cells))
     return "\n".join(lines) + "\n"
 
 

@@ -176,8 +176,11 @@ def openings(found: Census, count: int = 8) -> list[Opening]:
 
 def openings_table(found: Census, those: Sequence[Opening]) -> str:
     """The structures as text, and how many different positions there are."""
-    head = ("pawns that have moved", "records", "share", "the commonest", "and its position")
-    rows = [(one.name, one.records, f"{one.share:.1%}", one.times, one.board.fen()) for one in those]
+    head = ("pawns that have moved", "records", "share", "times", "the commonest position")
+    rows = [
+        (one.name, one.records, f"{one.share:.1%}", one.times, " ".join(one.board.fen().split()[:2]))
+        for one in those
+    ]
     different = len(np.unique(position_keys(found.openings)))
     said = f"{len(found.openings):,} records after {OPENING[0]} to {OPENING[1]} half moves"
     return f"{said}, {different:,} different positions\n{table([head, *rows]) if rows else ''}".rstrip()

@@ -49,6 +49,7 @@ LABELS = {
     "positions": "held-out positions",
     "top1": "top-1 agreement with the teacher",
     "top3": "top-3 agreement with the teacher",
+    "top5": "top-5 agreement with the teacher",
     "policy kl": "policy KL to the teacher [nats]",
     "value correlation": "correlation of value and expected score",
     "wdl accuracy": "win-draw-loss accuracy",

@@ -146,7 +146,7 @@ def position_figure(
     figure = Figure(figsize=(3.4 * columns, 3.7 * rows), layout="constrained")
     grid = np.asarray(figure.subplots(rows, columns, squeeze=False)).ravel()
     for axes in grid[count:]:
-        axes.set_axis_off()
+        axes.remove()
     for axes, (title, shares) in zip(grid[: len(moves)], moves.items(), strict=True):
         axes.imshow(SQUARES, cmap="gray", vmin=0, vmax=1, origin="lower")
         _men(axes, board)
