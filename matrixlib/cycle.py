@@ -555,10 +555,10 @@ def table(generations: list[Generation]) -> str:
 def course_table(course: Mapping[int, Mapping[str, float]]) -> str:
     """A line for each figure of `Cycle.course`, a column for each generation."""
     names = list(next(iter(course.values())))
-    lines = [f"{'generation':34}" + "".join(f"{number:>7}" for number in course)]
+    lines = [f"{'generation':34}" + "".join(f"{number:>9}" for number in course)]
     return "\n".join(
         lines
-        + [f"{name:34}" + "".join(f"{found[name]:>7.1%}" for found in course.values()) for name in names]
+        + [f"{name:34}" + "".join(f"{found[name]:>9.2%}" for found in course.values()) for name in names]
     )
 
 
