@@ -1,0 +1,49 @@
+"""Positions per second of a network by what evaluates it (torch, compiled, ONNX, 8 bits) and by batch.
+
+    python tests/bench/bench_inference.py [--device auto] [--seconds 3] [--no-compiled]
+
+Through `Net.predict`, from packed positions to probabilities on the host; random weights, held-out positions, the best
+of several turns. "limit" is the measured matrix rate over the network's operations, "share" the best rate over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from matrixlib import config as configuration
+from matrixlib import inference
+from matrixlib.net import Net
+from matrixlib.runtime import resolve
+from matrixlib.tasks.chess.task import ChessTask
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each engine and batch")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    for preset, sizes in (("quick", inference.SIZES), ("matrix0_53m", (32,))):
+        settings = configuration.load(preset, {"runtime": {"device": args.device, "compile": False}})
+        runtime, task = resolve(settings.runtime, settings.train, settings.data), ChessTask(settings)
+        runtime.apply()
+        net = Net(task.build_model(), task, runtime)
+        print(f"{preset}: {net.parameters:,} parameters, {net.runtime.device}, {net.runtime.threads} threads")
+        with tempfile.TemporaryDirectory() as folder:
+            # Compiling the large network takes minutes and tells nothing else.
+            nets = inference.engines(net, Path(folder), args.compiled and preset == "quick")
+            start = time.perf_counter()
+            for name, asked in nets.items():
+                if name.startswith("compiled"):
+                    for rows in sizes:
+                        asked.predict(inference.positions(asked, rows))
+            if args.compiled and preset == "quick":
+                print(f"compiling for {len(sizes)} sizes and two dtypes: {time.perf_counter() - start:.0f} s")
+            print(inference.table(inference.measure(nets, sizes, args.seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
