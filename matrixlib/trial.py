@@ -4,6 +4,7 @@ pass, where the memory goes.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Task
     from matrixlib.engine.tuner import Tuning
 
-WARM_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 100, 6.0
+WARM_UPDATES, LEAST_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 20, 100, 6.0
+PRECISE = 0.02  # timed updates end when their median is known to this share of it
 SHORTEST = 20  # updates of a run, where they are slow
 TUNING_SECONDS = 30.0
 BESIDES = 1.1  # a run's update in timed ones: moving average, metrics, validation, checkpoints
@@ -38,10 +40,22 @@ def fit_steps(config: Config, runtime: Runtime, task: Task, training: Loader) ->
             started = time.perf_counter()
             step({name: torch.from_numpy(array) for name, array in training.batch(i).items()})
             times.append(time.perf_counter() - started)
-            if i >= WARM_UPDATES and sum(times[WARM_UPDATES:]) > TRIAL_SECONDS:
+            if i >= WARM_UPDATES and (
+                sum(times[WARM_UPDATES:]) > TRIAL_SECONDS or _settled(times[WARM_UPDATES:])
+            ):
                 break
     seconds = BESIDES * statistics.median(times[WARM_UPDATES:])
     return max(SHORTEST, int(config.train.minutes * 60 / seconds))
+
+
+def _settled(times: list[float]) -> bool:
+    """Whether the median is known well enough: the 95 % interval of order statistics, n / 2 -+ sqrt(n)."""
+    count = len(times)
+    if count < LEAST_UPDATES:
+        return False
+    ordered, half = sorted(times), math.ceil(math.sqrt(count))
+    low, high = ordered[count // 2 - half], ordered[count // 2 + half]
+    return high - low <= 2 * PRECISE * ordered[count // 2]
 
 
 def tune_micro_batch(config: Config, runtime: Runtime, task: Task, training: Loader) -> Tuning:

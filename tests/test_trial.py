@@ -42,6 +42,30 @@ def test_a_slow_machine_makes_a_short_run_all_the_same(monkeypatch: pytest.Monke
     assert trial.fit_steps(CONFIG, toy_runtime(8), ToyTask(), loader) == trial.SHORTEST
 
 
+@pytest.mark.parametrize(("spread", "updates"), [(0.0, 24), (0.01, 24), (0.3, 104)])
+def test_steady_updates_are_timed_briefly_and_unsteady_ones_longer(
+    monkeypatch: pytest.MonkeyPatch, spread: float, updates: int
+) -> None:
+    """A run of steady updates begins five seconds earlier."""
+    rng, now, asked = np.random.default_rng(0), 0.0, []
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.01 * (1 + spread * rng.standard_normal())
+        return now
+
+    class Counted(Batches):
+        def batch(self, i: int) -> dict[str, np.ndarray]:
+            asked.append(i)
+            return super().batch(i)
+
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=clock))
+    loader: Any = Counted()
+    steps = trial.fit_steps(CONFIG, toy_runtime(8), ToyTask(), loader)
+    assert len(asked) == updates
+    assert steps == pytest.approx(3.0 / trial.BESIDES / 0.01, rel=max(spread, 0.01))
+
+
 def test_the_micro_batch_is_one_that_fits_and_divides_the_update() -> None:
     class Hungry(ToyTask):
         def losses(
