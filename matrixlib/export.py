@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from matrixlib.tasks.latin.model import LatinNet
 
 Module = TypeVar("Module", bound=nn.Module)
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of an output, or of its size where it is above 1
 ROWS = (1, 3, 32)  # of the batches that are compared
 

@@ -5,9 +5,10 @@ Measured through `Net.predict`: packed positions in, probabilities of the legal 
 
 from __future__ import annotations
 
-import time
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from matrixlib import rates
 from matrixlib import runtime as runtimes
+from matrixlib.workloads import turns
 
 if TYPE_CHECKING:
     from matrixlib.net import Net
@@ -36,9 +38,9 @@ class Speed:
 
 
 def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
-    """The same network evaluated in every way there is, by name; ONNX files go to `folder`.
+    """The same network evaluated in every way there is, by name, which ends with the dtype.
 
-    Names end with the dtype. ValueError without the packages of the extra `onnx`.
+    On the CPU also as ONNX files in `folder`, where the packages of the extra `onnx` are installed.
     """
     from matrixlib import export
     from matrixlib.net import Net
@@ -50,6 +52,8 @@ def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
         serving = runtimes.serving(net.runtime.device, True)
         for name, runtime in found.items():
             out[name.replace("torch", "compiled")] = Net(net.model, net.task, runtime, serving)
+    if net.runtime.device != "cpu" or not all(map(importlib.util.find_spec, export.PACKAGES)):
+        return out
     export.export(net, folder / "model.onnx")
     export.quantise(folder / "model.onnx", folder / "model.int8.onnx")
     out["ONNX fp32"] = export.opened(net, folder / "model.onnx")
@@ -58,32 +62,25 @@ def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
 
 
 def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: float = 2.0) -> list[Speed]:
-    """The best rate of each engine and size, in turns, so that a change in the machine's speed meets all alike.
+    """Median rates of each engine and size, in turns, so that a change in the machine's speed meets all alike.
 
-    seconds: of each engine and size; one turn at least, after one that warms up. The matrix rate is measured too.
+    seconds: of each engine and size. The matrix rate is measured in the same minute.
     """
     from matrixlib.tasks.chess.model import forward_flops
 
     first = next(iter(nets.values()))
     runtime, work = first.runtime, forward_flops(first.task.config.model) / 1e9
-    peak = rates.speed(runtime.device, True, runtime.threads, seconds)
     batch = positions(first, max(sizes))
+    peak = {
+        dtype: rates.matrix(runtime.device, dtype, runtime.threads)
+        for dtype in {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
+    }
     found = []
     for rows in sizes:
         part = {name: array[:rows] for name, array in batch.items()}
-        best = dict.fromkeys(nets, np.inf)
-        for net in nets.values():
-            net.predict(part)
-        end = time.perf_counter() + seconds * len(nets)
-        while np.isinf(min(best.values())) or time.perf_counter() < end:
-            for name, net in nets.items():
-                start = time.perf_counter()
-                net.predict(part)
-                best[name] = min(best[name], time.perf_counter() - start)
-        found += [
-            Speed(name, rows, rows / taken, peak.get(name.split()[-1], 0) / work)
-            for name, taken in best.items()
-        ]
+        works = {name: partial(net.predict, part) for name, net in nets.items()}
+        for name, taken in turns(works, seconds * len(nets)).items():
+            found.append(Speed(name, rows, rows / taken, peak.get(name.split()[-1], 0) / work))
     return found
 
 

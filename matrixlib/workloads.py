@@ -191,28 +191,23 @@ def scaling(chosen: Plan) -> Iterator[Figure]:
 
 
 def inference(chosen: Plan) -> Iterator[Figure]:
-    """Positions a second that a network evaluates for searches and matches."""
+    """Positions a second that a network evaluates for searches and matches, by what evaluates it and by batch."""
+    from matrixlib import inference
     from matrixlib.net import Net
-    from matrixlib.tasks.chess.model import forward_flops
     from matrixlib.tasks.chess.task import ChessTask
 
-    for preset in ("demo",) if chosen.brief else ("quick", LARGE):
-        config = _chess(preset)
-        task = ChessTask(config)
+    presets = {"demo": (1, 16)} if chosen.brief else {"quick": inference.SIZES, LARGE: (32,)}
+    for preset, sizes in presets.items():
+        task = ChessTask(_chess(preset))
         net = Net(task.build_model(), task, chosen.runtime)
-        stored = _loader(config, subjects.of(config), 1024).records(0)
-        works = {}
-        for size in (1, 16, 256) if chosen.device == "cpu" else (1, 16, 256, 1024):
-            end = int(stored["policy_offset"][size])
-            moves = stored["policy_index"][:end], stored["policy_offset"][: size + 1]
-            batch = task.inputs(stored["records"][:size], *moves)
-            works[f"{preset}, {size} at once"] = size, partial(net.predict, batch)
-        seconds = turns({name: call for name, (_, call) in works.items()}, chosen.seconds)
-        limit = chosen.matrix() / forward_flops(config.model)
-        for name, (size, _) in works.items():
-            yield Figure(
-                name, size / seconds[name], "positions/s", limit, f"matrix products in {chosen.runtime.dtype}"
-            )
+        with tempfile.TemporaryDirectory() as folder:
+            nets = {f"torch {chosen.runtime.dtype}": net}
+            if not chosen.brief:
+                nets = inference.engines(net, Path(folder), chosen.compile)
+            for speed in inference.measure(nets, sizes, chosen.seconds / 4):
+                of = f"matrix products in {speed.engine.split()[-1]}" if speed.limit else ""
+                name = f"{preset}, {speed.engine}, {speed.rows} at once"
+                yield Figure(name, speed.rate, "positions/s", speed.limit or None, of)
 
 
 def targets(chosen: Plan) -> Iterator[Figure]:

@@ -2,8 +2,8 @@
 
     python tests/bench/bench_inference.py [--device auto] [--seconds 3] [--no-compiled]
 
-Through `Net.predict`, from packed positions to probabilities on the host; random weights, held-out positions, the best
-of several turns. "limit" is the measured matrix rate over the network's operations, "share" the best rate over it.
+Through `Net.predict`, from packed positions to probabilities on the host; random weights, held-out positions, medians
+of calls in turns. "limit" is the measured matrix rate over the network's operations, "share" the best rate over it.
 """
 
 from __future__ import annotations
