@@ -172,6 +172,14 @@ def test_linked_and_named_files_exist() -> None:
     assert sorted(bare - known) == []
 
 
+def test_pictures_are_small_and_have_a_text() -> None:
+    shown = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", readme())
+    assert len(shown) >= 3
+    for text, path in shown:
+        assert len(text) > 20, path
+        assert (ROOT / path).stat().st_size < 200_000, path
+
+
 def test_every_notebook_has_its_line() -> None:
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert sorted(first_cells(section("Notebooks"))) == names

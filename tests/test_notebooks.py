@@ -15,7 +15,9 @@ from typing import Any
 import nbformat
 import papermill as papermill_api
 import pytest
+from click.testing import CliRunner
 from networks import random_net, save_run
+from papermill.cli import papermill as papermill_command
 
 from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
 
@@ -101,6 +103,9 @@ def test_form(path: Path) -> None:
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     assert notebook.cells[0].cell_type == "markdown"
+    opening = notebook.cells[0].source
+    assert "?" in opening, "a notebook opens with the question that it answers"
+    assert re.search(r"second|minute", opening), "and with how long it takes"
     tagged = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
     assert len(tagged) == 1
     for statement in ast.parse(tagged[0].source).body:
@@ -226,6 +231,19 @@ def test_papermill_reads_every_parameter_with_its_type_and_help() -> None:
         for parameter in found.values():
             assert parameter["inferred_type_name"] != "None"
             assert parameter["help"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_help_notebook_shows_typed_parameters_with_a_line_of_help(path: Path) -> None:
+    done = CliRunner().invoke(papermill_command, ["--help-notebook", str(path)])
+    assert done.exit_code == 0, done.output
+    shown = re.findall(r"^  (\w+): (.+?) \(default", done.output, re.MULTILINE)
+    tagged = [c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])]
+    declared = ast.parse(tagged[0].source).body
+    assert shown == [(one.target.id, ast.unparse(one.annotation)) for one in declared]
+    words = " ".join(done.output.split())
+    for line in tagged[0].source.splitlines():
+        assert " ".join(line.rpartition("  # ")[2].split()) in words
 
 
 def spoil(folder: Path) -> None:

@@ -45,33 +45,34 @@ def maps_figure(
     boards: Sequence[chess.Board],
     maps: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
 ) -> Figure:
-    """A row a position, two boards a head: what it says and what is true; pieces as letters, ours in capitals.
+    """A row a head, two boards a position: what it says and what is true; pieces as letters, ours in capitals.
 
     maps: head -> (said, truth, squares), each (N, 8, 8), of the side to move. Squares that a head is not asked about
     are left blank.
     """
-    width = 2 * len(maps)
-    figure = Figure(figsize=(1.55 * width, 1.75 * len(boards) + 0.5), layout="constrained")
-    grid: NDArray[Any] = np.asarray(figure.subplots(len(boards), width, squeeze=False))
-    for row, board in enumerate(boards):
-        oriented = board if board.turn == chess.WHITE else board.mirror()
-        for column, (head, (said, truth, squares)) in enumerate(maps.items()):
+    width = 2 * len(boards)
+    figure = Figure(figsize=(1.75 * width, 1.75 * len(maps) + 0.3), layout="constrained")
+    grid: NDArray[Any] = np.asarray(figure.subplots(len(maps), width, squeeze=False))
+    for row, (head, (said, truth, squares)) in enumerate(maps.items()):
+        colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
+        grid[row, 0].set_ylabel(head, fontsize=11)
+        for number, board in enumerate(boards):
+            oriented = board if board.turn == chess.WHITE else board.mirror()
             for offset, (label, values) in enumerate((("says", said), ("truth", truth))):
-                axes = grid[row, 2 * column + offset]
-                colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
-                shown = np.where(squares[row], values[row], np.nan)
+                axes = grid[row, 2 * number + offset]
+                shown = np.where(squares[number], values[number], np.nan)
                 axes.imshow(shown, cmap=colours, vmin=low, vmax=high, origin="lower")
                 axes.set_xticks([])
                 axes.set_yticks([])
                 if row == 0:
-                    axes.set_title(f"{head}: {label}", fontsize=9)
+                    axes.set_title(f"position {number + 1}: {label}", fontsize=9)
                 for square, piece in oriented.piece_map().items():
                     axes.text(
                         *(square % 8, square // 8),
                         piece.symbol(),
                         ha="center",
                         va="center",
-                        fontsize=7,
+                        fontsize=8,
                         color="white" if head not in SHOWN else "black",
                     )
     return figure
