@@ -75,7 +75,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab --notebook-dir=. notebooks/train.ipynb
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/train.ipynb
 
 bench: $(STAMP)
 	@$(BIN)/python -m matrixlib.bench
