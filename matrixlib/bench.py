@@ -12,7 +12,7 @@ import datetime
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,15 +56,17 @@ def machine_name(device: str = "cpu") -> str:
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
-def measure(plan: Plan, names: Sequence[str] = ()) -> dict[str, Any]:
-    """A record of what these workloads (all without any) measure; it is kept. Raises ValueError for unknown names."""
+def measure(
+    plan: Plan, names: Sequence[str] = (), say: Callable[[str], object] = lambda text: None
+) -> dict[str, Any]:
+    """A record of what these workloads (all without any) measure; it is kept. Raises ValueError for unknown names.
+
+    say: told before each workload what is measured.
+    """
     if unknown := [name for name in names if name not in WORKLOADS]:
         raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     started = datetime.datetime.now(datetime.UTC)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    figures: dict[str, list[dict[str, Any]]] = {}
-    for name in names or WORKLOADS:
-        figures[name] = [asdict(figure) for figure in WORKLOADS[name](plan)]
     record: dict[str, Any] = {
         "machine": machine_name(plan.device),
         "started": f"{started:%Y-%m-%dT%H:%M:%SZ}",
@@ -73,11 +75,14 @@ def measure(plan: Plan, names: Sequence[str] = ()) -> dict[str, Any]:
         "commit": git_commit(),
         "versions": versions(),
         "runtime": plan.runtime.to_dict(),
-        "figures": figures,
+        "figures": {},
     }
     target = folder(record["machine"]) / f"{started:%Y%m%dT%H%M%S%fZ}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_json(target, record)
+    for name in names or WORKLOADS:
+        say(f"measuring {name} ...")
+        record["figures"][name] = [asdict(figure) for figure in WORKLOADS[name](plan)]
+        write_json(target, record)  # each time: what is measured is not lost where a later one fails
     return record
 
 
@@ -186,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = workloads.plan(given.device, given.seconds, given.compile)
         if chosen.device == "cuda" and not names:
             names = list(workloads.ON_GPU)
-        record = measure(chosen, names)
-    except ValueError as error:
+        record = measure(chosen, names, lambda text: print(text, file=sys.stderr, flush=True))
+    except (ValueError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(f"{record['machine']}, {record['started']}, torch {record['versions']['torch']}")

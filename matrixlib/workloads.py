@@ -335,20 +335,8 @@ def _first_update(device: str) -> float:
     notebook = configuration.PARAMS.parent / "notebooks" / "train.ipynb"
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "papermill", str(notebook), str(Path(folder) / "out.ipynb")]
-        words += [
-            "-p",
-            "preset",
-            "quick",
-            "-p",
-            "device",
-            device,
-            "-p",
-            "run",
-            "first",
-            "-p",
-            "steps",
-            "100000",
-        ]
+        for name, value in {"preset": "quick", "device": device, "run": "first"}.items():
+            words += ["-p", name, value]
         began = time.perf_counter()
         process = subprocess.Popen(
             words,

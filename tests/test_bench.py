@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from matrixlib import bench, machine, workloads
 from matrixlib.machine import DeviceFacts, Gpu
-from matrixlib.workloads import Figure
+from matrixlib.workloads import Figure, Plan
 
 
 def record(*figures: Figure, started: str = "2026-01-02T00:00:00Z", brief: bool = False) -> dict[str, Any]:
@@ -96,6 +97,21 @@ def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(
     (path,) = bench.folder(found["machine"]).glob("*.json")
     assert json.loads(path.read_text())["figures"]["updates"][0]["value"] == 1.0
     assert found["brief"]
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(plan: Plan) -> Iterator[Figure]:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(
+        bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", 1.0, "s")]), "start": fails}
+    )
+    assert bench.main(["--device", "cpu", "--seconds", "0"]) == 2
+    assert "RuntimeError: no room" in capsys.readouterr().err
+    (path,) = (reports / "bench").glob("*/*.json")
+    assert list(json.loads(path.read_text())["figures"]) == ["updates"]
 
 
 def test_the_command_line_fails_for_a_regression_only_when_asked(
