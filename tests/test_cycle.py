@@ -338,6 +338,28 @@ def test_threads_are_the_same_however_far_it_had_come(opened: cycle.Cycle) -> No
         torch.set_num_threads(before)
 
 
+def test_games_are_played_on_one_thread_whatever_the_rest_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the number of processes would change their bits."""
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    network = {**TINY["network"], "runtime": {**TINY["network"]["runtime"], "threads": 2}}
+    made = cycle.open_cycle("demo", "cpu", "c", {**TINY, "network": network})
+    play, seen = cycle.selfplay.play_games, []
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return play(*arguments)
+
+    monkeypatch.setattr(cycle.selfplay, "play_games", watched)
+    before = torch.get_num_threads()
+    try:
+        made._self_play(1, 0)
+        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_two_networks_are_kept(opened: cycle.Cycle) -> None:
     kept = [opened.network(generation) for generation in (0, 1, 2)]
     assert list(opened._nets.values()) == kept[1:]
