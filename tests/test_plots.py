@@ -218,6 +218,21 @@ def test_environment_overrides(monkeypatch: pytest.MonkeyPatch, value: str, live
         plots.interactive()
 
 
+@pytest.mark.parametrize(
+    ("value", "options", "shown"), [("0", {}, False), ("", {}, True), ("", {"disable": True}, False)]
+)
+def test_headless_bars_are_text_and_can_be_forbidden(
+    monkeypatch: pytest.MonkeyPatch, value: str, options: dict[str, bool], shown: bool
+) -> None:
+    """A stored notebook must not depend on how slow the machine was."""
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.delenv("MATRIXLIB_LIVE", raising=False)
+    if value:
+        monkeypatch.setenv("MATRIXLIB_LIVE", value)
+    with plots.live_bar(total=3, desc="games", **options) as bar:
+        assert bar.disable is not shown
+
+
 SOURCE = """
 from types import SimpleNamespace as N
 from matrixlib.engine.plots import LivePlot

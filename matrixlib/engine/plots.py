@@ -293,14 +293,17 @@ def interactive() -> bool:
 
 
 def live_bar(**options: Any) -> Any:
-    """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds."""
+    """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds; there is
+    none where MATRIXLIB_LIVE is 0, so that what a notebook stores does not depend on how slow the machine was.
+    """
     if interactive():
         from tqdm.auto import tqdm as live
 
         return live(**options)
     from tqdm import tqdm
 
-    return tqdm(**options, delay=20)
+    silent = options.pop("disable", False) or os.environ.get("MATRIXLIB_LIVE") == "0"
+    return tqdm(**options, delay=20, disable=silent)
 
 
 def in_notebook() -> bool:
