@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=nn.Module)
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of an output, or of its size where it is above 1
+COMPARED = 2048  # positions on which files are compared with their network, beyond the proof
 ROWS = (1, 3, 32)  # of the batches that are compared
 
 
@@ -77,8 +78,8 @@ def export(net: Net, path: Path | str) -> Exported:
 def report(net: Net, path: str, int8: str, held_out: Loader, sample: int = 0) -> str:
     """Write a chess network to `path`, and with 8-bit weights to `int8` unless that is empty; what became of it.
 
-    Each file's figures on `sample` held-out positions (0: all), and positions a second, beside the network's own.
-    Errors as of `export`.
+    Figures on `sample` held-out positions (0: all) of the network and of each file, how often a file's best move is the
+    network's and how its value goes with the network's, and positions a second. Errors as of `export`.
     """
     lines = [str(export(net, path))]
     nets = {f"torch {net.runtime.dtype}": net, "ONNX fp32": opened(net, path)}
@@ -87,10 +88,19 @@ def report(net: Net, path: str, int8: str, held_out: Loader, sample: int = 0) ->
         nets["ONNX int8"] = opened(net, int8)
         lines.append(f"{int8}: {Path(int8).stat().st_size / 1e6:.1f} MB")
     names = {"top1": "top-1", "policy_kl": "KL", "wdl_accuracy": "WDL", "value_correlation": "value corr."}
-    lines.append(f"{'':12}" + "".join(f"{title:>13}" for title in names.values()))
+    lines += [
+        "",
+        f"{'':12}" + "".join(f"{title:>13}" for title in (*names.values(), "same move", "same value")),
+    ]
+    batch = inference.positions(net, COMPARED)
+    own = net.predict(batch)
     for name, asked in nets.items():
         figures = evaluation.held_out(asked, held_out, sample)
-        lines.append(f"{name:12}" + "".join(f"{figures.get(key, float('nan')):>13.4f}" for key in names))
+        said = asked.predict(batch)
+        numbers = [figures.get(key, float("nan")) for key in names]
+        numbers.append(float(np.mean(said["policy"].argmax(1) == own["policy"].argmax(1))))
+        numbers.append(float(np.corrcoef(said["value"], own["value"])[0, 1]))
+        lines.append(f"{name:12}" + "".join(f"{number:>13.4f}" for number in numbers))
     return "\n".join(lines) + "\n\n" + inference.table(inference.measure(nets, (1, 32, 256), 0.5))
 
 

@@ -32,6 +32,7 @@ def main() -> None:
         runtime.apply()
         net = Net(task.build_model(), task, runtime)
         print(f"{preset}: {net.parameters:,} parameters, {net.runtime.device}, {net.runtime.threads} threads")
+        print("\n".join(net.serving.reasons))
         with tempfile.TemporaryDirectory() as folder:
             # Compiling the large network takes minutes and tells nothing else.
             nets = inference.engines(net, Path(folder), args.compiled and preset == "quick")
