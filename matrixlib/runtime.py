@@ -30,7 +30,7 @@ LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
 LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
 # Rows of a batch that is evaluated and not trained on
 EVALUATED: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)
-CACHED = 256  # of them at once on the CPU
+EVALUATED_ON_CPU = 256  # at most
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
@@ -127,8 +127,8 @@ def serving(device: str, compile: bool | str = "auto") -> Serving:
     """Decide how a network is evaluated on a device; `compile` may be asked for or forbidden."""
     sizes, why = EVALUATED, "memory"
     if device == "cpu":
-        sizes = tuple(size for size in EVALUATED if size <= CACHED)
-        why = "what is larger leaves the cache, and was up to 1.5 times slower a position"
+        sizes = tuple(size for size in EVALUATED if size <= EVALUATED_ON_CPU)
+        why = "the memory of larger ones comes anew from the system each time: 1.4 times slower a position"
     decided, reason = _compile_serving(device, compile)
     fill = device != "cpu" or decided
     reasons = (
