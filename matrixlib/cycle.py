@@ -582,6 +582,7 @@ def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
 def elo_figure(generations: list[Generation]) -> Figure:
     """Elo of each generation over the untrained network, with 95 % intervals; promoted ones are filled."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()
@@ -595,6 +596,7 @@ def elo_figure(generations: list[Generation]) -> Figure:
         axes.vlines(made.number, low, high, color="#1f77b4")
         axes.plot(made.number, middle, "o", color="#1f77b4", fillstyle="full" if promoted else "none")
     axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("generation")
     axes.set_ylabel("Elo over generation 0")
     axes.grid(alpha=0.3)

@@ -272,3 +272,19 @@ def test_a_rollback_is_drawn_over_and_marked_and_phases_are_marked() -> None:
     figure = Figure()
     draw(figure, history, "run")
     assert "rolled back to update 1" in figure.get_suptitle()
+
+
+def test_a_bar_becomes_a_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+
+    shown: list[Any] = []
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
+    monkeypatch.setattr(IPython.display, "display", lambda box, display_id: shown.append(box) or handle)
+    monkeypatch.setenv("MATRIXLIB_LIVE", "1")
+    with plots.live_bar(total=3, desc="games", unit="game") as bar:
+        bar.update(3)
+        bar.set_postfix_str("loss 1.5")
+    bar.close()  # twice does no harm
+    box, data = shown
+    assert type(box).__module__.startswith(("ipywidgets", "tqdm"))
+    assert re.fullmatch(r"games: 3/3 \[00:00, .*game/s, loss 1\.5\]", data["text/plain"])

@@ -24,6 +24,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from matrixlib.engine.metrics import flatten
 
 POINTS = 2000  # per curve
+BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # of a progress bar that was closed
 _ACCURACY = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
 _TRAIN = " (train)"
 
@@ -293,17 +294,31 @@ def interactive() -> bool:
 
 
 def live_bar(**options: Any) -> Any:
-    """A live bar where a front end shows it. Headless it is text, and only for work of more than 20 seconds; there is
-    none where MATRIXLIB_LIVE is 0, so that what a notebook stores does not depend on how slow the machine was.
-    """
-    if interactive():
-        from tqdm.auto import tqdm as live
+    """A live bar where a front end shows it; closed, it becomes a line of text, as no widget outlives its kernel.
 
-        return live(**options)
+    Headless it is text, and only for work of more than 20 seconds; there is none where MATRIXLIB_LIVE is 0, so that
+    what a notebook stores does not depend on how slow the machine was.
+    """
     from tqdm import tqdm
 
     silent = options.pop("disable", False) or os.environ.get("MATRIXLIB_LIVE") == "0"
-    return tqdm(**options, delay=20, disable=silent)
+    if silent or not interactive():
+        return tqdm(**options, delay=20, disable=silent)
+    from IPython.display import display
+    from tqdm.notebook import tqdm_notebook
+
+    class Bar(tqdm_notebook):
+        def close(self) -> None:
+            if self.disable:  # closed before
+                return
+            line = self.format_meter(**{**self.format_dict, "bar_format": BAR, "ncols": None})
+            super().close()
+            shown.update({"text/plain": line}, raw=True)
+            self.container.close()
+
+    bar = Bar(display=False, **options)
+    shown = display(bar.container, display_id=True)
+    return bar
 
 
 def in_notebook() -> bool:
