@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +148,8 @@ class Update:
             self._step.optimiser = torch.optim.AdamW(groups, foreach=True)
 
     def __call__(self) -> None:
-        self._step(self._batch)
+        for text in self._step(self._batch).messages:  # less memory than thought, or no compiler
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         _wait(self.runtime.device)
 
 
@@ -196,7 +198,11 @@ def inference(chosen: Plan) -> Iterator[Figure]:
     from matrixlib.net import Net
     from matrixlib.tasks.chess.task import ChessTask
 
-    presets = {"demo": (1, 16)} if chosen.brief else {"quick": inference.SIZES, LARGE: (32,)}
+    presets = (
+        {"demo": (1, 16)}
+        if chosen.brief
+        else {"quick": inference.SIZES, LARGE: (32,) if chosen.device == "cpu" else (256, 1024)}
+    )
     for preset, sizes in presets.items():
         task = ChessTask(_chess(preset))
         net = Net(task.build_model(), task, chosen.runtime)
