@@ -208,7 +208,7 @@ def inference(chosen: Plan) -> Iterator[Figure]:
         net = Net(task.build_model(), task, chosen.runtime)
         with tempfile.TemporaryDirectory() as folder:
             nets = {f"torch {chosen.runtime.dtype}": net}
-            if not chosen.brief:
+            if preset == "quick":  # for the large one that takes minutes: see tests/bench/bench_inference.py
                 nets = inference.engines(net, Path(folder), chosen.compile)
             for speed in inference.measure(nets, sizes, chosen.seconds / 4):
                 of = f"matrix products in {speed.engine.split()[-1]}" if speed.limit else ""
