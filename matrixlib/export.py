@@ -70,8 +70,7 @@ def export(net: Net, path: Path | str) -> Exported:
     given = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
     with _draft(path) as draft:
         write(module, (inputs[:2],), INPUTS, draft, module.metadata())
-        worst = max(float(found.max()) for found in differences(module, draft, INPUTS, given))
-        _refuse(worst)
+        worst = _accepted([found.max() for found in differences(module, draft, INPUTS, given)])
     return Exported(Path(path), module.outputs, worst, len(inputs))
 
 
@@ -154,13 +153,11 @@ def export_latin(model: LatinNet, path: Path | str) -> Exported:
     """
     module = latin.ForExport(_plain(model)).eval()
     cases = [(size, latin.puzzles(rows, size, seed=0)) for size in range(3, SIDE + 1) for rows in (1, 3)]
-    worst = 0.0
     with _draft(path) as draft:
         write(module, latin.puzzles(2, SIDE, seed=0), latin.INPUTS, draft, {"task": "latin"})
         found = differences(module, draft, latin.INPUTS, [given for _, given in cases])
-        for (size, _), difference in zip(cases, found, strict=True):
-            worst = max(worst, float(difference[:, :, :size, :size].max()))
-        _refuse(worst)
+        inside = [part[:, :, :size, :size].max() for (size, _), part in zip(cases, found, strict=True)]
+        worst = _accepted(inside)
     return Exported(Path(path), module.outputs, worst, sum(len(given[0]) for _, given in cases))
 
 
@@ -217,8 +214,8 @@ def quantise(path: Path | str, out: Path | str) -> None:
     """
     onnx = _need("onnx")
     quantization = _need("onnxruntime.quantization")
-    with _quiet():
-        quantization.quantize_dynamic(onnx.load(path), out, weight_type=quantization.QuantType.QUInt8)
+    with _draft(out) as draft, _quiet():
+        quantization.quantize_dynamic(onnx.load(path), draft, weight_type=quantization.QuantType.QUInt8)
 
 
 def session(path: Path | str, threads: int = 0) -> Any:
@@ -243,12 +240,15 @@ def _draft(path: Path | str) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def _refuse(difference: float) -> None:
-    if not difference <= TOLERANCE:
+def _accepted(found: Sequence[float]) -> float:
+    """The largest of these differences; ValueError where it is too large, or where one is not a number."""
+    worst = float(np.max(found))
+    if not worst <= TOLERANCE:
         raise ValueError(
-            f"the ONNX file would differ from the network by {difference:.1e}, more than {TOLERANCE:.0e}; it is not "
+            f"the ONNX file would differ from the network by {worst:.1e}, more than {TOLERANCE:.0e}; it is not "
             "written. Please report it with the run's config.yaml"
         )
+    return worst
 
 
 @contextmanager

@@ -115,9 +115,11 @@ def test_a_file_that_says_something_else_is_not_written(
 ) -> None:
     net, path = random_net(), tmp_path / "model.onnx"
     path.write_text("an earlier one")
-    monkeypatch.setattr(export, "TOLERANCE", -1.0)
-    with pytest.raises(ValueError, match="differ from the network"):
-        export.export(net, path)
+    for wrong in (1e-3, float("nan")):
+        found = [np.zeros(3), np.array([0.0, wrong]), np.zeros(2)]
+        monkeypatch.setattr(export, "differences", lambda *_, found=found: iter(found))
+        with pytest.raises(ValueError, match="differ from the network"):
+            export.export(net, path)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["an earlier one"]
     with pytest.raises(ValueError, match="no folder"):
         export.export(net, tmp_path / "nowhere" / "model.onnx")
