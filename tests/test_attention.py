@@ -13,9 +13,9 @@ from matrixlib.tasks.chess.blocks import MASKED_SCORE, SCORE_LIMIT, board_mask
 MIX, SCALE = 0.2, 0.25
 
 
-def plain(scores: Tensor, bias: Tensor | None, mask: Tensor) -> Tensor:
+def plain(scores: Tensor, bias: Tensor | None, mask: Tensor, scale: float = SCALE) -> Tensor:
     """The same shares as two softmaxes."""
-    x = scores * SCALE if bias is None else scores * SCALE + bias
+    x = scores * scale if bias is None else scores * scale + bias
     x = x.clamp(-SCORE_LIMIT, SCORE_LIMIT)
     return torch.lerp(x.masked_fill(~mask, MASKED_SCORE).softmax(-1), x.softmax(-1), MIX)
 
@@ -70,12 +70,19 @@ def test_a_score_that_is_not_finite_is_not_hidden() -> None:
     assert shares(scores, bias, board_mask())[2, 1, 3].isnan().any()
 
 
-def test_shares_of_half_precision_are_computed_in_fp32() -> None:
+@pytest.mark.parametrize("biased", [True, False])
+def test_shares_of_half_precision_are_computed_in_fp32(biased: bool) -> None:
     scores, bias = inputs(dtype=torch.float32)
-    low = scores.detach().bfloat16()
-    found = blended(low, bias, board_mask(), SCALE, MIX, SCORE_LIMIT, 0.0, torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, plain(low.float(), bias, board_mask()).bfloat16())
+    low, given, scale = scores.detach().bfloat16(), bias if biased else None, 0.3
+    found = blended(low, given, board_mask(), scale, MIX, SCORE_LIMIT, 0.0, torch.float32)
+    torch.testing.assert_close(found, plain(low.float(), given, board_mask(), scale))
+    half = blended(low, given, board_mask(), scale, MIX, SCORE_LIMIT, 0.0, torch.bfloat16)
+    assert torch.equal(half, found.bfloat16())
+
+
+def test_a_dropout_that_is_next_to_nothing_leaves_out_nothing() -> None:
+    scores, bias = inputs()
+    assert torch.equal(shares(scores, bias, board_mask(), 1e-6), shares(scores, bias, board_mask()))
 
 
 def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:

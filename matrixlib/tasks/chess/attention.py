@@ -66,10 +66,11 @@ class _Blend(Function):
         clamped, near_squares = False, mask.to(wide)
         for piece in _pieces(scores):
             e = exp[piece]
+            given = scores[piece].to(wide)  # `out` alone would not widen what is computed in
             if bias is None:
-                torch.mul(scores[piece], scale, out=e)
+                torch.mul(given, scale, out=e)
             else:
-                torch.add(bias, scores[piece], alpha=scale, out=e)
+                torch.add(bias, given, alpha=scale, out=e)
             low, high = e.aminmax()
             if not (-limit <= low and high <= limit):
                 clamped = True
@@ -120,9 +121,9 @@ def _keep(shape: torch.Size, dropout: float) -> tuple[Tensor | None, float]:
     """(bool of `shape`, True where a share stays; factor on these). Four from each 64-bit random number of torch's
     stream, which takes a third of the time of its `bernoulli_`.
     """
-    if dropout == 0:
-        return None, 1.0
     stays = max(1, round((1 - dropout) * 2**16))
+    if stays >= 2**16:  # none is left out, to 2^-17; and 2^15 is no int16 to compare with
+        return None, 1.0
     count = math.prod(shape)
     numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     return (numbers[:count] < stays - 2**15).view(shape), 2**16 / stays
