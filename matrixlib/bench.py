@@ -11,6 +11,7 @@ import argparse
 import datetime
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -91,35 +92,46 @@ def folder(name: str) -> Path:
     return configuration.reports_root() / "bench" / name
 
 
-def last(record: dict[str, Any]) -> dict[str, Any]:
-    """The newest older record of the same machine that was measured in the same way; {} where there is none."""
+def last(record: dict[str, Any]) -> dict[tuple[str, str, str], tuple[str, Figure]]:
+    """(workload, figure, unit) -> (time, figure): the newest that is older than the record, of the same machine and
+    measured in the same way. Each figure for itself: the record before may have had a few workloads alone.
+    """
     older = [read_json(path) for path in folder(record["machine"]).glob("*.json")]
-    fit = [
-        found
-        for found in older
-        if found["started"] < record["started"]
-        and found["brief"] == record["brief"]
-        and set(found["figures"]) & set(record["figures"])
-    ]
-    return max(fit, key=lambda found: found["started"], default={})
+    known: dict[tuple[str, str, str], tuple[str, Figure]] = {}
+    for found in sorted(older, key=lambda found: str(found["started"])):
+        if found["started"] < record["started"] and found["brief"] == record["brief"]:
+            for name, rows in found["figures"].items():
+                known |= {(name, row["name"], row["unit"]): (found["started"], Figure(**row)) for row in rows}
+    return known
 
 
-def regressions(record: dict[str, Any], before: dict[str, Any], tolerance: float = TOLERANCE) -> list[str]:
-    """What is slower than before by more than `tolerance`, in words."""
-    found = []
-    for name, figures in record["figures"].items():
-        known = {old["name"]: Figure(**old) for old in before.get("figures", {}).get(name, [])}
-        for new in (Figure(**row) for row in figures):
-            old = known.get(new.name)
-            if old is None or old.unit != new.unit:
+def verdict(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[list[str], str]:
+    """(what takes longer than the last time on this machine by more than `tolerance`, all of it in words)."""
+    known = last(record)
+    slower, times, new = [], set(), []
+    for name, rows in record["figures"].items():
+        missing = []
+        for figure in (Figure(**row) for row in rows):
+            if (name, figure.name, figure.unit) not in known:
+                missing.append(figure.name)
                 continue
-            slower = new.value / old.value if new.unit == "s" else old.value / new.value
-            if slower > 1 + tolerance:
-                found.append(
-                    f"{name}: {new.name} takes {slower - 1:.0%} longer ({_number(old.value)} -> {_number(new.value)} "
-                    f"{new.unit})"
-                )
-    return found
+            started, old = known[name, figure.name, figure.unit]
+            times.add(started)
+            longer = figure.value / old.value if figure.unit == "s" else old.value / figure.value
+            if longer > 1 + tolerance:
+                change = f"{_number(old.value)} -> {_number(figure.value)} {figure.unit}"
+                slower.append(f"{name}: {figure.name} takes {longer - 1:.0%} longer ({change})")
+        if missing:
+            new.append(name if len(missing) == len(rows) else f"{name} ({'; '.join(missing)})")
+    if not times:
+        return [], "first record of this machine: nothing to compare with"
+    before = " and ".join(sorted(times))
+    lines = [f"slower than on {before}:", *(f"  {line}" for line in slower)]
+    if not slower:
+        lines = [f"nothing over {tolerance:.0%} slower than on {before}"]
+    if new:
+        lines.append(f"not compared, as no older record has them: {', '.join(new)}")
+    return slower, "\n".join(lines)
 
 
 def table(record: dict[str, Any], markdown: bool = False) -> str:
@@ -165,17 +177,6 @@ def scaling_figure(record: dict[str, Any]) -> Plot:
     return canvas
 
 
-def verdict(record: dict[str, Any]) -> tuple[list[str], str]:
-    """(regressions against the last time on this machine, all of it in words)."""
-    before = last(record)
-    if not before:
-        return [], "first record of this machine: nothing to compare with"
-    found = regressions(record, before)
-    if not found:
-        return [], f"nothing over {TOLERANCE:.0%} slower than on {before['started']}"
-    return found, "\n".join([f"slower than on {before['started']}:", *(f"  {line}" for line in found)])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 for a regression with --fail, 2 where something cannot be measured."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.bench", description=__doc__.splitlines()[0])
@@ -192,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.device == "cuda" and not names:
             names = list(workloads.ON_GPU)
         record = measure(chosen, names, lambda text: print(text, file=sys.stderr, flush=True))
-    except (ValueError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(f"{record['machine']}, {record['started']}, torch {record['versions']['torch']}")
     if record["load"] > BUSY:

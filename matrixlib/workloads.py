@@ -6,8 +6,8 @@ this machine sets it, measured in the same minute. torch is imported inside func
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from matrixlib import config as configuration
 from matrixlib import rates
@@ -36,6 +37,7 @@ UPDATE_FLOPS = {"cpu": 1.3e12, "mps": 1.3e13, "cuda": 6e13}
 """Work of a timed update: seconds at most on a small CPU, and enough rows to fill a GPU."""
 LARGE = "matrix0_53m"
 FIRST_UPDATE_SECONDS = 120.0
+END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -359,8 +361,18 @@ def _first_update(device: str) -> float:
                 time.sleep(0.02)
             return time.perf_counter() - began
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and what it has started, kernels in sessions of their own too, and wait until they are gone."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=END_SECONDS)
 
 
 def _rates(chosen: Plan, works: Mapping[str, Update]) -> Iterator[Figure]:

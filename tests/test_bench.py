@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,36 @@ def keep(found: dict[str, Any]) -> None:
     path.write_text(json.dumps(found))
 
 
-def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else() -> None:
-    before = record(Figure("a", 100, "positions/s"), Figure("b", 2.0, "s"), Figure("c", 100, "positions/s"))
-    after = record(Figure("a", 89, "positions/s"), Figure("b", 2.3, "s"), Figure("c", 91, "positions/s"))
-    slower = bench.regressions(after, before)
+def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else(reports: Path) -> None:
+    keep(
+        record(
+            Figure("a", 100, "positions/s"),
+            Figure("b", 2.0, "s"),
+            Figure("c", 100, "positions/s"),
+            started="2026-01-01T00:00:00Z",
+        )
+    )
+    slower, words = bench.verdict(
+        record(Figure("a", 89, "positions/s"), Figure("b", 2.3, "s"), Figure("c", 91, "positions/s"))
+    )
     assert [line.split(" takes")[0] for line in slower] == ["updates: a", "updates: b"]
     assert "takes 12% longer (89 -> " not in slower[0], "from the old figure to the new one"
     assert "(100 -> 89 positions/s)" in slower[0]
-    assert not bench.regressions(before, after), "faster is no regression"
+    assert all(line in words for line in slower)
+    faster = record(Figure("a", 200, "positions/s"), Figure("b", 1.0, "s"))
+    assert bench.verdict(faster) == ([], "nothing over 10% slower than on 2026-01-01T00:00:00Z")
 
 
-def test_figures_that_are_new_or_have_another_unit_are_not_compared() -> None:
-    before = record(Figure("a", 100, "positions/s"))
-    assert not bench.regressions(record(Figure("new", 1, "positions/s"), Figure("a", 1, "s")), before)
+def test_figures_that_are_new_or_have_another_unit_are_not_compared_and_named(reports: Path) -> None:
+    keep(
+        record(
+            Figure("a", 100, "positions/s"), Figure("b", 100, "positions/s"), started="2026-01-01T00:00:00Z"
+        )
+    )
+    now = record(Figure("new", 1, "s"), Figure("a", 900, "s"), Figure("b", 100, "positions/s"))
+    slower, words = bench.verdict(now)
+    assert not slower
+    assert words.endswith("not compared, as no older record has them: updates (new; a)")
 
 
 def test_the_last_record_is_of_this_machine_and_made_in_the_same_way(reports: Path) -> None:
@@ -55,12 +73,24 @@ def test_the_last_record_is_of_this_machine_and_made_in_the_same_way(reports: Pa
     keep(record(Figure("a", 4, "s"), started="2026-01-03T00:00:00Z", brief=True))
     keep(record(Figure("a", 5, "s"), started="2026-01-06T00:00:00Z"))
     keep(now)
-    assert bench.last(now)["started"] == "2026-01-02T00:00:00Z"
+    assert bench.last(now) == {("updates", "a", "s"): ("2026-01-02T00:00:00Z", Figure("a", 3, "s"))}
     assert bench.verdict(now) == ([], "nothing over 10% slower than on 2026-01-02T00:00:00Z")
-    slow = record(Figure("a", 4, "s"), started="2026-01-04T00:00:00Z")
-    slower, words = bench.verdict(slow)
-    assert len(slower) == 1
-    assert slower[0] in words
+
+
+def test_a_record_of_a_few_workloads_hides_no_regression_of_the_others(reports: Path) -> None:
+    def day(number: int, **seconds: float) -> dict[str, Any]:
+        figures = {name: [vars(Figure("a", value, "s"))] for name, value in seconds.items()}
+        return record(started=f"2026-01-0{number}T00:00:00Z") | {"figures": figures}
+
+    keep(day(1, updates=1.0, loader=1.0))
+    keep(day(2, loader=1.0))
+    slower, words = bench.verdict(day(3, updates=2.0, loader=1.0, search=1.0))
+    assert slower == ["updates: a takes 100% longer (1 -> 2 s)"]
+    assert words.splitlines() == [
+        "slower than on 2026-01-01T00:00:00Z and 2026-01-02T00:00:00Z:",
+        "  updates: a takes 100% longer (1 -> 2 s)",
+        "not compared, as no older record has them: search",
+    ]
 
 
 def test_limits_and_shares_stand_beside_the_figures() -> None:
@@ -99,17 +129,27 @@ def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(
     assert found["brief"]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no room\nat all"),
+        OSError("no room\nat all"),
+        subprocess.CalledProcessError(1, ["no room"]),
+    ],
+)
 def test_what_was_measured_before_a_failure_is_kept(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     def fails(plan: Plan) -> Iterator[Figure]:
-        raise RuntimeError("no room")
+        raise error
 
     monkeypatch.setattr(
         bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", 1.0, "s")]), "start": fails}
     )
     assert bench.main(["--device", "cpu", "--seconds", "0"]) == 2
-    assert "RuntimeError: no room" in capsys.readouterr().err
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{type(error).__name__}: ")
+    assert "no room" in line
     (path,) = (reports / "bench").glob("*/*.json")
     assert list(json.loads(path.read_text())["figures"]) == ["updates"]
 
@@ -123,7 +163,8 @@ def test_the_command_line_fails_for_a_regression_only_when_asked(
     plan = workloads.plan("cpu", 0.0, brief=True)
     monkeypatch.setattr(workloads, "plan", lambda *given: plan)
     assert bench.main(arguments) == 0
-    monkeypatch.setattr(bench, "last", lambda now: record(Figure("a", 1.0, "s")))
+    before = {("updates", "a", "s"): ("2026-01-01T00:00:00Z", Figure("a", 1.0, "s"))}
+    monkeypatch.setattr(bench, "last", lambda now: before)
     assert bench.main(arguments) == 0
     assert "takes 100% longer" in capsys.readouterr().out
     assert bench.main([*arguments, "--fail"]) == 1

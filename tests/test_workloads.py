@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from matrixlib import workloads
@@ -55,3 +58,29 @@ def test_an_update_has_as_many_rows_as_its_work_allows(plan: Plan, monkeypatch: 
 def test_the_device_must_be_there() -> None:
     with pytest.raises(ValueError, match="asked for"):
         workloads.plan("mps" if not workloads.runtimes.machine.facts().mps else "cuda")
+
+
+def test_what_a_process_started_in_a_session_of_its_own_ends_with_it() -> None:
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True, "
+    child += "stdin=subprocess.PIPE); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        assert psutil.pid_exists(grandchild)
+        workloads.end(process)
+    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_notebook_that_fails_at_once_is_named_whatever_is_left_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    popen = subprocess.Popen
+
+    def fails(words: list[str], **options: object) -> subprocess.Popen[bytes]:
+        process = popen([sys.executable, "-c", "raise SystemExit(1)"], start_new_session=True)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    with pytest.raises(RuntimeError, match="made no update"):
+        workloads._first_update("cpu")
