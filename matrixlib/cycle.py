@@ -11,7 +11,7 @@ or counted twice, and nothing is decided twice.
     reports/<cycle>/matches/          score and games of each batch of a match
     reports/<cycle>/truth_*.json      a network beside perfect play, in a game that is solved
     reports/<cycle>/promotions.json   which network was the best one after each generation, and why
-    reports/<cycle>/generation_*      what a generation began with, and what became of it
+    reports/<cycle>/generation_*      what a generation began with and learned from, and what became of it
     reports/<cycle>-001/ ...          the training runs
 """
 
@@ -45,6 +45,7 @@ from matrixlib.workers import end_with_parent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from matrixlib.data.catalogue import ShardRow
     from matrixlib.net import Network
     from matrixlib.play.game import Game, States, Trace
 
@@ -126,8 +127,9 @@ class Cycle:
 
     def history(self) -> list[Generation]:
         """The generations that have been decided."""
-        decided = sorted(self.folder.glob("generation_*[0-9].json"))
-        return [_generation_from(json.loads(path.read_text(encoding="utf-8"))) for path in decided]
+        decided = self.folder.glob("generation_*[0-9].json")
+        made = [_generation_from(json.loads(path.read_text(encoding="utf-8"))) for path in decided]
+        return sorted(made, key=lambda generation: generation.number)
 
     def promotions(self) -> list[dict[str, Any]]:
         """Which network was the best one (`best`), from when (`after` which generation), and why, oldest first."""
@@ -143,7 +145,8 @@ class Cycle:
     def roll_back(self, generation: int, reason: str) -> None:
         """Make the network of an earlier generation the best one again; twice in a row counts once.
 
-        A generation that has begun keeps its opponent. CycleError where the network has not been trained, or while
+        A generation that has begun keeps its opponent; the next training that begins starts from this network, not
+        from the newest one. CycleError where the network has not been trained, or while
         another process works on the cycle.
         """
         with self._held():
@@ -267,16 +270,20 @@ class Cycle:
         return f"{self.name}-{number:03d}"
 
     def _learn(self, number: int) -> float:
-        """Train the candidate from the weights of the one before it; returns its held-out top-1."""
+        """Train the candidate from the weights that `_lesson` names; returns its held-out top-1."""
         from matrixlib import run as runs
         from matrixlib.data.catalogue import Catalogue
         from matrixlib.engine.optim import named_tensors
         from matrixlib.engine.plots import live_bar
 
         rows = Catalogue(self.folder / "shards").shards("train")
-        recent = [_source(g) for g in range(max(1, number - self.config.window + 1), number + 1)]
-        weights = {name: float(sum(row.count for row in rows if row.source == name)) for name in recent}
-        weights = {name: count for name, count in weights.items() if count}
+        lesson = self._lesson(number, rows)
+        start, weights = lesson["start"], lesson["sources"]
+        if gone := sorted(weights.keys() - {row.source for row in rows}):
+            raise CycleError(
+                f"generation {number} of cycle '{self.name}' began to learn from '{gone[0]}', of which there is no "
+                f"healthy shard left in {self.folder / 'shards'}: restore them or begin another cycle"
+            )
         overrides = {
             "seed": self.config.seed + number,
             "data": {"source": str(self.folder / "shards")},
@@ -288,8 +295,8 @@ class Cycle:
         run = runs.open_run(str(preset), run=self._run_name(number), overrides=overrides, kind="cycle")
         try:
             if not run.trainer.step:
-                run.trainer.start_from(named_tensors(self.network(number - 1).model))
-            what = f"generation {number}: training"
+                run.trainer.start_from(named_tensors(self.network(start).model))
+            what = f"generation {number}: training from {start}"
             with live_bar(initial=run.trainer.step, total=run.steps, desc=what, unit="update") as bar:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
@@ -297,6 +304,30 @@ class Cycle:
         finally:
             run.close()
         return float(run.summary()["evaluation"]["top1"])
+
+    def _lesson(self, number: int, rows: list[ShardRow]) -> dict[str, Any]:
+        """What the candidate learns from, settled when its training begins, whatever becomes of shards meanwhile.
+
+        start: generation of its first weights, the one before it, after a roll-back the best one; sources: weights
+        of the latest generations' positions; decisions: how many there were about the best network.
+        """
+        path = self._lesson_file(number)
+        if not path.exists():
+            recent = [_source(g) for g in range(max(1, number - self.config.window + 1), number + 1)]
+            counts = {name: float(sum(row.count for row in rows if row.source == name)) for name in recent}
+            before, decided = self._lesson_file(number - 1), self.promotions()
+            known = json.loads(before.read_text(encoding="utf-8"))["decisions"] if before.exists() else 0
+            rolled_back = any(entry["kind"] == "rollback" for entry in decided[known:])
+            lesson = {
+                "start": self.best if rolled_back else number - 1,
+                "sources": {name: count for name, count in counts.items() if count},
+                "decisions": len(decided),
+            }
+            write_json(path, lesson)
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def _lesson_file(self, number: int) -> Path:
+        return self.folder / f"generation_{number:03d}.lesson.json"
 
     def _match(self, number: int, other: int, kind: str, pairs: int, sprt: bool) -> tuple[int, ...]:
         """Pairs (5,) by score of the candidate of a generation against an earlier network."""
@@ -366,6 +397,10 @@ def open_cycle(
     name = cycle or f"cycle-{Path(preset).stem}"
     if Path(name).name != name or name.startswith("."):
         raise CycleError(f"cycle name {name!r} must be a plain folder name, without slashes or a leading dot")
+    settings = config.arena
+    needed = max(settings.pairs, settings.anchor_pairs)  # of a small game there may be fewer: say so now
+    game = contests.of(config.network).game
+    arena.random_openings(game, needed, config.seed, settings.random_plies)
     folder = configuration.reports_root() / name
     for part in ("shards", "games", "matches"):
         (folder / part).mkdir(parents=True, exist_ok=True)

@@ -193,6 +193,7 @@ def test_random_openings_are_different_and_the_game_goes_on() -> None:
     assert (found == random_openings(game, 40, seed=1, plies=6)).all()
     with pytest.raises(ValueError, match=r"tic-tac-toe has hardly 10 different positions.*\(found: 9\)"):
         random_openings(GAME, 10, seed=0, plies=1)
+    assert len(random_openings(game, 0, seed=1, plies=6)) == 0
 
 
 def test_results_are_those_of_the_games_replayed() -> None:

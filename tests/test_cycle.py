@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -372,6 +373,70 @@ def test_two_networks_are_kept(opened: cycle.Cycle) -> None:
 )
 def test_sections_have_the_fields_of_the_options_they_become(section: Any, options: Any) -> None:
     assert list(section.model_fields) == [field.name for field in fields(options)]
+
+
+def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    monkeypatch.setattr(cycle.arena, "TRIES", 4)
+    for key in ("pairs", "anchor_pairs"):
+        settings = {"arena": {"pairs": 4, "anchor_pairs": 4, "random_plies": 3, key: 260}}
+        with pytest.raises(ValueError, match="hardly 260 different positions after 3 random plies"):
+            cycle.open_cycle("tictactoe", "cpu", "t", settings)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_match_of_no_pairs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    made = cycle.open_cycle("tictactoe", "cpu", "t", {"arena": {"anchor_pairs": 0}})
+    assert made._match(1, 0, "anchor", 0, sprt=False) == (0, 0, 0, 0, 0)
+
+
+def shard(count: int, source: str) -> Any:
+    return SimpleNamespace(count=count, source=source)
+
+
+def test_what_is_learned_from_is_settled_when_the_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a shard that is quarantined between a kill and the resume changes the run's configuration."""
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    made = cycle.open_cycle("demo", "cpu", "p", TINY)
+    rows = [shard(30, "selfplay_001"), shard(20, "selfplay_002"), shard(5, "selfplay_002")]
+    begun = made._lesson(2, rows)
+    assert begun["sources"] == {"selfplay_001": 30.0, "selfplay_002": 25.0}
+    assert made._lesson(2, rows[:2]) == begun
+    with pytest.raises(
+        cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"
+    ):
+        made._learn(2)
+
+
+def test_after_a_roll_back_training_starts_from_the_best_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    made = cycle.open_cycle("demo", "cpu", "p", TINY)
+    starts = []
+    for number in range(1, 6):
+        starts.append(made._lesson(number, [])["start"])
+        if number in (2, 4):  # before the generation that has begun is decided, and after it
+            made._decide({"kind": "rollback", "after": number - 1, "best": 1, "reason": "collapsed"})
+        assert made._lesson(number, [])["start"] == starts[-1], "one that has begun goes on"
+        made._promote(number, (0, 0, 0, 4, 60) if number < 3 else (0, 0, 2, 0, 0))
+    assert starts == [0, 1, 2, 3, 1]
+
+
+def test_generations_are_in_the_order_of_their_numbers(
+    opened: cycle.Cycle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = opened.history()[0]
+    other = cycle.Cycle(tmp_path, opened.config, opened.runtime)
+    for number in (1000, 101, 2):
+        text = json.dumps(asdict(replace(made, number=number)))
+        (tmp_path / f"generation_{number:03d}.json").write_text(text)
+    assert [g.number for g in other.history()] == [2, 101, 1000]
 
 
 def test_a_cycle_needs_a_game_for_two() -> None:

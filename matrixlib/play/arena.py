@@ -270,6 +270,8 @@ def random_openings(game: Game, count: int, seed: int | Sequence[int], plies: in
 
     ValueError where a game is too small for so many.
     """
+    if not count:
+        return game.initial(0)
     rng = np.random.default_rng(seed)
     found: dict[int, States] = {}
     for _ in range(TRIES * count):
