@@ -145,7 +145,7 @@ class TicTacToe:
             f"{lost} of {PERFECT_GAMES} games lost to a player that knows all, {alone} without a search; "
             f"the policy's move does not lose in {truth[SAFE]:.2%} of the positions"
         )
-        return [("plays perfectly", lost == 0, said)]
+        return [("loses to nobody", lost == 0, said)]
 
 
 def perfect_player(seed: int) -> arena.Player:

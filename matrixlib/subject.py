@@ -305,26 +305,28 @@ class TicTacToe:
         self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
     ) -> dict[str, Any]:
         from matrixlib.engine.validation import validate
+        from matrixlib.tasks.tictactoe.losses import chances
 
         batches = list(held_out.sequential(self.task.config.validation.batch_size))
         seen = validate(self.task, model, batches, runtime, frozenset(self.task.weights), "full")
         if seen is None or not seen.counts["policy"]:
             raise ValueError("the held-out positions have no policy target to evaluate on; play more games")
-        uniform = sum(float((1 / (batch["squares"] == 0).sum(1)).sum()) for batch in batches)
-        rows = sum(len(batch["squares"]) for batch in batches)
-        return {
-            "positions": rows,
+        uniform = sum(float(chances(batch["policy"], batch["squares"] == 0).sum()) for batch in batches)
+        figures: dict[str, Any] = {
+            "positions": sum(len(batch["squares"]) for batch in batches),
             "top1": seen.metrics["policy/top1"],
             "policy_kl": seen.metrics["policy/kl"],
-            "wdl_accuracy": seen.metrics["value/accuracy"],
-            "baselines": {"uniform_top1": uniform / rows},
         }
+        if seen.counts["value"]:
+            figures["wdl_accuracy"] = seen.metrics["value/accuracy"]
+        return figures | {"baselines": {"uniform_top1": uniform / seen.counts["policy"]}}
 
     def headline(self, figures: Mapping[str, Any]) -> str:
-        return (
+        said = (
             f"top-1 {figures['top1']:.1%} (uniform {figures['baselines']['uniform_top1']:.1%}), "
-            f"KL {figures['policy_kl']:.2f}, WDL {figures['wdl_accuracy']:.1%}"
+            f"KL {figures['policy_kl']:.2f}"
         )
+        return said + (f", WDL {figures['wdl_accuracy']:.1%}" if "wdl_accuracy" in figures else "")
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
         return [

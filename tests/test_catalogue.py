@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from toy_shards import LAYOUT, META, toy_batch, toy_shards
 
-from matrixlib.data.catalogue import MISSING, NAME, Catalogue, CatalogueError
+from matrixlib.data import catalogue as catalogues
+from matrixlib.data.catalogue import MISSING, NAME, Catalogue, CatalogueError, ShardRow
 from matrixlib.data.shards import write_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -317,6 +318,29 @@ def test_opening_takes_back_nothing_that_another_process_has_said(
     monkeypatch.setattr(Catalogue, "_from_file", looked)
     found = {row.name: row for row in Catalogue(tmp_path).shards(state=None)}["n.npz"]
     assert (found.state, found.reason, found.quality) == ("quarantined", "dull", {"entropy": 1.5})
+
+
+def test_opening_keeps_out_no_shard_that_another_process_has_just_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = filled(tmp_path)
+    cut = (tmp_path / "a.npz").read_bytes()[:-1]
+    (tmp_path / "a.npz").write_bytes(cut)
+    look = catalogues._unfit
+
+    def looked(row: ShardRow) -> str:
+        reason = look(row)
+        if reason:
+            catalogue.add(
+                write_shard(row.path, LAYOUT, toy_batch(7), META), "train", "made", {"entropy": 1.5}
+            )
+        return reason
+
+    monkeypatch.setattr(catalogues, "_unfit", looked)
+    opened = Catalogue(tmp_path)
+    found = opened.shards()[0]
+    assert (found.name, found.state, found.quality) == ("a.npz", "healthy", {"entropy": 1.5})
+    assert opened.messages == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "other", "newer"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from matrixlib import config
 from matrixlib import subject as subjects
@@ -113,6 +116,37 @@ def test_games_are_written_with_players_and_points() -> None:
     assert GAME.write(replace(game, result=None)).endswith(" *")
     after = GAME.play(GAME.initial(1), np.array([2]))  # O is to move, and wins
     assert GAME.write(replace(game, start=after)) == "one - two: ..x...... 4 0 8 0-1"
+
+
+class Blank(nn.Module):
+    """A network that says nothing: all logits are 0."""
+
+    def forward(self, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(len(squares), 9), torch.zeros(len(squares), 3)
+
+
+@pytest.mark.parametrize("result", [1, UNKNOWN])
+def test_a_network_that_says_nothing_passes_no_check(result: int) -> None:
+    """Of moves that tie each one is a hit, for the network as for a random move; results may all be unknown."""
+    records = np.zeros(3, LAYOUT.record)
+    records["policy"][0] = 65535 // 9  # all moves of the empty board are as good
+    records["ours"][1:], records["theirs"][1:] = 0b1, 0b1000
+    records["policy"][1, [1, 2]] = 32767  # the third has no policy
+    records["result"] = result
+    tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
+    batch = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    held_out = SimpleNamespace(sequential=lambda size: iter([batch]))
+    subject = subjects.TicTacToe(TASK)
+    runtime = replace(network().runtime, dtype="fp32")
+    figures = subject.evaluate(Blank(), runtime, held_out, None)  # type: ignore[arg-type]
+    assert figures["top1"] == 1
+    assert figures["baselines"]["uniform_top1"] == pytest.approx((1 + 2 / 7) / 2)
+    assert ("wdl_accuracy" in figures) == ("WDL" in subject.headline(figures)) == (result != UNKNOWN)
+    records["policy"][1] = 0
+    tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
+    batch.update({name: torch.from_numpy(array) for name, array in tensors.items()})
+    figures = subject.evaluate(Blank(), runtime, held_out, None)  # type: ignore[arg-type]
+    assert [passed for _, passed, _ in subject.checks(figures)] == [False]
 
 
 def test_it_has_no_data_of_its_own() -> None:

@@ -31,6 +31,7 @@ count INTEGER NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, state TEXT
 reason TEXT NOT NULL, quality TEXT NOT NULL, digest TEXT NOT NULL
 ) WITHOUT ROWID"""
 PUT = f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
+EXCHANGE = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
 MISSING = "the file is missing"
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 BUSY_SECONDS = 30.0
@@ -267,23 +268,24 @@ class Catalogue:
         """
         rows = {row.name: row for row in self.shards(state=None)}
         files = set(self._files())
-        taken, changed = [], []
+        taken: list[ShardRow] = []
+        changed: list[tuple[ShardRow, ShardRow, str]] = []
         for name in sorted(files - rows.keys()):
             if row := self._from_file(name):
                 self._say(f"{self.folder / name}: was not in the catalogue; taken in as {row.state}")
                 taken.append(row)
         for name, row in rows.items():
             if row.state == "healthy" and (reason := _unfit(row)):
-                self._say(f"{row.path}: {reason}; quarantined")
-                changed.append(_kept_out(row, reason))
+                changed.append((row, _kept_out(row, reason), f"{reason}; quarantined"))
             elif name in files and row.reason == MISSING and not self._check(row):
-                self._say(f"{row.path}: is back and whole; used again")
-                changed.append(replace(row, state="healthy", reason=""))
+                healthy = replace(row, state="healthy", reason="")
+                changed.append((row, healthy, "is back and whole; used again"))
         if taken:
             with self._connection() as db:
                 db.executemany(PUT.replace("REPLACE", "IGNORE"), [_values(row) for row in taken])
-        if changed:
-            self._put(changed)
+        for before, row, said in changed:
+            if self._exchange(before, row):
+                self._say(f"{row.path}: {said}")
 
     def _trusted(self, values: tuple[Any, ...]) -> ShardRow | None:
         """A stored row as a value; if its digest is wrong, made anew from its shard (None: it has none)."""
@@ -349,6 +351,13 @@ class Catalogue:
     def _put(self, rows: Sequence[ShardRow]) -> None:
         with self._connection() as db:
             db.executemany(PUT, [_values(row) for row in rows])
+
+    def _exchange(self, before: ShardRow, row: ShardRow) -> bool:
+        """Put a row in place of `before`, where that is still what is stored; whether it was."""
+        digests = [_values(each)[-1] for each in (row, before)]
+        with self._connection() as db:
+            changed = db.execute(EXCHANGE, [row.state, row.reason, digests[0], row.name, digests[1]])
+            return changed.rowcount == 1
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:

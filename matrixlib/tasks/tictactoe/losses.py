@@ -27,10 +27,14 @@ def policy_loss(logits: Tensor, target: Tensor, free: Tensor) -> tuple[Tensor, S
     log_p = log_shares(logits, free)
     loss = -(target * log_p).sum(1)  # 0 without a target
     with torch.no_grad():
-        best = (target >= target.amax(1, keepdim=True)) & (target > 0)
-        hits = best.gather(1, log_p.argmax(1, keepdim=True))
+        hits = _best(target).gather(1, log_p.argmax(1, keepdim=True))
         metrics = {"top1": hits.sum().float(), "kl": (loss - entropy(target)).sum()}
     return loss.sum(), metrics
+
+
+def chances(target: Tensor, free: Tensor) -> Tensor:
+    """(B,) of a random free square to count for `top1`, 0 without a target."""
+    return _best(target).sum(1) / free.sum(1)
 
 
 def value_loss(logits: Tensor, result: Tensor) -> tuple[Tensor, Sums]:
@@ -40,6 +44,11 @@ def value_loss(logits: Tensor, result: Tensor) -> tuple[Tensor, Sums]:
     loss = -log_p.gather(1, wanted[:, None])[:, 0]
     right = (log_p.argmax(1) == wanted) & known
     return torch.where(known, loss, 0.0).sum(), {"accuracy": right.sum().float()}
+
+
+def _best(target: Tensor) -> Tensor:
+    """(B, 9) bool: the best moves, all that tie; none without a target."""
+    return (target >= target.amax(1, keepdim=True)) & (target > 0)
 
 
 def entropy(target: Tensor) -> Tensor:
