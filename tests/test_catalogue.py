@@ -169,6 +169,15 @@ def test_tampering_does_not_lift_a_quarantine_or_leave_the_folder(tmp_path: Path
     assert names(Catalogue(tmp_path)) == ["b.npz", "v.npz"]  # taken in again from its file
 
 
+@pytest.mark.parametrize(("name", "state"), [("a.npz", "quarintined"), ("b.npz", "heelthy")])
+def test_a_garbled_state_is_read_off_the_note(tmp_path: Path, name: str, state: str) -> None:
+    catalogue = filled(tmp_path)
+    catalogue.quarantine("a.npz", "bad")
+    edit(tmp_path, f"UPDATE shards SET state = '{state}' WHERE name = '{name}'")
+    assert names(Catalogue(tmp_path)) == ["b.npz", "v.npz"]
+    assert [(row.name, row.reason) for row in catalogue.shards(state="quarantined")] == [("a.npz", "bad")]
+
+
 def test_orphans(tmp_path: Path) -> None:
     catalogue = filled(tmp_path)
     write_shard(tmp_path / "c.npz", LAYOUT, toy_batch(7), META)  # as after a crash before add()

@@ -222,6 +222,8 @@ class Catalogue:
                 if _is_newer(db):
                     raise CatalogueError(f"{self.path}: made by a newer version; update matrixlib")
                 return _problem_of(db)
+        except UnicodeDecodeError as error:  # sqlite3 quotes a schema that is no text in its message
+            return f"the catalogue is damaged ({error})"
         except sqlite3.DatabaseError as error:
             if _damaged(error):
                 return f"the catalogue is damaged ({error})"
@@ -300,7 +302,8 @@ class Catalogue:
             with self._connection() as db:
                 db.execute("DELETE FROM shards WHERE name = ?", (columns[0],))
             return None
-        if columns[COLUMNS.index("state")] != "healthy":  # when in doubt, what was kept out stays out
+        # What was kept out stays out; where the state itself is what was damaged, the shard's note says it (_from_file)
+        if columns[COLUMNS.index("state")] == "quarantined":
             reason = row.reason or "was quarantined before its row was damaged"
             row = _kept_out(row, reason)
         self._say(f"{self.path}: row '{name}' was changed or damaged; rebuilt from its shard")
