@@ -256,16 +256,14 @@ class Cycle:
         ]
         todo = [chunk for chunk in chunks if not chunk.account.exists()]
         what = f"generation {number}: self-play"
-        try:
-            with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=what, unit="chunk") as bar:
-                for chunk in _played(todo, config.workers):
-                    account = json.loads(chunk.account.read_text(encoding="utf-8"))
-                    bar.set_postfix_str(
-                        f"{account['games'] / account['seconds']:.1f} games/s in a process", refresh=False
-                    )
-                    bar.update()
-        finally:
-            self.runtime.apply()  # games that were played in this process had one thread
+        with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=what, unit="chunk") as bar:
+            for chunk in _played(todo, config.workers):
+                account = json.loads(chunk.account.read_text(encoding="utf-8"))
+                bar.set_postfix_str(
+                    f"{account['games'] / account['seconds']:.1f} games/s in a process", refresh=False
+                )
+                bar.update()
+        self.runtime.apply()  # games that were played in this process had one thread
         return _total([json.loads(chunk.account.read_text(encoding="utf-8")) for chunk in chunks])
 
     def _run_name(self, number: int) -> str:
@@ -406,21 +404,16 @@ def open_cycle(
     folder = configuration.reports_root() / name
     for part in ("shards", "games", "matches"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    path = folder / "cycle.yaml"
-    with FileLock(
-        folder / "opening.lock"
-    ):  # of two that begin it at once one decides; who trains does not hold it
-        if not path.exists():
-            write_text(path, configuration.to_yaml(config))
-        runtime = _runtime(folder, config, device)
+    path, text = folder / "cycle.yaml", configuration.to_yaml(config)
+    if not path.exists():
+        write_text(path, text)
     stored = configuration.load_cycle(str(path))
     if stored.model_copy(update={"generations": config.generations, "workers": config.workers}) != config:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only generations and workers may "
             "change: give the cycle another name"
         )
-    runtime.apply()  # all that its networks compute is kept, `truth` too
-    return Cycle(folder, config, runtime)
+    return Cycle(folder, config, _runtime(folder, config, device))
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:

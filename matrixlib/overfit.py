@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matrixlib import run as runs
-from matrixlib.config import merge
+from matrixlib.config import load, merge
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.run import Run, RunError
 
@@ -61,7 +61,9 @@ class Diagnosis:
 
 
 def open_run(preset: str, device: str, seed: int, run: str, steps: int, overrides: Mapping[str, Any]) -> Run:
-    """A run of `run.open_run` with OVERRIDES under the caller's own."""
+    """A run of `run.open_run` with OVERRIDES under the caller's own. RunError where the preset is not of chess."""
+    if (task := load(preset).task) != "chess":
+        raise RunError(f"the overfit check is for chess; preset '{preset}' trains {task}")
     return runs.open_run(preset, device, seed, run, steps, merge(OVERRIDES, overrides), kind="overfit")
 
 
@@ -74,8 +76,7 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
         raise RunError(f"run '{run.name}' has ended; leave `run` empty or give another name")
     from matrixlib.tasks.chess.task import ChessTask
 
-    if not isinstance(run.task, ChessTask):
-        raise RunError(f"the overfit check is for chess; preset '{run.preset}' trains {run.config.task}")
+    assert isinstance(run.task, ChessTask)
     if run.config.loss.policy == 0 or run.config.model.value.kind != "wdl":
         raise RunError("the overfit check needs loss.policy above 0 and model.value.kind wdl; override them")
     problems = _labels(run, run.task)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -338,61 +337,6 @@ def test_threads_are_the_same_however_far_it_had_come(opened: cycle.Cycle) -> No
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_an_opened_cycle_computes_with_the_threads_that_were_resolved(opened: cycle.Cycle) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        cycle.open_cycle("demo", "cpu", "c", TINY)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_threads_are_as_they_were_after_games_that_failed(
-    opened: cycle.Cycle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shards").mkdir()
-    runtime = replace(opened.runtime, threads=2)
-    made = cycle.Cycle(tmp_path, opened.config, runtime)
-
-    def failing(*arguments: Any) -> Any:
-        raise ValueError("planted")
-
-    monkeypatch.setattr(cycle.selfplay, "play_games", failing)
-    before = torch.get_num_threads()
-    try:
-        with pytest.raises(ValueError, match="planted"):
-            made._self_play(1, 0)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_of_two_that_begin_a_cycle_at_once_one_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    resolve, resolved = cycle.runtimes.resolve, []
-
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.3)  # the other one looks meanwhile
-        resolved.append(resolve(*arguments))
-        return resolved[-1]
-
-    monkeypatch.setattr(cycle.runtimes, "resolve", slow)
-
-    def begin(seed: int) -> bool:
-        try:
-            cycle.open_cycle("demo", "cpu", "c", {**TINY, "seed": seed})
-        except cycle.CycleError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(begin, (1, 2))) == [False, True]
-    assert len(resolved) == 1
 
 
 def test_games_are_played_on_one_thread_whatever_the_rest_has(

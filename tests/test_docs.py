@@ -1,48 +1,31 @@
-"""The README says what is there: files, options, presets, variables, make targets, commands.
+"""The documents say what is there: files, options, presets, variables, make targets, commands.
 
-``python tests/test_docs.py`` writes the generated tables of the README again.
+``python tests/test_docs.py`` writes their generated tables again.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
-import shlex
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
 
-from matrixlib import config
+from matrixlib import bench, config, subject
 
-ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+GUIDES = ROOT / "notebooks" / "guides"
+MEASURED = ROOT / "tests" / "golden" / "presets.json"
+RECORD = MEASURED.with_name("bench.json")
 TREES = {"matrixlib": "*.py", "notebooks": "*.ipynb", "params": "*.yaml"}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def readme() -> str:
-    return README.read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    """Fenced blocks of one language."""
-    return [body for kind, body in FENCE.findall(readme()) if kind == language]
-
-
-def spans() -> list[str]:
-    """Inline code."""
-    return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", FENCE.sub("", readme()))]
-
-
-def section(title: str) -> str:
-    """Text under a heading of the second level."""
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", readme(), re.MULTILINE | re.DOTALL)
-    assert found, f"the README has no section '{title}'"
-    return found[1]
 
 
 def first_cells(text: str) -> list[str]:
@@ -63,7 +46,11 @@ def options_table(rows: list[tuple[str, str, str]]) -> str:
 
 
 def presets_table() -> str:
-    lines = ["| Preset | Network | Length and batch | What it is |", "|---|---|---|---|"]
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["presets"]
+    lines = [
+        "| Preset | Network | Parameters | Length and batch | Rows/s | Time | Memory | What it is |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name in config.presets():
         text = (config.PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
         data = yaml.safe_load(text)
@@ -75,8 +62,26 @@ def presets_table() -> str:
             size = f"{model['blocks']} blocks of {model['channels']} channels"
         else:
             size = f"{model['layers']} layers of width {model['width']}"
-        lines.append(f"| `{name}` | {size} | {length} | {purpose(text, name)} |")
+        found = measured.get(name)
+        if found:
+            rate, memory = found["rows_per_second"], f"{found['peak_mib'] / 1024:.1f} GiB"
+            seconds = 60 * train["minutes"] if steps == "auto" else steps * train["batch_size"] / rate
+            count = f"{found['parameters']:,}"
+            rest = [f"{rate:,.0f}" if rate > 100 else f"{rate:.1f}", duration(seconds), memory]
+        else:
+            count, rest = "", ["", "", ""]
+        lines.append(
+            f"| `{name}` | {size} | {count} | {length} | {' | '.join(rest)} | {purpose(text, name)} |"
+        )
     return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are two or more."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def purpose(text: str, name: str) -> str:
@@ -87,13 +92,41 @@ def purpose(text: str, name: str) -> str:
     return re.split(r"(?<=[.])\s", words, maxsplit=1)[0]
 
 
-TABLES = {
-    "presets": presets_table,
-    "options": lambda: options_table(config.options_table(config.Config)),
-    "chess-options": lambda: options_table(config.own_options(config.ChessConfig)),
-    "cycle-options": lambda: options_table(config.options_table(config.CycleConfig)),
-    "latin-options": lambda: options_table(config.own_options(config.LatinConfig)),
-    "tictactoe-options": lambda: options_table(config.own_options(config.TicTacToeConfig)),
+def commands_help() -> str:
+    """What each command says of itself with --help."""
+    shown = []
+    for module in ("launch", "bench", "uci"):
+        done = subprocess.run(
+            [sys.executable, "-m", f"matrixlib.{module}", "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"COLUMNS": "110", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        )
+        shown.append(f"```text\n{done.stdout.strip()}\n```")
+    return "\n\n".join(shown)
+
+
+def performance() -> str:
+    """The record of a quiet machine that is kept in tests/golden."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    words = f"{record['machine']}, {record['started'][:10]}, torch {record['versions']['torch']}"
+    return f"Measured on {words}:\n\n{bench.table(record, markdown=True)}"
+
+
+OPTIONS = GUIDES / "options.md"
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "presets": (README, presets_table),
+    "performance": (README, performance),
+    "commands": (OPTIONS, commands_help),
+    "options": (OPTIONS, lambda: options_table(config.options_table(config.Config))),
+    "chess-options": (OPTIONS, lambda: options_table(config.own_options(config.ChessConfig))),
+    "latin-options": (OPTIONS, lambda: options_table(config.own_options(config.LatinConfig))),
+    "tictactoe-options": (OPTIONS, lambda: options_table(config.own_options(config.TicTacToeConfig))),
+    "cycle-options": (
+        GUIDES / "selfplay.md",
+        lambda: options_table(config.options_table(config.CycleConfig)),
+    ),
 }
 
 
@@ -102,28 +135,37 @@ def between(name: str) -> re.Pattern[str]:
 
 
 def rewrite() -> None:
-    """Put the generated tables into the README."""
-    text = readme()
-    for name, table in TABLES.items():
+    """Put the generated tables into their pages."""
+    for name, (page, table) in TABLES.items():
         made = table()
-        text, count = between(name).subn(lambda m, made=made: f"{m[1]}{made}\n{m[3].lstrip()}", text)
-        assert count == 1, f"the README needs one pair of markers '{name}'"
-    README.write_text(text, encoding="utf-8")
+        text, count = between(name).subn(lambda m, made=made: f"{m[1]}{made}\n{m[3].lstrip()}", read(page))
+        assert count == 1, f"{page.name} needs one pair of markers '{name}'"
+        page.write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_generated_tables_are_those_of_the_code(name: str) -> None:
-    found = between(name).findall(readme())
+    page, table = TABLES[name]
+    found = between(name).findall(read(page))
     assert len(found) == 1
-    assert found[0][1] == TABLES[name](), "write them again: python tests/test_docs.py"
+    assert found[0][1] == table(), "write them again: python tests/test_docs.py"
+
+
+def test_measured_parameters_are_those_of_the_code() -> None:
+    for name, found in json.loads(MEASURED.read_text(encoding="utf-8"))["presets"].items():
+        model = subject.of(config.load(name)).task.build_model()
+        assert found["parameters"] == sum(p.numel() for p in model.parameters()), (
+            "python tests/bench/bench_presets.py"
+        )
 
 
 # Files
 
 
 def tree() -> list[str]:
-    """Paths of the README's tree, from its indentation; folders end in a slash."""
-    text = next(iter(re.findall(r"^```text\n(.*?)^```", section("The tree"), re.MULTILINE | re.DOTALL)))
+    """Paths of the tree, from its indentation; folders end in a slash."""
+    found = section("CONTRIBUTING.md", "The tree")
+    text = next(iter(re.findall(r"^```text\n(.*?)^```", found, re.MULTILINE | re.DOTALL)))
     paths: list[str] = []
     above: list[str] = []
     for line in text.splitlines():
@@ -144,7 +186,11 @@ def says_something(path: Path) -> bool:
 
 
 def test_the_tree_names_every_file_once() -> None:
-    named = [path for path in tree() if Path(path).suffix in (".py", ".ipynb", ".yaml")]
+    named = [
+        path
+        for path in tree()
+        if Path(path).parts[0] in TREES and Path(path).suffix in (".py", ".ipynb", ".yaml")
+    ]
     there = [
         path.relative_to(ROOT).as_posix()
         for folder, pattern in TREES.items()
@@ -161,41 +207,60 @@ def test_what_the_tree_names_is_there() -> None:
     assert [path for path in paths if path.endswith("/") != (ROOT / path).is_dir()] == []
 
 
-def test_linked_and_named_files_exist() -> None:
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", readme())]
-    local = {link for link in links if link and "://" not in link and "@@" not in link}
-    local |= {s for s in spans() if re.fullmatch(r"(matrixlib|notebooks|params|tests|\.ci)/[\w./]*", s)}
-    assert local
-    assert [name for name in sorted(local) if not (ROOT / name).exists()] == []
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+            if "://" in link:
+                continue
+            name, _, heading = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), f"{page.name}: {link}"
+            if heading:
+                headings = re.findall(r"^#+ (.*)$", read(target), re.MULTILINE)
+                assert heading in map(anchor, headings), f"{page.name}: {link}"
+
+
+def test_named_files_exist() -> None:
+    named = {s for s in spans() if re.fullmatch(r"(matrixlib|notebooks|params|tests|\.ci)/[\w./]*", s)}
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     known = {path.name for path in (*ROOT.glob("*.*"), *(ROOT / "matrixlib").rglob("*.py"))}
     bare = {s for s in spans() if re.fullmatch(r"\w+\.(py|toml|yml|lock)", s)}
     assert sorted(bare - known) == []
 
 
 def test_pictures_are_small_and_have_a_text() -> None:
-    shown = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", readme())
+    shown = [
+        (text, page.parent / path)
+        for page in PAGES
+        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", read(page))
+    ]
     assert len(shown) >= 3
     for text, path in shown:
         assert len(text) > 20, path
-        assert (ROOT / path).stat().st_size < 200_000, path
+        assert path.stat().st_size < 200_000, path
+
+
+def test_every_guide_has_its_line() -> None:
+    linked = re.findall(r"^\| \[.*?\]\((.*?)\)", section("README.md", "Guides"), re.MULTILINE)
+    assert sorted(linked) == sorted(path.relative_to(ROOT).as_posix() for path in GUIDES.iterdir())
 
 
 def test_every_notebook_has_its_line() -> None:
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-    assert sorted(first_cells(section("Notebooks"))) == names
+    assert sorted(first_cells(section("README.md", "Notebooks"))) == names
 
 
 def test_every_preset_has_its_row() -> None:
-    assert sorted(first_cells(section("Presets"))) == config.presets()
+    assert sorted(first_cells(section("README.md", "Presets"))) == config.presets()
 
 
 # Commands and variables
 
 
 def make_calls() -> Iterator[list[str]]:
-    """Words of every make command in the README."""
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
-    for text in (*lines, *spans()):
+    """Words of every make command."""
+    for text in (*lines(), *spans()):
         if text.startswith("make "):
             yield text.split()[1:]
 
@@ -212,17 +277,6 @@ def test_make_targets_and_variables_exist() -> None:
             assert f"$({name})" in text if equals else name in targets, f"make {' '.join(words)}: {word}"
 
 
-def commands(program: str) -> list[list[str]]:
-    """Words of the README's shell lines that call `program`, from there on."""
-    found = []
-    for block in blocks("sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if program in words:
-                found.append(words[words.index(program) + 1 :])
-    return found
-
-
 def parameters(notebook: Path) -> set[str]:
     """Names of the cell tagged `parameters`."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -237,7 +291,7 @@ def parameters(notebook: Path) -> set[str]:
 
 
 def test_papermill_examples_would_be_accepted() -> None:
-    calls = commands("papermill")
+    calls = papermill_calls()
     assert len(calls) >= 5
     for words in calls:
         notebook = ROOT / "notebooks" / Path(words[0]).name
@@ -253,19 +307,21 @@ def test_papermill_examples_would_be_accepted() -> None:
                 assert flag == "-y", words
                 given |= yaml.safe_load(next(rest))
         assert given.keys() <= parameters(notebook), words
-        preset, overrides = given.get("preset", "demo"), given.get("overrides", {})
-        if notebook.stem == "cycle":
-            config.load_cycle(preset, overrides)
-        else:
-            device = {"runtime": {"device": given.get("device", "auto")}}
-            config.load(preset, config.merge(device, overrides))
+        for side in ("", "_a", "_b"):
+            preset, overrides = given.get(f"preset{side}", "demo"), given.get(f"overrides{side}", {})
+            if notebook.stem == "cycle":
+                config.load_cycle(preset, overrides)
+            else:
+                device = {"runtime": {"device": given.get("device", "auto")}}
+                config.load(preset, config.merge(device, overrides))
 
 
 def test_options_of_commands_exist() -> None:
     source = "".join(
         (ROOT / "matrixlib" / f"{name}.py").read_text(encoding="utf-8") for name in ("launch", "bench")
     )
-    for option in {word for span in spans() for word in span.split() if word.startswith("--")} - {"--file"}:
+    asked = {word for span in spans([README]) for word in span.split() if word.startswith("--")}
+    for option in asked - {"--file"}:
         assert f'"{option}"' in source, option
 
 
@@ -273,8 +329,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     sources = [*(ROOT / "matrixlib").rglob("*.py"), ROOT / "tests" / "conftest.py"]
     name = re.compile(r"MATRIXLIB_[A-Z]+")
     there = {found for path in sources for found in name.findall(path.read_text(encoding="utf-8"))}
-    assert set(first_cells(section("Environment variables"))) == there
-    assert set(name.findall(readme())) == there
+    assert set(first_cells(section("README.md", "Environment variables"))) == there
+    assert {found for page in PAGES for found in name.findall(read(page))} == there
 
 
 def test_options_named_in_the_text_exist() -> None:
@@ -286,10 +342,6 @@ def test_options_named_in_the_text_exist() -> None:
     named = {word for word in words - modules if word.split(".")[0] in sections and not word.endswith(files)}
     assert named
     assert sorted(named - keys) == []
-
-
-def test_no_placeholder_is_left() -> None:
-    assert re.findall(r"@@\w+@@", readme()) == []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""Parameters, time and memory of each preset's update: what the README's table of presets shows.
+
+Run from the repository root: ``python tests/bench/bench_presets.py [preset ...]``. Each preset in a process of its own,
+a few updates of its batch, of at most ROWS rows (a larger batch goes through the network in such pieces); memory is the
+process's peak, torch included. The figures go to `tests/golden/presets.json`; then ``python tests/test_docs.py``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+ROWS = 256
+LARGE_DATA = {"latin_full"}  # its squares alone take an hour to make
+TARGET = Path(__file__).resolve().parents[1] / "golden" / "presets.json"
+
+
+def measured(preset: str) -> dict[str, float]:
+    """Figures of one preset, in this process."""
+    import torch
+
+    from matrixlib import config, subject, workloads
+    from matrixlib.engine.memory import usage
+
+    plan = workloads.plan("cpu", 1.0)
+    batch = config.load(preset).train.batch_size
+    update = workloads.Update(plan, preset, {}, rows=min(batch, ROWS))
+    seconds = workloads.turns({"": update}, 0.0)[""]
+    model = subject.of(config.load(preset)).task.build_model()
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "rows_per_second": update.rows / seconds,
+        "peak_mib": usage(torch.device("cpu"))["rss_peak_mib"],
+    }
+
+
+def main(names: list[str]) -> None:
+    from matrixlib import bench, config
+
+    found = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
+    for name in names or [name for name in config.presets() if name not in LARGE_DATA]:
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True
+        )
+        found["presets"][name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, found["presets"][name], flush=True)
+    found["machine"], found["date"] = bench.machine_name(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    TARGET.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(measured(sys.argv[2])))
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""The commands and the Python of the documents, run as they stand there, only on less."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import chess
+import chess.pgn
+import pytest
+import yaml
+import zstandard
+from pages import PAGES, ROOT, blocks, lines
+
+from matrixlib.config import load
+from matrixlib.tasks.chess.shipped import unpack_sample
+from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
+
+SMALLER = {  # parameter -> its value in the document -> in the test
+    "preset": {"quick": "tiny.yaml", "small": "tiny.yaml", "tictactoe": "demo"},
+    "preset_a": {"quick": "tiny.yaml"},
+    "preset_b": {"quick": "tiny.yaml"},
+    "device": {"mps": "cpu", "cuda": "cpu"},
+    "steps": {"1500": "6", "50": "8"},
+    "seeds": {"3": "1"},
+    "games": {"2000": "1", "40": "2"},
+    "games_per_chunk": {"10": "1"},
+    "workers": {"8": "1"},
+    "generations": {"12": "1"},
+    "roll_back_to": {"3": "0"},
+    "brief": {"False": "True"},
+    "seconds": {"6": "0.2"},
+    "sample": {"20000": "200"},
+    "out": {"/data/mine": "few"},
+}
+WORDS = {
+    "/data/mine/shards": "made/shards",
+    "<run>": "my-run",
+    "[16, 64]": "[4]",
+    "step_00000500": "step_00000008",
+}
+# What a command begins with that other tests run, or none can
+ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
+TINY: dict[str, Any] = {  # over the demo
+    "data": {"limit": 1024},
+    "model": {"channels": 16, "blocks": 1, "ssl": ["threat", "control"]},
+    "train": {"steps": 8, "batch_size": 64},
+    "validation": {"interval": 8, "sample": 128, "limit": 1024},
+    "checkpoint": {"interval": 8},
+    "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
+}
+HEADER = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl"
+
+
+def smaller(line: str) -> str:
+    """The command with less to do: SMALLER values, WORDS replaced."""
+    for word, other in WORDS.items():
+        line = line.replace(word, other)
+    words = shlex.split(line, comments=True)
+    for i, word in enumerate(words[:-2]):
+        if word == "-p":
+            name, value = words[i + 1 : i + 3]
+            words[i + 2] = SMALLER.get(name, {}).get(value, value)
+            if name == "preset" and words[i + 2] == "tiny.yaml" and "notebooks/cycle.ipynb" in words:
+                words[i + 2] = "demo"
+    return " ".join(word if word == "&&" else shlex.quote(word) for word in words)
+
+
+def random_games(count: int, plies: int) -> list[chess.pgn.Game]:
+    """Games of random moves, each with the result 1-0 in its header unless the board says otherwise."""
+    games, drawn = [], random.Random(0)
+    for _ in range(count):
+        board = chess.Board()
+        while board.ply() < plies and not board.is_game_over():
+            board.push(drawn.choice(list(board.legal_moves)))
+        game = chess.pgn.Game.from_board(board)
+        game.headers["Result"] = board.result() if board.is_game_over() else "1-0"
+        games.append(game)
+    return games
+
+
+def puzzles(games: list[chess.pgn.Game]) -> str:
+    """A move of each game as a puzzle in the form of Lichess: the position before the opponent's move, both moves."""
+    rows = [HEADER]
+    for i, game in enumerate(games):
+        board, moves = game.board(), list(game.mainline_moves())
+        for move in moves[:20]:
+            board.push(move)
+        pair = " ".join(move.uci() for move in moves[20:22])
+        rows.append(f"{i:05d},{board.fen()},{pair},{800 + 10 * i},80,90,1000,short,https://lichess.org/{i}")
+    return "\n".join(rows) + "\n"
+
+
+def packed(path: Path, text: str) -> None:
+    path.write_bytes(zstandard.compress(text.encode()))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the documents speak of it: notebooks and params, files to bring in, a finished run."""
+    folder = tmp_path_factory.mktemp("place")
+    for name in ("notebooks", "params", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    games = random_games(80, 40)
+    packed(folder / "games.pgn.zst", "\n\n".join(map(str, games)))
+    packed(folder / "lichess_db_puzzle.csv.zst", puzzles(games))
+    (folder / "puzzles.csv").write_text(puzzles(games[:20]))
+    (folder / "engine_matches.pgn").write_text("\n\n".join(map(str, random_games(3, 20))))
+    (folder / "a.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(load("demo", TINY).model_dump(mode="json")))
+    # As if Stockfish had made it: a game of it is too few to hold something out
+    shutil.copytree(unpack_sample(), folder / "made" / "shards")
+    run("papermill notebooks/train.ipynb out.ipynb -p preset tiny.yaml -p run my-run", folder)
+    return folder
+
+
+def run(command: str, folder: Path, said: str = "") -> str:
+    """What it prints. `said`: its input."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith("JPY_")}
+    environment = keep | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{keep['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MATRIXLIB_REPORTS": str(folder / "reports"),
+        "MATRIXLIB_DEVICE": "cpu",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        input=said,
+        cwd=folder,
+        env=environment,
+        timeout=400,
+        check=False,
+    )
+    # A network that has learned nothing yet fails its verdict; all before that has run then
+    judged = "VerdictFailed: " in done.stderr
+    assert done.returncode == 0 or judged, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def shows(command: str) -> set[str]:
+    """What a command of papermill shows: its notebook with each parameter, and with each key of a mapping."""
+    words = shlex.split(command)
+    if "papermill" not in words:
+        return {command}
+    notebook = Path(words[words.index("papermill") + 1]).name
+    found = {notebook}
+    for flag, value in itertools.pairwise(words):
+        if flag == "-p":
+            found.add(f"{notebook} {value}")
+        elif flag == "-y":
+            found |= {f"{notebook} {key}" for key in keys(yaml.safe_load(value))}
+    return found
+
+
+def keys(mapping: Mapping[str, Any]) -> Iterator[str]:
+    """Of a nested mapping, with dots."""
+    for name, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{name}.{key}" for key in keys(value))
+        else:
+            yield name
+
+
+DONE: set[str] = set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
+    """One after the other, as a reader would; one that shows nothing beyond those before it is left out."""
+    for line in lines([page]):
+        if line.split()[0] in ELSEWHERE:
+            continue
+        command = smaller(line)
+        if shows(command) <= DONE:
+            continue
+        if "sample.ipynb" in command or "engine_elo" in command:
+            try:
+                find_stockfish()
+            except EngineError as error:
+                pytest.skip(str(error))
+        if line.startswith("matrixlib-uci"):
+            said = run(command, place, "uci\nisready\nposition startpos moves e2e4\ngo nodes 8\nquit\n")
+            assert "uciok" in said
+            assert re.search(r"^bestmove [a-h][1-8]", said, re.MULTILINE)
+        else:
+            run(command.replace("tiny.yaml", str(place / "tiny.yaml")), place)
+        DONE.update(shows(command))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks("python", [page])], ids=lambda page: page.stem
+)
+def test_the_python_of_a_page_runs(page: Path, place: Path) -> None:
+    for i, body in enumerate(blocks("python", [page])):
+        (place / f"{page.stem}_{i}.py").write_text(body.replace("<run>", "my-run"))
+        run(f"python {page.stem}_{i}.py", place)
