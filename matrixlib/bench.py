@@ -66,6 +66,8 @@ def measure(
     """
     if unknown := [name for name in names if name not in WORKLOADS]:
         raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    import torch
+
     started = datetime.datetime.now(datetime.UTC)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     record: dict[str, Any] = {
@@ -84,6 +86,8 @@ def measure(
         say(f"measuring {name} ...")
         record["figures"][name] = [asdict(figure) for figure in WORKLOADS[name](plan)]
         write_json(target, record)  # each time: what is measured is not lost where a later one fails
+        if plan.compile:  # the next one's networks get the compiler's limit for themselves
+            torch.compiler.reset()
     return record
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import chess
 import numpy as np
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from matrixlib.tasks.chess.task import ChessTask
 
 BATCH = 512  # boards turned into arrays at a time
+RECOMPILES = 64
+"""Graphs that the compiler keeps of one function: a size of one network each, and all chess networks share theirs. By
+itself torch keeps 8 and evaluates the ninth uncompiled without an error."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,14 @@ class Network:
         runtime: runtimes.Runtime,
         serving: runtimes.Serving | None = None,
     ) -> None:
-        import torch
-
-        from matrixlib.engine.step import place
+        from matrixlib.engine.step import compiled, place
 
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
         self.task = task
         self.runtime = runtime
         self.serving = serving or runtimes.serving(runtime.device)
-        self._compiled: Any = torch.compile(self.model, dynamic=False) if self.serving.compile else None
+        self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
+        self._tried: set[int] = set()  # sizes of batches that have gone through the compiled network
 
     @property
     def parameters(self) -> int:
@@ -130,15 +132,28 @@ class Network:
 
     def _said(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
         """The task's `predict`, compiled where that was decided and works; never for self-supervised heads."""
-        if self._compiled is not None and not heads:
-            try:
-                return self.task.predict(self._compiled, tensors)
-            except RuntimeError as error:
-                reason = " ".join(str(error).split())[:200]
-                warnings.warn(
-                    f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2
-                )
-                self._compiled = None
+        if self._compiled is None or heads:
+            return self.task.predict(self.model, tensors, heads)
+        from torch._dynamo import config as dynamo
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        from matrixlib.engine.memory import out_of_memory
+
+        size = len(tensors["policy_index"])
+        try:
+            with dynamo.patch(recompile_limit=RECOMPILES, fail_on_recompile_limit_hit=True):
+                out = self.task.predict(self._compiled, tensors)
+            self._tried.add(size)
+            return out
+        except FailOnRecompileLimitHit as error:
+            reason = str(error.__cause__ or error)
+        except RuntimeError as error:
+            if size in self._tried or out_of_memory(error):
+                raise
+            reason = str(error)
+        reason = " ".join(reason.split())[:200]
+        warnings.warn(f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2)
+        self._compiled = None
         return self.task.predict(self.model, tensors, heads)
 
 

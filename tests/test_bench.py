@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from matrixlib import bench, machine, workloads
 from matrixlib.machine import DeviceFacts, Gpu
@@ -127,6 +129,22 @@ def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(
     (path,) = bench.folder(found["machine"]).glob("*.json")
     assert json.loads(path.read_text())["figures"]["updates"][0]["value"] == 1.0
     assert found["brief"]
+
+
+def test_each_workload_starts_with_nothing_compiled(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def measures(plan: Plan) -> Iterator[Figure]:
+        order.append("measured")
+        yield Figure("a", 1.0, "s")
+
+    monkeypatch.setattr(bench, "WORKLOADS", {"updates": measures, "inference": measures})
+    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset"))
+    plan = workloads.plan("cpu", 0.0, brief=True)
+    bench.measure(replace(plan, compile=True))
+    assert order == ["measured", "reset"] * 2
+    bench.measure(plan)
+    assert order[4:] == ["measured"] * 2, "the compiler is not even imported"
 
 
 @pytest.mark.parametrize(

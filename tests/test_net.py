@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,73 @@ def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyP
         first = net.predict(batch)
     for said in (first, net.predict(batch)):
         np.testing.assert_allclose(said["value"], plain.predict(batch)["value"], atol=1e-5)
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> tuple[Net, Net, list[object]]:
+    """(a network, the same with a tracer for a compiler, the graphs that this has made)."""
+    torch.compiler.reset()
+    plain, graphs = random_net(), list[object]()
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    return plain, Net(plain.model, plain.task, plain.runtime, Serving(sizes, True, True, ())), graphs
+
+
+def test_more_sizes_than_torch_compiles_by_itself_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, net, graphs = traced(monkeypatch, tuple(range(2, 12)))
+    for size in net.serving.sizes:
+        net.predict(packed(plain, size))
+    assert len(graphs) == len(net.serving.sizes) > 8
+
+
+def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, net, graphs = traced(monkeypatch, (2, 3, 4))
+    monkeypatch.setattr("matrixlib.net.RECOMPILES", 2)
+    for size in (2, 3):
+        net.predict(packed(plain, size))
+    with pytest.warns(RuntimeWarning, match="going on without it: .*recompile limit"):
+        said = net.predict(packed(plain, 4))
+    assert len(graphs) == 2
+    np.testing.assert_allclose(said["value"], plain.predict(packed(plain, 4))["value"], atol=1e-5)
+
+
+@pytest.mark.parametrize(("good", "error"), [(0, torch.OutOfMemoryError), (1, RuntimeError)])
+def test_the_compiler_is_not_blamed_for_what_fails_later_or_for_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, good: int, error: type[RuntimeError]
+) -> None:
+    class Failing(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module, **options: object) -> None:
+            super().__init__()
+            self.model, self.good = model, good
+
+        def forward(self, *inputs: object) -> object:
+            self.good -= 1
+            if self.good < 0:
+                raise error("no room")
+            return self.model(*inputs)
+
+    plain = random_net()
+    monkeypatch.setattr(torch, "compile", Failing)
+    net = Net(plain.model, plain.task, plain.runtime, Serving((4,), True, True, ()))
+    for _ in range(good):
+        net.predict(packed(plain, 4))
+    with pytest.raises(error, match="no room"):
+        net.predict(packed(plain, 4))
+
+
+def test_compiled_networks_are_kept_where_a_restart_leaves_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    traced(monkeypatch, (4,))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
 
 
 def test_batches_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:

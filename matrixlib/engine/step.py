@@ -40,10 +40,16 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
         return plain, model
     if not runtime.compile:
         return plain, plain
-    # torch keeps compiled code under /tmp by itself, which a restart of the machine empties
+    return plain, compiled(plain)
+
+
+def compiled(model: nn.Module, dynamic: bool | None = None) -> nn.Module:
+    """torch.compile; what it makes is kept with our other files: torch alone keeps it under /tmp, which a restart of
+    the machine empties.
+    """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
-    forward: Any = torch.compile(plain)
-    return plain, forward
+    forward: Any = torch.compile(model, dynamic=dynamic)
+    return forward
 
 
 @dataclass(frozen=True)
