@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 
+SIDES = (2048, 4096, 8192)
+REPEAT = 10
+"""Products of a call on an accelerator, so that starting them does not count."""
+
+
 def measure(bf16: bool, seconds: float = 0.8) -> Rates:
     """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
 
@@ -45,7 +50,6 @@ def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[s
     """
     import torch
 
-    n = _side(device)
     source = torch.ones(2**26, device=device)
     target = torch.empty_like(source)
 
@@ -53,13 +57,13 @@ def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[s
         target.copy_(source)
         _wait(device)
 
-    kinds: dict[str, tuple[float, Callable[[], object]]] = {"fp32": _product(device, torch.float32, n)}
-    if bf16:
-        kinds["bf16"] = _product(device, torch.bfloat16, n)
-    kinds["copy"] = (2.0 * source.numel() * source.element_size(), copy)
+    kinds: dict[str, tuple[float, Callable[[], object]]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
+            kinds[name] = _product(device, dtype, _side(device, dtype, seconds))
+        kinds["copy"] = (2.0 * source.numel() * source.element_size(), copy)
         return {name: round(value, 1) for name, value in _best(kinds, seconds).items()}
     finally:
         torch.set_num_threads(before)
@@ -76,7 +80,8 @@ def matrix(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return round(_best({dtype: _product(device, kinds[dtype], _side(device))}, seconds)[dtype], 1)
+        n = _side(device, kinds[dtype], seconds)
+        return round(_best({dtype: _product(device, kinds[dtype], n)}, seconds)[dtype], 1)
     finally:
         torch.set_num_threads(before)
 
@@ -96,9 +101,15 @@ def _best(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: floa
             return best
 
 
-def _side(device: str) -> int:
-    """Rows of a matrix whose product takes a few milliseconds."""
-    return 2048 if device == "cpu" else 8192
+def _side(device: str, dtype: torch.dtype, seconds: float) -> int:
+    """Rows of the matrices to multiply: 2048; on an accelerator up to 8192, as long as a call takes a quarter of
+    `seconds` at most, by the rate of the small ones.
+    """
+    if device == "cpu":
+        return SIDES[0]
+    rate = 1e9 * _best({"": _product(device, dtype, SIDES[0])}, 0.0)[""]
+    fit = [n for n in SIDES if 2.0 * n**3 * REPEAT / rate <= seconds / 4]
+    return max(fit, default=SIDES[0])
 
 
 def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
@@ -106,7 +117,7 @@ def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[
     import torch
 
     a, b = torch.ones(n, n, device=device, dtype=dtype), torch.ones(n, n, device=device, dtype=dtype)
-    repeat = 1 if device == "cpu" else 10
+    repeat = 1 if device == "cpu" else REPEAT
 
     def call() -> None:
         for _ in range(repeat):

@@ -234,15 +234,28 @@ class Run:
         )
 
     def _measure_peak(self) -> None:
-        """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json."""
+        """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json, also for
+        when the run is resumed. Without memory for it nothing is a share of anything.
+        """
         flops = self.subject.training_flops()
         if not flops:
             return
-        gflops = rates.matrix(self.runtime.device, self.runtime.dtype, self.runtime.threads)
-        self.trainer.peak = gflops * 1e9 / flops
         record = read_json(self.folder / "run.json")
-        peak = {"gflops": gflops, "dtype": self.runtime.dtype, "position_flops": flops}
-        write_json(self.folder / "run.json", record | {"peak": peak})
+        runtime = self.runtime
+        wanted = {"device": runtime.device, "dtype": runtime.dtype, "position_flops": flops}
+        peak = record.get("peak", {})
+        if not wanted.items() <= peak.items():
+            from matrixlib.engine.memory import out_of_memory
+
+            try:
+                gflops = rates.matrix(runtime.device, runtime.dtype, runtime.threads)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                return
+            peak = {"gflops": gflops} | wanted
+            write_json(self.folder / "run.json", record | {"peak": peak})
+        self.trainer.peak = peak["gflops"] * 1e9 / flops
 
     def phases(self) -> str:
         """The curriculum's phases so far, a line each; "" without a curriculum."""

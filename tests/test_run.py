@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from matrixlib import rates
 from matrixlib import run as runs
 from matrixlib.config import ConfigError
 from matrixlib.data.catalogue import Catalogue
@@ -95,6 +97,30 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
         stored["runtime"]["precision"],
         stored["data"]["workers"],
     )
+
+
+def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = train("kept")
+    stored = json.loads((current.folder / "run.json").read_text())["peak"]
+    monkeypatch.setattr(rates, "matrix", lambda *given: 1.0)
+    current._measure_peak()
+    assert json.loads((current.folder / "run.json").read_text())["peak"] == stored
+    current.runtime = replace(current.runtime, dtype="fp16")
+    current._measure_peak()
+    assert json.loads((current.folder / "run.json").read_text())["peak"]["gflops"] == 1.0
+
+
+def test_without_memory_for_the_matrix_rate_a_run_trains(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rates, "matrix", full)
+    current = train("full")
+    assert current.summary()["complete"]
+    assert current.summary()["share_of_peak"] is None
+    assert "share of peak" not in current.times()
 
 
 def test_the_rate_of_a_run_stands_beside_the_matrix_rate_of_its_device(reports: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -270,6 +271,25 @@ def test_measuring_leaves_the_threads_alone() -> None:
     assert measured.matrix_fp32 > 0 < measured.conv_fp32_last
     assert measured.matrix_bf16 == measured.conv_bf16 == 0
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops", "side"),
+    [("cpu", 1e3, 2048), ("cuda", 4, 2048), ("cuda", 20, 4096), ("cuda", 400, 8192)],
+)
+def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
+    monkeypatch: pytest.MonkeyPatch, device: str, tflops: float, side: int
+) -> None:
+    sides: list[int] = []
+
+    def product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
+        sides.append(n)
+        return 1.0, lambda: None
+
+    monkeypatch.setattr(rates, "_product", product)
+    monkeypatch.setattr(rates, "_best", lambda kinds, seconds: dict.fromkeys(kinds, tflops * 1e3))
+    assert rates.matrix(device, "fp32", 1, seconds=0.3) == tflops * 1e3
+    assert sides[-1] == side
 
 
 def test_probe_describes_this_machine_as_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
