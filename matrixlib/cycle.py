@@ -256,14 +256,16 @@ class Cycle:
         ]
         todo = [chunk for chunk in chunks if not chunk.account.exists()]
         what = f"generation {number}: self-play"
-        with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=what, unit="chunk") as bar:
-            for chunk in _played(todo, config.workers):
-                account = json.loads(chunk.account.read_text(encoding="utf-8"))
-                bar.set_postfix_str(
-                    f"{account['games'] / account['seconds']:.1f} games/s in a process", refresh=False
-                )
-                bar.update()
-        self.runtime.apply()  # games that were played in this process had one thread
+        try:
+            with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=what, unit="chunk") as bar:
+                for chunk in _played(todo, config.workers):
+                    account = json.loads(chunk.account.read_text(encoding="utf-8"))
+                    bar.set_postfix_str(
+                        f"{account['games'] / account['seconds']:.1f} games/s in a process", refresh=False
+                    )
+                    bar.update()
+        finally:
+            self.runtime.apply()  # games that were played in this process had one thread
         return _total([json.loads(chunk.account.read_text(encoding="utf-8")) for chunk in chunks])
 
     def _run_name(self, number: int) -> str:
@@ -404,16 +406,20 @@ def open_cycle(
     folder = configuration.reports_root() / name
     for part in ("shards", "games", "matches"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    path, text = folder / "cycle.yaml", configuration.to_yaml(config)
-    if not path.exists():
-        write_text(path, text)
+    path = folder / "cycle.yaml"
+    # One of several that begin it decides. It is a lock of its own, as a cycle that is trained may be looked at.
+    with FileLock(folder / "opening.lock"):
+        if not path.exists():
+            write_text(path, configuration.to_yaml(config))
+        runtime = _runtime(folder, config, device)
     stored = configuration.load_cycle(str(path))
     if stored.model_copy(update={"generations": config.generations, "workers": config.workers}) != config:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only generations and workers may "
             "change: give the cycle another name"
         )
-    return Cycle(folder, config, _runtime(folder, config, device))
+    runtime.apply()  # all that its networks compute is kept, `truth` too
+    return Cycle(folder, config, runtime)
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:

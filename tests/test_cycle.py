@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,9 +52,9 @@ for made in cycle.open_cycle("demo", "cpu", "c", json.loads(sys.argv[1])).train(
 """
 
 
-def run(reports: Path) -> subprocess.Popen[bytes]:
+def run(reports: Path, **changes: Any) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "MATRIXLIB_REPORTS": str(reports)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(TINY)]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(TINY | changes)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -71,8 +72,8 @@ def opened(whole: Path, monkeypatch: pytest.MonkeyPatch) -> cycle.Cycle:
     return cycle.open_cycle("demo", "cpu", "c", TINY)
 
 
-def positions(root: Path) -> np.ndarray:
-    rows = Catalogue(root / "c" / "shards").shards()
+def positions(root: Path, source: str = "") -> np.ndarray:
+    rows = [row for row in Catalogue(root / "c" / "shards").shards() if source in ("", row.source)]
     return np.concatenate([Shard(row.path, LAYOUT).gather(np.arange(row.count))["records"] for row in rows])
 
 
@@ -187,6 +188,24 @@ def test_several_processes_play_the_same_games(
         Shard(r.path, LAYOUT).gather(np.arange(r.count))["records"] for r in other if r.source.endswith("001")
     ]
     assert sorted(map(str, one)) == sorted(map(str, np.concatenate(theirs).tolist()))
+
+
+def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(
+    whole: Path, tmp_path: Path
+) -> None:
+    process = run(tmp_path, workers=2, generations=1)
+    while not any(tmp_path.glob(STAGES["games"])):
+        assert process.poll() is None, "it ended before any games"
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert len(list(tmp_path.glob(STAGES["games"]))) < 4, "it was killed amid self-play"
+    assert run(tmp_path, workers=2, generations=1).wait(300) == 0
+    found = positions(tmp_path)
+    assert len(np.unique(found["game"])) == 20
+    assert found.tobytes() == positions(whole, "selfplay_001").tobytes()
+    ours, theirs = weights(tmp_path, 1), weights(whole, 1)
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
 @dataclass(frozen=True)
@@ -337,6 +356,61 @@ def test_threads_are_the_same_however_far_it_had_come(opened: cycle.Cycle) -> No
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_opened_cycle_computes_with_the_threads_that_were_resolved(opened: cycle.Cycle) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        cycle.open_cycle("demo", "cpu", "c", TINY)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_are_as_they_were_after_games_that_failed(
+    opened: cycle.Cycle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shards").mkdir()
+    runtime = replace(opened.runtime, threads=2)
+    made = cycle.Cycle(tmp_path, opened.config, runtime)
+
+    def failing(*arguments: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(cycle.selfplay, "play_games", failing)
+    before = torch.get_num_threads()
+    try:
+        with pytest.raises(ValueError, match="planted"):
+            made._self_play(1, 0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_of_two_that_begin_a_cycle_at_once_one_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    resolve, resolved = cycle.runtimes.resolve, []
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)  # the other one looks meanwhile
+        resolved.append(resolve(*arguments))
+        return resolved[-1]
+
+    monkeypatch.setattr(cycle.runtimes, "resolve", slow)
+
+    def begin(seed: int) -> bool:
+        try:
+            cycle.open_cycle("demo", "cpu", "c", {**TINY, "seed": seed})
+        except cycle.CycleError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(begin, (1, 2))) == [False, True]
+    assert len(resolved) == 1
 
 
 def test_games_are_played_on_one_thread_whatever_the_rest_has(
