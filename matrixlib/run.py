@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -132,7 +132,7 @@ class Run:
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
 
-    def train(self, trace: int = 0, tensorboard: bool = False) -> Iterator[Stats]:
+    def train(self, trace: int = 0, tensorboard: bool = False) -> Generator[Stats]:
         """Train to the last update, from the newest whole checkpoint if there is one; yields after each update.
 
         trace: the three updates after this one are recorded in trace.json, for chrome://tracing; 0 = none.
@@ -154,15 +154,17 @@ class Run:
             for text in self.trainer.messages:
                 self._say(text)
             events = self._events() if tensorboard else None
-            for stats in profile.traced(self.trainer.train(), trace, self.folder / "trace.json"):
-                for text in stats.messages:
-                    self._say(f"update {stats.step}: {text}")
-                if events is not None and stats.verdict == "rollback":
-                    events.close()  # the metrics were cut back, so they are made anew
-                    events = self._events()
-                elif events is not None:
-                    events.add(stats.row())
-                yield stats
+            # closed here and not where the last reference goes, from where an interrupt would reach nobody
+            with contextlib.closing(self.trainer.train()) as updates:
+                for stats in profile.traced(updates, trace, self.folder / "trace.json"):
+                    for text in stats.messages:
+                        self._say(f"update {stats.step}: {text}")
+                    if events is not None and stats.verdict == "rollback":
+                        events.close()  # the metrics were cut back, so they are made anew
+                        events = self._events()
+                    elif events is not None:
+                        events.add(stats.row())
+                    yield stats
             self._finish()
         finally:
             if events is not None:

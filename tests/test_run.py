@@ -123,6 +123,19 @@ def test_without_memory_for_the_matrix_rate_a_run_trains(
     assert "share of peak" not in current.times()
 
 
+def test_an_interrupt_before_the_loop_is_left_reaches_who_leaves_it(reports: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    current = runs.open_run(run="left", overrides=TINY)
+    updates = current.train()
+    next(updates)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        updates.close()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert Checkpoints(current.folder / "checkpoints", 2).newest().step == 1
+    assert not current.lock.is_locked
+
+
 def test_the_rate_of_a_run_stands_beside_the_matrix_rate_of_its_device(reports: Path) -> None:
     current = train("share")
     summary = current.summary()

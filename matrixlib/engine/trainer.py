@@ -201,7 +201,7 @@ class Trainer:
             self._enter_phase()
         return changed
 
-    def train(self, stop: int | None = None) -> Iterator[Stats]:
+    def train(self, stop: int | None = None) -> Generator[Stats]:
         """Updates up to `stop` (default: the last one); yields after each.
 
         However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error in an update or the caller's
@@ -254,7 +254,7 @@ class Trainer:
             optim.load_tensors(model, self.ema.state_dict(), "EMA")
         return model.requires_grad_(False).eval()
 
-    def _updates(self, stop: int) -> Iterator[Stats]:
+    def _updates(self, stop: int) -> Generator[Stats]:
         if not self._between_updates:  # an earlier call was broken off half-way
             self._step.moving, self._whole = False, True
             if not self.resume():
