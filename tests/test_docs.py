@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return f"{max(2, seconds):.0f} seconds"
 
 
 def purpose(text: str, name: str) -> str:
