@@ -79,7 +79,7 @@ def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
     return list(widths)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_the_live_panel_moves_and_ends_as_one_picture(lab: tuple[Path, str], pictures: Path) -> None:
     folder, address = lab
     path = copy_notebook("train", folder, steps=100)

@@ -50,6 +50,7 @@ WORDS = {
 }
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
+LONG = {f"notebooks/{name}.ipynb" for name in ("bench", "compare", "cycle", "sample")}
 TINY: dict[str, Any] = {  # over the demo
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1, "ssl": ["threat", "control"]},
@@ -178,11 +179,15 @@ DONE: set[str] = set()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
-    """One after the other, as a reader would; one that shows nothing beyond those before it is left out."""
+def test_the_commands_of_a_page_run(page: Path, place: Path, whole: bool) -> None:
+    """One after the other, as a reader would; one that shows nothing beyond those before it is left out.
+
+    whole: also those of LONG notebooks, whose parameters have tests of their own.
+    """
     for line in lines([page]):
-        if line.split()[0] in ELSEWHERE:
+        if line.split()[0] in ELSEWHERE or not (whole or LONG.isdisjoint(line.split())):
             continue
         command = smaller(line)
         if shows(command) <= DONE:

@@ -190,6 +190,7 @@ def test_several_processes_play_the_same_games(
     assert sorted(map(str, one)) == sorted(map(str, np.concatenate(theirs).tolist()))
 
 
+@pytest.mark.soak
 def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path
 ) -> None:
