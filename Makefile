@@ -57,7 +57,8 @@ train: $(STAMP)
 
 cycle: $(STAMP)
 	@mkdir -p reports/cycle-quick
-	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick
+	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick --no-progress-bar \
+		--stdout-file - --stderr-file -
 
 # Two processes, a file of tests in one of them: the tests compute on one thread each.
 test: lint

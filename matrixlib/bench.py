@@ -144,7 +144,7 @@ def table(record: dict[str, Any], markdown: bool = False) -> str:
     for name, rows in record["figures"].items():
         lines = [["", "measured", "limit", "reached", "limited by"]]
         for figure in (Figure(**row) for row in rows):
-            limit = f"{_number(figure.limit)} {figure.unit}" if figure.limit else ""
+            limit = _number(figure.limit) if figure.limit else ""
             share = f"{figure.share:.0%}" if figure.share is not None else ""
             lines.append([figure.name, f"{_number(figure.value)} {figure.unit}", limit, share, figure.of])
         parts.append(f"{TITLES[name]}\n\n{_laid_out(lines, markdown)}")
@@ -154,6 +154,7 @@ def table(record: dict[str, Any], markdown: bool = False) -> str:
 def scaling_figure(record: dict[str, Any]) -> Plot:
     """Positions a second and the limit of each against batch, channels and blocks, and the loader's against workers."""
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     curves: dict[str, list[tuple[int, Figure]]] = {}
     for row in (*record["figures"].get("scaling", ()), *record["figures"].get("loader", ())):
@@ -172,8 +173,12 @@ def scaling_figure(record: dict[str, Any]) -> Plot:
             axes.plot(
                 x, [figure.limit or float("nan") for _, figure in points], "--", label="matrix products alone"
             )
-            axes.set_xscale("log", base=2)
+            axes.set_xscale("log")
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.minorticks_off()
+        axes.set_xticks(x, [f"{at:,}" for at in x])
         axes.set_ylim(bottom=None if what != LOADER else 0)
         axes.set_xlabel(what)
         axes.set_ylabel("positions/s")

@@ -88,12 +88,14 @@ def look(net: Net, loader: Loader, positions: int = 2048, seed: int = 0) -> Look
     boards: list[chess.Board] = []
     for batch, hidden in _batches(net, loader, positions, BATCH, seed):
         boards += boards_of(batch)
-        for head in heads:
-            shown = hidden if head == "piece" else batch
-            on_device = to_device(shown, net.runtime.torch_device)
-            with torch.inference_mode(), net.runtime.autocast():
-                said = net.task.predict(net.model, on_device, frozenset({head}))[f"ssl/{head}"]
-            parts[head].append(_seen(head, said.float().cpu(), shown))
+        hiding = {"piece"} & set(heads)
+        for shown, asked in ((hidden, hiding), (batch, set(heads) - hiding)):
+            if asked:
+                on_device = to_device(shown, net.runtime.torch_device)
+                with torch.inference_mode(), net.runtime.autocast():
+                    said = net.task.predict(net.model, on_device, frozenset(asked))
+                for head in asked:
+                    parts[head].append(_seen(head, said[f"ssl/{head}"].float().cpu(), shown))
     joined = {
         head: Seen(*(np.concatenate([getattr(one, field.name) for one in seen]) for field in fields(Seen)))
         for head, seen in parts.items()

@@ -24,6 +24,10 @@ from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "reports" / "e2e"
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "train")
+IN_SIGHT = """() => {
+  const bar = document.querySelector('.jupyter-widgets .progress').getBoundingClientRect();
+  return bar.top > 0 && bar.bottom < window.innerHeight;
+}"""
 STEPS = 300  # of the training that is interrupted: enough to watch it, on a fast machine too
 
 
@@ -55,8 +59,9 @@ def static_pictures(path: Path) -> int:
 
 
 def watch_frames(lab: Lab, count: int) -> None:
-    """Look at the live panel until it has shown so many different pictures."""
+    """Look at the live panel, which comes into sight by itself, until it has shown so many different pictures."""
     lab.page.wait_for_selector("img.widget-image")
+    lab.page.wait_for_function(IN_SIGHT)
     lab.page.locator("img.widget-image").scroll_into_view_if_needed()
     lab.page.wait_for_function(f"() => window.frames_seen.size >= {count}", timeout=1000 * STEP)
 

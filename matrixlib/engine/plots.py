@@ -24,6 +24,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from matrixlib.engine.metrics import flatten
 
 POINTS = 2000  # per curve
+BUILT = 1.0  # seconds after which the browser has made a widget that it was told to show
 BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # of a progress bar that was closed
 _ACCURACY = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
 _TRAIN = " (train)"
@@ -182,7 +183,7 @@ class LivePlot:
         self._began = time.perf_counter()
         self._first = self.history.step
         self._next = 0.0
-        self._closed = False
+        self._closed = self._seen = False
         self._figure = Figure(figsize=(10, 5.6))
         self._handle: Any = None
         if self.live:
@@ -206,6 +207,9 @@ class LivePlot:
         if now < self._next:
             return
         if self.live:
+            if not self._seen and now - self._began > BUILT:
+                self._bar.focus()  # into sight: "Run All Cells" leaves the last cell there
+                self._seen = True
             self._bar.value = min(stats.step, self.total)
             self._pace.value = " | ".join(self._progress(stats.step, now))
             self._now.value = html.escape(_figures(row))
@@ -249,7 +253,7 @@ class LivePlot:
         import ipywidgets as widgets
         from IPython.display import display
 
-        self._bar = widgets.FloatProgress(value=self._first, max=self.total)
+        self._bar = widgets.FloatProgress(value=self._first, max=self.total, tabbable=True)
         self._pace = widgets.Label(value=f"step {self._first:,}/{self.total:,}")
         self._now = widgets.HTML(value="starting ...")  # wraps where a Label would cut off its end
         # without an initial picture the browser shows a broken one; without fit-content it is stretched

@@ -73,7 +73,8 @@ def maps_figure(
                         ha="center",
                         va="center",
                         fontsize=8,
-                        color="white" if head not in SHOWN else "black",
+                        color="white",
+                        path_effects=[withStroke(linewidth=1.2, foreground="black")],
                     )
     return figure
 
