@@ -12,7 +12,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 help:
 	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
-	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about an hour'
+	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about half an hour'
 	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
 	@echo 'make soak      the long versions of the tests'
 	@echo 'make e2e       every notebook in JupyterLab in a real browser; screenshots in reports/e2e/'

@@ -300,14 +300,14 @@ def interactive() -> bool:
 def live_bar(**options: Any) -> Any:
     """A live bar where a front end shows it; closed, it becomes a line of text, as no widget outlives its kernel.
 
-    Headless it is text, and only for work of more than 20 seconds; there is none where MATRIXLIB_LIVE is 0, so that
-    what a notebook stores does not depend on how slow the machine was.
+    Headless it is text, a line every five seconds, and only for work of more than 20 seconds; there is none where
+    MATRIXLIB_LIVE is 0, so that what a notebook stores does not depend on how slow the machine was.
     """
     from tqdm import tqdm
 
     silent = options.pop("disable", False) or os.environ.get("MATRIXLIB_LIVE") == "0"
     if silent or not interactive():
-        return tqdm(**options, delay=20, disable=silent)
+        return tqdm(**options, delay=20, mininterval=5, disable=silent)
     from IPython.display import display
     from tqdm.notebook import tqdm_notebook
 
