@@ -7,6 +7,7 @@ is an anecdote; from two pairs on there is an interval, and the verdict never sa
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import statistics
 import warnings
@@ -37,6 +38,14 @@ LOADING = (
     "data.workers",
     "data.prefetch",
 )  # data sets are compared by the hash of their catalogue
+
+MEASURED_ON = (
+    "validation.limit",
+    "curriculum.size.stages",
+    "curriculum.mode.stages",
+    "curriculum.fill.stages",
+)
+"""Options that change what the held-out figures are measured on: how many rows, which puzzles are made of them."""
 
 # 97.5 % quantiles of Student's t with 1, 2, 3 ... degrees of freedom; the last also stands for more (a bit too wide)
 T_QUANTILES = [
@@ -79,9 +88,11 @@ def train_pair(
             preset, overrides = sides[side]
             name = f"{stem}-{side}{seed + number}"
             current = runs.open_run(preset, device, seed + number, name, steps, overrides, kind="compare")
+            folders[side].append(current.folder)
             ended = _train(current)
             say(f"{side.upper()} seed {seed + number}: run {name}, {ended}")
-            folders[side].append(current.folder)
+            del current
+            gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
     return folders["a"], folders["b"]
 
 
@@ -115,7 +126,13 @@ def compare(runs_a: Sequence[Path], runs_b: Sequence[Path]) -> Comparison:
             "the runs were trained on different data sets, so their held-out games differ; "
             "measure them on one set with the eval notebook"
         )
-    return Comparison(tuple(a), tuple(b))
+    found = Comparison(tuple(a), tuple(b))
+    if other := [key for key in found.changes if key in MEASURED_ON]:
+        raise ValueError(
+            f"the sides differ in {', '.join(other)}, so they were measured on other held-out rows or puzzles; train "
+            "them with the same"
+        )
+    return found
 
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:

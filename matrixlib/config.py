@@ -445,6 +445,12 @@ class LatinCurriculumConfig(CurriculumConfig):
             raise ValueError(f"a range runs from low to high, not {list(bad[0])}")
         if not all(self.mode.stages):
             raise ValueError("a stage of `mode` needs at least one digit set")
+        lows, highs = zip(*self.size.stages, strict=True)
+        if (lows[-1], highs[-1]) != (min(lows), max(highs)):
+            raise ValueError(
+                f"the last stage of `size`, {list(self.size.stages[-1])}, must hold the sizes of all others: "
+                "validation asks for all of them"
+            )
         return self
 
 

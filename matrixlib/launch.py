@@ -105,9 +105,11 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
 
 
 def _pass_on(number: int) -> None:
-    """To the kernel; where there is none yet, the launcher itself ends."""
+    """To the kernel; where there is none yet, the launcher itself ends. So it does on Windows, where none of these
+    signals can be sent, and the kernel ends with it: what is lost is what came after the last checkpoint.
+    """
     children = psutil.Process().children()
-    if not children:
+    if not children or sys.platform == "win32":
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -77,8 +77,11 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
     from matrixlib.tasks.chess.task import ChessTask
 
     assert isinstance(run.task, ChessTask)
-    if run.config.loss.policy == 0 or run.config.model.value.kind != "wdl":
-        raise RunError("the overfit check needs loss.policy above 0 and model.value.kind wdl; override them")
+    weights = run.config.loss
+    if not (weights.policy and weights.value) or run.config.model.value.kind != "wdl":
+        raise RunError(
+            "the overfit check needs loss.policy and loss.value above 0 and model.value.kind wdl; override them"
+        )
     problems = _labels(run, run.task)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     chance, floor = _bounds(run, run.training.batch(0))
@@ -139,7 +142,12 @@ def _bounds(run: Run, batch: dict[str, np.ndarray]) -> tuple[float, float]:
     import torch
 
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-    count = max(1, run.task.counts(tensors)["policy"])
+    counts = run.task.counts(tensors)
+    if lacking := [term for term in ("policy", "value") if not counts[term]]:
+        raise RunError(
+            f"none of the {POSITIONS} positions has a target for {' and '.join(lacking)}: take a data set that has them"
+        )
+    count = counts["policy"]
     chance, floor = run.task.bounds(tensors)["policy"]
     return chance / count, floor / count
 

@@ -289,7 +289,7 @@ class Run:
             "steps": self.trainer.step,
             "stopped_early": self.trainer.stop_reason,
             "rollbacks": rows[-1]["rollbacks"],
-            "reproducible": not self.config.gating.seconds,
+            "reproducible": self.runtime.device == "cpu" and not self.config.gating.seconds,
             "positions": self.trainer.step * self.config.train.batch_size,
             "seconds": round(sum(row["seconds"] for row in rows), 1),
             "positions_per_second": round(rate),
@@ -434,6 +434,7 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
         done = read_json(path.parent / "summary.json").get("complete")
         if (
             not done
+            and record.get("kind") == kind
             and record.get("preset") == preset
             and record.get("requested") == asked
             and not _locked(path.parent)
@@ -526,8 +527,9 @@ def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], m
             data[section][name] = new
             messages.append(f"changed on resume: {key} {old} -> {new}")
     config = configuration.parse(data, "config.yaml")
-    if config != stored:
+    if changes:  # the next one to resume compares with this request
         write_text(folder / "config.yaml", configuration.to_yaml(config))
+        write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
     return config
 
 
@@ -626,14 +628,25 @@ def _held_out(
 
 
 def _check_sources(subject: Subject, catalogue: Catalogue) -> None:
-    """Raises RunError unless every phase, the last one too, has data of each of its sources."""
+    """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
+    its own held-out positions needs some.
+    """
     curriculum = subject.curriculum()
+    if curriculum is None:
+        return
     there = {row.source for row in catalogue.shards("train")}
-    for phase in curriculum.phases if curriculum is not None else ():
-        if lacking := [name for name in subject.staged(phase).sources if name not in there]:
+    held_out = {row.source for row in catalogue.shards("validation")}
+    for phase in curriculum.phases:
+        sources = subject.staged(phase).sources
+        if lacking := [name for name in sources if name not in there]:
             raise RunError(
                 f"the curriculum's phase '{phase}' asks for source '{lacking[0]}', of which there is no healthy "
                 f"training shard; {catalogue.folder} has {', '.join(sorted(there)) or 'none'}"
+            )
+        if curriculum.config.kind == "adaptive" and sources and held_out.isdisjoint(sources):
+            raise RunError(
+                f"the curriculum's phase '{phase}' is to end by what is measured on its sources, of which nothing is "
+                f"held out ({', '.join(sources)}): take curriculum.kind fractions, or bring in more games"
             )
 
 

@@ -175,8 +175,11 @@ class Lab:
         )
 
     def texts(self) -> list[str]:
-        """Texts of the outputs in order."""
-        return self.page.locator(".jp-OutputArea-output pre").all_inner_texts()
+        """Texts of the outputs in order, also of those out of sight."""
+        return self.page.locator(".jp-OutputArea-output pre").all_text_contents()
+
+    def go_to_end(self) -> None:
+        self.page.locator(".jp-Cell").last.scroll_into_view_if_needed()
 
     def picture(self, words: str) -> Path:
         """Screenshot of what is seen now."""

@@ -150,6 +150,7 @@ def test_a_training_is_watched_interrupted_and_resumed(
         assert len((reports / run / "metrics.jsonl").read_text().splitlines()) == STEPS
         assert page.locator("img.widget-image").count() == 0
         assert any("VERDICT: PASS" in text for text in train.texts())
+        train.go_to_end()
         train.picture("5-done")
         train.whole("6-whole")
         train.save()
@@ -183,6 +184,7 @@ def test_a_notebook_runs_to_its_verdict(lab: tuple[Path, str], pictures: Path, n
         notebook.open()
         notebook.run_all()
         notebook.wait_until_run()
+        notebook.go_to_end()
         notebook.picture("end")
         notebook.whole()
         assert sum("VERDICT: PASS" in text for text in notebook.texts()) == 1

@@ -197,6 +197,7 @@ def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
     a, again = fake(reports, "a"), fake(reports, "again")
     other = fake(reports, "other", 1, overrides={"optim": {"beta1": 0.5}})
     elsewhere = fake(reports, "elsewhere", catalogue="other games")
+    fewer = fake(reports, "fewer", overrides={"validation": {"limit": 64}})
     empty = reports / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match="side B has no runs"):
@@ -207,6 +208,8 @@ def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
         compare.compare([a, other], [again])
     with pytest.raises(ValueError, match="different data sets"):
         compare.compare([a], [elsewhere])
+    with pytest.raises(ValueError, match=r"validation\.limit, so they were measured on other held-out rows"):
+        compare.compare([a], [fewer])
     with pytest.raises(ValueError, match="'empty' is no run"):
         compare.compare([a], [empty])
 

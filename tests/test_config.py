@@ -315,6 +315,10 @@ def test_the_difference_of_two_tasks_names_the_task() -> None:
         ({"size": {"stages": [[3, 5]], "fractions": [0.9]}}, "add up to 0.9, not to 1"),
         ({"size": {"stages": [[5, 3]], "fractions": [1.0]}}, "a range runs from low to high"),
         ({"size": {"stages": [[2, 3]], "fractions": [1.0]}}, "curriculum.size.stages"),
+        (
+            {"size": {"stages": [[3, 3], [4, 4]], "fractions": [0.5, 0.5]}},
+            "must hold the sizes of all others",
+        ),
         ({"size": {"stages": [], "fractions": []}}, "0 stages"),
         ({"mode": {"stages": [[]], "fractions": [1.0]}}, "at least one digit set"),
         ({"mode": {"stages": [["standrd"]], "fractions": [1.0]}}, "curriculum.mode.stages"),

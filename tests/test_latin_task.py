@@ -72,12 +72,12 @@ def test_the_stage_decides_size_mode_and_fill() -> None:
 
 
 def test_the_pool_has_the_squares_of_every_stage(tmp_path: Path) -> None:
-    stages = {"stages": [[5, 6], [3, 3]], "fractions": [0.5, 0.5]}
+    stages = {"stages": [[5, 5], [3, 6]], "fractions": [0.5, 0.5]}
     task = latin_task(curriculum={"size": stages}, data={"squares": 300}, seed=3)
     assert task.pool_name == "latin_3-6_300_seed3"
     task.make_pool(tmp_path)
-    assert sorted(pool.read(tmp_path.glob("*.npz"))) == [3, 5, 6]
-    assert list(task.sizes) == [3]
+    assert sorted(pool.read(tmp_path.glob("*.npz"))) == [3, 4, 5, 6]
+    assert list(task.sizes) == [3, 4, 5, 6]
     assert list(task.dimensions) == ["size", "mode", "fill"]
 
 

@@ -151,6 +151,13 @@ def test_interrupted_the_run_is_saved_and_says_how_to_go_on(reports: Path) -> No
 
 
 @pytest.mark.slow
+def test_where_no_signal_reaches_the_kernel_the_launcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.sys, "platform", "win32")
+    monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["the kernel"]))
+    with pytest.raises(KeyboardInterrupt):
+        launch._pass_on(signal.SIGINT)
+
+
 def test_sigterm_while_the_kernel_starts_ends_in_one_line(reports: Path) -> None:
     process = command()
     while not psutil.Process(process.pid).children():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from matrixlib import overfit
+from matrixlib.run import RunError
 from matrixlib.tasks.chess.task import ChessTask
 
 SMALL: dict[str, Any] = {
@@ -90,3 +91,8 @@ def test_too_few_updates_without_a_fault_says_so(reports: Path) -> None:
     assert not found.learned
     assert len(found.problems) == 1
     assert "no known fault was seen" in found.problems[0]
+
+
+def test_without_a_value_loss_there_is_nothing_to_judge(reports: Path) -> None:
+    with pytest.raises(RunError, match=r"needs loss\.policy and loss\.value above 0"):
+        diagnose({"loss": {"value": 0.0}})

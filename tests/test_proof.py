@@ -121,12 +121,14 @@ def test_the_table_words_and_figure_hold_every_fault(proof: proving.Proof) -> No
 
 
 @pytest.mark.slow
-def test_a_row_fails_when_it_should(proof: proving.Proof) -> None:
+def test_a_row_fails_when_it_should(proof: proving.Proof, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof itself is tested: a tight limit, a loss, a difference in bits, a fault that nobody noticed."""
     row = proof.rows[0]
     assert "validation loss" in dataclasses.replace(row, allowed=0.0).problems[0]
     bits = dataclasses.replace(row.fault, like="bits")
     assert "not equal to the clean run" in dataclasses.replace(row, fault=bits).problems[0]
+    monkeypatch.setattr(proving.Outcome, "device", "cuda")
+    assert not dataclasses.replace(row, fault=bits).problems, "no equal bits are claimed of a GPU"
     blind = dataclasses.replace(row.fault, notice="rollbacks")
     assert "did not notice" in dataclasses.replace(row, fault=blind).problems[0]
 

@@ -187,6 +187,17 @@ def test_other_values_under_the_same_name_are_refused_by_name(reports: Path) -> 
     assert longer.steps == 20
     assert "train.steps 12 -> 20" in longer.describe()
     longer.close()
+    again = runs.open_run(run="mine", overrides=TINY)
+    assert (again.steps, again.resumed) == (12, True), "what was changed on resume can be changed back"
+    assert "train.steps 20 -> 12" in again.describe()
+    again.close()
+
+
+def test_an_unfinished_run_of_another_kind_is_left_alone(reports: Path) -> None:
+    runs.open_run(run="compare-a0", overrides=TINY, kind="compare").close()
+    fresh = runs.open_run(overrides=TINY)
+    assert fresh.name.startswith("demo-")
+    fresh.close()
 
 
 def test_explicit_parameters_beat_overrides_which_beat_the_preset(reports: Path) -> None:
@@ -376,3 +387,11 @@ def test_a_source_that_is_not_there_is_named_before_anything_is_trained(two_sour
     more = mixing(two_sources, {}, {"few": 1.0, "mny": 1.0})
     with pytest.raises(runs.RunError, match=r"asks for source 'mny'.* has few, many"):
         runs.open_run(run="typo", overrides={**TINY, **more})
+
+
+def test_a_phase_that_is_judged_by_its_own_held_out_positions_needs_some(two_sources: Path) -> None:
+    """ "few" holds nothing out, which would have ended training where its phase begins."""
+    more = mixing(two_sources, {}, {"few": 1.0})
+    more["curriculum"] |= {"kind": "adaptive", "metric": "policy/top1", "up": 0.9, "down": 0.1}
+    with pytest.raises(runs.RunError, match=r"of which nothing is held out \(few\)"):
+        runs.open_run(run="judged", overrides={**TINY, **more})

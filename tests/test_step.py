@@ -423,6 +423,13 @@ def test_gated_terms_are_frozen_after_an_unstable_update_and_come_back() -> None
     assert not torch.equal(step.model.plane.weight, head)
 
 
+def test_gated_terms_that_are_all_there_is_are_never_left_out() -> None:
+    """Without them an update would have no loss, and a run that is resumed would stand there for ever."""
+    step = build(ToyTask(gate_plane=True, class_weight=0.0))
+    assert step(poisoned("input")).verdict is Verdict.SKIP
+    assert set(step(toy_batch(16)).losses) == {"plane"}
+
+
 def test_a_time_limit_leaves_rows_out_and_keeps_the_weight() -> None:
     """The gated term's mean is taken over the rows that got it."""
     step = build(ToyTask(gate_plane=True), gating={"seconds": 1.0}, clip_norm=1e9)

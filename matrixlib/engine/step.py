@@ -164,6 +164,8 @@ class Step:
         self.active = active_terms(task)
         if not self.active:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
+        # where there are no other terms, an update without them would be none
+        self.gated = task.gated & self.active if self.active - task.gated else frozenset()
         self.scaler = runtime.grad_scaler()
         self.clock = Clock(runtime.torch_device)
         self.update = 0
@@ -195,7 +197,7 @@ class Step:
 
     def _plan(self, batch: Batch) -> _Plan:
         factor = self.gate.factor(self.update)
-        gated = self.task.gated & self.active
+        gated = self.gated
         active = self.active if factor else self.active - gated
         size, counts = rows(batch), self.task.counts(batch)
         until = self.gate.rows(size, self.micro_batch) if gated & active else size
@@ -285,7 +287,7 @@ class Step:
                 self._move(rate)
         else:
             self._restore(before)
-            unstable = not overflow and self.task.gated & self.active
+            unstable = not overflow and self.gated
             if unstable and self.gate.freeze(self.update):
                 messages.append(
                     f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"

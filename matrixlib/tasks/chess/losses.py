@@ -174,7 +174,8 @@ def binary_loss(
     `predicted` and `actual`, of which precision and recall are made.
     """
     scores, truth = logits.float().squeeze(1), target.float()
-    weight = scores.new_tensor(positive) if positive != 1 else None
+    # filled where it is, as a copy from the host would wait for the device
+    weight = scores.new_full((), positive) if positive != 1 else None
     loss = F.binary_cross_entropy_with_logits(scores, truth, reduction="none", pos_weight=weight)
     with torch.no_grad():
         true_scores = calibrated(scores, positive)

@@ -266,7 +266,9 @@ class ChessTask:
         # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows
         # do, but its own pieces are the second six classes.
         black = batch["state"][:, SIDE, None, None, None].ne(0)
-        return torch.where(black, maps[:, ssl.SWAPPED.tolist()] if name == "piece" else maps, maps.flip(2))
+        if name == "piece":
+            return torch.where(black, maps[:, _swapped(str(maps.device))], maps.flip(2))
+        return torch.where(black, maps, maps.flip(2))
 
 
 def _plain_rows(batch: Batch) -> Tensor:
@@ -291,6 +293,13 @@ def _move_table(encoding: str, device: str) -> Tensor:
     """`move_map` on a device, copied there once; no inference tensor, which training could not use."""
     with torch.inference_mode(False):
         return move_map(encoding).to(device)
+
+
+@functools.cache
+def _swapped(device: str) -> Tensor:
+    """`ssl.SWAPPED` on a device, copied there once."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(ssl.SWAPPED).to(device, torch.int64)
 
 
 def _padded(values: np.ndarray, offset: np.ndarray, fill: int, kind: type[np.generic]) -> np.ndarray:

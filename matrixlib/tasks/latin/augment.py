@@ -14,7 +14,7 @@ from torch import Tensor
 from matrixlib.tasks.latin.pool import HELD_OUT, PRIME, hash_weights
 
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64, signed
-_LARGEST = 2**63 - 1
+_LARGEST = 2**62  # above every score; not the type's greatest, with which MPS fills up what it sorts
 NO_KEY = 0  # the square stays as it is
 
 

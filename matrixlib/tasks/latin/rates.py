@@ -110,7 +110,7 @@ def _rate(
         valid=_share(wrong == 0),
         exact=exact_rate(square, hidden) if side <= EXACT_SIZE and fill[0] >= EXACT_FILL else None,
         accuracy=_share((filled == target)[gap]),
-        violations=wrong.double().mean().item(),
+        violations=wrong.cpu().double().mean().item(),
         iterative=_share(decode.iterative(cells, size, predict, stream).valid),
         iterative_baseline=_share(decode.iterative(cells, size, None, stream).valid),
         beam=_share(decode.beam(cells, size, wide, stream, width).valid),
@@ -119,7 +119,7 @@ def _rate(
 
 
 def _share(hits: Tensor) -> float:
-    return hits.double().mean().item() if hits.numel() else 1.0
+    return hits.cpu().double().mean().item() if hits.numel() else 1.0  # MPS has no float64
 
 
 def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
