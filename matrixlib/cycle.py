@@ -581,14 +581,15 @@ def _generation_from(data: Mapping[str, Any]) -> Generation:
 
 def table(generations: list[Generation]) -> str:
     """A line for each generation: games and their results, what was learned, the match, the decision."""
-    head = f"{'':>3} {'games':>6} {'positions':>10} {'W/D/L/?':>15} {'plies':>6} {'top-1':>6}  decision"
+    head = f"{'':>3} {'games':>5} {'positions':>9} {'W/D/L/?':>14} {'plies':>5} {'top-1':>6}  SPRT"
     lines = [head]
     for made in generations:
         played = made.played
         results = "/".join(map(str, played.results))
+        decision = made.reason.removeprefix("SPRT ").partition(", score")[0]
         lines.append(
-            f"{made.number:>3} {played.games:>6,} {played.positions:>10,} {results:>15} "
-            f"{played.plies / played.games:>6.0f} {made.top1:>6.1%}  {made.reason}"
+            f"{made.number:>3} {played.games:>5,} {played.positions:>9,} {results:>14} "
+            f"{played.plies / played.games:>5.0f} {made.top1:>6.1%}  {decision}"
         )
     return "\n".join(lines)
 
@@ -637,6 +638,7 @@ def elo_figure(generations: list[Generation]) -> Figure:
         axes.vlines(made.number, low, high, color="#1f77b4")
         axes.plot(made.number, middle, "o", color="#1f77b4", fillstyle="full" if promoted else "none")
     axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.set_xlim(0.5, len(generations) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("generation")
     axes.set_ylabel("Elo over generation 0")

@@ -213,7 +213,7 @@ def inference(chosen: Plan) -> Iterator[Figure]:
             if preset == "quick":  # for the large one that takes minutes: see tests/bench/bench_inference.py
                 nets = inference.engines(net, Path(folder), chosen.compile)
             for speed in inference.measure(nets, sizes, chosen.seconds / 4):
-                of = f"matrix products in {speed.engine.split()[-1]}" if speed.limit else ""
+                of = f"{speed.engine.split()[-1]} products" if speed.limit else ""
                 name = f"{preset}, {speed.engine}, {speed.rows} at once"
                 yield Figure(name, speed.rate, "positions/s", speed.limit or None, of)
 
@@ -277,7 +277,7 @@ def search(chosen: Plan) -> Iterator[Figure]:
         seconds = turns({"search": partial(searched, leaves)}, chosen.seconds / 3)["search"]
         name = f"{trees} trees, {leaves} {'leaf' if leaves == 1 else 'leaves'} of each at once"
         rate = simulations * len(states) / seconds
-        yield Figure(name, rate, "simulations/s", len(states) / legal, "legal moves of as many positions")
+        yield Figure(name, rate, "simulations/s", len(states) / legal, "their legal moves alone")
 
 
 def checkpoint(chosen: Plan) -> Iterator[Figure]:
@@ -384,7 +384,7 @@ def _rates(chosen: Plan, works: Mapping[str, Update]) -> Iterator[Figure]:
     for name, work in works.items():
         dtype = work.runtime.dtype
         limit = peak[dtype] / work.flops if work.flops else None
-        of = f"matrix products in {dtype}, {peak[dtype] / 1e9:,.0f} GFLOP/s" if limit else ""
+        of = f"{dtype} products, {peak[dtype] / 1e9:,.0f} GFLOP/s" if limit else ""
         yield Figure(f"{name}, {work.rows} rows", work.rows / seconds[name], "positions/s", limit, of)
 
 

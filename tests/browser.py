@@ -180,6 +180,7 @@ class Lab:
 
     def go_to_end(self) -> None:
         self.page.locator(".jp-Cell").last.scroll_into_view_if_needed()
+        self.page.wait_for_timeout(500)  # for what comes into sight
 
     def picture(self, words: str) -> Path:
         """Screenshot of what is seen now."""
