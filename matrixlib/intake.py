@@ -75,7 +75,7 @@ KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compress
     ".fen": Labelled,
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
-PLAN, STAGED = "merge.json", "staged"  # of a merge, see merging.py
+PLAN, STAGED, GONE = "merge.json", "staged", "gone"  # of a merge, see merging.py
 MERGED = "merged into"  # reason of a shard that others stand for
 OTHERS = "other shards"  # ... where they were not named, as in folders that were merged long ago
 UNFINISHED = "the merge that made it was not finished: deduplicate or import again"
@@ -408,12 +408,21 @@ class _Import:
         return self.folder / FOLDER / self.name
 
     def known(self, done: Sequence[Account]) -> set[int]:
-        """Ids of the games of this source that the folder holds, but for those of steps that are to be done again."""
+        """Ids of the games of this source that the folder holds, also where others' positions stand for all of one's
+        own, but for those of steps that are to be done again."""
+
+        def again(name: str) -> bool:
+            return name.startswith(self.name) and int(name[len(self.name) + 1 :][:6]) >= len(done)
+
         ids: set[int] = set()
         for row in self.rows.values():
-            again = row.name.startswith(self.name) and int(row.name[len(self.name) + 1 :][:6]) >= len(done)
-            if row.state == "healthy" and row.source == self.reader.source and not again:
+            if row.state == "healthy" and row.source == self.reader.source and not again(row.name):
                 ids.update(np.unique(Shard(row.path, LAYOUT).arrays["records"]["game"]).tolist())
+        merged = self.folder / FOLDER / GONE
+        for path in merged.rglob(f"{self.reader.source}_*.npy"):
+            name = path.relative_to(merged).with_suffix(".npz").as_posix()
+            if is_stood_for(name, self.folder, self.rows) and not again(name):
+                ids.update(np.load(path, allow_pickle=False).tolist())
         return ids
 
     def store(self, step: _Step, number: int, first: int, last: bool) -> Account:

@@ -1,9 +1,10 @@
 """Positions that a folder of shards holds more than once, merged into one: their counts added, their targets averaged.
 
 Equal are positions as `packing.keys_of` says: seen from the side to move, and where no castling right is left also with
-the left-right mirror image. How many entries a position stands for is no field of the record, because nothing that
+the left-right mirror image. What a position stands for (`COUNT`) is no field of the record, because nothing that
 trains or searches asks for it, and a field would make every shard there is unreadable: it lies beside the shards, in
-`imports/counts/<shard>.npy`, and is the weight when positions are merged again.
+`imports/counts/<shard>.npy`, so that merging in several goes gives what merging at once gives. The ids of games that a
+shard lost all positions of lie in `imports/gone/<shard>.npy`, so that such a game is not imported again.
 
 Shards are replaced by others, never changed: the new ones are written aside, then a plan says which stands for which,
 then it is carried out. Killed before the plan is there, nothing has happened; after it, the next call of this or of
@@ -18,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +28,23 @@ from filelock import FileLock, Timeout
 
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.shards import Batch, Shard, concat, select, write_shard
-from matrixlib.intake import FOLDER, PLAN, STAGED, ImportStopped, accounts, carry_out, quiet_catalogue
+from matrixlib.intake import FOLDER, GONE, PLAN, STAGED, ImportStopped, accounts, carry_out, quiet_catalogue
 from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror, mirror_pieces
 from matrixlib.tasks.chess.scores import wdl_of_shares
 from matrixlib.tasks.chess.sources import write_atomically
 
-MERGING = 1  # version of what decides about names and bytes
+MERGING = 2  # version of what decides about names and bytes
 COUNTS = "counts"
+COUNT = np.dtype(
+    [
+        ("entries", "<u4"),  # that the position stands for
+        ("policies", "<u4"),  # ... of these, with a policy
+        ("values", "<u4"),  # ... whose win-draw-loss, or the result in its place, is in the mean
+        ("waiting", "<u4"),  # ... without one, whose result will be in its place once results disagree
+        ("torn", "?"),  # whether results disagreed
+    ]
+)
 IMPORTED = re.compile(r"[a-z0-9]+_[0-9a-f]{12}_\d{6}_(train|validation)_\d+\.npz")
 SUFFIX = re.compile(r"_m[0-9a-f]{8}\Z")
 
@@ -59,13 +69,34 @@ class Merged:
         )
 
 
-def counts_of(folder: Path, name: str, records: int) -> np.ndarray:
-    """(records,) u4: how many entries each position of a shard stands for."""
-    path = folder / FOLDER / COUNTS / f"{Path(name).stem}.npy"
-    counts = np.load(path, allow_pickle=False) if path.is_file() else np.ones(records, "<u4")
-    if len(counts) != records:
-        raise ValueError(f"{path} counts {len(counts)} positions of {records}: delete it, and all count once")
+def counts_of(folder: Path, row: ShardRow, rows: np.ndarray, batch: Batch) -> np.ndarray:
+    """(n,) COUNT of the positions `rows` (n,) of a shard, which are `batch`. ValueError where its file does not fit."""
+    path = _beside(folder, COUNTS, row.name)
+    if not path.is_file():
+        return _single(batch)
+    counts = np.load(path, allow_pickle=False)
+    if counts.dtype != COUNT or len(counts) != row.count:
+        raise ValueError(
+            f"{path} does not fit the {row.count} positions of its shard: delete it, and each counts once"
+        )
+    chosen: np.ndarray = counts[rows]
+    return chosen
+
+
+def _single(batch: Batch) -> np.ndarray:
+    """(n,) COUNT of positions that were never merged."""
+    records = batch["records"]
+    valued, known = records["wdl"].any(axis=1), records["result"] != UNKNOWN
+    weight = np.append(0, np.cumsum(batch["policy_weight"], dtype=np.int64))
+    counts = np.zeros(len(records), COUNT)
+    counts["entries"], counts["policies"] = 1, np.diff(weight[batch["policy_offset"]]) > 0
+    counts["values"], counts["waiting"] = valued, known & ~valued
     return counts
+
+
+def _beside(folder: Path, kind: str, name: str) -> Path:
+    """The file of a kind about a shard, which may lie in a subfolder."""
+    return folder / FOLDER / kind / Path(name).with_suffix(".npy")
 
 
 def deduplicate(folder: Path | str) -> Merged:
@@ -104,7 +135,7 @@ def _check_imports(folder: Path, rows: Sequence[ShardRow]) -> None:
 # What is there more than once
 
 
-def duplicates(shards: Sequence[Shard]) -> tuple[np.ndarray, np.ndarray]:
+def duplicates(shards: Iterable[Shard]) -> tuple[np.ndarray, np.ndarray]:
     """(members (m,), group (m,)): numbers, through all shards, of the positions that seem to be there more than once,
     group by group, the first of a group first."""
     keys = np.concatenate([np.zeros(0, np.uint64), *(_keys(shard.arrays["records"]) for shard in shards)])
@@ -125,14 +156,19 @@ def _keys(records: np.ndarray) -> np.ndarray:
     return np.where(records["castling"] == 0, np.minimum(plain, mirrored), plain)
 
 
-def _gather(shards: Sequence[Shard], starts: np.ndarray, members: np.ndarray) -> Batch:
-    """The positions with these numbers, in that order."""
+def _gather(
+    folder: Path, rows: Sequence[ShardRow], starts: np.ndarray, members: np.ndarray
+) -> tuple[Batch, np.ndarray]:
+    """The positions with these numbers, in that order, and their COUNT."""
     ordered = np.sort(members)
-    parts = [
-        shard.gather(ordered[(ordered >= begin) & (ordered < begin + len(shard))] - begin)
-        for shard, begin in zip(shards, starts, strict=False)
-    ]
-    return select(concat(parts, LAYOUT), np.searchsorted(ordered, members), LAYOUT)
+    batches, counts = [], []
+    for row, begin in zip(rows, starts, strict=False):
+        mine = ordered[(ordered >= begin) & (ordered < begin + row.count)] - begin
+        if len(mine):
+            batches.append(Shard(row.path, LAYOUT).gather(mine))
+            counts.append(counts_of(folder, row, mine, batches[-1]))
+    back = np.searchsorted(ordered, members)
+    return select(concat(batches, LAYOUT), back, LAYOUT), np.concatenate(counts)[back]
 
 
 def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -158,36 +194,44 @@ def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
 # Merging
 
 
-def merge(batch: Batch, group: np.ndarray, count: np.ndarray) -> Batch:
-    """One row for each group (m,) of equal positions, which stand together: that of its first, with the targets of all.
+def merge(batch: Batch, group: np.ndarray, count: np.ndarray) -> tuple[Batch, np.ndarray]:
+    """One row for each group (m,) of equal positions, which stand together: that of its first, with the targets of all;
+    and its COUNT. count: (m,) COUNT.
 
-    policy and win-draw-loss: means, weighted by count (m,), of those that have one. Result: that of all that know one,
-    if they agree; else unknown, and results stand in for a win-draw-loss that is not known. Repetition and half-move
-    clock: the least.
+    policy and win-draw-loss: means over all entries that have one. Result: that of all that know one, if they agree;
+    else unknown, and results stand in for a win-draw-loss that is not known. Repetition and half-move clock: the least.
     """
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     offset, weight = batch["policy_offset"], batch["policy_weight"].astype(np.float64)
     length = np.diff(offset)
     item_row = np.repeat(np.arange(len(group)), length)
     place = np.arange(len(weight)) - np.repeat(offset[:-1], length) + np.repeat(offset[first[group]], length)
-    total = np.bincount(place, weight * count[item_row], len(weight))
+    total = np.bincount(place, weight * count["policies"][item_row], len(weight))
     out = select({**batch, "policy_weight": total}, first, LAYOUT)
     out["policy_weight"] = _whole(out["policy_weight"], out["policy_offset"])
     records, old = out["records"], batch["records"]
     result, known = old["result"].astype(np.int64), old["result"] != UNKNOWN
     least = np.minimum.reduceat(np.where(known, result, 9), first)
     most = np.maximum.reduceat(np.where(known, result, -9), first)
-    records["result"] = np.where(least == most, least, UNKNOWN)
-    shares = old["wdl"].astype(np.float64) / WDL_SUM
-    stand_in = (shares.sum(axis=1) == 0) & known & (least < most)[group]
-    shares[stand_in] = (1 - result[stand_in])[:, None] == np.arange(3)
-    sums = np.add.reduceat(shares * count[:, None], first)
+    torn = (least < most) | np.logical_or.reduceat(count["torn"], first)
+    records["result"] = np.where((least == most) & ~torn, least, UNKNOWN)
+    counted = {name: count[name].astype(np.int64) for name in ("entries", "policies", "values", "waiting")}
+    stand_in = np.where(torn[group], counted["waiting"], 0)
+    shares = old["wdl"].astype(np.float64) / WDL_SUM * counted["values"][:, None]
+    shares += stand_in[:, None] * ((1 - result)[:, None] == np.arange(3))
+    sums = np.add.reduceat(shares, first)
     weights = sums.sum(axis=1, keepdims=True)
     valued = weights[:, 0] > 0
     records["wdl"][valued] = wdl_of_shares(sums[valued] / weights[valued])
     for name in ("repetition", "halfmove"):
         records[name] = np.minimum.reduceat(old[name], first)
-    return out
+    counted["values"] += stand_in
+    counted["waiting"] -= stand_in
+    added = np.zeros(len(first), COUNT)
+    added["torn"] = torn
+    for name, part in counted.items():
+        added[name] = np.minimum(np.add.reduceat(part, first), np.iinfo(np.uint32).max)
+    return out, added
 
 
 def _whole(total: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -207,60 +251,59 @@ def _whole(total: np.ndarray, offset: np.ndarray) -> np.ndarray:
 def plan(folder: Path, rows: Sequence[ShardRow]) -> tuple[int, int, int, int]:
     """Write the shards that are to stand for others, and the plan. Returns positions before and after, those of
     several sources, shards to be replaced."""
-    shards = [Shard(row.path, LAYOUT) for row in rows]
-    starts = np.cumsum([0, *(len(shard) for shard in shards)])
-    members, group = duplicates(shards)
+    starts = np.cumsum([0, *(row.count for row in rows)])
+    # One shard is open at a time: each holds a file, and a folder may have more than a process may open
+    members, group = duplicates(Shard(row.path, LAYOUT) for row in rows)
     positions = int(starts[-1])
     if not len(members):
         return positions, positions, 0, 0
-    batch = _gather(shards, starts, members)
+    batch, count = _gather(folder, rows, starts, members)
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))[group]
     batch, alike = _like_first(batch, first)
     chosen = np.flatnonzero(alike)  # a key of 64 bits may lie, once in a thousand folders
     batch, members, group = select(batch, chosen, LAYOUT), members[chosen], group[chosen]
-    counts = [counts_of(folder, row.name, row.count) for row in rows]
-    count = np.concatenate(counts)[members]
-    merged = merge(batch, group, count)
+    merged, added = merge(batch, group, count[chosen])
     firsts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
     kept, dropped = members[firsts], np.delete(members, firsts)
     if not len(dropped):
         return positions, positions, 0, 0
     sources = batch["records"]["source"].astype(np.int64)
     across = np.maximum.reduceat(sources, firsts) > np.minimum.reduceat(sources, firsts)
-    added = np.add.reduceat(count.astype(np.int64), firsts)
     facts = json.dumps([MERGING, [[row.name, row.sha256] for row in rows]])
     digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
     staged = folder / FOLDER / STAGED
-    for place in (staged, folder / FOLDER / COUNTS):
-        place.mkdir(parents=True, exist_ok=True)
     replaced: dict[str, list[str]] = {}
     names = [f"{SUFFIX.sub('', row.name.removesuffix('.npz'))}_m{digest}.npz" for row in rows]
     keeper = np.searchsorted(starts, kept, "right") - 1  # row of each position that is kept
     heirs = keeper[np.delete(group, firsts)]  # ... for each that is dropped
     order = np.argsort(kept)
-    for row, name, shard, begin, own in zip(rows, names, shards, starts, counts, strict=False):
-        here = slice(*np.searchsorted(kept[order], (begin, begin + len(shard))))
+    for row, name, begin in zip(rows, names, starts, strict=False):
+        here = slice(*np.searchsorted(kept[order], (begin, begin + row.count)))
         source = order[here]  # rows of `merged`
         mine = kept[source]
-        lost = (dropped >= begin) & (dropped < begin + len(shard))
+        lost = (dropped >= begin) & (dropped < begin + row.count)
         gone = dropped[lost] - begin
         if not len(gone) and not len(mine):
             continue
-        rows_left = np.delete(np.arange(len(shard)), gone)
+        rows_left = np.delete(np.arange(row.count), gone)
         replaced[row.name] = [name] if len(rows_left) else [names[heir] for heir in np.unique(heirs[lost])]
+        shard = Shard(row.path, LAYOUT)
+        left = shard.gather(rows_left)
+        games = np.setdiff1d(shard.arrays["records"]["game"][gone], left["records"]["game"])
+        if len(games):
+            _save(_beside(folder, GONE, row.name), games)
         if not len(rows_left):
             continue
-        left = shard.gather(rows_left)
         at = np.searchsorted(rows_left, mine - begin)
+        own = counts_of(folder, row, rows_left, left)
+        own[at] = added[source]
         _overwrite(left, at, merged, source)
-        own = own[rows_left]
-        own[at] = np.minimum(added[source], np.iinfo(np.uint32).max)
         meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
         generator = {"merging": MERGING, "of": row.sha256, "generator": shard.meta["generator"]}
         target = staged / f"{name}.new"
         target.parent.mkdir(parents=True, exist_ok=True)
         write_shard(target, LAYOUT, left, {**meta, "generator": generator})
-        _write_counts(folder, name, own)
+        _save(_beside(folder, COUNTS, name), own)
     text = json.dumps({"replaced": replaced}, sort_keys=True)
     write_atomically(folder / FOLDER / PLAN, text.encode())
     return positions, positions - len(dropped), int(across.sum()), len(replaced)
@@ -276,11 +319,12 @@ def _overwrite(batch: Batch, at: np.ndarray, merged: Batch, rows: np.ndarray) ->
     batch["policy_weight"][target] = piece["policy_weight"]
 
 
-def _write_counts(folder: Path, name: str, counts: np.ndarray) -> None:
-    path = folder / FOLDER / COUNTS / f"{Path(name).stem}.npy"
+def _save(path: Path, array: np.ndarray) -> None:
+    """Written whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
-        np.save(file, counts.astype("<u4"), allow_pickle=False)
+        np.save(file, array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -11,16 +13,18 @@ from typing import Any
 import chess
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from matrixlib import census, intake, merging
 from matrixlib.data.catalogue import NAME, Catalogue, reason_file
-from matrixlib.data.shards import Batch, Shard, concat
+from matrixlib.data.shards import Batch, Shard, concat, write_shard
 from matrixlib.intake import take_in
 from matrixlib.merging import counts_of, deduplicate
 from matrixlib.tasks.chess import inspection
 from matrixlib.tasks.chess.packing import keys_of
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_board, policy_index
-from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_board, policy_index
+from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
 
 GAMES = """[Result "1-0"]
 
@@ -49,7 +53,9 @@ def stored(folder: Path) -> tuple[Batch, np.ndarray]:
     assert not Catalogue(folder).verify()
     batch = concat([Shard(row.path, LAYOUT).gather(np.arange(row.count)) for row in rows], LAYOUT)
     assert inspection.faults(batch) == {}
-    return batch, np.concatenate([counts_of(folder, row.name, row.count) for row in rows])
+    parts = [(row, np.arange(row.count)) for row in rows]
+    counts = [counts_of(folder, row, all_, Shard(row.path, LAYOUT).gather(all_)) for row, all_ in parts]
+    return batch, np.concatenate(counts)["entries"]
 
 
 def row_of(batch: Batch, board: chess.Board) -> int:
@@ -136,6 +142,153 @@ def test_merging_again_weighs_by_what_was_merged_before(tmp_path: Path) -> None:
     assert moves_of(batch, start, chess.Board()) == {"e4": 0.667, "d4": 0.333}
 
 
+APART = (
+    '[Result "1-0"]\n\n1. e4 1-0\n\n[Result "0-1"]\n\n1. e4 e5 0-1\n\n[Result "0-1"]\n\n1. e4 c5 0-1\n',
+    '[Result "1-0"]\n\n1. e4 d6 1-0\n',
+)
+
+
+def test_results_that_disagreed_stay_unknown_and_count_when_merged_again(tmp_path: Path) -> None:
+    for number, text in enumerate(APART):
+        add(tmp_path / "f", text, f"{number}.pgn")
+        deduplicate(tmp_path / "f")
+        batch, counts = stored(tmp_path / "f")
+        start = row_of(batch, chess.Board())
+        assert batch["records"]["result"][start] == UNKNOWN
+        shares = ([1 / 3, 0, 2 / 3], [1 / 2, 0, 1 / 2])[number]
+        assert batch["records"]["wdl"][start] / 65535 == pytest.approx(shares, abs=1e-4)
+        assert counts[start] == 3 + number
+
+
+Entry = tuple[int, tuple[int, int, int], tuple[int, int, int]]
+shares = st.tuples(*[st.integers(0, 9)] * 3)
+
+
+def same_position(entries: list[Entry]) -> Batch:
+    """Rows of one position with three moves: result, shares of win-draw-loss and of the moves, unknown where all 0."""
+    records = np.zeros(len(entries), RECORD)
+    weight = np.zeros((len(entries), 3), "<u2")
+    for row, (result, wdl, policy) in enumerate(entries):
+        records["result"][row] = result
+        for target, parts in ((records["wdl"], wdl), (weight, policy)):
+            if sum(parts):
+                target[row] = wdl_of_shares(np.array([parts]) / sum(parts))[0]
+    index = np.tile(np.arange(3, dtype="<u2"), len(entries))
+    offset = 3 * np.arange(len(entries) + 1)
+    return {
+        "records": records,
+        "policy_offset": offset,
+        "policy_index": index,
+        "policy_weight": weight.ravel(),
+    }
+
+
+def merged(parts: list[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
+    whole = concat([batch for batch, _ in parts], LAYOUT)
+    return merging.merge(
+        whole, np.zeros(len(whole["records"]), int), np.concatenate([count for _, count in parts])
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from([-1, 0, 1, UNKNOWN]), shares, shares), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_merging_in_several_goes_gives_what_merging_at_once_gives(goes: list[list[Entry]]) -> None:
+    parts = [(batch, merging._single(batch)) for batch in map(same_position, goes)]
+    (at_once, count), step = merged(parts), merged(parts[:1])
+    for part in parts[1:]:
+        step = merged([step, part])
+    assert step[1] == count
+    assert step[0]["records"]["result"] == at_once["records"]["result"]
+    for found, expected in (
+        (step[0]["records"]["wdl"], at_once["records"]["wdl"]),
+        (step[0]["policy_weight"], at_once["policy_weight"]),
+    ):
+        np.testing.assert_allclose(found / 65535, expected / 65535, atol=2e-4)
+
+
+def test_only_entries_that_have_a_target_weigh_in_it() -> None:
+    draw, win, silent = (
+        (UNKNOWN, (0, 1, 0), (0, 1, 0)),
+        (UNKNOWN, (1, 0, 0), (1, 0, 0)),
+        (1, (0, 0, 0), (0, 0, 0)),
+    )
+    first, second = same_position([draw, *[silent] * 9]), same_position([win])
+    batch, count = merged([merged([(first, merging._single(first))]), (second, merging._single(second))])
+    assert count.tolist() == [(11, 2, 2, 9, False)]
+    assert batch["records"]["wdl"][0] / 65535 == pytest.approx([0.5, 0.5, 0], abs=1e-4)
+    assert batch["policy_weight"] / 65535 == pytest.approx([0.5, 0.5, 0], abs=1e-4)
+
+
+def test_a_file_of_counts_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    add(folder, GAMES)
+    deduplicate(folder)
+    (path,) = folder.glob("imports/counts/*.npy")
+    whole = np.load(path)
+    for counts in (whole[1:], whole["entries"]):
+        np.save(path, counts)
+        add(folder, "1. e4 *", "b.pgn")
+        with pytest.raises(ValueError, match="positions of its shard: delete it"):
+            deduplicate(folder)
+    path.unlink()
+    deduplicate(folder)
+
+
+def copies(folder: Path, rows: dict[str, list[int]]) -> None:
+    """Shards of these rows each, by name, of which row 0 is the start of the game and row 1 the position after e4."""
+    add(folder.parent / "source", "1. e4 e5 *\n")
+    (row,) = Catalogue(folder.parent / "source").shards()
+    shard = Shard(row.path, LAYOUT)
+    meta = {name: shard.meta[name] for name in ("source", "seed", "generator", "split")}
+    for name, chosen in rows.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_shard(folder / name, LAYOUT, shard.gather(np.array(chosen)), meta)
+
+
+def test_shards_of_one_name_in_two_folders_have_counts_of_their_own(tmp_path: Path) -> None:
+    copies(tmp_path / "f", {"a/x.npz": [0, 0, 0], "b/x.npz": [1, 1]})
+    deduplicate(tmp_path / "f")
+    assert stored(tmp_path / "f")[1].tolist() == [3, 2]
+
+
+def test_a_game_whose_positions_were_all_merged_away_is_not_imported_again(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    files = two(folder)
+    _, before = stored(folder)
+    (tmp_path / "c.pgn").write_text(f"{TWICE}\n{SECOND}")
+    report = take_in(tmp_path / "c.pgn", folder, workers=1, progress=False)
+    assert (report.stored, report.skipped) == (0, {"stored before": 2})
+    for row in Catalogue(folder).shards():
+        row.path.unlink()  # nothing stands for them any more
+    take_in(files, folder, workers=1, progress=False)
+    deduplicate(folder)
+    assert np.array_equal(np.sort(stored(folder)[1]), np.sort(before))
+
+
+FEW_FILES = """
+import resource, sys
+from matrixlib.merging import deduplicate
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+print(deduplicate(sys.argv[1]).left)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of open files to set")
+def test_more_shards_than_files_that_may_be_open(tmp_path: Path) -> None:
+    copies(tmp_path / "f", {f"{number}.npz": [0, 1] for number in range(50)})
+    command = [sys.executable, "-c", FEW_FILES, str(tmp_path / "f")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2"], done.stderr
+
+
 def test_sources_and_splits_are_merged_and_training_keeps_the_position(tmp_path: Path, shared: Path) -> None:
     folder = tmp_path / "f"
     take_in([shared / "games" / "engine_matches.pgn"], folder, workers=1, progress=False)
@@ -212,7 +365,7 @@ def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch
             return call
 
         with monkeypatch.context() as patch:
-            for name in ("write_shard", "write_atomically", "_write_counts"):
+            for name in ("write_shard", "write_atomically", "_save"):
                 patch.setattr(merging, name, stopping(getattr(merging, name)))
             patch.setattr(merging.os, "replace", stopping(merging.os.replace))
             patch.setattr(merging.Path, "unlink", stopping(Path.unlink))
