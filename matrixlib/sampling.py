@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,19 @@ def make(
     """Play and label games, then pack them into shards with a catalogue; resumable, see tasks.chess.sources.
 
     out: folder, empty = reports/sample. nodes: fewest and most nodes of a playing engine.
-    Returns the figures of both stages. Raises EngineError without a working Stockfish.
+    Returns the figures of both stages. Raises EngineError without a working Stockfish, ValueError for a folder with
+    other shards.
     """
+    from matrixlib.intake import quiet_catalogue
     from matrixlib.tasks.chess import packing, sources
 
     folder = Path(out) if out else configuration.reports_root() / "sample"
+    _refuse_others(folder / "shards", folder / "chunks")
     parameters = sources.Parameters(seed=seed, games_per_chunk=games_per_chunk, nodes=nodes)
     made = sources.generate(folder / "chunks", games, parameters, stockfish or None, workers)
-    if (
-        folder / "shards"
-    ).exists():  # of fewer games: packed anew, so that no shard or catalogue row is left over
-        shutil.rmtree(folder / "shards")
+    if (folder / "shards").is_dir():  # of fewer games
+        catalogue = quiet_catalogue(folder / "shards")
+        catalogue.remove([row.name for row in catalogue.shards(state=None)])
     packed = packing.pack(folder / "chunks", folder / "shards")
     return {
         "folder": folder,
@@ -56,16 +57,27 @@ def report(made: dict[str, Any]) -> str:
     )
 
 
+def _refuse_others(shards: Path, chunks: Path) -> None:
+    """ValueError for a folder with shards that were not packed from these chunks: they are not ours to delete."""
+    from matrixlib.data.shards import read_info
+    from matrixlib.tasks.chess import packing
+
+    for path in sorted(shards.rglob("*.npz")):
+        made = (chunks / "generator.json").exists() and packing.provenance(chunks)["generator"]
+        if not made or read_info(path).meta["generator"] != made:
+            raise ValueError(f"{path} was not made from {chunks}: give another folder as `out`")
+
+
 def _illegal(folder: Path) -> int:
     """Rows whose list of moves is not exactly that of the legal moves."""
     import numpy as np
 
-    from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.shards import Shard
+    from matrixlib.intake import quiet_catalogue
     from matrixlib.tasks.chess import records
 
     wrong = 0
-    for row in Catalogue(folder).shards():
+    for row in quiet_catalogue(folder).shards():
         batch = Shard(row.path, records.LAYOUT).gather(np.arange(row.count))
         index, offset = records.legal_indices(batch["records"])
         if not np.array_equal(offset, batch["policy_offset"]):

@@ -240,6 +240,14 @@ def test_packing_again_gives_the_same_bytes(work, packed, tmp_path):
         assert shard.meta["generator"]["parameters"]["plies"] == PARAMETERS.plies
 
 
+def test_a_folder_with_shards_is_not_packed_into(work, tmp_path):
+    pack(work, tmp_path, 300)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="holds shards already: give another folder"):
+        pack(work, tmp_path, 200)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_limit_takes_the_first(work):
     whole, part = packing.collect(work), packing.collect(work, 300)
     assert len(part.records) == 300

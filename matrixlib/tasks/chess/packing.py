@@ -242,8 +242,14 @@ def provenance(work: Path, created: str | None = None) -> dict[str, Any]:
 
 
 def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[ShardInfo]:
-    """Writes both splits as shards of SHARD records, game order kept (the loader shuffles)."""
+    """Writes both splits as shards of SHARD records, game order kept (the loader shuffles).
+
+    ValueError where the folder holds shards: a catalogue would take those that grew for damaged, and those that there
+    are fewer of now would stay in use.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.npz")):
+        raise ValueError(f"{folder} holds shards already: give another folder, or delete that one")
     validation = is_validation(batch["records"]["game"])
     infos = []
     for split, mask in (("train", ~validation), ("validation", validation)):
@@ -263,7 +269,7 @@ def pack(
     A position is in one split only and there once, its mirror image and its colour-swapped image included;
     games are whole in one split, about 5 % of them in validation. Opening the folder as a catalogue takes the
     shards in. Returns the numbers of shards, of train and validation positions, of duplicates left out, and
-    bytes a position. Raises ValueError for an empty or damaged work folder.
+    bytes a position. Raises ValueError for an empty or damaged work folder, and where `out` holds shards.
     """
     meta = provenance(Path(work), created)
     seen = Seen()
