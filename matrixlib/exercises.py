@@ -7,6 +7,7 @@ move of the solver must be found, as the literature has it. Shares come with Wil
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from matrixlib.play.search import Search
 from matrixlib.player import Evaluator
 from matrixlib.tasks.chess import epd
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
+from matrixlib.tasks.chess.harvest import opened
 from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
 
 if TYPE_CHECKING:
@@ -90,7 +92,8 @@ class Share:
 
 
 def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
-    """Lichess puzzles of a CSV file (columns FEN, Moves, Rating, maybe Themes; FEN is before the set-up move).
+    """Lichess puzzles of a CSV file (columns FEN, Moves, Rating, maybe Themes; FEN is before the set-up move), also
+    compressed (.gz, .bz2, .zst).
 
     limit: the first so many, 0 all. ValueError names the file, and the line of a puzzle that is not legal chess.
     """
@@ -98,8 +101,8 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     if not file.is_file():
         raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV")
     puzzles: list[Puzzle] = []
-    with file.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
+    with opened(file) as stream:
+        reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=""))
         missing = {"FEN", "Moves", "Rating"} - set(reader.fieldnames or ())
         if missing:
             raise ValueError(
@@ -126,7 +129,8 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
 
 
 def read_epd(path: str | Path) -> list[Exercise]:
-    """Exercises of an EPD file: lines with `bm` (one of these) or `am` (none of these); `#` starts a comment.
+    """Exercises of an EPD file, also a compressed one: lines with `bm` (one of these) or `am` (none of these); `#`
+    starts a comment.
 
     Raises ValueError naming the file, and the line that is not an exercise; also where there is none at all.
     """
@@ -134,7 +138,9 @@ def read_epd(path: str | Path) -> list[Exercise]:
     if not file.is_file():
         raise ValueError(f"no EPD file at '{path}'")
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    with opened(file) as stream:
+        text = stream.read().decode("utf-8-sig", "replace")
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:

@@ -75,6 +75,7 @@ KINDS: Mapping[str, Callable[[], Reader]] = {  # by ending, that of the compress
     ".fen": Labelled,
 }
 COMPRESSED = (".gz", ".bz2", ".zst")
+NESTED = (".tar.zst", *(f"{kind}{ending}" for kind in (".tgz", ".npz") for ending in COMPRESSED))  # not read
 PLAN, STAGED, GONE = "merge.json", "staged", "gone"  # of a merge, see merging.py
 MERGED = "merged into"  # reason of a shard that others stand for
 OTHERS = "other shards"  # ... where they were not named, as in folders that were merged long ago
@@ -194,6 +195,11 @@ def check_files(path: Path) -> None:
     if not files:
         raise ValueError(f"{path}: a folder without files")
     for name in files:
+        if name.name.lower().endswith(NESTED):
+            plain = name.with_suffix("").name
+            raise ValueError(
+                f"{name}: can't be read with {name.suffix} around it; decompress it to {plain} first"
+            )
         with open(name, "rb") as file:
             head = file.read(len(LFS_POINTER))
         if not head:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import chess
 import numpy as np
 import pytest
+import zstandard
 from networks import material_net, random_net
 
 from matrixlib import exercises
@@ -204,6 +206,23 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
         path.write_text(line)
         with pytest.raises(ValueError, match=message):
             exercises.read_epd(path)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_files_that_the_intake_takes_are_read(tmp_path: Path, ending: str) -> None:
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[ending]
+    csv, epd = tmp_path / f"a.csv{ending}", tmp_path / f"a.epd{ending}"
+    csv.write_bytes(pack(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4 e7e5,900\n".encode("utf-8-sig")))
+    assert len(exercises.read_puzzles(csv)) == 1
+    epd.write_bytes(pack('4k3/8/8/8/8/8/4P3/4K3 w - - bm e4; id "M\xfcller";\n'.encode("latin-1")))
+    assert len(exercises.read_epd(epd)) == 1
+    epd.write_bytes(pack(b"\xef\xbb\xbf4k3/8/8/8/8/8/4P3/4K3 w - - bm e4;\n"))
+    assert len(exercises.read_epd(epd)) == 1
+    for path, read in ((csv, exercises.read_puzzles), (epd, exercises.read_epd)):
+        if ending:
+            path.write_bytes(path.read_bytes()[:-3])
+            with pytest.raises(ValueError, match=f"{path.name}: damaged or cut short"):
+                read(path)
 
 
 def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:

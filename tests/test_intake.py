@@ -390,6 +390,8 @@ def test_two_imports_into_a_folder_do_not_mix(tmp_path: Path) -> None:
         ("pointer.pgn", LFS_POINTER + b".github.com/spec/v1\noid sha256:1\nsize 5\n", "git lfs pull"),
         ("games.xyz", b"1. e4 *", r"unknown kind of file; known: \.pgn, \.csv"),
         ("games.pgn.gz", b"1. e4 *", "damaged or cut short"),
+        ("x.tar.zst", b"\x28\xb5\x2f\xfd", "decompress it to x.tar first"),
+        ("x.npz.gz", b"\x1f\x8b\x08", "decompress it to x.npz first"),
         ("games.pgn", b"nothing of the kind\n", "holds no games in PGN"),
     ],
 )
