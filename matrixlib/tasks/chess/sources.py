@@ -229,7 +229,6 @@ def generate(
         initial=(total - len(todo)) * parameters.games_per_chunk,
         desc="games",
         disable=not progress,
-        mininterval=1.0,
     )
     try:
         for _ in range(workers if todo else 0):
