@@ -186,12 +186,12 @@ class Chess:
             (
                 "held-out policy better than uniform",
                 figures["policy_kl"] < base["uniform_kl"],
-                "KL to the teacher below that of a uniform guess over the legal moves",
+                "KL to the teacher below that of a uniform guess",
             ),
             (
                 "held-out moves better than a random legal one",
                 figures["top1"] > base["uniform_top1"],
-                "top-1 agreement with the teacher above that of a random legal move",
+                "top-1 agreement with the teacher above a random move's",
             ),
         ]
 
@@ -271,7 +271,7 @@ class Latin:
             (
                 "held-out cells better than uniform",
                 figures["cell_accuracy"] > figures["baselines"]["uniform_accuracy"],
-                "share of hidden cells whose best digit is the square's above that of a random digit",
+                "the best digit is right more often than a random one",
             )
         ]
 
