@@ -397,7 +397,7 @@ class Proof:
     @property
     def clean_problems(self) -> list[str]:
         """Why the clean runs are no measure."""
-        found = [f"{o.job.name}: {o.happened}" for o in self.clean if o.happened]
+        found = [f"{o.job.name}: {o.happened} ({'; '.join(o.words)})" for o in self.clean if o.happened]
         return found + [f"{o.job.name} lost {', '.join(o.lost)}" for o in self.clean if o.lost]
 
     def table(self) -> str:
