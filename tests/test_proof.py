@@ -39,7 +39,7 @@ OF_LATIN = {
     "inf_input": "no weight moved.*a non-finite gradient.*first: token .forward output",
     "no_policies": "no valid target of cell, constraint",
 }
-PRESETS = ["demo", "latin_demo"]
+PRESETS = ["demo", pytest.param("latin_demo", marks=pytest.mark.soak)]
 
 
 @pytest.fixture(scope="module")

@@ -308,7 +308,7 @@ def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
     return {k: without_clocks(v) if isinstance(v, dict) else v for k, v in row.items() if k not in clocks}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_minute_of_the_quick_preset_beats_best_capture(reports: Path) -> None:
     """The floor under what the README reports: 200 updates on the shipped positions."""
     current = runs.open_run("quick", steps=200, overrides={"validation": {"interval": 200}})
