@@ -62,9 +62,9 @@ def _refuse_others(shards: Path, chunks: Path) -> None:
     from matrixlib.data.shards import read_info
     from matrixlib.tasks.chess import packing
 
+    made = packing.provenance(chunks)["generator"] if (chunks / "generator.json").exists() else None
     for path in sorted(shards.rglob("*.npz")):
-        made = (chunks / "generator.json").exists() and packing.provenance(chunks)["generator"]
-        if not made or read_info(path).meta["generator"] != made:
+        if made is None or read_info(path).meta["generator"] != made:
             raise ValueError(f"{path} was not made from {chunks}: give another folder as `out`")
 
 

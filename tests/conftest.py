@@ -54,3 +54,12 @@ def engine() -> Iterator[Stockfish]:
         pytest.skip(str(error))
     with Stockfish(path) as running:
         yield running
+
+
+@pytest.fixture
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where compiled code is to be kept, with nothing in the environment that says so."""
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what the test sets is taken away again
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    return tmp_path / "compiled"

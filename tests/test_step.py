@@ -511,19 +511,16 @@ def test_an_error_of_a_model_that_was_compiled_is_not_hidden() -> None:
 
 
 def test_compiled_code_is_kept_where_a_restart_leaves_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, compiler_cache: Path
 ) -> None:
-    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr(torch, "compile", Uncompilable)
     plain, compiled = toy_runtime(8), replace(toy_runtime(8), compile=True)
     assert place(nn.Linear(2, 2), plain)[1] is not None
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     model, forward = place(nn.Linear(2, 2), compiled)
     assert optim.unwrap(forward) is model
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
-    other = str(tmp_path / "elsewhere")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(compiler_cache)
+    other = str(compiler_cache / "elsewhere")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", other)
     place(nn.Linear(2, 2), compiled)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == other, "what the user set stands"

@@ -369,7 +369,7 @@ class Trainer:
             grad_norm=done.grad_norm,
             clip_share=self._step.health.clip_share,
             verdict=str(verdict),
-            gate=done.gate if self.task.gated else None,
+            gate=done.gate if self._step.gated else None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
             skipped=self._step.health.skipped,
             overflows=self._step.health.overflows,
