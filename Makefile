@@ -53,7 +53,7 @@ endif
 install: $(STAMP)
 
 train: $(STAMP)
-	@$(BIN)/python -m matrixlib.launch --preset quick
+	@$(BIN)/python -m matrixlib.runs.launch --preset quick
 
 cycle: $(STAMP)
 	@mkdir -p reports/cycle-quick
@@ -85,7 +85,7 @@ bench-gpu: $(STAMP)
 	@$(BIN)/python -m matrixlib.bench --device cuda
 
 report: $(STAMP)
-	@$(BIN)/python -m matrixlib.report $(RUN)
+	@$(BIN)/python -m matrixlib.runs.report $(RUN)
 
 # In a reports root of their own: eval.ipynb would else pick up a run of yours. sample.ipynb makes a few games only.
 refresh: $(STAMP)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from matrixlib.net import Net
+    from matrixlib.tasks.chess.evaluate.net import Net
 
 
 def load(run: str | Path, **options: Any) -> Net:
-    """The trained network of a run; see `matrixlib.net.load`."""
-    from matrixlib.net import load as load_net  # torch is heavy: only when it is needed
+    """The trained network of a run; see `matrixlib.tasks.chess.evaluate.net.load`."""
+    from matrixlib.tasks.chess.evaluate.net import load as load_net  # torch is heavy: only when it is needed
 
     return load_net(run, **options)

@@ -7,8 +7,6 @@ Unknown, missing, duplicate and mistyped keys stop the run with a message that n
 from __future__ import annotations
 
 import difflib
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-PARAMS = Path(__file__).resolve().parents[1] / "params"
+from matrixlib.files import PARAMS
 
 
 class ConfigError(ValueError):
@@ -849,19 +847,3 @@ def _kind(kind: Any) -> str:
 
 
 _METADATA = {"BeforeValidator", "FieldInfo", "Ge", "Gt", "Le", "Lt"}
-
-
-def reports_root() -> Path:
-    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ beside the package."""
-    return Path(os.environ.get("MATRIXLIB_REPORTS", PARAMS.parent / "reports"))
-
-
-def cache_root() -> Path:
-    """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
-    if chosen := os.environ.get("MATRIXLIB_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "matrixlib"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "matrixlib"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matrixlib"

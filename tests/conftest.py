@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=f"{mark} test: run `make {mark}`"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

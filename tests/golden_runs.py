@@ -58,8 +58,8 @@ def versions() -> dict[str, str]:
 
 def run_all() -> None:
     """Train and play in this process; what is looked at is what they leave on the disk."""
-    from matrixlib import cycle as cycles
-    from matrixlib import run as runs
+    from matrixlib.runs import cycle as cycles
+    from matrixlib.runs import run as runs
 
     for preset in ("demo", "latin_demo"):
         run = runs.open_run(preset, "cpu", 0, preset, UPDATES, SETTINGS)

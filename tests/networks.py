@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.net import Net
-from matrixlib.runtime import resolve
+from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
 
 CPU = {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False}

@@ -14,12 +14,12 @@ import torch
 from toy_task import ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
-from matrixlib import faults
-from matrixlib import run as runs
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
+from matrixlib.runs import planting as faults
+from matrixlib.runs import run as runs
 
 STEPS = {"toy": 300, "latin": 150}
 POISONED = range(100, 104)

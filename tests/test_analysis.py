@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from networks import MATRIX0, material_net, random_net
 
-from matrixlib import analysis
+from matrixlib.tasks.chess.evaluate import analysis
 
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
 DRAWN = "4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90"  # by the fifty-move rule, without a claim

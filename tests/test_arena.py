@@ -10,7 +10,8 @@ import chess.pgn
 import numpy as np
 import pytest
 
-from matrixlib.play.arena import (
+from matrixlib.play.game import Played, uniform
+from matrixlib.play.match import (
     PAIR_SCORES,
     Choice,
     Match,
@@ -26,7 +27,6 @@ from matrixlib.play.arena import (
     rating_table,
     search_player,
 )
-from matrixlib.play.game import Played, uniform
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, policy_index
 from matrixlib.tasks.tictactoe.game import TicTacToe

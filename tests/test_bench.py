@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from matrixlib import bench, machine, workloads
-from matrixlib.machine import DeviceFacts, Gpu
-from matrixlib.workloads import Figure, Plan
+from matrixlib.bench import report as bench
+from matrixlib.bench import workloads
+from matrixlib.bench.workloads import Figure, Plan
+from matrixlib.hardware import machine
+from matrixlib.hardware.machine import DeviceFacts, Gpu
 
 
 def record(*figures: Figure, started: str = "2026-01-02T00:00:00Z", brief: bool = False) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import chess
 import pytest
 from networks import random_net, save_run
 
-from matrixlib import browse
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.plots import Figure
+from matrixlib.runs import browse
+from matrixlib.runs.live import Figure
 
 GAME = "1. f3 e5 2. g4 Qh4# 0-1\n"
 

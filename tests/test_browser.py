@@ -19,7 +19,7 @@ pytest.importorskip("playwright", reason="playwright is not installed (extra: de
 from browser import SEES_FRAMES, STEP, Lab, chromium, copy_notebook, find_chromium, laboratory
 from playwright.sync_api import Page
 
-from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "reports" / "e2e"

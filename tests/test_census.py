@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from census_shards import BARE, QUEEN_UP, batch_of, game, write
 
-from matrixlib import census, intake
-from matrixlib.census import Census, look
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard, concat
+from matrixlib.tasks.chess.importers import census
+from matrixlib.tasks.chess.importers import import_files as intake
+from matrixlib.tasks.chess.importers.census import Census, look
 from matrixlib.tasks.chess.records import LAYOUT
 
 SPANISH = "e4 e5 Nf3 Nc6 Bb5 a6 Ba4 Nf6 O-O Be7"

@@ -22,8 +22,8 @@ import zstandard
 from pages import PAGES, ROOT, blocks, lines
 
 from matrixlib.config import load
-from matrixlib.tasks.chess.shipped import unpack_sample
-from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
+from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 
 SMALLER = {  # parameter -> its value in the document -> in the test
     "preset": {"quick": "tiny.yaml", "small": "tiny.yaml", "tictactoe": "demo"},

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from matrixlib import compare, config
-from matrixlib import run as runs
+from matrixlib import config
 from matrixlib.config import ConfigError
-from matrixlib.engine.metrics import MetricsLog, write_json
-from matrixlib.run import RunError
+from matrixlib.engine.metrics import MetricsLog
+from matrixlib.files import write_json
+from matrixlib.runs import compare
+from matrixlib.runs import run as runs
+from matrixlib.runs.run import RunError
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib import config as configuration
+from matrixlib import files
 from matrixlib.config import (
     TASKS,
     Config,
@@ -332,6 +333,6 @@ def test_a_curriculum_that_makes_no_sense_is_refused(section: dict[str, Any], sa
 
 def test_reports_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    assert configuration.reports_root() == tmp_path
+    assert files.reports_root() == tmp_path
     monkeypatch.delenv("MATRIXLIB_REPORTS")
-    assert configuration.reports_root() == ROOT / "reports"
+    assert files.reports_root() == ROOT / "reports"

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from matrixlib import config, contest
-from matrixlib.play import arena
+from matrixlib import config
+from matrixlib.play import match as arena
 from matrixlib.play.game import uniform
 from matrixlib.play.search import SearchOptions
-from matrixlib.tasks.chess.packing import is_validation
+from matrixlib.tasks import contest
+from matrixlib.tasks.chess.stockfish.packing import is_validation
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.solution import solve
 

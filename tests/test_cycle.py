@@ -22,11 +22,12 @@ import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from matrixlib import config, cycle
+from matrixlib import config, files
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
+from matrixlib.runs import cycle
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
 from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
 
@@ -527,9 +528,9 @@ def test_a_cycle_needs_a_game_for_two() -> None:
         config.load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
 
 
-@pytest.mark.parametrize("name", config.presets(config.PARAMS / "cycle"))
+@pytest.mark.parametrize("name", config.presets(files.PARAMS / "cycle"))
 def test_presets_are_complete(name: str, tmp_path: Path) -> None:
-    text = (config.PARAMS / "cycle" / f"{name}.yaml").read_text()
+    text = (files.PARAMS / "cycle" / f"{name}.yaml").read_text()
     assert config.dump(config.load_cycle(name)) == json.loads(json.dumps(yaml.safe_load(text)))
     data = yaml.safe_load(text)
     del data["arena"]["pairs"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from matrixlib import delivery
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.intake import ImportStopped
+from matrixlib.tasks.chess.importers import delivery
+from matrixlib.tasks.chess.importers.import_files import ImportStopped
 
 MATED = '[Result "1-0"]\n\n1. f3 e5 2. g4 Qh4# 1-0\n\n'
 OPEN = '[Event "x"]\n\n1. e4 e5 2. Nf3 *\n\n'

@@ -20,7 +20,9 @@ import yaml
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
 from papermill.cli import papermill
 
-from matrixlib import bench, config, subject
+from matrixlib import config, files
+from matrixlib.bench import report as bench
+from matrixlib.tasks import spec as subject
 
 README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
@@ -53,7 +55,7 @@ def presets_table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in config.presets():
-        text = (config.PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
+        text = (files.PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
         data = yaml.safe_load(text)
         model, train = data["model"], data["train"]
         steps = train["steps"]

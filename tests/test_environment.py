@@ -83,12 +83,12 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 def test_make_installs_once(tmp_path: Path) -> None:
     first = make("--dry-run", f"VENV={tmp_path}/venv", "train").stdout
     assert "pip install --quiet --requirement requirements.lock" in first
-    assert "matrixlib.launch --preset quick" in first
+    assert "matrixlib.runs.launch --preset quick" in first
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".installed").touch()
     second = make("--dry-run", f"VENV={tmp_path}/venv", "train").stdout
     assert "pip" not in second
-    assert "matrixlib.launch --preset quick" in second
+    assert "matrixlib.runs.launch --preset quick" in second
 
 
 def test_make_installs_torch_first_and_alone_from_an_index(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers import read_file
 
-from matrixlib.tasks.chess import epd
-from matrixlib.tasks.chess.epd import Epd, operations_of
+from matrixlib.tasks.chess.importers import epd
+from matrixlib.tasks.chess.importers.epd import Epd, operations_of
 from matrixlib.tasks.chess.scores import wdl_of_score
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq -"

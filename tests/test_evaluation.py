@@ -11,10 +11,10 @@ import torch
 from networks import MATRIX0, random_net
 from positions import random_positions
 
-from matrixlib import evaluation
-from matrixlib.net import Net
-from matrixlib.subject import Chess
 from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.evaluate import held_out as evaluation
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.spec import Chess
 
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
 FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"

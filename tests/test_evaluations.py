@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from positions import random_positions
 from readers import read_file, same
 
-from matrixlib.tasks.chess import evaluations
-from matrixlib.tasks.chess.evaluations import Evaluations
+from matrixlib.tasks.chess.importers import evaluations
+from matrixlib.tasks.chess.importers.evaluations import Evaluations
 from matrixlib.tasks.chess.scores import wdl_of_score
 
 # As Lichess publishes them, variations cut to two moves: Black to move, a mate with several evaluations

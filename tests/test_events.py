@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from matrixlib import events, faults
-from matrixlib import run as runs
 from matrixlib.data.loader import Loader
+from matrixlib.runs import planting as faults
+from matrixlib.runs import run as runs
+from matrixlib.runs import tensorboard as events
 
 TINY: dict[str, Any] = {
     "data": {"limit": 512},

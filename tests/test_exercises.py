@@ -13,8 +13,8 @@ import pytest
 import zstandard
 from networks import material_net, random_net
 
-from matrixlib import exercises
-from matrixlib.exercises import Puzzle, Share
+from matrixlib.tasks.chess.evaluate import puzzles as exercises
+from matrixlib.tasks.chess.evaluate.puzzles import Puzzle, Share
 
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
 FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"

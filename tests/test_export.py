@@ -19,11 +19,12 @@ from packaging.requirements import Requirement
 from positions import hard_positions
 
 from matrixlib import config as configuration
-from matrixlib import export, inference
-from matrixlib.net import Net
-from matrixlib.player import network_player
-from matrixlib.runtime import resolve
-from matrixlib.tasks.chess.export import PLANE_NAMES, moves
+from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks.chess.evaluate import onnx as export
+from matrixlib.tasks.chess.evaluate import throughput as inference
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.onnx_form import PLANE_NAMES, moves
+from matrixlib.tasks.chess.evaluate.players import network_player
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.records import from_boards, legal_indices, policy_index
 from matrixlib.tasks.chess.task import ChessTask

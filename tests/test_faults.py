@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from matrixlib import config as configuration
-from matrixlib import faults, proof
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import BLOCK, DamagedBlock, Shard
+from matrixlib.runs import faults as proof
+from matrixlib.runs import planting as faults
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.latin.pool import LAYOUT as SQUARES
 

@@ -9,8 +9,8 @@ import chess
 import numpy as np
 import pytest
 
-from matrixlib.tasks.chess import games
-from matrixlib.tasks.chess.games import ENDINGS, Game, Parameters, choose, ending_of, label
+from matrixlib.tasks.chess.stockfish import games
+from matrixlib.tasks.chess.stockfish.games import ENDINGS, Game, Parameters, choose, ending_of, label
 
 LABELS = Parameters()
 

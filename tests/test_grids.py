@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from matrixlib import grids
+from matrixlib.tasks.latin import tables as grids
 from matrixlib.tasks.latin.rates import Rate
 
 RATE = Rate(4, "standard", (0.5, 0.7), 100, 0.8, 0.85, 0.93, 0.4, 1.0, 1.0, 1.0, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from matrixlib import hardware
+from matrixlib.hardware import probe as hardware
 
 
 def test_the_policy_table_is_the_policy_for_named_machines() -> None:

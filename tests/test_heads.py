@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import matrixlib
-from matrixlib import heads, subject
-from matrixlib import run as runs
-from matrixlib.config import PARAMS, Config
+from matrixlib.config import Config
 from matrixlib.engine.task import Batch
-from matrixlib.tasks.chess import readings, records
+from matrixlib.files import PARAMS
+from matrixlib.runs import run as runs
+from matrixlib.tasks import spec as subject
+from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.evaluate import oracle as readings
+from matrixlib.tasks.chess.evaluate import ssl_heads as heads
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask
 

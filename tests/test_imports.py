@@ -8,44 +8,43 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "matrixlib"
-BASE = ("config", "machine", "rates", "runtime")  # rates and runtime build on machine, and nothing else does
 MODULES = sorted(path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE.rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BASE = ("files", "progress", "config", "hardware")
+ENGINE = (*BASE, "engine", "data", "play")
 ALLOWED = {
-    "config": (),
-    "machine": (),
-    "rates": ("machine",),
-    "runtime": ("machine", "rates"),
-    "engine": ("config", "runtime", "engine"),
-    "data": ("config", "data"),
-    "play": ("config", "runtime", "data.shards", "play"),
-    "tasks": ("config", "engine.task", "engine.plots", "play.game", "data.shards"),
+    "files": (),
+    "progress": (),
+    "config": ("files",),
+    "hardware": BASE,
+    "engine": (*BASE, "engine"),
+    "data": (*BASE, "data"),
+    "play": (*BASE, "data.shards", "play"),
+    "tasks": (*ENGINE, "tasks.spec"),
+    "runs": (*ENGINE, "tasks", "tasks.spec", "runs", "bench"),
+    "bench": (*ENGINE, "tasks", "tasks.spec", "runs", "bench"),
 }
-TYPES_ALONE = {
-    "runtime": ("config",)
-}  # under `if TYPE_CHECKING:` the policy names the sections that it reads
-NOTEBOOK_ROWS = ("notebook", "runtime", "engine.plots", "tasks.*.plots")
-LIGHT = ("", "config", "machine", "rates", "runtime", "uci", "data.shards", "data.catalogue", "data.quality")
+"""What the modules of a folder, or a module at the root, may import; a task also its own folder.
+
+A row ends at the module that it names: `tasks` is `get_task`, and no particular task.
+"""
+FOLDERS = ("hardware", "engine", "data", "play", "runs", "bench")
+NOTEBOOK_ROWS = ("runs", "hardware", "bench", "tasks")
+LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue", "data.stats")
 TASK_WORDS = re.compile(
     r"chess|\blatin(?![-_]?1\b)|(?<![a-z])(pawn|knight|bishop|rook|queen|king)s?(?![a-z])|sudoku|isotop|tic-?tac-?toe"
     r"|castling|en[ _]passant|check_?mate|stale_?mate|stockfish|\b(lc0|leela|uci|pgn|fens?|syzygy)\b",
     re.IGNORECASE,
 )
 """Words of a task; those of any game (move, ply, draw) and of mathematics (squares, digits) are not."""
-LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl", "sources"))
-
-
-def composition() -> list[str]:
-    """Names of the composition files: every module at the top but the base and the bridge to notebooks."""
-    return [
-        parts[1] for parts in MODULES if len(parts) == 2 and parts[1] not in (*BASE, "notebook", "__init__")
-    ]
+LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
 
 
 def ours(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
@@ -82,48 +81,64 @@ def below(name: str) -> str:
 
 
 def allowed(module: str, rows: tuple[str, ...]) -> bool:
-    """Whether a module lies in one of the rows, compared component by component; * stands for one component."""
-    parts = module.split(".")
-    for row in (row.split(".") for row in rows):
-        if len(row) <= len(parts) and all(r in ("*", p) for r, p in zip(row, parts, strict=False)):
-            return True
-    return False
+    """Whether a module is one of the rows, or lies in one that is a folder but `tasks`."""
+    return any(module == row or (row != "tasks" and module.startswith(f"{row}.")) for row in rows)
+
+
+def rows_of(parts: tuple[str, ...]) -> tuple[str, ...] | None:
+    """What a module may import; None: everything, for the three-line API."""
+    own = parts[1:]
+    if own == ("__init__",):
+        return None
+    if own[0] != "tasks":
+        return ALLOWED[own[0]]
+    return ALLOWED["tasks"] if own[1] in ("__init__", "spec") else (*ALLOWED["tasks"], ".".join(own[:2]))
 
 
 @pytest.mark.parametrize("parts", MODULES, ids=".".join)
 def test_imports_follow_the_rule(parts: tuple[str, ...]) -> None:
-    own = parts[1:]
     tree = ast.parse((ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8"))
-    for module, typed in ours(tree, parts[:-1]):
-        row = own[0]
-        if row == "__init__":
-            continue  # the three-line API
-        if row == "tasks":
-            rows = (*ALLOWED["tasks"], ".".join(own[:2]))  # and its own folder, never another task's
-        elif row in ALLOWED:
-            rows = (*ALLOWED[row], *(TYPES_ALONE.get(row, ()) if typed else ()))
-        elif row == "notebook":
-            rows = (*BASE, "engine", "data", "play", "tasks", *composition())
-        else:
-            rows = (*BASE, "engine", "data", "play", "tasks", *composition())
-            assert module != "notebook", f"{'.'.join(parts)} imports the notebooks' bridge"
-        assert allowed(module, rows), (
-            f"{'.'.join(parts)} imports {module}; allowed: {', '.join(rows) or 'nothing'}"
-        )
+    rows = rows_of(parts)
+    bad = sorted({m for m, _ in ours(tree, parts[:-1]) if rows is not None and m and not allowed(m, rows)})
+    assert not bad, f"{'.'.join(parts)} imports {', '.join(bad)}; allowed: {', '.join(rows or ())}"
+
+
+def test_the_imports_go_in_no_circle() -> None:
+    """Imports inside functions and for types count too: a circle is two modules that are one."""
+    graph = {}
+    for parts in MODULES:
+        tree = ast.parse((ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8"))
+        name = ".".join(part for part in parts[1:] if part != "__init__")
+        graph[name] = {module for module, _ in ours(tree, parts[:-1])} - {name}
+    with_circle = TopologicalSorter(graph)
+    try:
+        with_circle.prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_root_and_its_files_stay_small() -> None:
+    assert len([parts for parts in MODULES if len(parts) == 2]) <= 4
+    lines = {p: p.read_text(encoding="utf-8").count("\n") for p in PACKAGE.rglob("*.py")}
+    long = [
+        f"{p.relative_to(PACKAGE)} ({n})" for p, n in lines.items() if n > 500 and p.name != "bitboard.py"
+    ]
+    assert not long, f"more than 500 lines, so two nouns: {', '.join(long)}"
 
 
 def test_the_rule_sees_every_form_of_import() -> None:
     lines = ["import matrixlib.engine.task", "from matrixlib.engine import step", "from . import shards"]
-    lines += ["from .. import config", "def f():", "    from matrixlib import data, runtime as r"]
+    lines += ["from .. import config", "def f():", "    from matrixlib import data", "    from matrixlib.hardware import runtime as r"]
     lines += ["if TYPE_CHECKING:", "    from matrixlib.config import Config"]
     found = list(ours(ast.parse("\n".join(lines)), ("matrixlib", "data")))
-    names = {"engine.task", "engine.step", "data.shards", "config", "data", "runtime"}
+    names = {"engine.task", "engine.step", "data.shards", "config", "data", "hardware.runtime"}
     assert {module for module, _ in found} == names
     assert [typed for module, typed in found if module == "config"] == [False, True]
     assert allowed("engine.task", ("engine",))
     assert not allowed("engineering", ("engine",))
     assert not allowed("engine.step", ("engine.task",))
-    assert allowed("tasks.chess.plots", ("tasks.*.plots",))
+    assert allowed("tasks", ("tasks", "tasks.spec"))
+    assert not allowed("tasks.chess.task", ("tasks", "tasks.spec"))
 
 
 def cells(path: Path) -> list[str]:
@@ -140,9 +155,8 @@ def cells(path: Path) -> list[str]:
 def test_notebooks_import_what_they_may(path: Path) -> None:
     for text in cells(path):
         for module, _ in ours(ast.parse(text), ()):
-            rows = (*NOTEBOOK_ROWS, *composition())
-            assert not module or allowed(module, rows), (
-                f"{path.name} imports {module}; allowed: {', '.join(rows)}"
+            assert module.split(".")[0] in ("", *NOTEBOOK_ROWS), (
+                f"{path.name} imports {module}; allowed: {', '.join(NOTEBOOK_ROWS)}"
             )
 
 

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from matrixlib import intake
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import LFS_POINTER, Shard
-from matrixlib.intake import ImportStopped, Report, accounts, quarantined, take_in
-from matrixlib.tasks.chess import pgn
-from matrixlib.tasks.chess.harvest import Harvest, Part
-from matrixlib.tasks.chess.packing import is_validation
-from matrixlib.tasks.chess.pgn import CONTRADICTED, Pgn
+from matrixlib.tasks.chess.importers import import_files as intake
+from matrixlib.tasks.chess.importers import pgn
+from matrixlib.tasks.chess.importers.import_files import ImportStopped, Report, accounts, quarantined, take_in
+from matrixlib.tasks.chess.importers.parsing import Harvest, Part
+from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
 from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.stockfish.packing import is_validation
 
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
@@ -49,7 +49,7 @@ def forkserver() -> Any:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and shards of a few hundred positions."""
-    monkeypatch.setattr("matrixlib.tasks.chess.pgn.GAMES", 20)
+    monkeypatch.setattr("matrixlib.tasks.chess.importers.pgn.GAMES", 20)
     monkeypatch.setattr(intake, "STEP", 1200)
     monkeypatch.setattr(intake, "SHARD", 500)
     monkeypatch.setattr(intake, "ALONE", 0)
@@ -433,7 +433,7 @@ def test_the_folder_trains(matches: Path, tmp_path: Path, reports: Path) -> None
     run(matches, tmp_path / "f", reader=Pgn(repair=True))
     from test_run import TINY
 
-    from matrixlib import run as runs
+    from matrixlib.runs import run as runs
 
     changes = {
         "data": {"limit": 0, "source": str(tmp_path / "f")},

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from matrixlib.engine import interrupt
+from matrixlib.engine import signals as interrupt
 
 
 def test_the_first_waits_for_the_end_of_the_block(capsys: pytest.CaptureFixture[str]) -> None:

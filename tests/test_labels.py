@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from readers import read_file, same
 
-from matrixlib.tasks.chess import labels
-from matrixlib.tasks.chess.labels import Labelled
-from matrixlib.tasks.chess.stockfish import EngineError, Stockfish
+from matrixlib.tasks.chess.importers import labels
+from matrixlib.tasks.chess.importers.labels import Labelled
+from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 5 40"
 HANGING = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - -"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_latin_task import latin_task
 
-from matrixlib.export import export_latin
+from matrixlib.tasks.chess.evaluate.onnx import export_latin
 from matrixlib.tasks.latin import export
 from matrixlib.tasks.latin.vocabulary import EMPTY, PAD, token_table
 

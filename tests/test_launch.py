@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from matrixlib import launch
 from matrixlib.engine import metrics
+from matrixlib.runs import launch
 
 
 class Bar(SimpleNamespace):
@@ -94,7 +94,7 @@ def test_the_shell_command_trains_and_ends_with_the_report(
 
 def command() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "matrixlib.launch", "--preset", "demo", "--run", "mine"],
+        [sys.executable, "-m", "matrixlib.runs.launch", "--preset", "demo", "--run", "mine"],
         env=os.environ | {"MATRIXLIB_DEVICE": "cpu"},
         text=True,
         stderr=subprocess.PIPE,

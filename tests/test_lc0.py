@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from positions import HARD, KIWIPETE
 from readers import Whole, read_file, same
 
-from matrixlib.tasks.chess import leela
-from matrixlib.tasks.chess.lc0 import Lc0
+from matrixlib.tasks.chess.importers import leela
+from matrixlib.tasks.chess.importers.lc0 import Lc0
 
 FULL = 2**64 - 1
 SIZE = 8356

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from census_shards import BARE, QUEEN_UP, batch_of, game, write
 
-from matrixlib import census, intake, ledger, merging
-from matrixlib.census import look
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.engine.plots import png
-from matrixlib.tasks.chess.pgn import Pgn
+from matrixlib.runs.figures import png
+from matrixlib.tasks.chess.importers import census, ledger
+from matrixlib.tasks.chess.importers import duplicates as merging
+from matrixlib.tasks.chess.importers import import_files as intake
+from matrixlib.tasks.chess.importers.census import look
+from matrixlib.tasks.chess.importers.pgn import Pgn
 
 WON = (65535, 0, 0)
 

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from matrixlib.config import load
-from matrixlib.tasks.chess.matrix0 import (
-    load_matrix0,
-    matrix0_config,
-    matrix0_name,
-    matrix0_state,
-)
+from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, matrix0_state
 from matrixlib.tasks.chess.model import PolicyValueNet, parameter_count
 
 SMALL: dict[str, Any] = {

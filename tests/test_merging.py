@@ -16,15 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matrixlib import census, intake, merging
 from matrixlib.data.catalogue import NAME, Catalogue, reason_file
 from matrixlib.data.shards import Batch, Shard, concat, write_shard
-from matrixlib.intake import take_in
-from matrixlib.merging import counts_of, deduplicate
-from matrixlib.tasks.chess import inspection
-from matrixlib.tasks.chess.packing import keys_of
+from matrixlib.tasks.chess.importers import census, inspection
+from matrixlib.tasks.chess.importers import duplicates as merging
+from matrixlib.tasks.chess.importers import import_files as intake
+from matrixlib.tasks.chess.importers.duplicates import counts_of, deduplicate
+from matrixlib.tasks.chess.importers.import_files import take_in
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_board, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
+from matrixlib.tasks.chess.stockfish.packing import keys_of
 
 GAMES = """[Result "1-0"]
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib.engine import metrics
-from matrixlib.engine.metrics import MetricsError, MetricsLog, read, write_json
+from matrixlib.engine.metrics import MetricsError, MetricsLog, read
+from matrixlib.files import write_json
 
 
 def _refuse(constant: str) -> None:

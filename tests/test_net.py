@@ -17,9 +17,9 @@ from positions import random_positions
 
 import matrixlib
 from matrixlib import config as configuration
-from matrixlib import run as runs
-from matrixlib.net import Net, find_run, load
-from matrixlib.runtime import Serving, resolve
+from matrixlib.hardware.runtime import Serving, resolve
+from matrixlib.runs import run as runs
+from matrixlib.tasks.chess.evaluate.net import Net, find_run, load
 from matrixlib.tasks.chess.records import from_boards, legal_indices
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -175,7 +175,7 @@ def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, net, graphs = traced(monkeypatch, (2, 3, 4))
-    monkeypatch.setattr("matrixlib.net.RECOMPILES", 2)
+    monkeypatch.setattr("matrixlib.tasks.chess.evaluate.net.RECOMPILES", 2)
     for size in (2, 3):
         net.predict(packed(plain, size))
     with pytest.warns(RuntimeWarning, match="going on without it: .*recompile limit"):
@@ -222,7 +222,7 @@ def test_batches_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatch) -> No
         after.push(move)
         boards.append(after)
     whole = net.values(boards)
-    monkeypatch.setattr("matrixlib.net.BATCH", 3)
+    monkeypatch.setattr("matrixlib.tasks.chess.evaluate.net.BATCH", 3)
     np.testing.assert_allclose(net.values(boards), whole, atol=1e-5)
     assert net.values([]).shape == (0,)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from positions import hard_positions, random_positions
 
-from matrixlib.tasks.chess import notation
 from matrixlib.tasks.chess.bitboard import NO_MOVE
-from matrixlib.tasks.chess.notation import castled, code_of, legal_of, read_fens
+from matrixlib.tasks.chess.importers import notation
+from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
 
 START = chess.STARTING_FEN

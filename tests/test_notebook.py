@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from matrixlib.notebook import ParameterError, Verdict, VerdictFailed, check_parameters, figures_table
+from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed, check_parameters, figures_table
 
 PARAMETERS = '''"""Parameters."""
 preset: str = "demo"  # name

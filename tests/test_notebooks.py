@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from networks import random_net, save_run
 from papermill.cli import papermill as papermill_command
 
-from matrixlib.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -256,7 +256,7 @@ def spoil(folder: Path) -> None:
 def test_a_data_set_without_a_healthy_shard_stops_with_one_line(reports: Path, tmp_path: Path) -> None:
     import shutil
 
-    from matrixlib.tasks.chess.shipped import unpack_sample
+    from matrixlib.tasks.chess.sample_set import unpack_sample
 
     data = tmp_path / "data"
     shutil.copytree(unpack_sample(), data)

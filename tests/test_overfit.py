@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from matrixlib import overfit
-from matrixlib.run import RunError
+from matrixlib.runs import overfit
+from matrixlib.runs.run import RunError
 from matrixlib.tasks.chess.task import ChessTask
 
 SMALL: dict[str, Any] = {

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib.data.shards import Shard
-from matrixlib.tasks.chess import games, packing, sources
-from matrixlib.tasks.chess.games import Game, Label, Parameters
-from matrixlib.tasks.chess.packing import Seen, keys_of, levels, pack, values, wdl_of, weights_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_board, move_from_index, policy_index, to_board
-from matrixlib.tasks.chess.stockfish import MATE
+from matrixlib.tasks.chess.stockfish import games, packing
+from matrixlib.tasks.chess.stockfish import generator as sources
+from matrixlib.tasks.chess.stockfish.client import MATE
+from matrixlib.tasks.chess.stockfish.games import Game, Label, Parameters
+from matrixlib.tasks.chess.stockfish.packing import Seen, keys_of, levels, pack, values, wdl_of, weights_of
 
 PARAMETERS = Parameters(seed=3, games_per_chunk=5, plies=90)
 

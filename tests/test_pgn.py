@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from positions import HARD
 
 from matrixlib.data.shards import check
-from matrixlib.tasks.chess import pgn
-from matrixlib.tasks.chess.harvest import SOURCES, Harvest, Part
-from matrixlib.tasks.chess.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
+from matrixlib.tasks.chess.importers import pgn
+from matrixlib.tasks.chess.importers.parsing import SOURCES, Harvest, Part
+from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score
 

@@ -10,13 +10,19 @@ import pytest
 from networks import MATRIX0, material_net, random_net, save_run
 from positions import hard_positions, random_positions
 
-from matrixlib.play.arena import Turn, play_pairs, random_player
+from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Search
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.player import EnginePlayer, Evaluator, capture_player, load_player, network_player
+from matrixlib.tasks.chess.evaluate.players import (
+    EnginePlayer,
+    Evaluator,
+    capture_player,
+    load_player,
+    network_player,
+)
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index
-from matrixlib.tasks.chess.stockfish import EngineError
+from matrixlib.tasks.chess.stockfish.client import EngineError
 
 GAME = ChessGame()
 MATES = (

@@ -18,8 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matrixlib.engine import plots
-from matrixlib.engine.plots import Curve, Figure, History, LivePlot, draw, duration, png, training_figure
+from matrixlib import progress
+from matrixlib.progress import duration
+from matrixlib.runs import live as plots
+from matrixlib.runs.figures import png, training_figure
+from matrixlib.runs.live import Curve, Figure, History, LivePlot, draw
 
 
 def stats(step: int, loss: float = 1.0, validation: dict[str, Any] | None = None) -> SimpleNamespace:
@@ -210,12 +213,12 @@ def test_live_panel_is_throttled_and_replaced_by_one_picture(monkeypatch: pytest
 def test_environment_overrides(monkeypatch: pytest.MonkeyPatch, value: str, live: bool) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "x.ipynb")
     monkeypatch.setenv("MATRIXLIB_LIVE", value)
-    assert plots.interactive() is live
+    assert progress.interactive() is live
     monkeypatch.delenv("MATRIXLIB_LIVE")
-    assert plots.interactive()
+    assert progress.interactive()
     monkeypatch.setenv("MATRIXLIB_LIVE", "yes")
     with pytest.raises(ValueError, match="set it to 0 or 1"):
-        plots.interactive()
+        progress.interactive()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_headless_bars_are_text_and_can_be_forbidden(
     monkeypatch.delenv("MATRIXLIB_LIVE", raising=False)
     if value:
         monkeypatch.setenv("MATRIXLIB_LIVE", value)
-    with plots.live_bar(total=3, desc="games", **options) as bar:
+    with progress.live_bar(total=3, desc="games", **options) as bar:
         assert bar.disable is not shown
 
 
@@ -281,7 +284,7 @@ def test_a_bar_becomes_a_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
     monkeypatch.setattr(IPython.display, "display", lambda box, display_id: shown.append(box) or handle)
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
-    with plots.live_bar(total=3, desc="games", unit="game") as bar:
+    with progress.live_bar(total=3, desc="games", unit="game") as bar:
         bar.update(3)
         bar.set_postfix_str("loss 1.5")
     bar.close()  # twice does no harm

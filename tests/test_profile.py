@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from matrixlib.engine import plots
-from matrixlib.engine.profile import STARVED_UPDATES, TRACED, Clock, Starvation, table, totals, traced
+from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Starvation, table, totals, traced
+from matrixlib.runs import figures
 
 ROWS = [
     {"step": 1, "seconds": 0.010, "times": {"wait": 0.002, "forward": 0.003, "backward": 0.004}},
@@ -88,7 +88,7 @@ def test_what_a_gpu_does_meanwhile_is_not_counted_twice(
 
 
 def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
-    axes = plots.phases_figure(ROWS[:2]).axes[0]
+    axes = figures.phases_figure(ROWS[:2]).axes[0]
     tops = np.array([patch.get_y() + patch.get_height() for patch in axes.patches])
     assert tops.max() == pytest.approx(520, rel=1e-6)  # 20 ms of update 2 and its validation
     assert "ms" in axes.get_ylabel()

@@ -17,8 +17,8 @@ import nbformat
 import numpy as np
 import pytest
 
-from matrixlib import faults
-from matrixlib import proof as proving
+from matrixlib.runs import faults as proving
+from matrixlib.runs import planting as faults
 
 ROOT = Path(__file__).resolve().parents[1]
 SAID = {

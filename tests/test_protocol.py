@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matrixlib.tasks.chess import protocol
-from matrixlib.tasks.chess.protocol import Go, parse_go, parse_position, seconds_for, simulations_for
+from matrixlib.tasks.chess.uci import protocol
+from matrixlib.tasks.chess.uci.protocol import Go, parse_go, parse_position, seconds_for, simulations_for
 
 WORDS = [
     *protocol.NUMBERS,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from readers import Whole, read_file, same
 
 from matrixlib.data.shards import concat
-from matrixlib.tasks.chess import puzzles
-from matrixlib.tasks.chess.harvest import Part
-from matrixlib.tasks.chess.puzzles import COLUMNS, Puzzles
+from matrixlib.tasks.chess.importers import puzzles
+from matrixlib.tasks.chess.importers.parsing import Part
+from matrixlib.tasks.chess.importers.puzzles import COLUMNS, Puzzles
 from matrixlib.tasks.chess.records import LAYOUT
 
 HEADER = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_shards import LAYOUT, META, toy_batch
 
-from matrixlib.data.quality import figures, robust_z, row_entropy
 from matrixlib.data.shards import Shard, write_shard
+from matrixlib.data.stats import figures, robust_z, row_entropy
 
 
 @settings(max_examples=60, deadline=None)

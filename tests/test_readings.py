@@ -5,7 +5,7 @@ from __future__ import annotations
 import chess
 import numpy as np
 
-from matrixlib.tasks.chess import readings
+from matrixlib.tasks.chess.evaluate import oracle as readings
 
 
 def test_pawns_attack_backwards() -> None:

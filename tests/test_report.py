@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from matrixlib import report
-from matrixlib.engine.metrics import MetricsLog, write_json
+from matrixlib.engine.metrics import MetricsLog
+from matrixlib.files import write_json
+from matrixlib.runs import report
 
 VOID = {"meta", "img"}
 

@@ -17,15 +17,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from matrixlib import rates
-from matrixlib import run as runs
 from matrixlib.config import ConfigError
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.hardware import speed as rates
+from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.shipped import unpack_sample
+from matrixlib.tasks.chess.sample_set import unpack_sample
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},

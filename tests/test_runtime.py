@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from matrixlib import config as configuration
-from matrixlib import machine, rates
-from matrixlib.machine import DeviceFacts, Gpu, Rates
-from matrixlib.runtime import Runtime, policy, probe, resolve, reuse, serving, suggest
+from matrixlib.hardware import machine
+from matrixlib.hardware import speed as rates
+from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
+from matrixlib.hardware.runtime import Runtime, policy, probe, resolve, reuse, serving, suggest
 
 FAST_BF16 = Rates(90, 210, 150, 200, 400, 390)
 SLOW_BF16 = Rates(90, 95, 150, 200, 160, 210)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from test_packing import make_work
 
-from matrixlib import sampling
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.tasks.chess import packing, sources
+from matrixlib.tasks.chess.stockfish import generator as sources
+from matrixlib.tasks.chess.stockfish import packing
+from matrixlib.tasks.chess.stockfish import sample as sampling
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from matrixlib.tasks.chess import scores
 from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
-from matrixlib.tasks.chess.stockfish import CENTIPAWN_LIMIT, MATE, Stockfish, score_of
+from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, Stockfish, score_of
 
 SCORES = st.integers(-CENTIPAWN_LIMIT, CENTIPAWN_LIMIT) | st.integers(-300, 300)
 

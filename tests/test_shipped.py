@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from test_packing import make_work
 
-from matrixlib.config import cache_root
 from matrixlib.data.shards import Shard
-from matrixlib.tasks.chess import packing, shipped
+from matrixlib.files import cache_root
+from matrixlib.tasks.chess import sample_set as shipped
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
-from matrixlib.tasks.chess.shipped import damage, read_manifest, ship, unpack_sample
+from matrixlib.tasks.chess.sample_set import damage, read_manifest, ship, unpack_sample
+from matrixlib.tasks.chess.stockfish import packing
 
 SHIPPED = pytest.mark.skipif(
     not (shipped.SAMPLE / shipped.MANIFEST).exists(), reason="no sample set is shipped"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from matrixlib import run as runs
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.runs import run as runs
 
 TINY: dict[str, Any] = {
     "model": {"channels": 16, "blocks": 1, "ssl": ["piece", "threat", "pin", "fork", "control"]},

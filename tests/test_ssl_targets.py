@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from positions import hard_positions, random_positions
 
-from matrixlib.tasks.chess import readings, records, ssl
+from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess import ssl_targets as ssl
+from matrixlib.tasks.chess.evaluate import oracle as readings
 
 
 def truth(board: chess.Board) -> np.ndarray:

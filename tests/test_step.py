@@ -21,7 +21,7 @@ from matrixlib.engine.health import Health, Verdict
 from matrixlib.engine.optim import EMA, Schedule
 from matrixlib.engine.step import Step, gradient_report, place
 from matrixlib.engine.task import Batch, slice_batch
-from matrixlib.runtime import Runtime
+from matrixlib.hardware.runtime import Runtime
 
 CPU = torch.device("cpu")
 CHANGES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from matrixlib.tasks.chess.stockfish import (
+from matrixlib.tasks.chess.stockfish.client import (
     MATE,
     EngineError,
     Line,
@@ -119,8 +119,8 @@ def test_stockfish_lists_all_moves(engine):
     assert [line.score for line in lines] == sorted((line.score for line in lines), reverse=True)
 
 
-def test_a_killed_stockfish_is_reported():
-    with Stockfish() as engine:
-        engine._process.kill()
+def test_a_killed_stockfish_is_reported(engine):
+    with Stockfish(engine.path) as doomed:
+        doomed._process.kill()
         with pytest.raises(EngineError, match=r"died|exit status"):
-            engine.search("startpos", "depth 3")
+            doomed.search("startpos", "depth 3")

@@ -8,9 +8,9 @@ import chess.pgn
 import pytest
 from networks import material_net
 
-from matrixlib import strength
-from matrixlib.play.arena import rating
-from matrixlib.tasks.chess.stockfish import EngineError, find_stockfish
+from matrixlib.play.match import rating
+from matrixlib.tasks.chess.evaluate import strength
+from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 
 
 def test_material_beats_a_random_player_and_every_pair_meets() -> None:

@@ -27,7 +27,7 @@ from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch, Source, Task, slice_batch
 from matrixlib.engine.trainer import Trainer
-from matrixlib.runtime import Runtime
+from matrixlib.hardware.runtime import Runtime
 
 STEPS = 12
 CHANGES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
-from matrixlib import trial
+from matrixlib.engine import autotune as trial
 from matrixlib.engine.task import Batch
 
 CONFIG = configuration.load("demo", {"train": {"batch_size": 48, "minutes": 0.05}})

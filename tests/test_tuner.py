@@ -10,7 +10,7 @@ from torch import nn
 
 from matrixlib.engine import memory
 from matrixlib.engine.memory import Figures
-from matrixlib.engine.tuner import PRECISION, TOLERANCE, Tuning, best, largest, sizes, tune
+from matrixlib.engine.microbatch import PRECISION, TOLERANCE, Tuning, best, largest, sizes, tune
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

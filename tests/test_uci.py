@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from networks import MATRIX0, material_net, random_net, save_run
 from positions import random_positions
 
-from matrixlib import uci
-from matrixlib.net import Net
 from matrixlib.play.search import Search
-from matrixlib.tasks.chess import protocol
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.uci import engine as uci
+from matrixlib.tasks.chess.uci import protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
@@ -388,7 +388,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(run: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "matrixlib.uci", "--checkpoint", str(run), "--device", "cpu", *options]
+    return [
+        sys.executable,
+        "-m",
+        "matrixlib.tasks.chess.uci",
+        "--checkpoint",
+        str(run),
+        "--device",
+        "cpu",
+        *options,
+    ]
 
 
 @pytest.fixture(scope="module")

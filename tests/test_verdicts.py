@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from positions import hard_positions, random_positions
 
-from matrixlib import verdicts
-from matrixlib.tasks.chess import readings
-from matrixlib.verdicts import Finding, Seen
+from matrixlib.tasks.chess.evaluate import oracle as readings
+from matrixlib.tasks.chess.evaluate import ssl_verdicts as verdicts
+from matrixlib.tasks.chess.evaluate.ssl_verdicts import Finding, Seen
 
 BOARDS = (*hard_positions(), *random_positions(1000, 5))
 ROWS = len(BOARDS)

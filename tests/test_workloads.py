@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from matrixlib import workloads
-from matrixlib.workloads import Figure, Plan
+from matrixlib.bench import workloads
+from matrixlib.bench.workloads import Figure, Plan
 
 
 @pytest.fixture(scope="module")

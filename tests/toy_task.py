@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.engine.task import Batch
-from matrixlib.runtime import Runtime
+from matrixlib.hardware.runtime import Runtime
 
 FEATURES, CLASSES = 6, 3
 ROW = np.dtype([("x", "<f4", (FEATURES,)), ("label", "i1"), ("target", "<f4"), ("known", "u1")])

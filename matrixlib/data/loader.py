@@ -37,15 +37,7 @@ from matrixlib.data.order import (
     permute,
     places_of,
 )
-from matrixlib.data.shards import (
-    BLOCK,
-    REMEDY,
-    Batch,
-    DamagedBlock,
-    Layout,
-    Shard,
-    ShardError,
-)
+from matrixlib.data.shards import BLOCK, REMEDY, Batch, DamagedBlock, Layout, Shard, ShardError
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ from matrixlib.engine.task import Batch, Task, rows, to_device
 from matrixlib.engine.validation import evaluating
 
 if TYPE_CHECKING:
-    from matrixlib.runtime import Runtime
+    from matrixlib.hardware.runtime import Runtime
 
 UPDATE_RATIO = 0.1
 """Size of one update relative to a block's weights above which, after the warm-up, it is too large."""

@@ -23,9 +23,9 @@ from typing import Any
 import zstandard
 
 from matrixlib.engine import storage
-from matrixlib.engine.metrics import sync_folder
 from matrixlib.engine.storage import Checkpoint, CheckpointError, DamagedCheckpoint
 from matrixlib.engine.storage import NewerCheckpoint as NewerCheckpoint
+from matrixlib.files import sync_folder
 
 _STEP = re.compile(r"step_(\d{8,})")
 _SLACK = 1 << 20  # bytes for state.json and the file system's own needs

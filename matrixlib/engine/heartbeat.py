@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from matrixlib.engine import memory
-from matrixlib.engine.metrics import utc_now, write_json
+from matrixlib.files import utc_now, write_json
 
 
 class Heartbeat:

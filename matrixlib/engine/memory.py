@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from matrixlib.config import MemoryConfig
-from matrixlib.runtime import machine
+from matrixlib.hardware.runtime import machine
 
 MEBI = 2**20
 FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it

@@ -18,7 +18,7 @@ from matrixlib.engine.validation import evaluating
 
 if TYPE_CHECKING:
     from matrixlib.engine.step import StepStats
-    from matrixlib.runtime import Runtime
+    from matrixlib.hardware.runtime import Runtime
 
 WINDOW = 500
 """Updates that gradient statistics look back on."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from matrixlib.config import Config, cache_root
+from matrixlib.config import Config
 from matrixlib.engine import rng
 from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, Measured, Verdict
@@ -21,11 +21,12 @@ from matrixlib.engine.hooks import first_nonfinite
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import EMA, Schedule, unwrap
 from matrixlib.engine.optim import optimiser as build_optimiser
-from matrixlib.engine.profile import Clock
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
+from matrixlib.engine.timing import Clock
+from matrixlib.files import cache_root
 
 if TYPE_CHECKING:
-    from matrixlib.runtime import Runtime
+    from matrixlib.hardware.runtime import Runtime
 
 
 def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:

@@ -33,7 +33,7 @@ import torch
 import zstandard
 from safetensors import SafetensorError
 
-from matrixlib.engine.metrics import sync_folder, utc_now
+from matrixlib.files import sync_folder, utc_now
 
 SCHEMA = 2
 FOLDER = re.compile(r"(?:step|best)_(\d{8,})(?:\.replaced)?")

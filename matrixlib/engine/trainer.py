@@ -15,21 +15,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from matrixlib.config import Config
-from matrixlib.engine import anatomy, interrupt, optim, rng, statistics
+from matrixlib.engine import anatomy, optim, rng, statistics
 from matrixlib.engine import metrics as metrics_log
+from matrixlib.engine import signals as interrupt
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Phase
 from matrixlib.engine.gating import Gate
 from matrixlib.engine.health import Health, TrainingHalted, Verdict
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
-from matrixlib.engine.metrics import MetricsLog, write_json
-from matrixlib.engine.profile import Starvation
+from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.statistics import Stats
 from matrixlib.engine.step import GradientReport, StepStats, make_step
 from matrixlib.engine.task import Batch, Source, Task, rows, slice_batch
+from matrixlib.engine.timing import Starvation
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
-from matrixlib.runtime import Runtime
+from matrixlib.files import write_json
+from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES = 10
 """Updates between two looks at the memory."""

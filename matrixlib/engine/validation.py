@@ -16,7 +16,7 @@ from matrixlib.config import ValidationConfig
 from matrixlib.engine.task import Batch, Task, to_device
 
 if TYPE_CHECKING:
-    from matrixlib.runtime import Runtime
+    from matrixlib.hardware.runtime import Runtime
 
 
 @dataclass(frozen=True)

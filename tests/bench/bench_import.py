@@ -23,9 +23,9 @@ from pathlib import Path
 import chess
 import chess.pgn
 
-from matrixlib.intake import figures, take_in
-from matrixlib.tasks.chess import inspection
-from matrixlib.tasks.chess.pgn import Pgn, split
+from matrixlib.tasks.chess.importers import inspection
+from matrixlib.tasks.chess.importers.import_files import figures, take_in
+from matrixlib.tasks.chess.importers.pgn import Pgn, split
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from matrixlib import config as configuration
-from matrixlib import inference
-from matrixlib.net import Net
-from matrixlib.runtime import resolve
+from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks.chess.evaluate import throughput as inference
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
 
 

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from positions import random_positions
 
 from matrixlib import config as configuration
-from matrixlib import machine
-from matrixlib.net import Net
+from matrixlib.hardware import machine
+from matrixlib.hardware.runtime import resolve
 from matrixlib.play.game import States
 from matrixlib.play.search import Search, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.player import Evaluator
-from matrixlib.runtime import resolve
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.players import Evaluator
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import ChessTask

@@ -24,8 +24,10 @@ def measured(preset: str) -> dict[str, float]:
     """Figures of one preset, in this process."""
     import torch
 
-    from matrixlib import config, subject, workloads
+    from matrixlib import config
+    from matrixlib.bench import workloads
     from matrixlib.engine.memory import usage
+    from matrixlib.tasks import spec as subject
 
     plan = workloads.plan("cpu", 1.0)
     batch = config.load(preset).train.batch_size
@@ -40,7 +42,8 @@ def measured(preset: str) -> dict[str, float]:
 
 
 def main(names: list[str]) -> None:
-    from matrixlib import bench, config
+    from matrixlib import config
+    from matrixlib.bench import report as bench
 
     found = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
     for name in names or [name for name in config.presets() if name not in LARGE_DATA]:

@@ -28,11 +28,11 @@ import test_lc0
 import test_matrix0_data
 from positions import random_positions
 
-from matrixlib.tasks.chess.evaluations import Evaluations
-from matrixlib.tasks.chess.harvest import Reader
-from matrixlib.tasks.chess.lc0 import Lc0
-from matrixlib.tasks.chess.matrix0_data import Matrix0Data
-from matrixlib.tasks.chess.puzzles import Puzzles
+from matrixlib.tasks.chess.importers.evaluations import Evaluations
+from matrixlib.tasks.chess.importers.lc0 import Lc0
+from matrixlib.tasks.chess.importers.matrix0_data import Matrix0Data
+from matrixlib.tasks.chess.importers.parsing import Reader
+from matrixlib.tasks.chess.importers.puzzles import Puzzles
 
 Case = tuple[Reader, Path, Callable[[], None]]
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from matrixlib.workloads import end
+from matrixlib.bench.workloads import end
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = ("pass", "import matrixlib", "import numpy", "import torch", "from matrixlib import run, notebook")
@@ -35,7 +35,15 @@ def seconds(command: Sequence[str]) -> float:
 def uciok(run: Path) -> float:
     """Until the engine has said what it is."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "matrixlib.uci", "--checkpoint", str(run), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "matrixlib.tasks.chess.uci",
+        "--checkpoint",
+        str(run),
+        "--device",
+        "cpu",
+    ]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as engine:

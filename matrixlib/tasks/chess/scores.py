@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from matrixlib.tasks.chess.records import WDL_SUM
-from matrixlib.tasks.chess.stockfish import CENTIPAWN_LIMIT
+from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT
 
 EVEN = 100.0  # centipawns with which half of the games are won
 SCALE = 18.32  # centipawns: 66.13 of 361 engine units, the published polynomial at ply 62

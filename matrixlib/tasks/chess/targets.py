@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matrixlib.config import SSL_CHANNELS, nearest
 from matrixlib.engine.task import Batch
-from matrixlib.tasks.chess import ssl
+from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.planes import unpack_maps, unpack_pieces
 
 BOARD = (8, 8)

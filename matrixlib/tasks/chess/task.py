@@ -17,17 +17,11 @@ from torch import Tensor, nn
 
 from matrixlib.config import SSL_CHANNELS, ChessConfig
 from matrixlib.engine.task import Batch
-from matrixlib.tasks.chess import bitboard, losses, records, ssl, targets
+from matrixlib.tasks.chess import bitboard, losses, records, targets
+from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.losses import Sums
 from matrixlib.tasks.chess.model import PolicyValueNet
-from matrixlib.tasks.chess.planes import (
-    CASTLING,
-    EN_PASSANT,
-    SIDE,
-    move_map,
-    planes,
-    unpack_maps,
-)
+from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, planes, unpack_maps
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32

@@ -1,0 +1,1 @@
+"""What `bench.ipynb` and `make bench` measure."""

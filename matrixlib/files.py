@@ -1,0 +1,109 @@
+"""Files that are whole or not there, where they lie, and worker processes that end with their parent."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PARAMS = Path(__file__).resolve().parents[1] / "params"
+
+
+def reports_root() -> Path:
+    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ beside the package."""
+    return Path(os.environ.get("MATRIXLIB_REPORTS", PARAMS.parent / "reports"))
+
+
+def cache_root() -> Path:
+    """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
+    if chosen := os.environ.get("MATRIXLIB_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "matrixlib"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "matrixlib"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matrixlib"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or {} where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def plain(value: Any, where: str = "row") -> Any:
+    """`value` as standard JSON data: numbers that are not finite become strings, one-element tensors numbers.
+
+    Raises TypeError naming the place of anything that JSON cannot hold.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        if bad := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{where}: key {bad[0]!r} is not a string")
+        return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+    item: Callable[[], Any] | None = getattr(value, "item", None)
+    if item is not None and getattr(value, "size", None) == 1:  # NumPy
+        return plain(item(), where)
+    if item is not None and callable(getattr(value, "numel", None)) and value.numel() == 1:  # torch
+        return plain(item(), where)
+    raise TypeError(f"{where}: {type(value).__name__} is not a number, string, list or mapping")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` (see `plain`) as indented JSON, atomically: readers see the old file or the new one."""
+    text = json.dumps(plain(data, Path(path).name), allow_nan=False, ensure_ascii=False, indent=1)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file atomically and durably: temporary name, fsync, rename, fsync of the folder.
+
+    The temporary name is this process's own: two runs may write the index of the reports at once.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable. Windows cannot open folders; its renames need no such call."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def utc_now() -> str:
+    """UTC time as ISO-8601 with milliseconds: 2026-01-31T12:00:00.000Z."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def end_with_parent() -> None:
+    """In a worker process: end with its parent, however that ends, so that no orphan goes on writing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a worker process has a parent to end with"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

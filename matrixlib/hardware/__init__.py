@@ -1,0 +1,1 @@
+"""What this machine is, how fast it is, and what is decided from that."""

@@ -1,0 +1,343 @@
+"""The device and precision policy: every choice that depends on the machine is made here, with its reason.
+
+`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine,
+`probe` describes the machine for people. Nothing else in the package asks which device there is.
+torch is imported inside functions: the module is light.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from matrixlib.hardware import machine
+from matrixlib.hardware import speed as rates
+from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
+
+if TYPE_CHECKING:
+    import torch
+
+    from matrixlib.config import DataConfig, RuntimeConfig, TrainConfig
+
+BF16_PAYS = 1.3  # measured 2.3 (Zen 4) and 4 (AMX) times fp32: far from both, so that noise does not decide
+LAST_LOSES = 0.75  # channels_last measured 1.0 to 2.5 times as fast on CPUs: keep it unless it clearly loses
+TF32_CAPABILITY = (8, 0)  # Ampere
+MICRO_BATCH = {"cpu": 256, "mps": 256, "cuda": 1024}
+SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
+LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
+LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
+# Rows of a batch that is evaluated and not trained on
+EVALUATED: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)
+EVALUATED_ON_CPU = 256  # at most
+SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
+SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What was decided for one run; stored with it and reused on resume: it decides the result's bits."""
+
+    device: str  # cpu, cuda or mps
+    dtype: str  # of autocast: fp32 (off), bf16 or fp16; parameters and optimiser state are always fp32
+    scaler: bool
+    tf32: bool
+    channels_last: bool
+    compile: bool
+    threads: int
+    workers: int
+    prefetch: int
+    micro_batch: int
+    reasons: tuple[str, ...]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch.device."""
+        import torch
+
+        return torch.device(self.device)
+
+    @property
+    def pin(self) -> bool:
+        """Whether host batches should lie in pinned memory, for copies that do not block."""
+        return self.device == "cuda"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of every forward pass, in training and in evaluation alike."""
+        import torch
+
+        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None)
+
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """A new loss scaler (one a run; its state is saved) for fp16 on CUDA, else None."""
+        import torch
+
+        # torch builds an enabled GradScaler("mps") or ("cpu") without a word
+        assert not self.scaler or self.device == "cuda"
+        return torch.amp.GradScaler("cuda") if self.scaler else None
+
+    def apply(self) -> None:
+        """Set torch's threads and TF32; the only place that does.
+
+        TF32 is set through torch's older interface alone: after a mix with `fp32_precision`, later reads
+        (torch.compile's among them) raise RuntimeError.
+        """
+        import torch
+
+        torch.set_num_threads(self.threads)
+        if self.device == "cuda":
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where fp32 was asked for
+
+    def table(self) -> str:
+        """Plain text: a line for each choice with its reason."""
+        return "\n".join(f"{line.partition(': ')[0]:22}{line.partition(': ')[2]}" for line in self.reasons)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON or YAML; from_dict(to_dict()) is equal."""
+        return {**asdict(self), "reasons": list(self.reasons)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
+        """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
+        known = {item.name for item in fields(cls)}
+        if wrong := known ^ set(data):
+            keys = ", ".join(sorted(wrong))
+            raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
+        return cls(**{**data, "reasons": tuple(data["reasons"])})
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a trained network is evaluated.
+
+    sizes: rows of a batch, ascending; more are cut at the last. fill: batches are filled up to the next of them.
+    compile: torch.compile for policy and value.
+    """
+
+    sizes: tuple[int, ...]
+    fill: bool
+    compile: bool
+    reasons: tuple[str, ...]
+
+
+def serving(device: str, compile: bool | str = "auto") -> Serving:
+    """Decide how a network is evaluated on a device; `compile` may be asked for or forbidden."""
+    sizes, why = EVALUATED, "memory"
+    if device == "cpu":
+        sizes = tuple(size for size in EVALUATED if size <= EVALUATED_ON_CPU)
+        why = "the memory of larger ones comes anew from the system each time: 1.4 times slower a position"
+    decided, reason = _compile_serving(device, compile)
+    fill = device != "cpu" or decided
+    reasons = (
+        f"batch {sizes[-1]}: {why}",
+        f"fill {'yes: each new size costs time' if fill else 'no: a new size costs nothing'}",
+        f"compile {'yes' if decided else 'no'}: {reason}",
+    )
+    return Serving(sizes, fill, decided, reasons)
+
+
+def _compile_serving(device: str, asked: bool | str) -> tuple[bool, str]:
+    if isinstance(asked, bool):
+        return asked, "asked for"
+    if device == "cpu":
+        return False, "not faster here (0.9 to 1.0 times), after seconds of compiling for each size"
+    return False, "not yet measured to pay"
+
+
+def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
+    """Decide for this machine. $MATRIXLIB_DEVICE stands in for `device: auto` and for nothing else.
+
+    On the CPU this measures for about a second where precision or channels_last is `auto`.
+    Raises ValueError where a device or a dtype was asked for that cannot work here.
+    """
+    forced = os.environ.get("MATRIXLIB_DEVICE", "") if runtime.device == "auto" else ""
+    if forced and forced not in ("auto", *MICRO_BATCH):
+        raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
+    asked = runtime.model_copy(update={"device": forced}) if forced else runtime
+    facts = machine.facts()
+    if _device(facts, asked.device)[0] == "cpu" and "auto" in (asked.precision, asked.channels_last):
+        facts = replace(facts, rates=rates.measure(facts.bf16))
+    decided = policy(facts, asked, train, data)
+    if not forced:
+        return decided
+    first, *others = decided.reasons
+    return replace(decided, reasons=(f"{first} by MATRIXLIB_DEVICE", *others))
+
+
+def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtime:
+    """The runtime that a run was started with, to resume it. Raises ValueError if its device is not here."""
+    runtime = Runtime.from_dict(stored)
+    try:
+        _device(facts or machine.facts(), runtime.device)
+    except ValueError as error:
+        raise ValueError(f"this run began on '{runtime.device}' and resumes only there: {error}") from None
+    return runtime
+
+
+def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
+    """Decide from numbers alone; pure. Every choice leaves a sentence in `reasons`.
+
+    Raises ValueError where a device or a dtype was asked for that cannot work on such a machine.
+    """
+    device, why = _device(facts, runtime.device)
+    chosen: dict[str, tuple[Any, str]] = {"device": (device, why)}
+    chosen["dtype"] = _dtype(facts, device, runtime.precision)
+    dtype = chosen["dtype"][0]
+    if dtype == "fp16":
+        chosen["scaler"] = True, "fp16 loses small gradients unless the loss is scaled"
+    else:
+        chosen["scaler"] = False, f"{dtype} has the exponents of fp32"
+    chosen["tf32"] = _tf32(facts, device, runtime.precision)
+    chosen["channels_last"] = _channels_last(facts, device, dtype, runtime.channels_last)
+    chosen["compile"] = _compile(device, runtime.compile)
+    asked = {"threads": runtime.threads, "workers": data.workers}
+    asked |= {"prefetch": data.prefetch, "micro_batch": train.micro_batch}
+    for name, advice in suggest(facts, device).items():
+        chosen[name] = advice if asked[name] == "auto" else (asked[name], "asked for")
+    if chosen["threads"][0] > facts.cores:
+        chosen["threads"] = runtime.threads, f"asked for; slower, as only {facts.cores} cores may be used"
+    if chosen["workers"][0] == 0 and data.prefetch == "auto":
+        chosen["prefetch"] = chosen["prefetch"][0], "has no effect without workers"
+    if chosen["micro_batch"][0] > train.batch_size:
+        chosen["micro_batch"] = train.batch_size, "the whole update fits in one pass"
+    words = {True: "yes", False: "no"}
+    reasons = []
+    for name, (value, why) in chosen.items():
+        reasons.append(f"{name} {words[value] if isinstance(value, bool) else value}: {why}")
+    return Runtime(**{name: value for name, (value, _) in chosen.items()}, reasons=tuple(reasons))
+
+
+def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
+    """What `auto` stands for: threads, workers, prefetch and micro_batch -> (value, why).
+
+    The update itself (`batch_size`) is not among them: it changes what is learned, so no cache may set it.
+    """
+    threads = f"cores that this process may use: {facts.cores}"
+    if facts.threads < facts.cores:
+        threads += f", limited by OMP_NUM_THREADS={facts.thread_limit}"
+    rule, extra = (LOADER_VCACHE, " (V-Cache rule)") if facts.vcache else (LOADER, "")
+    workers = (1, "one process prepares batches far faster than this device uses them")
+    prefetch = (2, "updates made ahead by each worker")
+    if facts.platform == "darwin":
+        workers = (0, "loader processes can deadlock on macOS, and one core prepares enough")
+    elif device == "cuda" and facts.cores > 1:
+        workers = (min(rule["workers"], facts.cores - 1), f"one core is left to feed the GPU{extra}")
+        prefetch = (rule["prefetch"], f"{prefetch[1]}{extra}")
+    elif facts.cores <= 2:
+        workers = (0, "the loader is far faster than the model, and would take one of so few cores")
+    micro_batch = (MICRO_BATCH[device], f"as much as one pass on {device} gains from")
+    if facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
+        micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
+    return {
+        "threads": (facts.threads, threads),
+        "workers": workers,
+        "prefetch": prefetch,
+        "micro_batch": micro_batch,
+    }
+
+
+def _device(facts: DeviceFacts, asked: str) -> tuple[str, str]:
+    """(device, why); ValueError where the one asked for is absent."""
+    there = {"cuda": facts.gpu is not None, "mps": facts.mps, "cpu": True}
+    here = [name for name, present in there.items() if present]
+    if asked == "auto":
+        about = {"cuda": "", "mps": "Apple GPU", "cpu": f"{facts.gpu_problem}; {facts.mps_problem}"}
+        if facts.gpu:
+            about["cuda"] = f"{facts.gpu.name}, compute capability {'.'.join(map(str, facts.gpu.capability))}"
+        return here[0], about[here[0]]
+    if there[asked]:
+        return asked, "asked for"
+    problem = facts.gpu_problem if asked == "cuda" else facts.mps_problem
+    hint = "; for a CUDA build of torch see TORCH_INDEX in the README" if asked == "cuda" else ""
+    raise ValueError(
+        f"device '{asked}' was asked for, but {problem}; "
+        f"use 'auto' or one that works here: {', '.join(here)}{hint}"
+    )
+
+
+def _dtype(facts: DeviceFacts, device: str, asked: str) -> tuple[str, str]:
+    """(autocast dtype, why); ValueError where the one asked for cannot be trusted."""
+    if asked == "fp16" and device != "cuda":
+        raise ValueError(
+            f"precision 'fp16' needs a loss scaler, which is trusted on CUDA alone; "
+            f"on {device} use 'bf16', 'fp32' or 'auto'"
+        )
+    old = device == "mps" and facts.macos < (14, 0)
+    if asked == "bf16" and old:
+        raise ValueError("precision 'bf16' needs macOS 14 or newer on mps; use 'fp32' or 'auto'")
+    native = {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[device]
+    if asked == "bf16" and not native:
+        return "bf16", "asked for; slow, as this hardware only emulates it"
+    if asked != "auto":
+        return asked, "asked for"
+    if device == "cuda":
+        return ("bf16", "native on this GPU") if native else ("fp16", "this GPU has no native bf16")
+    if device == "mps":
+        return ("fp32", "bf16 needs macOS 14 or newer") if old else ("bf16", "macOS 14 or newer has it")
+    if not native:
+        return "fp32", f"the processor has none of {', '.join(BF16_INSTRUCTIONS)}"
+    if facts.rates is None:
+        return "fp32", "bf16 was not measured"
+    low, full = facts.rates.matrix_bf16, facts.rates.matrix_fp32
+    pays = low >= BF16_PAYS * full
+    return "bf16" if pays else "fp32", f"matrix product {low:.0f} GFLOP/s a core in bf16, {full:.0f} in fp32"
+
+
+def _tf32(facts: DeviceFacts, device: str, precision: str) -> tuple[bool, str]:
+    if device != "cuda" or facts.gpu is None:
+        return False, "CUDA alone has it"
+    if facts.gpu.capability < TF32_CAPABILITY:
+        return False, "the GPU is older than Ampere"
+    if precision == "fp32":
+        return False, "fp32 was asked for"
+    return True, "for what autocast leaves in fp32"
+
+
+def _channels_last(facts: DeviceFacts, device: str, dtype: str, asked: bool | str) -> tuple[bool, str]:
+    if isinstance(asked, bool):
+        return asked, f"asked for; {SLOW_CONVOLUTION}" if asked and device == "mps" else "asked for"
+    if device == "mps":
+        return False, SLOW_CONVOLUTION
+    if device == "cuda":
+        return True, "the layout of tensor cores"
+    if facts.rates is None:
+        return False, "not measured"
+    without, last = facts.rates.conv_fp32, facts.rates.conv_fp32_last
+    if dtype == "bf16" and facts.rates.conv_bf16:
+        without, last = facts.rates.conv_bf16, facts.rates.conv_bf16_last
+    why = f"convolution {last:.0f} GFLOP/s a core with it, {without:.0f} without"
+    return last >= LAST_LOSES * without, why
+
+
+def _compile(device: str, asked: bool | str) -> tuple[bool, str]:
+    if isinstance(asked, bool):
+        return asked, f"asked for; {SLOW_COMPILE}" if asked and device == "mps" else "asked for"
+    why = {
+        "mps": SLOW_COMPILE,
+        "cpu": "training was no faster compiled (0.8 to 1.0 times); oneDNN makes the convolutions in any case",
+    }
+    return False, why.get(device, "not yet measured to pay; `make bench-gpu` measures it")
+
+
+def probe(seconds: float = 2.0, device: str = "auto") -> dict[str, Any]:
+    """Describe and measure this machine; plain data for summary.json. Takes about `seconds` + 2.
+
+    `measured` is in GFLOP/s ("copy": GB/s) on `device`; `suggested` is what `auto` uses there;
+    `facts.rates` is of one core, as the policy compares them. Raises ValueError where `device` is absent.
+    """
+    facts = machine.facts()
+    chosen, _ = _device(facts, os.environ.get("MATRIXLIB_DEVICE", "auto") if device == "auto" else device)
+    native = {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[chosen]
+    return {
+        "processor": asdict(machine.processor()),
+        "l3": [{"bytes": size, "shared_by": sharers} for size, sharers in machine.l3_caches()],
+        "facts": asdict(replace(facts, rates=rates.measure(facts.bf16))),
+        "device": chosen,
+        "measured": rates.speed(chosen, native, facts.threads, seconds),
+        "suggested": {name: {"value": v, "why": why} for name, (v, why) in suggest(facts, chosen).items()},
+        "environment": machine.environment(),
+    }

@@ -1,0 +1,149 @@
+"""How fast this machine is: a quick comparison for the policy, whole-device rates for people.
+
+torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from matrixlib.hardware.machine import Rates
+
+if TYPE_CHECKING:
+    import torch
+
+
+SIDES = (2048, 4096, 8192)
+REPEAT = 10
+"""Products of a call on an accelerator, so that starting them does not count."""
+
+
+def measure(bf16: bool, seconds: float = 0.8) -> Rates:
+    """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
+
+    Made to compare, and to come to the same end on a busy machine: pieces of a millisecond at most take turns
+    on one thread, and the best of each counts.
+    """
+    import torch
+
+    kinds: dict[str, tuple[float, Callable[[], object]]] = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
+            kinds[f"matrix_{name}"] = _product("cpu", dtype, 512)
+            kinds[f"conv_{name}"] = _convolution(dtype, last=False)
+            kinds[f"conv_{name}_last"] = _convolution(dtype, last=True)
+        best = _best(kinds, seconds)
+    finally:
+        torch.set_num_threads(before)
+    return Rates(**{name: round(best.get(name, 0.0), 1) for name in Rates.__dataclass_fields__})
+
+
+def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[str, float]:
+    """What `device` does with all its cores: "fp32" (and "bf16" where asked) in GFLOP/s, "copy" in GB/s.
+
+    The first two are matrix products, fp32 under torch's present TF32 setting. The copy is of 256 MiB within
+    the device's memory; reading and writing both count.
+    """
+    import torch
+
+    source = torch.ones(2**26, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        _wait(device)
+
+    kinds: dict[str, tuple[float, Callable[[], object]]] = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
+            kinds[name] = _product(device, dtype, _side(device, dtype, seconds))
+        kinds["copy"] = (2.0 * source.numel() * source.element_size(), copy)
+        return {name: round(value, 1) for name, value in _best(kinds, seconds).items()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def matrix(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
+    """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: what a share of the peak is a share of.
+
+    The best of about `seconds`, two products at least. fp32 is under torch's present TF32 setting.
+    """
+    import torch
+
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        n = _side(device, kinds[dtype], seconds)
+        return round(_best({dtype: _product(device, kinds[dtype], n)}, seconds)[dtype], 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: float) -> dict[str, float]:
+    """name -> the best rate (work / 1e9 a second) seen in turns; `seconds` in all, but one turn at least."""
+    for _, call in kinds.values():
+        call()
+    best = dict.fromkeys(kinds, 0.0)
+    end = time.perf_counter() + seconds
+    while True:
+        for name, (work, call) in kinds.items():
+            start = time.perf_counter()
+            call()
+            best[name] = max(best[name], work / 1e9 / (time.perf_counter() - start))
+        if time.perf_counter() > end:
+            return best
+
+
+def _side(device: str, dtype: torch.dtype, seconds: float) -> int:
+    """Rows of the matrices to multiply: 2048; on an accelerator up to 8192, as long as a call takes a quarter of
+    `seconds` at most, by the rate of the small ones.
+    """
+    if device == "cpu":
+        return SIDES[0]
+    rate = 1e9 * _best({"": _product(device, dtype, SIDES[0])}, 0.0)[""]
+    fit = [n for n in SIDES if 2.0 * n**3 * REPEAT / rate <= seconds / 4]
+    return max(fit, default=SIDES[0])
+
+
+def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
+    """(FLOP, call) of a square matrix product that has ended when the call returns."""
+    import torch
+
+    a, b = torch.ones(n, n, device=device, dtype=dtype), torch.ones(n, n, device=device, dtype=dtype)
+    repeat = 1 if device == "cpu" else REPEAT
+
+    def call() -> None:
+        for _ in range(repeat):
+            torch.mm(a, b)
+        _wait(device)
+
+    return 2.0 * n**3 * repeat, call
+
+
+def _convolution(dtype: torch.dtype, last: bool) -> tuple[float, Callable[[], object]]:
+    """(FLOP, call) of a 3x3 convolution over 4 boards with 96 channels, forward and backward."""
+    import torch
+    from torch.nn import functional
+
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    x = torch.ones(4, 96, 8, 8, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+    w = torch.ones(96, 96, 3, 3, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+
+    def call() -> None:
+        functional.conv2d(x, w, padding=1).sum().backward()
+
+    return 3 * 2.0 * 4 * 64 * 96 * 96 * 9, call
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,1 @@
+"""A run, and everything that is made of runs."""

@@ -1,0 +1,182 @@
+"""Starts the training notebook as a run from the shell: names the run, shows its progress, ends with the result.
+
+``python -m matrixlib.runs.launch --preset quick`` executes notebooks/train.ipynb through papermill into
+reports/<run>/train.ipynb. The bar reads the run's metrics.jsonl, so it shows what the run itself knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import yaml
+from tqdm import tqdm
+
+from matrixlib import files
+from matrixlib.runs import run as runs
+
+NOTEBOOKS = files.PARAMS.parent / "notebooks"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the notebook; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m matrixlib.runs.launch", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--preset", default="quick", help="a file in params/ (default: quick)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--steps", type=int, default=0, help="updates; 0 = as the preset says")
+    parser.add_argument(
+        "--run", default="", help="name of the run; empty = resume the newest incomplete, else start one"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        name = runs.name_run(options.preset, options.device, -1, options.run, options.steps)
+    except ValueError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    folder = files.reports_root() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"run {name}: notebooks/train.ipynb -> {_shown(folder / 'train.ipynb')}", flush=True)
+    parameters = {"preset": options.preset, "device": options.device, "run": name, "steps": options.steps}
+    try:
+        reason = _execute(folder, parameters)
+    except KeyboardInterrupt:
+        reason = "KeyboardInterrupt"
+    if reason.startswith("KeyboardInterrupt"):
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if reason.startswith("Terminated"):
+        print("ended by SIGTERM; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    return _closing(folder, reason)
+
+
+def _execute(folder: Path, parameters: dict[str, Any]) -> str:
+    """Run the notebook; returns why it failed, or an empty string.
+
+    papermill runs in this process: the kernel ends when its parent does, so a killed launcher leaves no orphan that
+    goes on writing the run. SIGTERM and Ctrl-C go on to the kernel, which saves a checkpoint and ends the notebook.
+    """
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _pass_on(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(folder, done), daemon=True)
+    watcher.start()
+    try:
+        papermill.execute_notebook(
+            NOTEBOOKS / "train.ipynb",
+            folder / "train.ipynb",
+            parameters,
+            kernel_name="python3",
+            progress_bar=False,
+            extra_arguments=["--log-level=ERROR"],  # ipykernel warns about unencrypted TCP on every start
+        )
+    except papermill.PapermillExecutionError as error:
+        return f"{error.ename}: {error.evalue}"
+    except (
+        RuntimeError
+    ) as error:  # a DeadKernelError is one; so is that of a kernel that died before it was ready
+        if received:
+            return "KeyboardInterrupt" if received[0] == signal.SIGINT else "Terminated"
+        if isinstance(error, DeadKernelError):
+            return "the notebook's kernel died (killed, or out of memory); the same command goes on"
+        raise
+    finally:
+        done.set()
+        watcher.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return ""
+
+
+def _pass_on(number: int) -> None:
+    """To the kernel; where there is none yet, the launcher itself ends. So it does on Windows, where none of these
+    signals can be sent, and the kernel ends with it: what is lost is what came after the last checkpoint.
+    """
+    children = psutil.Process().children()
+    if not children or sys.platform == "win32":
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+
+
+def _watch(folder: Path, done: threading.Event) -> None:
+    """Draw the bar until the notebook has ended."""
+    with tqdm(unit="update", dynamic_ncols=True, desc="starting") as bar:
+        while not done.wait(0.5):
+            _show(bar, folder)
+        _show(bar, folder)
+
+
+def _show(bar: Any, folder: Path) -> None:
+    """Bring the bar to the newest row of metrics.jsonl; a resumed run's rate counts from where it resumed."""
+    row = _last_row(folder / "metrics.jsonl")
+    if row is None:
+        return
+    if bar.total is None:
+        bar.reset(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"])
+        bar.initial = bar.n = row["step"]
+        bar.set_description("training", refresh=False)
+    bar.set_postfix_str(f"loss {row['loss']}"[:10] + f", {row['throughput']:,.0f} positions/s", refresh=False)
+    bar.update(row["step"] - bar.n)
+    bar.refresh()
+
+
+def _last_row(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a metrics file; None before there is one."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65_536))
+        lines = file.read().split(b"\n")
+    return json.loads(lines[-2]) if len(lines) > 1 and lines[-2].endswith(b"}") else None
+
+
+def _closing(folder: Path, reason: str) -> int:
+    """The last lines: result and report, or the reason of the failure; returns the exit code."""
+    summary = files.read_json(folder / "summary.json")
+    if summary.get("complete"):
+        _result(folder, summary)
+    if reason:
+        print(reason, file=sys.stderr)
+        print(f"failed; the notebook is kept at {_shown(folder / 'train.ipynb')}", file=sys.stderr)
+    return 1 if reason else 0
+
+
+def _result(folder: Path, summary: dict[str, Any]) -> None:
+    minutes = summary["seconds"] / 60
+    print(f"{summary['positions']:,} positions in {minutes:.1f} min; held-out: {summary['headline']}")
+    print(f"report: {_shown(folder / 'report.html')}")
+    print(
+        "next: open it in a browser; look into the network with eval.ipynb, ssl.ipynb and browse.ipynb (make lab),"
+    )
+    print(f"      or play against it: matrixlib-uci --checkpoint {_shown(folder)}")
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

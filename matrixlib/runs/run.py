@@ -1,0 +1,763 @@
+"""Composition of a run: opens, trains, resumes and evaluates it.
+
+A run is a folder ``reports/<run>/``: run.json (what was asked for, on what), config.yaml (what was resolved from it),
+metrics.jsonl, checkpoints/, summary.json and report.html. One process writes a run at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import statistics
+import subprocess
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from matrixlib import config as configuration
+from matrixlib import files
+from matrixlib.config import Config
+from matrixlib.engine import autotune as trial
+from matrixlib.files import read_json, write_json, write_text
+from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware import speed as rates
+from matrixlib.tasks import spec as subjects
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from matrixlib.data.catalogue import Catalogue, ShardRow
+    from matrixlib.data.loader import Loader
+    from matrixlib.engine.curriculum import Phase
+    from matrixlib.engine.task import Source, Task
+    from matrixlib.engine.trainer import Stats, Trainer
+    from matrixlib.runs.tensorboard import Events
+    from matrixlib.tasks.spec import Subject
+
+MAY_CHANGE = (
+    "train.steps",
+    "train.minutes",
+    "train.heartbeat_seconds",
+    "validation.",
+    "checkpoint.",
+    "health.",
+    "memory.",
+)
+
+ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
+
+
+class RunError(ValueError):
+    """A run that cannot be opened or continued; the message says what to do."""
+
+
+@dataclass
+class Run:
+    """One run: made by `open_run`; `train` yields its updates, everything else looks at it."""
+
+    folder: Path
+    preset: str
+    config: Config
+    runtime: runtimes.Runtime
+    subject: Subject
+    catalogue: Catalogue
+    training: Loader
+    held_out: Loader
+    requested: Config
+    resumed: bool
+    lock: FileLock
+    options: dict[str, Any]
+    messages: list[str] = field(default_factory=list)
+    _trainer: Trainer | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def task(self) -> Task:
+        """What the engine trains."""
+        return self.subject.task
+
+    @property
+    def complete(self) -> bool:
+        """True when the run has reached its last update or was stopped early by its validation.
+
+        After an early stop the trainer judges anew: patience or target loss may have been changed since.
+        """
+        summary = read_json(self.folder / "summary.json")
+        if not summary.get("complete"):
+            return False
+        return summary["steps"] >= self.steps or bool(summary["stopped_early"] and self.trainer.stop_reason)
+
+    @property
+    def steps(self) -> int:
+        """Updates of the whole run."""
+        assert isinstance(self.config.train.steps, int)
+        return self.config.train.steps
+
+    @property
+    def trainer(self) -> Trainer:
+        """The engine's trainer, built at first use (it holds the model)."""
+        if self._trainer is None:
+            self._trainer = _build_trainer(self)
+        return self._trainer
+
+    @property
+    def model(self) -> nn.Module:
+        return self.trainer.model
+
+    def describe(self) -> str:
+        """What was chosen and why, as text: run, data, runtime, differences from the preset."""
+        counts = {
+            split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")
+        }
+        lines = [
+            f"run          {self.name} ({'resumed' if self.resumed else 'new'}), {self.steps} updates of "
+            f"{self.config.train.batch_size} positions",
+            f"data         {counts['train']} training and {counts['validation']} held-out positions, "
+            f"catalogue {self.catalogue.hash()[:12]}",
+            self.runtime.table(),
+        ]
+        changes = configuration.difference(self.requested, configuration.load(self.preset))
+        lines += (
+            ["differences from the preset:"] if changes else [f"no differences from preset '{self.preset}'"]
+        )
+        lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
+        return "\n".join(lines + self.messages)
+
+    def train(self, trace: int = 0, tensorboard: bool = False) -> Generator[Stats]:
+        """Train to the last update, from the newest whole checkpoint if there is one; yields after each update.
+
+        trace: the three updates after this one are recorded in trace.json, for chrome://tracing; 0 = none.
+        tensorboard: also write TensorBoard events, to the run's folder `events`.
+
+        The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
+        with it. What the trainer warns about is shown once and kept in `messages`.
+        """
+        from matrixlib.engine import timing as profile
+
+        events: Events | None = None
+        if self.complete:
+            return
+        if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
+            self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
+            self._trainer = None
+        try:
+            self._measure_peak()
+            for text in self.trainer.messages:
+                self._say(text)
+            events = self._events() if tensorboard else None
+            # closed here and not where the last reference goes, from where an interrupt would reach nobody
+            with contextlib.closing(self.trainer.train()) as updates:
+                for stats in profile.traced(updates, trace, self.folder / "trace.json"):
+                    for text in stats.messages:
+                        self._say(f"update {stats.step}: {text}")
+                    if events is not None and stats.verdict == "rollback":
+                        events.close()  # the metrics were cut back, so they are made anew
+                        events = self._events()
+                    elif events is not None:
+                        events.add(stats.row())
+                    yield stats
+            self._finish()
+        finally:
+            if events is not None:
+                events.close()
+            self.close()
+
+    def _events(self) -> Events:
+        from matrixlib.runs.tensorboard import Events
+
+        curriculum = self.trainer.curriculum
+        phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
+        return Events(self.folder, self.history(), phases)
+
+    def first_losses(self) -> str:
+        """The losses before any update beside chance level and attainable floor, a line for each term."""
+        return "\n".join(
+            f"first {term} loss {found['loss']:.2f}; chance {found['chance']:.2f}, floor {found['floor']:.2f}"
+            for term, found in (self.trainer.initial or {}).items()
+        )
+
+    def _say(self, text: str) -> None:
+        self.messages.append(text)
+        warnings.warn(text, stacklevel=3)
+
+    def keep_records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
+        """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
+        from matrixlib.data.shards import concat, write_shard
+
+        layout = self.subject.layout
+        rows = concat([source.records(raw) for raw in batches], layout)
+        write_shard(
+            folder / "records.npz",
+            layout,
+            rows,
+            {
+                "source": f"evidence of run {self.name}",
+                "generator": "training",
+                "seed": self.config.seed,
+                "split": "train",
+                "batches": list(batches),
+            },
+        )
+
+    def keep_micro_batch(self, size: int) -> None:
+        """Store a smaller micro-batch, so that the run goes on with it when it is resumed."""
+        record = read_json(self.folder / "run.json")
+        write_json(self.folder / "run.json", record | {"runtime": record["runtime"] | {"micro_batch": size}})
+
+    def history(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl up to where the run goes on."""
+        from matrixlib.engine import metrics
+
+        return metrics.read(
+            self.trainer.metrics.path
+        )  # the trainer has cut the file back to the newest checkpoint
+
+    def times(self) -> str:
+        """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
+        from matrixlib.engine import timing as profile
+
+        rows = self.history()
+        share, peak = _share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
+        if share is None or peak is None:
+            return profile.table(rows)
+        return (
+            f"{profile.table(rows)}\n"
+            f"share of peak: {share:.0%} of {peak['gflops']:,.0f} GFLOP/s, the matrix rate measured in {peak['dtype']} "
+            f"as this run began; {peak['position_flops'] / 1e9:.3g} GFLOP a position, forward and backward"
+        )
+
+    def _measure_peak(self) -> None:
+        """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json, also for
+        when the run is resumed. Without memory for it nothing is a share of anything.
+        """
+        flops = self.subject.training_flops()
+        if not flops:
+            return
+        record = read_json(self.folder / "run.json")
+        runtime = self.runtime
+        wanted = {"device": runtime.device, "dtype": runtime.dtype, "position_flops": flops}
+        peak = record.get("peak", {})
+        if not wanted.items() <= peak.items():
+            from matrixlib.engine.memory import out_of_memory
+
+            try:
+                gflops = rates.matrix(runtime.device, runtime.dtype, runtime.threads)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                return
+            peak = {"gflops": gflops} | wanted
+            write_json(self.folder / "run.json", record | {"peak": peak})
+        self.trainer.peak = peak["gflops"] * 1e9 / flops
+
+    def phases(self) -> str:
+        """The curriculum's phases so far, a line each; "" without a curriculum."""
+        curriculum = self.trainer.curriculum
+        spans = curriculum.spans(self.trainer.step) if curriculum is not None else []
+        return "\n".join(f"update {start + 1:>6,} to {stop:>6,}: {phase}" for start, stop, phase in spans)
+
+    def checks(self) -> list[subjects.Check]:
+        """What must hold of the result, if the network has learned anything: name, whether, what it says."""
+        return self.subject.checks(self.summary()["evaluation"])
+
+    def summary(self) -> dict[str, Any]:
+        """Contents of summary.json; empty before the run has ended."""
+        return read_json(self.folder / "summary.json")
+
+    def _finish(self) -> None:
+        """Evaluate on the held-out data; write summary.json, the picture of the curves and the report."""
+        from matrixlib.runs import figures as pictures
+        from matrixlib.runs import report
+
+        rows = self.history()
+        model = self.trainer.evaluation_model()
+        figures = self.subject.evaluate(model, self.runtime, self.held_out, self.catalogue)
+        rate = statistics.median(row["throughput"] for row in rows)
+        summary = {
+            "run": self.name,
+            "preset": self.preset,
+            "complete": True,
+            "steps": self.trainer.step,
+            "stopped_early": self.trainer.stop_reason,
+            "rollbacks": rows[-1]["rollbacks"],
+            "reproducible": self.runtime.device == "cpu" and not self.config.gating.seconds,
+            "positions": self.trainer.step * self.config.train.batch_size,
+            "seconds": round(sum(row["seconds"] for row in rows), 1),
+            "positions_per_second": round(rate),
+            "share_of_peak": _share_of_peak(rows),
+            "peak_gflops": read_json(self.folder / "run.json").get("peak", {}).get("gflops"),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "evaluation": figures,
+            "headline": self.subject.headline(figures),
+            "runtime": self.runtime.to_dict(),
+        }
+        write_json(self.folder / "summary.json", summary)
+        (self.folder / "training.png").write_bytes(pictures.png(pictures.training_figure(rows, self.name)))
+        report.write_report(self.folder)
+        report.write_index()
+
+    def close(self) -> None:
+        """Give the run's lock back; twice does no harm."""
+        self.lock.release()
+
+
+def _share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Median share of the device's matrix rate over updates; None where it was not measured."""
+    shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
+    return statistics.median(shares) if shares else None
+
+
+def open_run(
+    preset: str = "demo",
+    device: str = "auto",
+    seed: int = -1,
+    run: str = "",
+    steps: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+    kind: str = "train",
+) -> Run:
+    """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
+
+    preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
+    (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. kind: what the run is for; another
+    kind than "train" stands in its name, and evaluation does not pick it up by itself.
+    Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
+    """
+    requested = configuration.load(preset, _arguments(device, seed, steps, overrides or {}))
+    folder = _folder(preset, run, requested, kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    _hold(lock, folder.name)
+    try:
+        return _open(folder, preset, requested, lock, kind)
+    except BaseException:
+        lock.release()
+        if not (folder / "run.json").exists():  # nothing was begun: leave no empty folder behind
+            (folder / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another program has put something there
+                folder.rmdir()
+        raise
+
+
+def _hold(lock: FileLock, name: str) -> bool:
+    """Take a run's lock; False where this process has it already. RunError where another process has."""
+    if lock.is_locked:
+        return False
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunError(
+            f"run '{name}' is being written by another process; wait for it or give another run name"
+        ) from None
+    return True
+
+
+def finished_run(
+    name: str = "",
+    preset: str = "demo",
+    overrides: Mapping[str, Any] | None = None,
+    wanted: Callable[[Mapping[str, Any]], bool] = lambda requested: True,
+) -> Path:
+    """Folder of a complete run: the named one, else the newest of the task of `preset`, which is trained where there
+    is none.
+
+    wanted: which of them will do, by the configuration that was asked for. overrides: over the preset, so that what
+    is trained will do. Raises RunError for a name without a complete run.
+    """
+    root = files.reports_root()
+    ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
+    task = configuration.load(preset).task
+    done = []
+    for folder in ended:
+        record = read_json(folder / "run.json")
+        asked = record.get("requested", {})
+        if name or (record.get("kind") == "train" and asked.get("task") == task and wanted(asked)):
+            done.append(folder)
+    if name:
+        if root / name not in done:
+            known = ", ".join(sorted(folder.name for folder in done)) or "none yet"
+            raise RunError(f"no complete run '{name}'; complete runs: {known}")
+        return root / name
+    if done:
+        return max(done, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+    fresh = open_run(preset, overrides=overrides)
+    for _ in fresh.train():
+        pass
+    fresh.close()
+    return fresh.folder
+
+
+def held_out_data(config: Config) -> Loader:
+    """The held-out rows of the data set that a configuration names. RunError where it has none."""
+    from matrixlib.data.catalogue import Catalogue
+
+    subject = subjects.of(config)
+    return _held_out(subject, config, Catalogue(subject.folder()))
+
+
+def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
+    """The name that `open_run` would use for these parameters, without starting anything."""
+    return _folder(preset, run, configuration.load(preset, _arguments(device, seed, steps, {}))).name
+
+
+def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
+    given: dict[str, Any] = {}
+    if device != "auto":
+        given["runtime"] = {"device": device}
+    if seed >= 0:
+        given["seed"] = seed
+    if steps:
+        given["train"] = {"steps": steps}
+    return configuration.merge(overrides, given)
+
+
+def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Path:
+    """Folder of the named run, of the newest incomplete one with the same configuration, or of a new one."""
+    root = files.reports_root()
+    if run:
+        if Path(run).name != run or run.startswith("."):
+            raise RunError(f"run name {run!r} must be a plain folder name, without slashes or a leading dot")
+        return root / run
+    asked = configuration.dump(requested)
+    records = [(read_json(path), path) for path in root.glob("*/run.json")]
+    for record, path in sorted(records, key=lambda item: item[0].get("started", ""), reverse=True):
+        done = read_json(path.parent / "summary.json").get("complete")
+        if (
+            not done
+            and record.get("kind") == kind
+            and record.get("preset") == preset
+            and record.get("requested") == asked
+            and not _locked(path.parent)
+        ):
+            return path.parent
+    prefix = "" if kind == "train" else f"{kind}-"
+    stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
+    return next(root / name for name in names if not (root / name).exists())
+
+
+def _locked(folder: Path) -> bool:
+    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice."""
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=ORPHAN_SECONDS)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str) -> Run:
+    from matrixlib.data.catalogue import Catalogue
+
+    catalogue = Catalogue(subjects.of(requested).folder())
+    record = read_json(folder / "run.json")
+    messages: list[str] = []
+    if record:
+        config = _resume_config(folder, requested, record, messages)
+        if record["catalogue"] != catalogue.hash():
+            messages.append("warning: the data set has changed since this run began; batches will differ")
+        runtime = runtimes.reuse(record["runtime"])
+    else:
+        runtime = runtimes.resolve(requested.runtime, requested.train, requested.data)
+        config = runtime_config(requested, runtime)
+    runtime.apply()
+    subject = subjects.of(config)
+    _check_sources(subject, catalogue)
+    options = _loader_options(runtime, messages)
+    training = _training(config, runtime, subject, catalogue, subject.task, **options)
+    held_out = _held_out(subject, config, catalogue, pin=runtime.pin, on_damage=options["on_damage"])
+    if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
+        tuning = trial.tune_micro_batch(config, runtime, subject.task, training)
+        runtime = replace(runtime, micro_batch=tuning.size)
+        config = runtime_config(config, runtime)
+        messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table()}")
+    if config.train.steps == "auto":
+        steps = trial.fit_steps(config, runtime, subject.task, training)
+        config = configuration.parse(
+            configuration.merge(configuration.dump(config), {"train": {"steps": steps}})
+        )
+        messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
+    if not record:
+        _write_new(folder, preset, requested, config, runtime, catalogue.hash(), kind)
+    return Run(
+        folder,
+        preset,
+        config,
+        runtime,
+        subject,
+        catalogue,
+        training,
+        held_out,
+        requested,
+        bool(record),
+        lock,
+        options,
+        messages,
+    )
+
+
+def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
+    """The stored resolved configuration with the permitted changes; anything else is refused by name."""
+    stored = configuration.parse(
+        yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
+    )
+    before = configuration.parse(record["requested"], "run.json")
+    changes = configuration.difference(requested, before)
+    fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
+    if fixed:
+        text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
+        raise RunError(
+            f"run '{folder.name}' was started with other values ({text}); give it another run name"
+        )
+    data = configuration.dump(stored)
+    for key, (old, new) in changes.items():
+        section, name = key.split(".")
+        if key != "train.steps" or new != "auto":
+            data[section][name] = new
+            messages.append(f"changed on resume: {key} {old} -> {new}")
+    config = configuration.parse(data, "config.yaml")
+    if changes:  # the next one to resume compares with this request
+        write_text(folder / "config.yaml", configuration.to_yaml(config))
+        write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
+    return config
+
+
+def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
+    """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
+    resolved = {
+        "runtime": runtime_settings(runtime),
+        "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
+        "train": {"micro_batch": runtime.micro_batch},
+    }
+    return configuration.parse(configuration.merge(configuration.dump(config), resolved))
+
+
+def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
+    """The section `runtime` of a configuration that asks for what was resolved."""
+    return {
+        "device": runtime.device,
+        "precision": runtime.dtype,
+        "threads": runtime.threads,
+        "channels_last": runtime.channels_last,
+        "compile": runtime.compile,
+    }
+
+
+def _loader_options(runtime: runtimes.Runtime, messages: list[str]) -> dict[str, Any]:
+    """What every training loader of a run shares: how it pins memory, and how it says what went wrong."""
+    from matrixlib.data.loader import WHOLE
+
+    def say(text: str) -> None:
+        messages.append(text)
+        warnings.warn(text, stacklevel=2)
+
+    def damaged(name: str, block: int, reason: str) -> None:
+        where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
+        say(f"{where}: {reason}; its rows are replaced by others")
+
+    return {"pin": runtime.pin, "on_damage": damaged, "on_loss": say}
+
+
+def _training(
+    config: Config,
+    runtime: runtimes.Runtime,
+    subject: Subject,
+    catalogue: Catalogue,
+    task: Task,
+    sources: Iterable[str] = (),
+    **options: Any,
+) -> Loader:
+    """The training rows of these sources (all without any), prepared by `task`. RunError where there is none."""
+    from matrixlib.data.loader import Loader
+
+    rows = _of_sources(catalogue.shards("train"), sources)
+    if not rows:
+        bad = [
+            f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")
+        ] + catalogue.messages
+        raise RunError(
+            f"data set '{config.data.source}' has no healthy training shard left"
+            + (f" of {', '.join(sources)}" if sources else "")
+            + (f" ({'; '.join(bad[:3])})" if bad else "")
+            + "; restore the shards or import the data again"
+        )
+    return Loader(
+        rows,
+        subject.layout,
+        config.train.batch_size,
+        config.seed,
+        task.prepare,
+        limit=config.data.limit,
+        window_blocks=config.data.window_blocks,
+        workers=runtime.workers,
+        prefetch=runtime.prefetch,
+        **options,
+    )
+
+
+def _held_out(
+    subject: Subject,
+    config: Config,
+    catalogue: Catalogue,
+    task: Task | None = None,
+    sources: Iterable[str] = (),
+    **options: Any,
+) -> Loader:
+    """The held-out rows of these sources (all without any), prepared by `task` (the subject's without one)."""
+    from matrixlib.data.loader import Loader
+
+    rows = _of_sources(catalogue.shards("validation"), sources)
+    if not rows:
+        raise RunError(
+            f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
+            "add data: about one game in twenty is held out"
+        )
+    held, prepare = config.validation, (task or subject.task).prepare_plain
+    return Loader(rows, subject.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
+
+
+def _check_sources(subject: Subject, catalogue: Catalogue) -> None:
+    """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
+    its own held-out positions needs some.
+    """
+    curriculum = subject.curriculum()
+    if curriculum is None:
+        return
+    there = {row.source for row in catalogue.shards("train")}
+    held_out = {row.source for row in catalogue.shards("validation")}
+    for phase in curriculum.phases:
+        sources = subject.staged(phase).sources
+        if lacking := [name for name in sources if name not in there]:
+            raise RunError(
+                f"the curriculum's phase '{phase}' asks for source '{lacking[0]}', of which there is no healthy "
+                f"training shard; {catalogue.folder} has {', '.join(sorted(there)) or 'none'}"
+            )
+        if curriculum.config.kind == "adaptive" and sources and held_out.isdisjoint(sources):
+            raise RunError(
+                f"the curriculum's phase '{phase}' is to end by what is measured on its sources, of which nothing is "
+                f"held out ({', '.join(sources)}): take curriculum.kind fractions, or bring in more games"
+            )
+
+
+def _of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:
+    wanted = set(sources)
+    return [row for row in rows if not wanted or row.source in wanted]
+
+
+def _build_trainer(run: Run) -> Trainer:
+    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.metrics import MetricsLog
+    from matrixlib.engine.trainer import Trainer
+
+    config, held_out = run.config, run.held_out
+    size = config.validation.batch_size
+
+    def validation(kind: str) -> Iterator[Any]:
+        return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
+
+    def enter(phase: Phase) -> tuple[Task, Source, Iterator[Any]]:
+        stage = run.subject.staged(phase)
+        training = _training(
+            config,
+            run.runtime,
+            run.subject,
+            run.catalogue,
+            stage.task,
+            stage.sources,
+            phase=phase.number,
+            weights=stage.weights,
+            **run.options,
+        )
+
+        def kept() -> Iterator[Any]:  # opened where it is looked at: a source may hold nothing out
+            loader = _held_out(run.subject, config, run.catalogue, stage.task, stage.sources)
+            yield from loader.sequential(size, sample=config.validation.sample)
+
+        return stage.task, training, kept()
+
+    trainer = Trainer(
+        task=run.task,
+        model=run.task.build_model(),
+        runtime=run.runtime,
+        config=config,
+        source=run.training,
+        validation=validation,
+        folder=run.folder,
+        checkpoints=Checkpoints(
+            run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress
+        ),
+        metrics=MetricsLog(run.folder / "metrics.jsonl"),
+        steps=run.steps,
+        state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
+        curriculum=run.subject.curriculum(),
+        enter=enter,
+        evidence=run.keep_records,
+        on_micro_batch=run.keep_micro_batch,
+    )
+    trainer.resume()
+    return trainer
+
+
+def _write_new(
+    folder: Path,
+    preset: str,
+    requested: Config,
+    config: Config,
+    runtime: runtimes.Runtime,
+    catalogue: str,
+    kind: str,
+) -> None:
+    write_text(folder / "config.yaml", configuration.to_yaml(config))
+    write_json(
+        folder / "run.json",
+        {
+            "kind": kind,
+            "preset": preset,
+            "requested": configuration.dump(requested),
+            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "commit": git_commit(),
+            "versions": versions(),
+            "catalogue": catalogue,
+            "runtime": runtime.to_dict(),
+        },
+    )
+
+
+def git_commit() -> str:
+    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere."""
+    root = files.PARAMS.parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + (
+            "+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except FileNotFoundError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in ("matrixlib", "torch", "numpy", "numba", "chess", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

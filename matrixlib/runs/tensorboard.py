@@ -1,0 +1,90 @@
+"""TensorBoard events of a run, made of its metrics.jsonl, which stays the truth.
+
+They are written anew whenever a run is opened with them, so a resumed run shows no updates twice and none that were
+rolled back. Needs the extra `tensorboard` (tensorboardX alone; to look at them: `pip install tensorboard`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from matrixlib import files
+from matrixlib.engine import metrics
+
+FOLDER = "events"
+LEFT_OUT = ("step", "time", "verdict", "messages")
+
+
+class Events:
+    """The event files of one run's folder. phases: what each phase of a curriculum is, in words."""
+
+    def __init__(
+        self, folder: Path, rows: Iterable[Mapping[str, Any]] = (), phases: Mapping[int, str] | None = None
+    ) -> None:
+        """Begin anew with the rows that there are. ValueError without tensorboardX."""
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "TensorBoard events need tensorboardX: pip install 'matrixlib[tensorboard]', or leave them out"
+            ) from None
+        self.folder, self._phases, self._phase = folder / FOLDER, phases or {}, -1
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._writer = SummaryWriter(str(self.folder))
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics.jsonl: its numbers as scalars; warnings, and a phase that begins, as text."""
+        step, when = int(row["step"]), _seconds(row.get("time"))
+        for name, value in metrics.flatten({key: row[key] for key in row if key not in LEFT_OUT}):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(name, value, step, walltime=when)
+        if (phase := row.get("phase")) is not None and phase != self._phase:
+            self._phase = phase
+            self._writer.add_text(
+                "curriculum", self._phases.get(phase, f"phase {phase}"), step, walltime=when
+            )
+        for text in row.get("messages", ()):
+            self._writer.add_text("warnings", text, step, walltime=when)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def export(folder: Path) -> Path:
+    """Events of a run that has been trained without them; returns their folder. ValueError where there is no run."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
+    made = Events(folder, metrics.read(path))
+    made.close()
+    return made.folder
+
+
+def _seconds(when: str | None) -> float | None:
+    return datetime.fromisoformat(when).timestamp() if when else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line: export the runs given, by name or folder."""
+    root = files.reports_root()
+    try:
+        if not arguments:
+            raise ValueError("name a run: python -m matrixlib.runs.tensorboard <run>")
+        for given in arguments:
+            print(export(Path(given) if Path(given).is_dir() else root / given))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

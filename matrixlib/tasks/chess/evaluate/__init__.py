@@ -1,0 +1,1 @@
+"""What a trained chess network says, and how good it is."""

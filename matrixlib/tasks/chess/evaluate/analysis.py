@@ -1,0 +1,123 @@
+"""What a network and a search with it say of one position, or along one game, for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import chess
+import chess.pgn
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from matrixlib.play.search import Search
+from matrixlib.tasks.chess import plots
+from matrixlib.tasks.chess.evaluate.net import Evaluation
+from matrixlib.tasks.chess.evaluate.players import Evaluator
+from matrixlib.tasks.chess.game import ChessGame, refuse_over
+from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
+from matrixlib.tasks.chess.uci.protocol import score_text
+
+if TYPE_CHECKING:
+    from matrixlib.tasks.chess.evaluate.net import Net
+
+SHOWN = 5  # moves
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A position: what the network says at once, and what the search found; values are the side to move's.
+
+    searched: UCI -> share of the visits. line: principal variation in SAN. plies: to a proven end, 0 where none is.
+    """
+
+    board: chess.Board
+    seen: Evaluation
+    value: float
+    plies: int
+    searched: Mapping[str, float]
+    line: tuple[str, ...]
+    simulations: int
+
+    def __str__(self) -> str:
+        side = "White" if self.board.turn else "Black"
+        wdl = "" if self.seen.wdl is None else ", win {:.0%}, draw {:.0%}, loss {:.0%}".format(*self.seen.wdl)
+        return (
+            f"{self.board.fen()}\n"
+            f"network  {side} {self.seen.value:+.2f}{wdl}; {_moves(self.seen.moves)}\n"
+            f"search   {side} {self.value:+.2f}, {score_text(self.value, self.plies)}, {self.simulations} simulations; "
+            f"{_moves(self.searched)}\n"
+            f"line     {' '.join(self.line)}\n"
+        )
+
+    def figure(self) -> Figure:
+        """The board with the policy and the visits as arrows, and a map for each self-supervised head."""
+        moves = {"policy": self.seen.moves, "search": self.searched}
+        return plots.position_figure(self.board, moves, maps(self.seen))
+
+
+def maps(seen: Evaluation) -> dict[str, NDArray[np.float32]]:
+    """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
+    return {
+        head: chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
+        for head, chances in seen.ssl.items()
+    }
+
+
+def _moves(shares: Mapping[str, float]) -> str:
+    best = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN]
+    return ", ".join(f"{move} {share:.0%}" for move, share in best)
+
+
+def analyse(net: Net, fen: str, simulations: int = 400) -> Analysis:
+    """Analyse a FEN. ValueError where it is none, or the game is over there."""
+    board = parse_fen(fen)
+    game = ChessGame()
+    state = from_boards([board])
+    refuse_over(game, state)
+    search = Search(game, Evaluator(net))
+    search.reset(0, state)
+    (found,) = search.run(simulations)
+    (seen,) = net.evaluate_boards([board])
+    walk, line = board.copy(), []
+    for index in found.line:
+        move = move_from_index(index, walk)
+        line.append(walk.san(move))
+        walk.push(move)
+    searched = {
+        move_from_index(int(move), board).uci(): float(share)
+        for move, share in zip(found.moves, found.policy, strict=True)
+        if share > 0
+    }
+    plies = int(found.plies[found.moves == found.best][0])
+    return Analysis(board, seen, found.value, plies, searched, tuple(line), found.simulations)
+
+
+def read_game(path: str | Path) -> list[chess.Board]:
+    """The positions of the first game of a PGN file, with its moves. ValueError where there is none."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"no PGN file at '{path}'")
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        game = chess.pgn.read_game(stream)
+    if game is None or game.errors or not game.variations:
+        raise ValueError(f"'{file.name}' does not start with a game whose moves can be played")
+    return [game.board(), *(node.board() for node in game.mainline())]
+
+
+def along(net: Net, boards: list[chess.Board]) -> NDArray[np.float64]:
+    """(N,) expected result for White in each position, by the network alone; a finished game counts as it ended."""
+    signs = np.array([1 if board.turn else -1 for board in boards])
+    values = signs * net.values(boards).astype(np.float64)
+    for i, board in enumerate(boards):
+        if board.is_game_over():
+            values[i] = {"1-0": 1, "0-1": -1}.get(board.result(), 0)
+    return values
+
+
+def game_figure(net: Net, boards: list[chess.Board]) -> Figure:
+    """The expected result for White from move to move."""
+    return plots.course_figure(along(net, boards), boards[0].ply())

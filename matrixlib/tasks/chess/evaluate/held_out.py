@@ -1,0 +1,137 @@
+"""Evaluation of a network on held-out positions: every figure beside its baselines, reliability of the value head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matrixlib.data.loader import Loader
+    from matrixlib.engine.task import Batch
+    from matrixlib.tasks.chess.evaluate.net import Net
+    from matrixlib.tasks.chess.plots import Points
+
+
+def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
+    """Figures on held-out positions, each with its baselines.
+
+    top1, top3, top5: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
+    value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform
+    over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
+    class. sample: 0 = all positions.
+    """
+    from matrixlib.engine.validation import validate
+
+    base: dict[str, float] = {"rows": 0}
+
+    def batches() -> Iterator[Batch]:
+        for batch in loader.sequential(batch_size, sample=sample):
+            arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+            found = _baselines(arrays, net.task.config.loss.result_share)
+            for name, amount in (found | {"rows": len(batch["pieces"])}).items():
+                base[name] = base.get(name, 0) + amount
+            yield batch
+
+    seen = validate(net.task, net.model, batches(), net.runtime, frozenset({"policy", "value"}), "full")
+    if seen is None or not seen.counts["policy"]:
+        raise ValueError("the held-out positions have no policy target to evaluate on; import others")
+    policy, value = seen.counts["policy"], seen.counts["value"]
+    figures: dict[str, Any] = {
+        "positions": base["rows"],
+        "top1": seen.metrics["policy/top1"],
+        "top3": seen.metrics["policy/top3"],
+        "top5": seen.metrics["policy/top5"],
+        "policy_kl": seen.metrics["policy/kl"],
+        "baselines": {
+            "uniform_top1": base["uniform_top1"] / policy,
+            "uniform_top3": base["uniform_top3"] / policy,
+            "uniform_top5": base["uniform_top5"] / policy,
+            "uniform_kl": base["uniform_kl"] / policy,
+            "best_capture_top1": base["capture_top1"] / policy,
+        },
+    }
+    if value:
+        moments = {name: seen.metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
+        spread = (moments["x2"] - moments["x"] ** 2) * (moments["y2"] - moments["y"] ** 2)
+        covariance = moments["xy"] - moments["x"] * moments["y"]
+        figures["value_correlation"] = covariance / spread**0.5 if spread > 0 else 0.0
+    if value and "value/accuracy" in seen.metrics:
+        figures["wdl_accuracy"] = seen.metrics["value/accuracy"]
+        figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
+    return figures
+
+
+def _baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, float]:
+    """Sums of the baselines over a host batch (rows with a policy target; rows with a value target for the classes)."""
+    index, weight = batch["policy_index"], batch["policy_weight"].astype(np.float64)
+    legal = index >= 0
+    total = weight.sum(1)
+    known = total > 0
+    target = weight[known] / total[known, None]
+    n_legal = legal.sum(1)[known]
+    best = legal[known] & (target >= target.max(1, keepdims=True))
+    entropy = -(target * np.log(np.where(target > 0, target, 1))).sum(1)
+    gain = np.where(legal, captured_value(batch["pieces"], index), 0)[known]
+    capture = gain.argmax(1)
+    right = (gain.max(1) > 0) & best[np.arange(len(best)), capture]
+    has_wdl = (batch["wdl"].sum(1) > 0) & (result_share < 1)
+    has_result = (batch["result"] != 2) & (result_share > 0)  # win 1, draw 0, loss -1, unknown 2
+    classes = np.where(has_wdl, batch["wdl"].argmax(1), 1 - batch["result"])[has_wdl | has_result]
+    ties = best.sum(1)
+    # Moves of n drawn without replacement: the chance that the next one, too, is none of the `ties` best.
+    missed = [np.clip((n_legal - ties - k) / np.maximum(n_legal - k, 1), 0, 1) for k in range(5)]
+    hit = 1 - np.cumprod(missed, axis=0)
+    return {
+        **{f"uniform_top{k}": float(hit[k - 1].sum()) for k in (1, 3, 5)},
+        "uniform_kl": float((np.log(n_legal) - entropy).sum()),
+        "capture_top1": float(right.sum()),
+        **{f"class_{k}": float((classes == k).sum()) for k in range(3)},
+    }
+
+
+def captured_value(pieces: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Value (P1 N3 B3 R5 Q9) of what each move takes: packed pieces (B,32), indices (B,L) -> (B,L).
+
+    En passant counts as taking nothing.
+    """
+    from matrixlib.tasks.chess.bitboard import POLICY_MOVE
+
+    board = np.stack([pieces & 15, pieces >> 4], axis=-1).reshape(len(pieces), 64)
+    value = np.array([0, 0, 0, 0, 0, 0, 1, 3, 3, 5, 9, 0, 0, 0, 0, 0])[board]
+    to = POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
+    return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
+
+
+def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Points]:
+    """How often it is so where the value head says p: (mean p, share of the target, positions) in ten bins of p.
+
+    For `win`, `draw` and `loss`, or for the `score` in [0, 1] of a head with one value; targets are those of the loss.
+    """
+    from matrixlib.tasks.chess.losses import value_target
+
+    said, wanted = [np.zeros((0, 3))], [np.zeros((0, 3))]
+    for batch in loader.sequential(batch_size, sample=sample):
+        target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
+        out = net.predict({name: batch[name].numpy() for name in ("pieces", "state", "policy_index")})
+        value = out.get("wdl", np.repeat(out["value"][:, None], 3, axis=1))
+        said.append(value[known.numpy()])
+        wanted.append(target[known].numpy())
+    probability, truth = np.concatenate(said), np.concatenate(wanted)
+    if net.task.config.model.value.kind == "scalar":
+        score = truth[:, 0] + truth[:, 1] / 2
+        return {"score": _bins((probability[:, 0] + 1) / 2, score)}
+    return {name: _bins(probability[:, k], truth[:, k]) for k, name in enumerate(("win", "draw", "loss"))}
+
+
+def calibration_error(points: Points) -> float:
+    """Mean distance of what is said from what is so, over positions (expected calibration error)."""
+    total = sum(count for _, _, count in points)
+    return sum(count * abs(said - share) for said, share, count in points) / total if total else float("nan")
+
+
+def _bins(said: np.ndarray, truth: np.ndarray) -> Points:
+    number = np.minimum((said * 10).astype(int), 9)
+    rows = [np.flatnonzero(number == k) for k in range(10)]
+    return [(float(said[r].mean()), float(truth[r].mean()), len(r)) for r in rows if len(r)]

@@ -1,0 +1,1 @@
+"""Data that somebody else made, brought in as checked shards."""

@@ -1,0 +1,181 @@
+"""Reader of EPD suites: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`.
+
+`bm`: best moves, all equally good; `am`: moves to avoid, all others are equally good; `ce`: centipawns and `dm`: full
+moves to mate, both from the side to move. What is not said stays unknown: without bm or am the policy has no weight,
+without ce or dm win-draw-loss is 0. Other operations are of no use here. There are no games, so equal positions stand
+in for them in the split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import chess
+import numpy as np
+
+from matrixlib.tasks.chess.importers.notation import legal_of
+from matrixlib.tasks.chess.importers.parsing import (
+    SOURCES,
+    Harvest,
+    Part,
+    Refused,
+    lines_in_parts,
+    lines_of,
+    opened,
+)
+from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
+from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish.client import score_of
+from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, ids_of, weights_of
+
+PART = 1 << 16  # bytes, about 700 positions
+LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
+TOKEN = re.compile(r'"([^"]*)"?|(;)|([^\s;"]+)')
+OPERATIONS = re.compile(  # for a line that has lost a semicolon; the comments c1 to c8 read like moves of a pawn
+    r"acd|acn|acs|am|bm|ce|dm|draw_\w+|eco|fmvn|hmvc|id|nic|noop|pm|pv|rc|resign|sm|tcgs|tcri|tcsi|c[09]|v\d"
+)
+COUNTERS = re.compile(r"\s*(\d+)\s+(\d+)(?=\s|;|$)")
+
+
+class Unusable(ValueError):
+    """A line that can't be used. Attributes: reason (the same words for all of its kind), detail."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
+    """(board, operands of each operation, whether a semicolon is missing) of a line of EPD or FEN.
+
+    Move counters come from a FEN's own fields or from the operations hmvc and fmvn. Raises Unusable.
+    """
+    fields = line.split(maxsplit=4)
+    rest = fields[4] if len(fields) > 4 else ""
+    counters = COUNTERS.match(rest)
+    rest = rest[counters.end() :] if counters else rest
+    operations, lost = operations_of(rest)
+    clock, full = counters.groups() if counters else ("0", "1")
+    numbers = [(operations.get(name) or [old])[0] for name, old in (("hmvc", clock), ("fmvn", full))]
+    if len(fields) > 2 and re.search(r"[A-Ha-h]", fields[2]):
+        raise Unusable("Chess960 castling", f"'{fields[2]}' is not of standard chess")
+    try:
+        return parse_fen(" ".join([*fields[:4], *numbers])), operations, lost
+    except ValueError as error:
+        raise Unusable("not a position of chess", str(error)) from None
+
+
+def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
+    """Operands by operation, and whether one began before the last had its semicolon, which is mended."""
+    found: dict[str, list[str]] = {}
+    operands: list[str] | None = None
+    lost = False
+    for quoted, end, word in TOKEN.findall(text):
+        if end:
+            operands = None
+        elif operands is None or (word and OPERATIONS.fullmatch(word)):
+            lost |= operands is not None
+            operands = found.setdefault(word or quoted, [])
+        else:
+            operands.append(word or quoted)
+    return found, lost
+
+
+def moves_of(board: chess.Board, words: Sequence[str]) -> set[chess.Move]:
+    """The moves of a list in SAN. Raises Unusable for one that is illegal, ambiguous or no move."""
+    moves = set()
+    for word in words:
+        try:
+            move = board.parse_san(word.rstrip("!?,"))
+        except chess.AmbiguousMoveError as error:
+            raise Unusable("ambiguous move", str(error)) from None
+        except chess.IllegalMoveError as error:
+            raise Unusable("illegal move", str(error)) from None
+        except chess.InvalidMoveError as error:
+            raise Unusable("not a move", str(error)) from None
+        if not move:
+            raise Unusable("not a move", f"'{word}' passes")
+        moves.add(move)
+    return moves
+
+
+def best_of(board: chess.Board, operations: Mapping[str, Sequence[str]]) -> set[chess.Move]:
+    """The moves that share the policy; none where neither bm nor am is given. Raises Unusable."""
+    best = moves_of(board, operations.get("bm", ()))
+    avoided = moves_of(board, operations.get("am", ()))
+    if not best and avoided:
+        best = set(board.legal_moves) - avoided
+        if not best:
+            raise Unusable("every move is avoided", f"'{board.fen()}'")
+    return best
+
+
+def score_from(operations: Mapping[str, Sequence[str]]) -> int | None:
+    """The score (`stockfish.score_of`) that dm, or else ce, gives. Raises Unusable where it is no number."""
+    for name, kind in (("dm", "mate"), ("ce", "cp")):
+        if name in operations:
+            words = operations[name]
+            if len(words) != 1 or not re.fullmatch(r"[+-]?\d{1,9}", words[0]):
+                raise Unusable("bad number", f"{name} {' '.join(words)}")
+            return score_of(kind, max(-LARGEST, min(LARGEST, int(words[0]))))
+    return None
+
+
+@dataclass(frozen=True)
+class Epd:
+    """No options."""
+
+    @property
+    def source(self) -> str:
+        return "epd"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        with opened(path) as file:
+            head = file.read(1 << 16)
+        if head.strip() and not re.search(rb"(?m)^\s*([^\s/]+/){7}\S+\s+[wb]\s", head):
+            raise ValueError(f"{path} has no line that starts like a FEN: give an EPD file")
+        yield from lines_in_parts(path, PART)
+
+    def read(self, part: Part) -> Harvest:
+        lines = lines_of(part)
+        refused: list[Refused] = []
+        skipped: Counter[str] = Counter()
+        warned: Counter[str] = Counter()
+        boards: list[chess.Board] = []
+        best: list[set[chess.Move]] = []
+        scores: list[int | None] = []
+        for number, line in enumerate(lines, part.first):
+            if line.startswith("#"):
+                skipped["comment"] += 1
+                continue
+            try:
+                board, operations, lost = parse(line)
+                moves, score = best_of(board, operations), score_from(operations)
+            except Unusable as error:
+                refused.append(Refused(number, error.reason, error.detail, 1, line))
+                continue
+            if not any(board.legal_moves):
+                skipped["game over"] += 1
+            elif not moves and score is None:
+                skipped["neither bm, am, ce nor dm"] += 1
+            else:
+                warned["missing semicolon"] += lost
+                boards.append(board)
+                best.append(moves)
+                scores.append(score)
+        records = from_boards(boards, source=SOURCES[self.source])
+        records["game"] = ids_of(records)
+        known = np.array([score is not None for score in scores], bool)
+        records["wdl"][known] = wdl_of_score([score for score in scores if score is not None])
+        legal = legal_of(records)
+        level = np.full(len(legal.index), NO_WEIGHT)
+        for row, (board, moves) in enumerate(zip(boards, best, strict=True)):
+            indices = legal.index[legal.offset[row] : legal.offset[row + 1]]
+            chosen = np.array([policy_index(move, board.turn) for move in moves], np.int64)
+            level[legal.offset[row] + np.searchsorted(indices, chosen)] = 0
+        batch = legal.batch(records, weights_of(level, legal.offset))
+        return Harvest(batch, len(lines), len(boards), refused, skipped, +warned)

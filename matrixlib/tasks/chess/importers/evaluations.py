@@ -1,0 +1,135 @@
+"""Reader of Lichess evaluations (`lichess_db_eval.jsonl`): a position a line, with what Stockfish said in browsers.
+
+A line is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...], "knodes": n,
+"depth": n}, ...]}. Scores are White's, whoever is to move, which the order of the variations shows; castling is written
+as king takes rook (e1h1). Of several evaluations the deepest counts. The policy is the softmax that packing.py makes of
+scores, over the first moves of its variations: what Stockfish has not listed has no weight. Win-draw-loss is that of
+the best score (scores.py). There are no games, so equal positions stand in for them in the split.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matrixlib.data.shards import Batch
+from matrixlib.tasks.chess.importers.notation import CHESS960, castled, code_of, legal_of, read_fens
+from matrixlib.tasks.chess.importers.parsing import Harvest, Part, Refused, lines_in_parts, lines_of, opened
+from matrixlib.tasks.chess.records import Records
+from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish.client import MATE, score_of
+from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, STEP, ids_of, values, weights_of
+
+PART = 1 << 19  # bytes, about 700 positions
+LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
+
+
+def parse(line: str) -> tuple[str, int, list[tuple[str, int]]]:
+    """(FEN, depth, [(first move, score from White's side), ...]) of a line's deepest evaluation.
+
+    ValueError says what the line lacks.
+    """
+    try:
+        entry: Any = json.loads(line)
+        deepest: Any = max(entry["evals"], key=lambda found: found["depth"], default=None)
+        pvs = [(pv["line"].split()[0], white_score(pv)) for pv in deepest["pvs"]]
+        fen, depth = entry["fen"], deepest["depth"]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"fields are missing: {type(error).__name__} {error}") from None
+    if not pvs or not isinstance(fen, str) or not isinstance(depth, int):
+        raise ValueError("fields are missing: no variation, or fen or depth of another kind")
+    return fen, depth, pvs
+
+
+def white_score(pv: dict[str, Any]) -> int:
+    """The score of a variation from White's side as `stockfish.score_of` counts it; KeyError, TypeError without one."""
+    kind = "cp" if "cp" in pv else "mate"
+    if not isinstance(pv[kind], int):
+        raise TypeError(f"{kind} is {pv[kind]!r}")
+    return score_of(kind, max(-LARGEST, min(LARGEST, pv[kind])))
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """min_depth: shallower positions are left out (and counted)."""
+
+    min_depth: int = 0
+
+    @property
+    def source(self) -> str:
+        return "evaluations"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        with opened(path) as file:
+            if not file.read(1 << 16).lstrip().startswith(b"{"):
+                raise ValueError(f"{path} has no JSON object in its first line: give Lichess's evaluations")
+        yield from lines_in_parts(path, PART)
+
+    def read(self, part: Part) -> Harvest:
+        lines = lines_of(part)
+        refused: list[Refused] = []
+        skipped: Counter[str] = Counter()
+
+        def refuse(number: int, reason: str, detail: str) -> None:
+            refused.append(Refused(part.first + number, reason, detail, 1, lines[number]))
+
+        entries, fens, variations = [], [], []
+        for number, line in enumerate(lines):
+            try:
+                fen, depth, pvs = parse(line)
+            except ValueError as error:
+                reason, _, detail = str(error).partition(": ")
+                refuse(number, reason, detail)
+                continue
+            if depth < self.min_depth:
+                skipped[f"depth below {self.min_depth}"] += 1
+                continue
+            entries.append(number)
+            fens.append(fen)
+            variations.append(pvs)
+        records, faults = read_fens(fens, self.source)
+        listed = np.array([row for row, pvs in enumerate(variations) for _ in pvs], np.int64)
+        side = records["side"][listed]
+        flat = [pv for pvs in variations for pv in pvs]
+        made = [code_of(uci, black) for (uci, _), black in zip(flat, side.tolist(), strict=True)]
+        codes = castled(records["pieces"][listed], made)
+        wrong = {}
+        for item in np.flatnonzero(legal_of(records).find(listed, codes) < 0).tolist():
+            wrong[int(listed[item])] = flat[item][0]
+        score = np.array([white for _, white in flat], np.int64) * np.where(side == 1, -1, 1)
+        kept = np.zeros(len(entries), bool)
+        for row, number in enumerate(entries):
+            if faults[row] == CHESS960:
+                skipped[CHESS960] += 1
+            elif faults[row]:
+                refuse(number, faults[row], f"FEN '{fens[row]}'")
+            elif row in wrong:
+                refuse(number, "illegal move", f"'{wrong[row]}' is not legal in '{fens[row]}'")
+            else:
+                kept[row] = True
+        refused.sort(key=lambda item: item.entry)
+        good = kept[listed]
+        batch = _targets(records[kept], (np.cumsum(kept) - 1)[listed[good]], codes[good], score[good])
+        return Harvest(batch, len(lines), int(kept.sum()), refused, skipped)
+
+
+def _targets(records: Records, row: np.ndarray, codes: np.ndarray, score: np.ndarray) -> Batch:
+    """The batch of records (N,), each with a variation at least: of M, the row, the code of the first move and the
+    mover's score."""
+    legal = legal_of(records)
+    best = np.full(len(records), -MATE)
+    np.maximum.at(best, row, score)
+    level = np.full(len(legal.index), NO_WEIGHT)
+    behind = (values(best)[row] - values(score) + STEP // 2) // STEP
+    np.minimum.at(level, legal.find(row, codes), np.minimum(behind, NO_WEIGHT))
+    records["wdl"] = wdl_of_score(best)
+    records["game"] = ids_of(records)
+    return legal.batch(records, weights_of(level, legal.offset))

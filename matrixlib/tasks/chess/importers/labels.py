@@ -1,0 +1,82 @@
+"""Reader of lists of positions (FEN or EPD, one a line) that Stockfish labels: policy and win-draw-loss.
+
+The labels are those of the sample set (games.py, packing.py): all legal moves at a small depth, the best ones deeper,
+each position as after `ucinewgame`, so that they follow from the position alone. Operations of EPD are not used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import chess
+import numpy as np
+
+from matrixlib.tasks.chess.importers.epd import Unusable, parse
+from matrixlib.tasks.chess.importers.parsing import (
+    SOURCES,
+    Harvest,
+    Part,
+    Refused,
+    empty,
+    lines_in_parts,
+    lines_of,
+)
+from matrixlib.tasks.chess.records import from_boards
+from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.games import Parameters, label
+from matrixlib.tasks.chess.stockfish.generator import label_columns
+from matrixlib.tasks.chess.stockfish.packing import BOARD, Positions, assemble, ids_of, levels, ordered
+
+PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """stockfish: path or name of the engine, None: the one on PATH. The depths are those of games.Parameters."""
+
+    stockfish: str | None = None
+    shallow_depth: int = Parameters.shallow_depth
+    deep_depth: int = Parameters.deep_depth
+
+    @property
+    def source(self) -> str:
+        return "labelled"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        """EngineError, which says how to install it, where there is no Stockfish."""
+        find_stockfish(self.stockfish)
+        yield from lines_in_parts(path, PART)
+
+    def read(self, part: Part) -> Harvest:
+        """Starts an engine of its own. Raises EngineError where that fails."""
+        lines = lines_of(part)
+        refused: list[Refused] = []
+        skipped: Counter[str] = Counter()
+        boards: list[chess.Board] = []
+        for number, line in enumerate(lines, part.first):
+            if line.startswith("#"):
+                skipped["comment"] += 1
+                continue
+            try:
+                board, _, _ = parse(line)
+            except Unusable as error:
+                refused.append(Refused(number, error.reason, error.detail, 1, line))
+                continue
+            if any(board.legal_moves):
+                boards.append(board)
+            else:
+                skipped["game over"] += 1
+        if not boards:
+            return Harvest(empty(), len(lines), 0, refused, skipped)
+        parameters = Parameters(shallow_depth=self.shallow_depth, deep_depth=self.deep_depth)
+        with Stockfish(self.stockfish) as engine:
+            columns = label_columns([label(engine, board, parameters) for board in boards])
+        records = from_boards(boards, source=SOURCES[self.source])
+        records["game"] = ids_of(records)
+        chunk = columns | {name: records[name] for name in BOARD}
+        level, _ = ordered(chunk, levels(chunk))
+        batch = assemble(Positions(records, columns["wdl"], np.asarray(level)))
+        return Harvest(batch, len(lines), len(boards), refused, skipped)

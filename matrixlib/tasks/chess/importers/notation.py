@@ -1,0 +1,197 @@
+"""FENs and UCI moves of many positions at once, without a board object for each: what the readers of tables need.
+
+A FEN costs a few microseconds here; python-chess needs about ten times that to make a board and turn it into a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import chess
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from matrixlib.data.shards import Batch
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, PLANES, POLICY_INDEX, ROOK
+from matrixlib.tasks.chess.importers.parsing import blank
+from matrixlib.tasks.chess.records import Records, playable
+
+NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
+DIGITS = 1000  # in a counter at most; int refuses some thousands
+RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
+
+
+def _classes(letters: bytes) -> bytes:
+    """Table of bytes to piece classes in the order of `letters`; 255 for everything else."""
+    table = bytearray(b"\xff" * 256)
+    for number, letter in enumerate(letters):
+        table[letter] = number
+    return bytes(table)
+
+
+CLASSES = _classes(b"PNBRQKpnbrqk."), _classes(b"pnbrqkPNBRQK.")  # as White and as Black sees them
+RIGHTS = {"K": 1, "Q": 2, "k": 4, "q": 8}
+SQUARES = {name: square for square, name in enumerate(chess.SQUARE_NAMES)}
+PROMOTIONS = {"": 0, "n": 1, "b": 2, "r": 3, "q": 4}
+CORNERS = ((7, KING, ROOK, 4), (0, KING, ROOK, 4), (63, KING + 6, ROOK + 6, 60), (56, KING + 6, ROOK + 6, 60))
+
+
+# Positions
+
+
+@lru_cache(maxsize=1024)
+def _rights(castling: str, black: bool) -> int | str:
+    """The oriented rights of a FEN's castling field, or what is wrong with it."""
+    if castling == "-":
+        return 0
+    if set(castling) <= set(RIGHTS):
+        rights = sum(RIGHTS[letter] for letter in set(castling))
+        return rights >> 2 | (rights & 3) << 2 if black else rights
+    return CHESS960 if set(castling.upper()) <= set("KQABCDEFGH") else NOT_A_FEN
+
+
+def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
+    """(classes of 64 squares from rank 8 on, (castling, en-passant file, clock, side, ply)), or what is wrong."""
+    fields = fen.split()
+    if not 4 <= len(fields) <= 6:
+        return NOT_A_FEN
+    placement, turn, castling, en_passant, *counters = fields
+    text = placement.translate(RUNS)
+    if len(text) != 71 or text[8::9] != "///////" or "." in placement or not text.isascii():
+        return NOT_A_FEN
+    if turn not in ("w", "b") or not all(it.isdecimal() and len(it) <= DIGITS for it in counters):
+        return NOT_A_FEN
+    black = turn == "b"
+    rights = _rights(castling, black)
+    if isinstance(rights, str):
+        return rights
+    file = -1
+    if en_passant != "-":
+        if en_passant not in SQUARES:
+            return NOT_A_FEN
+        if en_passant[1] == ("3" if black else "6"):
+            file = SQUARES[en_passant] & 7
+    clock = min(int(counters[0]), 255) if counters else 0
+    full = min(int(counters[1]), 40000) if len(counters) > 1 else 1
+    squares = text.replace("/", "").encode().translate(CLASSES[black])
+    if len(squares) != 64:
+        return NOT_A_FEN  # a slash within a rank
+    return squares, (rights, file, clock, int(black), min(max(2 * full - 2, 0) + black, 65535))
+
+
+def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
+    """Records (N,) of FENs with four to six fields, and for each what is wrong with it ("": nothing).
+
+    A FEN that can't be used gives an empty board without a legal move. Castling rights without king and rook in their
+    places are dropped, and so is an en-passant square where no capture is legal.
+    """
+    records = blank(len(fens), source)
+    records["pieces"] = EMPTY | EMPTY << 4
+    reads = [_read_fen(fen) for fen in fens]
+    faults = [read if isinstance(read, str) else "" for read in reads]
+    rows = np.flatnonzero([not fault for fault in faults])
+    found = [read for read in reads if not isinstance(read, str)]
+    ranks = np.frombuffer(b"".join(read[0] for read in found), np.uint8).reshape(-1, 8, 8)
+    columns = np.array([read[1] for read in found], np.int64).reshape(-1, 5)
+    classes = np.where(columns[:, 3, None, None] == 0, ranks[:, ::-1], ranks).reshape(-1, 64)
+    pieces = classes[:, ::2] | classes[:, 1::2] << 4
+    letters: NDArray[np.bool_] = classes.max(axis=1) <= EMPTY
+    good = letters & playable(bitboard.bitboards(pieces))
+    for row, known in zip(rows[~good], letters[~good], strict=True):
+        faults[row] = NOT_A_POSITION if known else NOT_A_FEN
+    rows, pieces, columns = rows[good], pieces[good], columns[good]
+    records["pieces"][rows] = pieces
+    records["castling"][rows] = standing_rights(columns[:, 0], pieces)
+    records["en_passant"][rows] = bitboard.legal_en_passant(pieces, columns[:, 1])
+    for column, name in enumerate(("halfmove", "side", "ply"), start=2):
+        records[name][rows] = columns[:, column]
+    return records, faults
+
+
+def classes_of(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Nibbles (N, 32) to the class of the piece on each oriented square (N, 64), 12 empty."""
+    return np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
+
+
+def standing_rights(castling: NDArray[np.int64], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Castling rights (N,) on boards `pieces` (N, 32) without those whose king or rook is not in its place."""
+    classes = classes_of(pieces)
+    standing = np.zeros(len(castling), np.uint8)
+    for bit, (corner, king, rook, home) in enumerate(CORNERS):
+        there = (classes[:, corner] == rook) & (classes[:, home] == king)
+        standing |= np.where(there, castling & 1 << bit, 0).astype(np.uint8)
+    return standing
+
+
+# Moves
+
+
+@dataclass(frozen=True)
+class Legal:
+    """All legal moves of N records: codes (K,) of `bitboard`, policy indices (K,), ascending in each row, and offsets
+    (N + 1,)."""
+
+    moves: NDArray[np.uint16]
+    index: NDArray[np.uint16]
+    offset: NDArray[np.int64]
+
+    def find(self, rows: ArrayLike, codes: ArrayLike) -> NDArray[np.int64]:
+        """Where the moves `codes` (M,) of the rows (M,) stand in `moves`; -1 for one that is not legal."""
+        row, code = np.asarray(rows, np.int64), np.asarray(codes, np.int64)
+        if not len(self.moves):
+            return np.full(len(code), -1, np.int64)
+        length = np.diff(self.offset)
+        keys = np.repeat(np.arange(len(length)), length) * bitboard.POLICY_SIZE + self.index
+        index = indices_of(code)
+        place = np.minimum(np.searchsorted(keys, row * bitboard.POLICY_SIZE + index), len(keys) - 1)
+        # A queen's promotion and a plain move to the last rank share an index, so the code must be the same too.
+        right = (keys[place] == row * bitboard.POLICY_SIZE + index) & (self.moves[place] == code)
+        return np.where(right & (index >= 0), place, -1)
+
+    def batch(self, records: Records, weight: NDArray[np.uint16]) -> Batch:
+        """The batch of the N records with the weights (K,) of their moves."""
+        return {
+            "records": records,
+            "policy_offset": self.offset.astype("<i8"),
+            "policy_index": self.index.astype("<u2"),
+            "policy_weight": weight,
+        }
+
+
+def legal_of(records: Records) -> Legal:
+    """The legal moves of records (N,)."""
+    return Legal(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
+
+
+def indices_of(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Policy indices (M,) of the moves `codes` (M,); -1 where nothing moves so."""
+    s, t, promotion = codes & 63, codes >> 6 & 63, codes >> 12
+    aside = t - s - 8
+    under = s * PLANES + 64 + (promotion - 1) * 3 + np.where(aside < 0, 1, np.where(aside > 0, 2, 0))
+    straight = (s >> 3 == 6) & (t >> 3 == 7) & (np.abs(aside) <= 1)
+    index = np.where((promotion >= 1) & (promotion <= 3), under, POLICY_INDEX[s, t])
+    return np.where((promotion == 0) | straight & (promotion <= 4), index, -1)
+
+
+def code_of(uci: str, black: int) -> int:
+    """The code of a UCI move as its mover sees the board; NO_MOVE where it is none."""
+    try:
+        origin, target = SQUARES[uci[:2]], SQUARES[uci[2:4]]
+        promotion = PROMOTIONS[uci[4:]]
+    except KeyError:
+        return NO_MOVE
+    flip = 56 if black else 0
+    return origin ^ flip | (target ^ flip) << 6 | promotion << 12
+
+
+def castled(pieces: NDArray[np.uint8], codes: ArrayLike) -> NDArray[np.int64]:
+    """The codes (M,) of moves in the positions `pieces` (M, 32), with castling that is written as king takes own rook
+    (e1h1) turned into the king's two squares (e1g1)."""
+    code = np.asarray(codes, np.int64)
+    king = pieces[:, 2] & 15 == KING  # e1
+    short = king & (pieces[:, 3] >> 4 == ROOK) & (code == (4 | 7 << 6))
+    long = king & (pieces[:, 0] & 15 == ROOK) & (code == (4 | 0 << 6))
+    return np.where(short, 4 | 6 << 6, np.where(long, 4 | 2 << 6, code))

@@ -1,0 +1,453 @@
+"""PGN: each position of a game before the move that was played, which is the policy target.
+
+A part's games are cut out of the text and turned into numbers word by word (a dictionary remembers what each word
+means), then `bitboard.replay` plays them all through and matches each notation with the legal moves.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import chess
+import numpy as np
+
+from matrixlib.data.shards import Batch, select
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.importers.notation import read_fens
+from matrixlib.tasks.chess.importers.parsing import (
+    Harvest,
+    Part,
+    Refused,
+    blank,
+    empty,
+    game_id,
+    opened,
+    text_of,
+)
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
+from matrixlib.tasks.chess.scores import wdl_of_score
+from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
+
+GAMES = 500  # in a part
+PART_BYTES = 4_000_000  # ... or this much text, where games are long
+REMEMBERED = 200_000  # words whose meaning is kept
+FULL_WEIGHT = 65535
+
+# What a word means where it is no move (those are 0 and more)
+NOTHING, WHITE_WINS, BLACK_WINS, DRAWN, OPEN, NULL_MOVE, FOREIGN = range(-1, -8, -1)
+SCORED = -1_000_000  # an evaluation: SCORED + the score from White's side (see `stockfish.MATE`)
+RESULTS = {
+    **dict.fromkeys((b"1-0", b"1:0"), WHITE_WINS),
+    **dict.fromkeys((b"0-1", b"0:1"), BLACK_WINS),
+    **dict.fromkeys((b"1/2-1/2", b"1/2", "½-½".encode(), "½-½".encode("latin-1")), DRAWN),
+    b"*": OPEN,
+}
+ENDINGS = tuple(RESULTS)
+CONTRADICTED = "result contradicts the board"
+WHITE_POINTS = {WHITE_WINS: 1, BLACK_WINS: -1, DRAWN: 0, OPEN: UNKNOWN}
+POINTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2"}
+NULL_MOVES = (b"--", b"Z0", b"0000", b"@@@@")
+SIGNS = (b"e.p.", b"ep", b"N", b"D")  # en passant, novelty, diagram
+USUAL = ("", "standard", "from position", "normal", "chess")  # names of the variant that this is about
+
+MOVE = re.compile(
+    rb"(?:([PNBRQK])?([a-h])?([1-8])?[-x:]?([a-h])([1-8])(?:=?([NBRQnbrq]))?|[Oo0]-[Oo0](-[Oo0])?)"
+    rb"(?:e\.?p\.?)?[+#!?=]*"
+)
+NUMBER = re.compile(rb"(?:\d+(?:\.+|\xe2\x80\xa6|\Z)|\.+|\xe2\x80\xa6)+")  # or several: 1.1...
+GLYPH = re.compile(rb"(?:\$\d+)+\Z")
+SPELLED = re.compile(rb"[A-Za-z0-9]")
+MARKED = re.compile(rb"[{}();%]")  # move text that is more than words
+TOKEN = re.compile(rb"\{[^}]*\}?|;[^\n]*|^%[^\n]*|[(){}]|[^\s{}();]+", re.MULTILINE)
+COMMENT = re.compile(rb"\{[^}]*\}")
+UNUSUAL = (b"(", b")", b";", b"\n%")  # what words and comments alone do not have
+REMARK = re.compile(rb"\{[^}]*\}|;[^\n]*")
+TAG = re.compile(
+    rb'^[ \t]*\[[ \t]*(FEN|SetUp|Variant|Result)[ \t]+"([^"\r\n]*)"', re.MULTILINE | re.IGNORECASE
+)
+EVALUATION = re.compile(
+    rb"\{[^{}\[]*(?:\[(?!%eval)[^{}\[]*)*\[%eval\s+(#?[-+]?\d*\.?\d+)[^}]*\}"
+)  # the comment that holds it
+SCORE = re.compile(rb"%(#?)([-+]?\d*\.?\d+)")
+GAME = re.compile(rb'^[ \t]*\[[ \t]*\w+[ \t]+"|\b1[ \t]*\.[ .]*[a-hNBRQKO]', re.MULTILINE)
+BOM = b"\xef\xbb\xbf"
+BLANKS = b" \t\r\n"
+REMARKS = b"{;($)%"  # what a line begins with that still belongs to a game whose result was given
+
+
+# Text to games
+
+
+def split(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """(tag section, move text) of each game, with every byte of the lines but byte order marks.
+
+    A game ends where a tag follows move text, or a line with more moves follows a result. In a comment only an Event
+    tag after an empty line ends it: the comment was never closed, and would take in the rest of the file.
+    """
+    tags: list[bytes] = []
+    moves: list[bytes] = []
+    inside = over = False  # in a comment; after a result
+    tagged = gap = False  # after a tag; after a tag and an empty line
+    depth = 0  # of variations
+    for line in lines:
+        if inside and line.startswith(b'[Event "') and moves[-1].isspace():
+            inside = False
+        if not inside:
+            line = line.removeprefix(BOM)
+            first = line[:1]
+            if first in BLANKS:
+                first = line.lstrip()[:1]
+            if not first or first == b"%" or (first == b";" and not moves):
+                (moves or tags).append(line)
+                gap = tagged
+                continue
+            another = gap and line.lstrip().startswith(b"[Event ")
+            if (moves and (first == b"[" or (over and first not in REMARKS))) or another:
+                yield b"".join(tags), b"".join(moves)
+                tags, moves, over, tagged, depth = [], [], False, False, 0
+            if first == b"[":
+                tags.append(line)
+                tagged, gap = True, False
+                continue
+        moves.append(line)
+        bare = line
+        if inside or MARKED.search(line):
+            bare, inside = _outside(line, inside)
+            depth += bare.count(b"(") - bare.count(b")")
+        if bare := bare.rstrip():
+            over = depth <= 0 and (bare.endswith(ENDINGS) or (over and bare.lstrip().startswith(b"$")))
+    if moves or any(map(bytes.strip, tags)):
+        yield b"".join(tags), b"".join(moves)
+
+
+def _outside(line: bytes, inside: bool) -> tuple[bytes, bool]:
+    """(what of a line stands outside comments, whether one is open at its end); inside: it begins in one."""
+    if inside:
+        _, closed, line = line.partition(b"}")
+        if not closed:
+            return b"", True
+    bare, opening, _ = REMARK.sub(b"", line).partition(b"{")
+    return bare, bool(opening)
+
+
+def main_line(text: bytes) -> tuple[list[bytes], str]:
+    """The words of move text without comments and variations, and what is wrong with it ("": nothing).
+
+    An evaluation in a comment becomes a word of its own: "%" and the number.
+    """
+    if not MARKED.search(text):
+        return text.split(), ""
+    if text.startswith(b"%") or any(mark in text for mark in UNUSUAL):
+        return _main_line_by_tokens(text)
+    pieces = EVALUATION.split(text)  # a comment with an evaluation, the number of which is kept
+    pieces[1::2] = [b" %" + number + b" " for number in pieces[1::2]]
+    bare = COMMENT.sub(b" ", b"".join(pieces))
+    if text.count(b"{") != text.count(b"}") or b"{" in bare or b"}" in bare:
+        return _main_line_by_tokens(text)
+    return bare.split(), ""
+
+
+def _main_line_by_tokens(text: bytes) -> tuple[list[bytes], str]:
+    """`main_line` for what has variations, remarks to the end of a line, or braces that do not match."""
+    words: list[bytes] = []
+    depth = 0
+    for token in TOKEN.findall(text):
+        first = token[:1]
+        if first == b"{":
+            if not token.endswith(b"}"):
+                return words, "a comment is not closed"
+            if not depth and (found := EVALUATION.fullmatch(token)):
+                words.append(b"%" + found[1])
+        elif first == b"(":
+            depth += 1
+        elif first == b")":
+            depth -= 1
+            if depth < 0:
+                return words, "a variation is closed that was never opened"
+        elif first == b"}":
+            return words, "a comment is closed that was never opened"
+        elif first not in b";%" and not depth:
+            words.append(token)
+    return words, "a variation is not closed" if depth else ""
+
+
+class _Meanings(dict[bytes, int]):
+    """What each word of move text means: a move as `bitboard.replay` wants it, else one of the negative codes."""
+
+    def __missing__(self, word: bytes) -> int:
+        code = meaning(word)
+        if len(self) < REMEMBERED:
+            self[word] = code
+        return code
+
+
+MEANINGS = _Meanings()
+
+
+def meaning(word: bytes) -> int:
+    """The code of one word; move numbers before it and glyphs after it are taken off."""
+    if word in RESULTS:
+        return RESULTS[word]
+    if word in NULL_MOVES:
+        return NULL_MOVE
+    if found := SCORE.fullmatch(word):
+        mate, value = bool(found[1]), float(found[2])
+        if mate:
+            return SCORED + (MATE if value > 0 else -MATE)
+        return SCORED + round(min(max(100 * value, -CENTIPAWN_LIMIT), CENTIPAWN_LIMIT))
+    bare = GLYPH.sub(b"", word)
+    if bare in SIGNS or not SPELLED.search(bare):
+        return NOTHING
+    if number := NUMBER.match(bare):
+        return meaning(bare[number.end() :])
+    found = MOVE.fullmatch(bare)
+    if not found:
+        return FOREIGN
+    piece, file, rank, target_file, target_rank, promotion, long = found.groups()
+    if target_file is None:
+        return bitboard.CASTLING | (2 if long else 6) << 3
+    target = target_file[0] - ord("a") + 8 * (target_rank[0] - ord("1"))
+    kind = b"PNBRQK".index(piece) if piece else bitboard.ANY_PIECE if file and rank else bitboard.PAWN
+    if kind == bitboard.PAWN and not file:
+        file = target_file
+    origin = (file[0] - ord("a") if file else 8) << 9 | (rank[0] - ord("1") if rank else 8) << 13
+    return kind | target << 3 | origin | (b"NBRQ".index(promotion.upper()) + 1 if promotion else 0) << 17
+
+
+# Games
+
+
+@dataclass(frozen=True)
+class _Game:
+    """A game whose text could be read: its number in the part, start, moves and White's points."""
+
+    number: int
+    fen: str  # of its start
+    moves: list[int]
+    points: int
+    evaluated: list[int]  # moves and evaluations in order, where there are evaluations
+
+
+class _Left(Exception):
+    """A game that gives no positions on purpose, and the reason."""
+
+
+class _Fault(Exception):
+    """A game that goes to quarantine: reason, detail, number of moves."""
+
+
+def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
+    """One game's text as numbers. Raises _Left and _Fault."""
+    tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
+    variant = text_of(tag.get(b"variant", b""))
+    if variant.lower() not in USUAL:
+        raise _Left(f"variant {variant}")
+    words, fault = main_line(text)
+    codes = [MEANINGS[word] for word in words]
+    moves = [code for code in codes if code >= 0]
+    special = [code for code in codes if FOREIGN <= code < NOTHING]
+    if NULL_MOVE in special:
+        raise _Left("null move")
+    if fault:
+        raise _Fault("broken move text", fault, len(moves))
+    if FOREIGN in special:
+        word = text_of(words[codes.index(FOREIGN)])
+        raise _Fault("broken move text", f"'{word}' is no move", len(moves))
+    if not moves:
+        raise _Left("no moves")
+    if special and max(codes[codes.index(special[0]) :]) >= 0:
+        raise _Fault("broken move text", "moves go on after the result", len(moves))
+    said = WHITE_POINTS.get(RESULTS.get(tag.get(b"result", b"*"), OPEN), UNKNOWN)
+    found = WHITE_POINTS[special[0]] if special else UNKNOWN
+    if UNKNOWN not in (said, found) and said != found:
+        warned["header and move text give different results: taken as unknown"] += 1
+        points = UNKNOWN
+    else:
+        points = found if said == UNKNOWN else said
+    fen = text_of(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else chess.STARTING_FEN
+    return _Game(number, fen, moves, points, codes if b"%eval" in text else [])
+
+
+def verdicts(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """What the rules say about last positions (n, 32) with their `Replayed.ends` (n, 4): points (n,) of the side to
+    move (2: the game may go on), and the reasons.
+
+    Mate and stalemate; and without a claim: material that can't mate, seventy-five moves, the fifth repetition.
+    """
+    castling, file, clock, earlier = ends.T
+    _, _, offsets = bitboard.legal_moves(pieces, castling.astype(np.uint8), file.astype(np.int8))
+    stuck, check = np.diff(offsets) == 0, bitboard.in_check(pieces)
+    reasons = {
+        "mate": stuck & check,
+        "stalemate": stuck & ~check,
+        "insufficient material": ~stuck & insufficient(pieces),
+        "seventy-five moves": ~stuck & (clock >= 150),
+        "fivefold repetition": ~stuck & (earlier >= 4),
+    }
+    points, why = np.full(len(ends), UNKNOWN), [""] * len(ends)
+    for name, mask in reasons.items():
+        points[mask] = -1 if name == "mate" else 0
+        for row in np.flatnonzero(mask):
+            why[row] = why[row] or name
+    return points, why
+
+
+def insufficient(pieces: np.ndarray) -> np.ndarray:
+    """(n,) bool of nibble maps (n, 32): no sequence of moves leads to a mate, as python-chess judges it."""
+    boards = bitboard.bitboards(pieces)
+    pawns, knights, bishops, rooks, queens, _ = np.moveaxis(boards.reshape(-1, 2, 6), 2, 0)
+    men = np.bitwise_count(boards).reshape(-1, 2, 6).sum(2)
+    dark = np.uint64(0xAA55AA55AA55AA55)  # of squares, the bishops' one colour
+    both = bishops[:, 0] | bishops[:, 1]
+    one_colour = ((both & dark) == 0) | ((both & ~dark) == 0)
+    no_pawns_or_knights = (pawns | knights).max(1) == 0
+    lacking = []
+    for side in (0, 1):
+        other = pawns[:, 1 - side] | knights[:, 1 - side] | bishops[:, 1 - side] | rooks[:, 1 - side]
+        by_knight = (men[:, side] <= 2) & (other == 0)
+        by_bishop = one_colour & no_pawns_or_knights
+        lack = np.where(knights[:, side] != 0, by_knight, (bishops[:, side] == 0) | by_bishop)
+        lacking.append(lack & ((pawns | rooks | queens)[:, side] == 0))
+    both_lack: np.ndarray = lacking[0] & lacking[1]
+    return both_lack
+
+
+# The reader
+
+
+@dataclass(frozen=True)
+class Pgn:
+    """Reads PGN. `repair`: a game whose header contradicts its last position is stored with the board's result,
+    and counted among the warnings; else it is refused."""
+
+    repair: bool = False
+
+    @property
+    def source(self) -> str:
+        return "pgn"
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        """See `harvest.Reader`."""
+        with opened(path) as file:
+            texts: list[bytes] = []
+            number = first = size = 0
+            for game in split(file):
+                texts += game
+                size += len(game[0]) + len(game[1])
+                if len(texts) == 2 * GAMES or size > PART_BYTES:
+                    yield _part(path, number, first, texts)
+                    number, first, size, texts = number + 1, first + len(texts) // 2, 0, []
+            if texts:
+                yield _part(path, number, first, texts)
+
+    def read(self, part: Part) -> Harvest:
+        """See `harvest.Reader`."""
+        texts = list(split(io.BytesIO(part.data)))
+        games: list[_Game] = []
+        skipped: Counter[str] = Counter()
+        warned: Counter[str] = Counter()
+        refused: list[Refused] = []
+
+        def refuse(number: int, reason: str, detail: str, positions: int) -> None:
+            text = text_of(b"".join(texts[number]))
+            refused.append(Refused(part.first + number, reason, detail, positions, text))
+
+        for number, (tags, text) in enumerate(texts):
+            try:
+                games.append(understand(number, tags, text, warned))
+            except _Left as left:
+                skipped[str(left)] += 1
+            except _Fault as reasons:
+                refuse(number, *reasons.args)
+        rows_of = {fen: row for row, fen in enumerate(dict.fromkeys(game.fen for game in games))}
+        start, faults = read_fens(list(rows_of), self.source)
+        for game in games:
+            if fault := faults[rows_of[game.fen]]:
+                refuse(game.number, "start that can't be played", f"{fault}: {game.fen}", len(game.moves))
+        games = [game for game in games if not faults[rows_of[game.fen]]]
+        start = start[[rows_of[game.fen] for game in games]]
+        if not games:
+            return Harvest(empty(), len(texts), 0, refused, skipped, warned, np.zeros(0, np.int64))
+        bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
+        wanted = np.array([code for game in games for code in game.moves], np.int32)
+        board = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
+        played = bitboard.replay(*[*board, wanted, bounds])
+        for row in np.flatnonzero(played.failed >= 0).tolist():
+            game, move = games[row], int(played.failed[row])
+            words = [word for word in main_line(texts[game.number][1])[0] if MEANINGS[word] >= 0]
+            ply, count = int(start["ply"][row]) + move, int(played.matches[row])
+            fits = f"fits {count} legal moves" if count else "is not legal"
+            detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {text_of(words[move])} {fits}"
+            refuse(game.number, "ambiguous move" if count else "illegal move", detail, len(game.moves))
+        whole = np.flatnonzero(played.failed < 0)
+        games, start = [games[row] for row in whole], start[whole]
+        said = np.array([game.points for game in games], np.int64)
+        points, why = verdicts(played.end_pieces[whole], played.ends[whole])
+        rows = np.array([len(game.moves) for game in games], np.int64)
+        black = (start["side"] + rows) % 2 == 1  # is to move at the end
+        found = np.where(black & (points != UNKNOWN), -points, points)
+        wrong = (found != UNKNOWN) & (said != UNKNOWN) & (found != said)
+        for row in np.flatnonzero(wrong).tolist():
+            if self.repair:
+                warned[CONTRADICTED + ": taken from the board"] += 1
+            else:
+                detail = f"{POINTS[said[row]]} is said, the board shows {POINTS[found[row]]}: {why[row]}"
+                refuse(games[row].number, CONTRADICTED, detail, int(rows[row]))
+        batch = assemble(games, start, played, np.where(found == UNKNOWN, said, found))
+        if wrong.any() and not self.repair:
+            batch = select(batch, np.flatnonzero(np.repeat(~wrong, rows)), LAYOUT)
+            rows = rows[~wrong]
+        refused.sort(key=lambda entry: entry.entry)
+        return Harvest(batch, len(texts), len(rows), refused, skipped, warned, rows)
+
+
+def assemble(games: list[_Game], start: np.ndarray, played: bitboard.Replayed, points: np.ndarray) -> Batch:
+    """The batch of games that were played to the end; points (n,) from White's side, 2 unknown."""
+    rows = np.array([len(game.moves) for game in games], np.int64)
+    first = np.cumsum(rows) - rows
+    records = blank(len(played.played), "pgn")
+    for name in ("pieces", "castling", "en_passant", "halfmove", "repetition"):
+        records[name] = getattr(played, name)
+    ply = np.arange(len(records)) - np.repeat(first, rows)
+    records["side"] = (np.repeat(start["side"], rows) + ply) % 2
+    records["ply"] = np.minimum(np.repeat(start["ply"].astype(np.int64), rows) + ply, 65535)
+    white = np.repeat(points, rows)
+    records["result"] = np.where(records["side"] & (white != UNKNOWN), -white, white)
+    moves = played.played.astype("<u2")
+    board = [start[name] for name in ("pieces", "castling", "en_passant", "side")]
+    ids = [
+        game_id(*(column[row].tobytes() for column in board), moves[begin : begin + length].tobytes())
+        for row, (begin, length) in enumerate(zip(first, rows, strict=True))
+    ]
+    records["game"] = np.repeat(np.array(ids, "<u8"), rows)
+    places, scores = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for game, begin in zip(games, first, strict=True):
+        if game.evaluated:
+            codes = np.array(game.evaluated, np.int64)
+            made, scored = np.cumsum(codes >= 0), codes < FOREIGN
+            scored &= made < len(game.moves)  # the position after the last move is not stored
+            places.append(begin + made[scored])
+            scores.append(codes[scored] - SCORED)
+    place, score = np.concatenate(places), np.concatenate(scores)
+    records["wdl"][place] = wdl_of_score(np.where(records["side"][place], -score, score))
+    weight = np.zeros(len(played.indices), "<u2")
+    weight[played.choice] = FULL_WEIGHT
+    return {
+        "records": records,
+        "policy_offset": played.offsets.astype("<i8"),
+        "policy_index": played.indices.astype("<u2"),
+        "policy_weight": weight,
+    }
+
+
+def _part(path: Path, number: int, first: int, texts: list[bytes]) -> Part:
+    data = b"".join(texts)
+    if not number and (b"\0" in data or not GAME.search(data)):
+        raise ValueError(f"{path}: holds no games in PGN (text of one byte a letter); is it of another kind?")
+    return Part(number, first, data)

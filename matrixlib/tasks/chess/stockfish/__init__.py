@@ -1,0 +1,1 @@
+"""Games and labels made with Stockfish."""

@@ -1,0 +1,180 @@
+"""Games of Stockfish against itself, the choice of positions in them, and the labels of a position.
+
+Everything here is a pure function of its arguments. Labels are made on the oriented position (side to move =
+White) with full-move number 32, after `ucinewgame`: Stockfish 15.1's win-draw-loss depends on the move number
+and its search on what the hash remembers, so only in this way is a label a function of the position (pieces,
+castling, en passant, half-move clock) and not of what came before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import chess
+import numpy as np
+
+from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
+
+FULLMOVE = 32  # at which Stockfish 15.1 calls 100 centipawns a win in half of the games
+DEEP_LINES = 3
+ENDINGS = ("cap", "checkmate", "stalemate", "insufficient material", "repetition", "fifty moves")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How games are played, positions chosen and labelled. Every value is stored beside the data."""
+
+    seed: int = 0
+    games_per_chunk: int = 10
+    opening_plies: tuple[int, int] = (2, 8)  # plies drawn by score at a high temperature, inclusive
+    opening_temperature: float = 40.0  # centipawns
+    random_start: float = 0.1  # share of games that start with uniformly random moves instead
+    random_plies: tuple[int, int] = (4, 16)
+    nodes: tuple[int, int] = (150, 1500)  # log-uniform, drawn for each game and side
+    noise: tuple[float, float] = (0.0, 0.08)  # share of random moves, drawn for each game and side
+    plies: int = 200  # longer games end with an unknown result
+    keep: float = 0.7  # share of the positions that are labelled
+    keep_first: float = 0.1  # ... of the first four plies, which many games share
+    keep_decided: float = 0.2  # ... where one side is ahead by `decided` centipawns or sees a mate
+    decided: int = 700
+    shallow_depth: int = 4  # all legal moves
+    deep_depth: int = 7  # the best DEEP_LINES moves
+
+    def __post_init__(self) -> None:
+        for name in ("opening_plies", "random_plies", "nodes", "noise"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.games_per_chunk < 1 or self.plies < 1 or not 0 < self.keep <= 1:
+            raise ValueError("games_per_chunk and plies must be at least 1, keep between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Game:
+    """Moves from the initial position, result from White's side (1, 0, -1, 2 unknown), index into ENDINGS."""
+
+    number: int
+    moves: tuple[chess.Move, ...]
+    scores: tuple[
+        int, ...
+    ]  # of the player before each move, mover's side; the last known one at random moves
+    result: int
+    ending: int
+
+
+@dataclass(frozen=True)
+class Label:
+    """Scores of the legal moves (mover's side, see MATE), deeper ones of the best, wdl per mille."""
+
+    moves: tuple[str, ...]
+    scores: tuple[int, ...]
+    deep_moves: tuple[str, ...]
+    deep_scores: tuple[int, ...]
+    wdl: tuple[int, int, int]
+
+
+def position_key(board: chess.Board) -> str:
+    """Pieces, side, castling rights and en passant where it is legal: what two equal positions share."""
+    return board.epd(en_passant="legal")
+
+
+def oriented(board: chess.Board) -> chess.Board:
+    """The position with White to move: for Black the ranks are mirrored and the colours swapped."""
+    return board if board.turn == chess.WHITE else board.mirror()
+
+
+def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, int] | None:
+    """(result from White's side, index into ENDINGS), or None while the game goes on.
+
+    Mate comes before fifty moves, as in the rules; repetition and fifty moves end the game without a claim.
+    """
+    if not any(board.generate_legal_moves()):
+        if board.is_check():
+            return (-1 if board.turn == chess.WHITE else 1), 1
+        return 0, 2
+    if board.is_insufficient_material():
+        return 0, 3
+    if occurrences >= 3:
+        return 0, 4
+    if board.halfmove_clock >= 100:
+        return 0, 5
+    return (2, 0) if board.ply() >= cap else None
+
+
+def draw(rng: np.random.Generator, moves: list[str], scores: np.ndarray, temperature: float) -> str:
+    """A move by softmax of its score (centipawns)."""
+    weights = np.exp((scores - scores.max()) / temperature)
+    return moves[int(rng.choice(len(moves), p=weights / weights.sum()))]
+
+
+def play_game(engine: Stockfish, number: int, parameters: Parameters) -> Game:
+    """One game of Stockfish against itself; a pure function of (parameters, number)."""
+    rng = np.random.default_rng([parameters.seed, number])
+    uniform = rng.random() < parameters.random_start
+    low, high = parameters.random_plies if uniform else parameters.opening_plies
+    opening = int(rng.integers(low, high + 1))
+    nodes = np.exp(rng.uniform(np.log(parameters.nodes[0]), np.log(parameters.nodes[1]), size=2)).astype(int)
+    noise = rng.uniform(*parameters.noise, size=2)
+    board = chess.Board()
+    moves: list[chess.Move] = []
+    scores: list[int] = []
+    seen = Counter([position_key(board)])
+    played, score = "", 0
+    engine.new_game()
+    while (end := ending_of(board, seen[position_key(board)], parameters.plies)) is None:
+        ply, side = len(moves), int(board.turn == chess.BLACK)
+        position = f"startpos moves{played}" if played else "startpos"
+        score = -score
+        if ply < opening and not uniform:
+            found = engine.search(position, "nodes 500", 12)
+            values = np.array([line.score for line in found], dtype=float)
+            uci = draw(rng, [line.move for line in found], values, parameters.opening_temperature)
+            score = found[0].score
+        elif ply < opening or (blunder := rng.random()) < noise[side] / 4:
+            legal = sorted(move.uci() for move in board.legal_moves)
+            uci = legal[int(rng.integers(len(legal)))]
+        elif blunder < noise[side]:
+            found = engine.search(position, f"nodes {nodes[side]}", 4)
+            uci, score = found[int(rng.integers(len(found)))].move, found[0].score
+        else:
+            found = engine.search(position, f"nodes {nodes[side]}")
+            uci, score = found[0].move, found[0].score
+        move = chess.Move.from_uci(uci)
+        board.push(move)
+        seen[position_key(board)] += 1
+        moves.append(move)
+        scores.append(score)
+        played += f" {uci}"
+    return Game(number, tuple(moves), tuple(scores), *end)
+
+
+def choose(game: Game, parameters: Parameters) -> np.ndarray:
+    """(plies,) bool: which positions before a move are labelled; a pure function of (parameters, game)."""
+    rng = np.random.default_rng([parameters.seed, game.number, 1])
+    share = np.full(len(game.moves), parameters.keep)
+    share[np.abs(np.array(game.scores, dtype=int)) >= parameters.decided] = parameters.keep_decided
+    share[:4] = parameters.keep_first
+    return rng.random(len(game.moves)) < share
+
+
+def label(engine: Stockfish, board: chess.Board, parameters: Parameters) -> Label:
+    """Labels of a position with a legal move; its moves are those of the oriented board."""
+    seen = oriented(board)
+    seen = seen.copy(stack=False) if seen is board else seen
+    seen.fullmove_number = FULLMOVE
+    position = "fen " + seen.fen(en_passant="legal")
+    engine.new_game()
+    shallow = engine.search(position, f"depth {parameters.shallow_depth}", 500)
+    legal = seen.legal_moves.count()
+    if len(shallow) != legal:
+        raise EngineError(f"{engine.name} lists {len(shallow)} of {legal} moves in {position}")
+    deep = engine.search(position, f"depth {parameters.deep_depth}", DEEP_LINES)
+    wdl = deep[0].wdl
+    if wdl is None:
+        raise EngineError(f"{engine.name} shows no win-draw-loss")
+    return Label(
+        tuple(line.move for line in shallow),
+        tuple(line.score for line in shallow),
+        tuple(line.move for line in deep),
+        tuple(line.score for line in deep),
+        wdl,
+    )

@@ -1,0 +1,8 @@
+"""`python -m matrixlib.tasks.chess.uci`, which is `matrixlib-uci`."""
+
+import sys
+
+from matrixlib.tasks.chess.uci.engine import main
+
+if __name__ == "__main__":
+    sys.exit(main())
