@@ -128,7 +128,12 @@ def test_the_root_and_its_files_stay_small() -> None:
 
 def test_the_rule_sees_every_form_of_import() -> None:
     lines = ["import matrixlib.engine.task", "from matrixlib.engine import step", "from . import shards"]
-    lines += ["from .. import config", "def f():", "    from matrixlib import data", "    from matrixlib.hardware import runtime as r"]
+    lines += [
+        "from .. import config",
+        "def f():",
+        "    from matrixlib import data",
+        "    from matrixlib.hardware import runtime as r",
+    ]
     lines += ["if TYPE_CHECKING:", "    from matrixlib.config import Config"]
     found = list(ours(ast.parse("\n".join(lines)), ("matrixlib", "data")))
     names = {"engine.task", "engine.step", "data.shards", "config", "data", "hardware.runtime"}
