@@ -175,7 +175,7 @@ def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, net, graphs = traced(monkeypatch, (2, 3, 4))
-    monkeypatch.setattr("matrixlib.tasks.chess.evaluate.net.RECOMPILES", 2)
+    monkeypatch.setattr("matrixlib.engine.network.RECOMPILES", 2)
     for size in (2, 3):
         net.predict(packed(plain, size))
     with pytest.warns(RuntimeWarning, match="going on without it: .*recompile limit"):

@@ -10,12 +10,12 @@ import pytest
 from networks import MATRIX0, material_net, random_net, save_run
 from positions import hard_positions, random_positions
 
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Search
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks.chess.evaluate.players import (
     EnginePlayer,
-    Evaluator,
     capture_player,
     load_player,
     network_player,

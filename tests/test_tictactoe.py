@@ -13,12 +13,12 @@ from torch import nn
 from matrixlib import config
 from matrixlib.config import ConfigError
 from matrixlib.data.shards import check
+from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import Serving, resolve
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import Played, uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks import spec as subjects
-from matrixlib.tasks.chess.evaluate.net import Network
-from matrixlib.tasks.chess.evaluate.players import Evaluator
 from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
 from matrixlib.tasks.tictactoe.solution import best_moves, solve

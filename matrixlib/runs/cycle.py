@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from matrixlib.data.catalogue import ShardRow
+    from matrixlib.engine.network import Network
     from matrixlib.play.game import Game, States, Trace
-    from matrixlib.tasks.chess.evaluate.net import Network
 
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
 HELD_OUT = 20  # every so many games one is held out of training
@@ -196,7 +196,7 @@ class Cycle:
 
     def truth(self, generation: int) -> dict[str, float]:
         """The network of a generation beside perfect play; empty where nobody knows what that is."""
-        from matrixlib.tasks.chess.evaluate.players import Evaluator
+        from matrixlib.play.evaluator import Evaluator
 
         path = self.folder / f"truth_{generation:03d}.json"
         if not self.contest.solved:
@@ -362,7 +362,7 @@ class Cycle:
         write_json(path, {"pairs": match.pairs().tolist()})
 
     def _player(self, generation: int) -> arena.Player:
-        from matrixlib.tasks.chess.evaluate.players import Evaluator
+        from matrixlib.play.evaluator import Evaluator
 
         options = SearchOptions(**self.config.search.model_dump())
         evaluate, simulations = Evaluator(self.network(generation)), self.config.arena.simulations
@@ -476,7 +476,7 @@ class Chunk:
         """
         from matrixlib.data.catalogue import Catalogue
         from matrixlib.data.shards import select, write_shard
-        from matrixlib.tasks.chess.evaluate.players import Evaluator
+        from matrixlib.play.evaluator import Evaluator
 
         runtime = replace(self.runtime, threads=1)
         runtime.apply()
@@ -528,6 +528,7 @@ def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
 
 def _network(folder: Path, config: CycleConfig, generation: int, runtime: Runtime) -> Network:
     from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.network import GameTask, Network
     from matrixlib.tasks.chess.evaluate import net
 
     task = subjects.of(config.network.model_copy(update={"seed": config.seed})).task
@@ -536,7 +537,7 @@ def _network(folder: Path, config: CycleConfig, generation: int, runtime: Runtim
         run = folder.parent / f"{folder.name}-{generation:03d}"
         found = Checkpoints(run / "checkpoints", config.network.checkpoint.keep).pick("newest")
         model.load_state_dict(net.weights(found.tensors), strict=True)
-    return net.Network(model, cast(net.GameTask, task), runtime)
+    return Network(model, cast(GameTask, task), runtime)
 
 
 def _source(generation: int) -> str:

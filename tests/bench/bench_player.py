@@ -28,11 +28,11 @@ from positions import random_positions
 from matrixlib import config as configuration
 from matrixlib.hardware import machine
 from matrixlib.hardware.runtime import resolve
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import States
 from matrixlib.play.search import Search, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.evaluate.players import Evaluator
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.task import ChessTask

@@ -13,10 +13,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation
-from matrixlib.tasks.chess.evaluate.players import Evaluator
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
 from matrixlib.tasks.chess.uci.protocol import score_text

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import chess
 import numpy as np
@@ -17,20 +16,15 @@ import yaml
 
 from matrixlib import config as configuration
 from matrixlib import files
+from matrixlib.engine.network import Network
 from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from matrixlib.engine.task import Batch
-    from matrixlib.play.game import Moves, Offsets, States
     from matrixlib.tasks.chess.task import ChessTask
 
 BATCH = 512  # boards turned into arrays at a time
-RECOMPILES = 64
-"""Graphs that the compiler keeps of one function: a size of one network each, and all chess networks share theirs. By
-itself torch keeps 8 and evaluates the ninth uncompiled without an error."""
 
 
 @dataclass(frozen=True)
@@ -52,110 +46,6 @@ class Evaluation:
     def best(self) -> str | None:
         """Most probable move in UCI; None where there is no legal move."""
         return next(iter(self.moves), None)
-
-
-class GameTask(Protocol):
-    """What a task adds so that its networks can be asked about positions of a game."""
-
-    def inputs(self, rows: States, index: Moves, offset: Offsets) -> dict[str, np.ndarray]:
-        """The arrays that `predict` asks for, of states (B,) and their legal moves (K,) at offsets (B + 1,).
-
-        Among them `policy_index` (B, L): those moves in their order, -1 in other places.
-        """
-        ...
-
-    def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = ...) -> dict[str, torch.Tensor]:
-        """`policy` (B, L), log-probabilities of `policy_index`; `value` (B,), the expected result in -1..1."""
-        ...
-
-
-class Network:
-    """A network in evaluation mode with its task's encoding, whatever the game.
-
-    serving: how batches are cut, filled and compiled; what the policy says of the device unless given.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: GameTask,
-        runtime: runtimes.Runtime,
-        serving: runtimes.Serving | None = None,
-    ) -> None:
-        from matrixlib.engine.step import compiled, place
-
-        self.model = place(model, runtime)[0].requires_grad_(False).eval()
-        self.task = task
-        self.runtime = runtime
-        self.serving = serving or runtimes.serving(runtime.device)
-        self._compiled = compiled(self.model, dynamic=False) if self.serving.compile else None
-        self._tried: set[int] = set()  # sizes of batches that have gone through the compiled network
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        return sum(p.numel() for p in self.model.parameters())
-
-    def predict(
-        self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()
-    ) -> dict[str, np.ndarray]:
-        """The task's `predict` of a batch of its `inputs`, at least one row, on the host and in fp32."""
-        assert not self.model.training, "the network must be in eval mode"
-        count, most = len(batch["policy_index"]), self.serving.sizes[-1]
-        starts = range(0, count, most)
-        parts = [self._part({n: a[i : i + most] for n, a in batch.items()}, heads) for i in starts]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
-        """What fits in one batch, filled up with copies of its last row; the host waits for the device once."""
-        import torch
-
-        from matrixlib.engine.task import to_device
-
-        count = len(batch["policy_index"])
-        if self.serving.fill:
-            size = next(size for size in self.serving.sizes if size >= count)
-            rows = np.minimum(np.arange(size), count - 1)
-            batch = {name: array[rows] for name, array in batch.items()}
-        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-        if self.runtime.pin:
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        tensors = to_device(tensors, self.runtime.torch_device)
-        with torch.inference_mode(), self.runtime.autocast():
-            out = self._said(tensors, heads)
-            flat = torch.cat([tensor.float().reshape(len(tensor), -1) for tensor in out.values()], dim=1)
-        columns = np.cumsum([tensor[0].numel() for tensor in out.values()])[:-1]
-        parts = np.split(flat.cpu().numpy()[:count], columns, axis=1)
-        return {
-            name: part.reshape(count, *tensor.shape[1:])
-            for (name, tensor), part in zip(out.items(), parts, strict=True)
-        }
-
-    def _said(self, tensors: dict[str, torch.Tensor], heads: frozenset[str]) -> dict[str, torch.Tensor]:
-        """The task's `predict`, compiled where that was decided and works; never for self-supervised heads."""
-        if self._compiled is None or heads:
-            return self.task.predict(self.model, tensors, heads)
-        from torch._dynamo import config as dynamo
-        from torch._dynamo.exc import FailOnRecompileLimitHit
-
-        from matrixlib.engine.memory import out_of_memory
-
-        size = len(tensors["policy_index"])
-        try:
-            with dynamo.patch(recompile_limit=RECOMPILES, fail_on_recompile_limit_hit=True):
-                out = self.task.predict(self._compiled, tensors)
-            self._tried.add(size)
-            return out
-        except FailOnRecompileLimitHit as error:
-            reason = str(error.__cause__ or error)
-        except RuntimeError as error:
-            if size in self._tried or out_of_memory(error):
-                raise
-            reason = str(error)
-        reason = " ".join(reason.split())[:200]
-        warnings.warn(f"torch.compile failed, going on without it: {reason}", RuntimeWarning, stacklevel=2)
-        self._compiled = None
-        return self.task.predict(self.model, tensors, heads)
 
 
 class Net(Network):

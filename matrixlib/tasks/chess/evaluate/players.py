@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import chess.engine
 import numpy as np
 
-from matrixlib.play.game import Moves, Offsets, States, Values
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import Choice, Player, Turn, random_player, search_player
 from matrixlib.play.search import SearchOptions
 from matrixlib.tasks.chess.game import ChessGame
@@ -22,27 +22,7 @@ from matrixlib.tasks.chess.records import policy_index, to_board
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 
 if TYPE_CHECKING:
-    from matrixlib.tasks.chess.evaluate.net import Net, Network
-
-
-class Evaluator:
-    """What a network says of states of its game: a `play.search.Evaluate`.
-
-    Priors are the softmax over the legal moves alone; the value is the expected result (win - loss where the head
-    says win, draw and loss) from the side to move.
-    """
-
-    def __init__(self, net: Network) -> None:
-        assert not any(module.training for module in net.model.modules()), "the network must be in eval mode"
-        self.net = net
-
-    def __call__(self, states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
-        """Priors (K,) and values (N,) of states (N,) with their legal moves (K,) at offsets (N + 1,)."""
-        if not len(states):
-            return np.empty(0, np.float32), np.empty(0, np.float32)
-        batch = self.net.task.inputs(states, moves, offsets)
-        out = self.net.predict(batch)
-        return np.exp(out["policy"][batch["policy_index"] >= 0]), out["value"]
+    from matrixlib.tasks.chess.evaluate.net import Net
 
 
 def network_player(

@@ -19,8 +19,8 @@ import chess
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
-from matrixlib.tasks.chess.evaluate.players import Evaluator
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.parsing import opened

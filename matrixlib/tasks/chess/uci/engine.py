@@ -26,10 +26,10 @@ import chess.syzygy
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Found, Search, SearchOptions
 from matrixlib.play.selfplay import drawn
 from matrixlib.tasks.chess.evaluate.net import find_run, load
-from matrixlib.tasks.chess.evaluate.players import Evaluator
 from matrixlib.tasks.chess.game import ChessGame, open_tables
 from matrixlib.tasks.chess.records import from_boards, move_from_index, policy_index
 from matrixlib.tasks.chess.uci import protocol
