@@ -10,11 +10,13 @@ import datetime
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import shutil
 import statistics
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +61,9 @@ PRELOAD = [
 ]
 KERNEL = "ipykernel.kernelapp"
 """What a process that a notebook starts imports again."""
+STARTING = threading.Lock()
+"""Starting a process also asks after the exit codes of all others, which the forkserver tells once: a thread that
+waits for one at that moment would find 255 in its place, and take a clean end for a crash."""
 
 SMALLER: dict[str, dict[str, Any]] = {
     "demo": {
@@ -171,8 +176,11 @@ def _finish(job: Job) -> list[int]:
     exits: list[int] = []
     while not exits or (exits[-1] and len(exits) < 2):
         process = context.Process(target=work, args=(job,))
-        process.start()
-        process.join()
+        with STARTING:
+            process.start()
+        multiprocessing.connection.wait([process.sentinel])
+        with STARTING:
+            process.join()
         exits.append(process.exitcode)
         (job.root / FILLER).unlink(missing_ok=True)
         job = replace(job, fault="")
