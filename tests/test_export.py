@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import tomllib
@@ -19,20 +18,19 @@ from packaging.requirements import Requirement
 from positions import hard_positions
 
 from matrixlib import config as configuration
+from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks.chess.evaluate import onnx as export
-from matrixlib.tasks.chess.evaluate import throughput as inference
+from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.evaluate.onnx_form import PLANE_NAMES, moves
+from matrixlib.tasks.chess.evaluate.onnx import PLANE_NAMES, moves
 from matrixlib.tasks.chess.evaluate.players import network_player
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.records import from_boards, legal_indices, policy_index
 from matrixlib.tasks.chess.task import ChessTask
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-there = all(importlib.util.find_spec(name) for name in PACKAGES)
-needs_packages = pytest.mark.skipif(not there, reason=f"needs {', '.join(PACKAGES)}")
+needs_packages = pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
 SMALL = {"channels": 32, "blocks": 2, "value": {"channels": 8, "hidden": 16}}
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "group norm, attention, all heads": (
@@ -86,17 +84,17 @@ def packed(net: Net, boards: list[chess.Board]) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
-    """R202: batches of 1 and 3 and others, the weights inside of the file."""
+    """In batches of 1 and 3 and others, with the weights inside of the file."""
     net, path = shaken(*NETWORKS[name]), tmp_path / "model.onnx"
-    made = export.export(net, path)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"], "weights in a file beside it"
-    assert 0 < made.difference < 1e-4
+    file = export.export(net, path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.onnx"], "weights in a file beside it"
+    assert 0 < file.difference < 1e-4
     boards = [board for board in hard_positions() if any(board.legal_moves)]
-    session = export.session(path, threads=1)
+    session = onnx.session(path, threads=1)
     for count in (1, 7, len(boards)):
         batch = packed(net, boards[:count])
         given = planes({k: torch.from_numpy(v) for k, v in batch.items()}, net.task.config.model.encoding)
-        said = dict(zip(made.outputs, session.run(None, {"planes": given.numpy()}), strict=True))
+        said = dict(zip(file.outputs, session.run(None, {"planes": given.numpy()}), strict=True))
         heads = frozenset(net.task.config.model.ssl)
         wanted = net.predict(batch, heads)
         value = "value" if net.task.config.model.value.kind == "scalar" else "wdl"
@@ -104,7 +102,7 @@ def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
         assert said["policy"].shape == (count, 4672)
         for head in heads if net.task.config.model.encoding == "oriented" else ():
             np.testing.assert_allclose(said[f"ssl_{head}"], wanted[f"ssl/{head}"], atol=1e-5)
-        seen = export.opened(net, path).predict(batch)
+        seen = export.load(net, path).predict(batch)
         for key in ("policy", "value"):
             np.testing.assert_allclose(seen[key], wanted[key], atol=1e-4)
     assert net.model.training is False
@@ -118,10 +116,10 @@ def test_a_file_that_says_something_else_is_not_written(
     path.write_text("an earlier one")
     for wrong in (1e-3, float("nan")):
         found = [np.zeros(3), np.array([0.0, wrong]), np.zeros(2)]
-        monkeypatch.setattr(export, "differences", lambda *_, found=found: iter(found))
+        monkeypatch.setattr(onnx, "differences", lambda *_, found=found: iter(found))
         with pytest.raises(ValueError, match="differ from the network"):
             export.export(net, path)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["an earlier one"]
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an earlier one"]
     with pytest.raises(ValueError, match="no folder"):
         export.export(net, tmp_path / "nowhere" / "model.onnx")
 
@@ -130,17 +128,17 @@ def test_a_file_that_says_something_else_is_not_written(
 def test_the_file_explains_itself_and_becomes_small_and_can_play(tmp_path: Path) -> None:
     net, path, small = random_net(channels=64), tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
     export.export(net, path)
-    export.quantise(path, small)
+    onnx.quantise(path, small)
     assert small.stat().st_size < path.stat().st_size / 2
-    notes = export.session(small).get_modelmeta().custom_metadata_map
+    notes = onnx.session(small).get_modelmeta().custom_metadata_map
     assert json.loads(notes["planes"]) == list(PLANE_NAMES["oriented"])
     assert json.loads(notes["moves"]) == moves("oriented")
     assert notes["encoding"] == "oriented"
     boards = [board for board in hard_positions() if any(board.legal_moves)]
     batch = packed(net, boards)
-    wanted, said = (asked.predict(batch)["value"] for asked in (net, export.opened(net, small)))
+    wanted, said = (asked.predict(batch)["value"] for asked in (net, export.load(net, small)))
     assert 0 < np.abs(wanted - said).max() < 0.1
-    assert network_player(export.opened(net, small), 0)
+    assert network_player(export.load(net, small), 0)
 
 
 @pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
@@ -171,34 +169,29 @@ def mirrored(move: chess.Move) -> chess.Move:
     )
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", onnx.PACKAGES)
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for present in PACKAGES:
+    for present in onnx.PACKAGES:
         monkeypatch.setitem(sys.modules, present, ModuleType(present))
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {Requirement(line).name for line in extras["optional-dependencies"]["onnx"]} == set(PACKAGES)
+    assert {Requirement(line).name for line in extras["optional-dependencies"]["onnx"]} == set(onnx.PACKAGES)
     path, net = tmp_path / "model.onnx", random_net()
     with pytest.raises(ValueError, match=rf"'{name}' is not installed.*\[onnx\]"):
-        export.session(path) if name == "onnxruntime" else export.export(net, path)
+        onnx.session(path) if name == "onnxruntime" else export.export(net, path)
 
 
 def test_speeds_stand_beside_their_limit() -> None:
     net = random_net()
-    speeds = inference.measure({"torch fp32": net, "other int8": net}, (1, 8), seconds=0.01)
-    assert [(speed.engine, speed.rows) for speed in speeds] == [
-        ("torch fp32", 1),
-        ("other int8", 1),
-        ("torch fp32", 8),
-        ("other int8", 8),
+    speeds = throughput.measure({"torch fp32": net, "other int8": net}, (1, 8), seconds=0.01)
+    assert [(one.engine, one.rows) for one in speeds] == [
+        (name, rows) for rows in (1, 8) for name in ("torch fp32", "other int8")
     ]
-    assert all(speed.rate > 0 for speed in speeds)
+    assert all(one.rate > 0 for one in speeds)
     assert speeds[0].limit > speeds[0].rate
     assert speeds[1].limit == 0
-    lines = inference.table(speeds).splitlines()
-    assert lines[0].split() == ["positions/s", "1", "8", "limit", "share"]
-    assert [line.split()[:2] for line in lines[1:]] == [["torch", "fp32"], ["other", "int8"]]
-    assert lines[1].endswith("%")
-    assert lines[2].endswith("-")
+    table = throughput.table(speeds)
+    assert list(table) == ["1 at once [1/s]", "8 at once [1/s]", "limit [1/s]", "share"]
+    assert table["share"].notna().to_dict() == {"torch fp32": True, "other int8": False}

@@ -197,6 +197,7 @@ def scaling(chosen: Plan) -> Iterator[Figure]:
 
 def inference(chosen: Plan) -> Iterator[Figure]:
     """Positions a second that a network evaluates for searches and matches, by what evaluates it and by batch."""
+    from matrixlib.tasks.chess.evaluate import onnx
     from matrixlib.tasks.chess.evaluate import throughput as inference
     from matrixlib.tasks.chess.evaluate.net import Net
     from matrixlib.tasks.chess.task import ChessTask
@@ -212,7 +213,7 @@ def inference(chosen: Plan) -> Iterator[Figure]:
         with tempfile.TemporaryDirectory() as folder:
             nets = {f"torch {chosen.runtime.dtype}": net}
             if preset == "quick":  # for the large one that takes minutes: see tests/bench/bench_inference.py
-                nets = inference.engines(net, Path(folder), chosen.compile)
+                nets = onnx.engines(net, Path(folder), chosen.compile)
             for speed in inference.measure(nets, sizes, chosen.seconds / 4):
                 of = f"{speed.engine.split()[-1]} products" if speed.limit else ""
                 name = f"{preset}, {speed.engine}, {speed.rows} at once"

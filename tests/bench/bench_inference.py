@@ -15,6 +15,7 @@ from pathlib import Path
 
 from matrixlib import config as configuration
 from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks.chess.evaluate import onnx
 from matrixlib.tasks.chess.evaluate import throughput as inference
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
@@ -35,7 +36,7 @@ def main() -> None:
         print("\n".join(net.serving.reasons))
         with tempfile.TemporaryDirectory() as folder:
             # Compiling the large network takes minutes and tells nothing else.
-            nets = inference.engines(net, Path(folder), args.compiled and preset == "quick")
+            nets = onnx.engines(net, Path(folder), args.compiled and preset == "quick")
             start = time.perf_counter()
             for name, asked in nets.items():
                 if name.startswith("compiled"):
@@ -43,7 +44,7 @@ def main() -> None:
                         asked.predict(inference.positions(asked, rows))
             if args.compiled and preset == "quick":
                 print(f"compiling for {len(sizes)} sizes and two dtypes: {time.perf_counter() - start:.0f} s")
-            print(inference.table(inference.measure(nets, sizes, args.seconds)), flush=True)
+            print(inference.table(inference.measure(nets, sizes, args.seconds)).to_string(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,275 +1,200 @@
-"""Trained networks as ONNX files for other programs: written, proved to say the same, with 8-bit weights on demand.
+"""Chess networks as ONNX files: planes in, moves, value and maps out; compared with the network, and their speed.
 
-Needs `onnx`, `onnxscript` and `onnxruntime`, which nothing else here needs: the extra `onnx` of pyproject.toml.
+Needs the extra `onnx`, see `engine.onnx`.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib
 import itertools
-import logging
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from matrixlib.tasks.chess.evaluate import held_out as evaluation
-from matrixlib.tasks.chess.evaluate import throughput as inference
+from matrixlib.engine import onnx
+from matrixlib.hardware import runtime as runtimes
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.evaluate import throughput
+from matrixlib.tasks.chess.evaluate.held_out import held_out
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.evaluate.onnx_form import INPUTS, ForExport
-from matrixlib.tasks.chess.planes import planes
-from matrixlib.tasks.latin import export as latin
-from matrixlib.tasks.latin.vocabulary import SIDE
+from matrixlib.tasks.chess.planes import move_map, planes
+from matrixlib.tasks.chess.task import ChessTask
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from matrixlib.data.loader import Loader
-    from matrixlib.tasks.latin.model import LatinNet
 
-Module = TypeVar("Module", bound=nn.Module)
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-4  # of an output, or of its size where it is above 1
-COMPARED = 2048  # positions on which files are compared with their network, beyond the proof
-ROWS = (1, 3, 32)  # of the batches that are compared
+COMPARED = 2048  # positions on which files are compared with their network, beyond those of `export`
+ROWS = (1, 3, 32)  # of the batches that `export` compares
+PIECES = "PNBRQK"
+PLANE_NAMES = {
+    "oriented": (
+        *(f"our {piece}" for piece in PIECES),
+        *(f"their {piece}" for piece in PIECES),
+        "earlier occurrences of the position / 2",
+        *("we may castle, king's side", "we may castle, queen's side"),
+        *("they may castle, king's side", "they may castle, queen's side"),
+        "en-passant square, where the capture is legal",
+        "half-move clock / 100",
+    ),
+    "matrix0": (
+        *(f"White {piece}" for piece in PIECES),
+        *(f"Black {piece}" for piece in PIECES),
+        "White to move",
+        *("White may castle, king's side", "White may castle, queen's side"),
+        *("Black may castle, king's side", "Black may castle, queen's side"),
+        "half-move clock / 99, at most 1",
+        "full move / 199, at most 1",
+    ),
+}
+BOARDS = {
+    "oriented": "the board of the side to move: row 0 is its rank 1, column 0 the a-file; for Black the ranks are "
+    "turned and the colours swapped",
+    "matrix0": "White's board: row 0 is rank 8, column 0 the a-file",
+}
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A file and the largest difference between what it says and what the network says."""
+class ChessOnnx(onnx.OnnxModule):
+    """A network with everything that follows from the planes (B, 19, 8, 8) float32.
 
-    path: Path
-    outputs: tuple[str, ...]
-    difference: float
-    positions: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB, outputs {', '.join(self.outputs)}; "
-            f"differs from torch by {self.difference:.1e} at most, on {self.positions} positions"
-        )
-
-
-# Chess
-
-
-def export(net: Net, path: Path | str) -> Exported:
-    """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `tasks.chess.export.ForExport`.
-
-    The file's metadata say what planes and moves mean. Held-out positions of the sample set are put to both, in
-    batches of 1, 3 and 32: ValueError, and no file, where they differ by more than 1e-4; ValueError without the
-    packages.
+    Gives a tensor for each of `outputs`: `policy` (B, 4672) logits, illegal moves not masked; `wdl` (B, 3)
+    probabilities of win, draw and loss, or `value` (B,) in -1..1; `ssl_<head>` (B, c, 8, 8) probabilities.
     """
-    module = ForExport(net.task, _plain(net.model)).eval()
-    inputs = real_planes(net, sum(ROWS))
-    given = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
-    with _draft(path) as draft:
-        write(module, (inputs[:2],), INPUTS, draft, module.metadata())
-        worst = _accepted([found.max() for found in differences(module, draft, INPUTS, given)])
-    return Exported(Path(path), module.outputs, worst, len(inputs))
+
+    inputs = ("planes",)
+
+    def __init__(self, task: ChessTask, model: nn.Module) -> None:
+        super().__init__()
+        self.task, self.model = task, model
+        self.scalar = task.config.model.value.kind == "scalar"
+        self.heads = tuple(f"ssl_{name}" for name in task.config.model.ssl)
+        self.outputs = ("policy", "value" if self.scalar else "wdl", *self.heads)
+
+    def forward(self, planes: Tensor) -> tuple[Tensor, ...]:
+        out = self.model(planes, frozenset({"policy", "value", *self.heads}))
+        value = out["value"] if self.scalar else out["value"].softmax(1)
+        maps = (self.task.shares(name, logits) for name, logits in out.get("ssl", {}).items())
+        return out["policy"], value, *maps
+
+    def metadata(self) -> dict[str, str]:
+        """What a consumer must know, as text; `planes` and `moves` are lists in JSON."""
+        encoding = self.task.config.model.encoding
+        return {
+            "task": "chess",
+            "encoding": encoding,
+            "board": BOARDS[encoding],
+            "planes": json.dumps(PLANE_NAMES[encoding]),
+            "policy": "logits by move, see moves; leave out illegal moves, then softmax",
+            "moves": json.dumps(moves(encoding)),
+            "value": "expected result of the side to move, -1 to 1"
+            if self.scalar
+            else "wdl: probabilities of win, draw and loss for the side to move",
+            "maps": "ssl_<head>: probabilities by class and square, on the board of the planes",
+        }
 
 
-def report(net: Net, path: str, int8: str, held_out: Loader, sample: int = 0) -> str:
-    """Write a chess network to `path`, and with 8-bit weights to `int8` unless that is empty; what became of it.
+class _OnnxModel(nn.Module):
+    """A chess ONNX file in the place of `PolicyValueNet`; without self-supervised heads."""
 
-    Figures on `sample` held-out positions (0: all) of the network and of each file, how often a file's best move is the
-    network's and how its value goes with the network's, and positions a second. Errors as of `export`.
+    def __init__(self, path: Path | str, threads: int) -> None:
+        super().__init__()
+        self.session = onnx.session(path, threads)
+
+    def forward(self, planes: Tensor, heads: frozenset[str]) -> dict[str, Tensor]:
+        names = [output.name for output in self.session.get_outputs()][:2]
+        policy, value = map(torch.from_numpy, self.session.run(names, {"planes": planes.numpy()}))
+        return {"policy": policy, "value": value.clamp(min=1e-30).log() if names[1] == "wdl" else value}
+
+
+def moves(encoding: str) -> list[str]:
+    """The move of each policy index in UCI, on the side to move's board (`oriented`) or on White's; "" where there is
+    none. A pawn that reaches the last rank by a move without a letter becomes a queen.
     """
-    lines = [str(export(net, path))]
-    nets = {f"torch {net.runtime.dtype}": net, "ONNX fp32": opened(net, path)}
-    if int8:
-        quantise(path, int8)
-        nets["ONNX int8"] = opened(net, int8)
-        lines.append(f"{int8}: {Path(int8).stat().st_size / 1e6:.1f} MB")
-    names = {"top1": "top-1", "policy_kl": "KL", "wdl_accuracy": "WDL", "value_correlation": "value corr."}
-    lines += [
-        "",
-        f"{'':12}" + "".join(f"{title:>13}" for title in (*names.values(), "same move", "same value")),
-    ]
-    batch = inference.positions(net, COMPARED)
-    own = net.predict(batch)
-    for name, asked in nets.items():
-        figures = evaluation.held_out(asked, held_out, sample)
-        said = asked.predict(batch)
-        numbers = [figures.get(key, float("nan")) for key in names]
-        numbers.append(float(np.mean(said["policy"].argmax(1) == own["policy"].argmax(1))))
-        numbers.append(float(np.corrcoef(said["value"], own["value"])[0, 1]))
-        lines.append(f"{name:12}" + "".join(f"{number:>13.4f}" for number in numbers))
-    return "\n".join(lines) + "\n\n" + inference.table(inference.measure(nets, (1, 32, 256), 0.5))
+    square = [f"{file}{rank}" for rank in range(1, 9) for file in "abcdefgh"]
+    names = [""] * bitboard.POLICY_SIZE
+    black = move_map(encoding)[1].tolist()
+    for index, code in enumerate(bitboard.POLICY_MOVE.tolist()):
+        if code == bitboard.NO_MOVE:
+            continue
+        start, to, letter = code & 63, code >> 6 & 63, ("", "n", "b", "r")[code >> 12]
+        names[index] = square[start] + square[to] + letter
+        if encoding == "matrix0":
+            names[black[index]] = square[start ^ 56] + square[to ^ 56] + letter
+    return names
 
 
-def real_planes(net: Net, count: int) -> np.ndarray:
-    """Planes (count, 19, 8, 8) float32 of held-out positions of the sample set, as the network takes them."""
-    batch = {name: torch.from_numpy(array) for name, array in inference.positions(net, count).items()}
-    return planes(batch, net.task.config.model.encoding).numpy()
+def export(net: Net, path: Path | str) -> onnx.OnnxFile:
+    """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `ChessOnnx`.
+
+    Its metadata say what planes and moves mean. Compared on held-out positions of the sample set, in batches of 1, 3
+    and 32; errors as of `engine.onnx.export`.
+    """
+    batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
+    inputs = planes(batch, net.task.config.model.encoding).numpy()
+    batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
+    return onnx.export(ChessOnnx(net.task, net.model), path, batches)
 
 
-def opened(net: Net, path: Path | str) -> Net:
-    """A network like `net` that asks an ONNX file of its own instead: for figures, searches and players.
+def load(net: Net, path: Path | str) -> Net:
+    """A network like `net` whose outputs an ONNX file computes: for figures, searches and players.
 
     It has no self-supervised heads.
     """
     runtime = replace(net.runtime, device="cpu", dtype="fp32", channels_last=False)
-    return Net(_Opened(path, runtime.threads), net.task, runtime)
+    return Net(_OnnxModel(path, runtime.threads), net.task, runtime)
 
 
-class _Opened(nn.Module):
-    """A chess ONNX file in the place of `PolicyValueNet`."""
+def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
+    """The same network evaluated in every way there is, by name, which ends with the dtype.
 
-    def __init__(self, path: Path | str, threads: int) -> None:
-        super().__init__()
-        self.session = session(path, threads)
-
-    def forward(self, planes: Tensor, heads: frozenset[str]) -> dict[str, Tensor]:
-        names = [output.name for output in self.session.get_outputs()][:2]
-        policy, value = self.session.run(names, {"planes": planes.numpy()})
-        said = torch.from_numpy(value)
-        return {
-            "policy": torch.from_numpy(policy),
-            "value": said.clamp(min=1e-30).log() if names[1] == "wdl" else said,
+    On the CPU also as ONNX files in `folder`, where the packages of the extra `onnx` are installed.
+    """
+    plain = replace(net.runtime, dtype="fp32")
+    by_dtype = {"fp32": plain, "bf16": replace(plain, dtype="bf16")}
+    nets = {f"torch {dtype}": Net(net.model, net.task, runtime) for dtype, runtime in by_dtype.items()}
+    if compiled:
+        serving = runtimes.serving(net.runtime.device, True)
+        nets |= {
+            f"compiled {d}": Net(net.model, net.task, runtime, serving) for d, runtime in by_dtype.items()
         }
+    if net.runtime.device == "cpu" and onnx.installed():
+        export(net, folder / "model.onnx")
+        onnx.quantise(folder / "model.onnx", folder / "model.int8.onnx")
+        nets["ONNX fp32"] = load(net, folder / "model.onnx")
+        nets["ONNX int8"] = load(net, folder / "model.int8.onnx")
+    return nets
 
 
-def _plain(model: Module) -> Module:
-    """A copy on the CPU, in the usual layout and in fp32."""
-    moved = copy.deepcopy(model).cpu().float()
-    for tensor in (*moved.parameters(), *moved.buffers()):
-        tensor.data = tensor.data.contiguous()
-    return moved
+def compare(net: Net, path: str, int8: str, loader: Loader, sample: int = 0) -> pd.DataFrame:
+    """A row for a network and for its file `path`, which is also written with 8-bit weights to `int8` unless that is
+    empty.
 
-
-# Latin squares
-
-
-def export_latin(model: LatinNet, path: Path | str) -> Exported:
-    """Write a network for Latin squares as ONNX; errors as of `export`.
-
-    Compared inside the grids, over all sizes and modes and batches of 1 and 3.
+    Megabytes; figures on `sample` held-out positions (0: all); how often its best move is the network's, and how its
+    value goes with the network's; positions a second. Errors as of `export`.
     """
-    module = latin.ForExport(_plain(model)).eval()
-    cases = [(size, latin.puzzles(rows, size, seed=0)) for size in range(3, SIDE + 1) for rows in (1, 3)]
-    with _draft(path) as draft:
-        write(module, latin.puzzles(2, SIDE, seed=0), latin.INPUTS, draft, {"task": "latin"})
-        found = differences(module, draft, latin.INPUTS, [given for _, given in cases])
-        inside = [part[:, :, :size, :size].max() for (size, _), part in zip(cases, found, strict=True)]
-        worst = _accepted(inside)
-    return Exported(Path(path), module.outputs, worst, sum(len(given[0]) for _, given in cases))
+    import pandas as pd
 
-
-# Any task
-
-
-def write(
-    module: nn.Module, example: Sequence[np.ndarray], inputs: Sequence[str], path: Path, notes: dict[str, str]
-) -> None:
-    """Write a module as one ONNX file with a free batch size; weights inside it, not in a file beside it.
-
-    module: names what it gives in `outputs`. example: two rows or more of each input. notes: go into the metadata.
-    """
-    onnx = _need("onnx")
-    _need("onnxscript")
-    batch = torch.export.Dim("batch", min=1)
-    with sdpa_kernel(SDPBackend.MATH), _quiet():  # the fused kernel's strides do not survive the exporter
-        torch.onnx.export(
-            module,
-            tuple(torch.from_numpy(array) for array in example),
-            str(path),
-            input_names=list(inputs),
-            output_names=list(module.outputs),  # type: ignore[arg-type]
-            dynamic_shapes=[{0: batch}] * len(inputs),
-            dynamo=True,
-            external_data=False,
-            verbose=False,
+    nets = {f"torch {net.runtime.dtype}": net, "ONNX fp32": load(net, path)}
+    paths = {"ONNX fp32": path}
+    if int8:
+        onnx.quantise(path, int8)
+        nets["ONNX int8"], paths["ONNX int8"] = load(net, int8), int8
+    names = {"top1": "top-1", "policy_kl": "KL", "wdl_accuracy": "WDL", "value_correlation": "value corr."}
+    batch = throughput.positions(net, COMPARED)
+    own = net.predict(batch)
+    rows = {}
+    for name, other in nets.items():
+        figures, out = held_out(other, loader, sample), other.predict(batch)
+        rows[name] = (
+            {"MB": round(Path(paths[name]).stat().st_size / 1e6, 1) if name in paths else float("nan")}
+            | {title: round(figures.get(key, float("nan")), 4) for key, title in names.items()}
+            | {"same move": float(np.mean(out["policy"].argmax(1) == own["policy"].argmax(1)))}
+            | {"same value": float(np.corrcoef(out["value"], own["value"])[0, 1])}
         )
-    model = onnx.load(path)
-    del model.graph.value_info[:]  # some shapes in it are wrong, which onnx's own inference refuses
-    onnx.helper.set_model_props(model, notes)
-    onnx.save(model, path)
-
-
-def differences(
-    module: nn.Module, path: Path, inputs: Sequence[str], given: Iterable[Sequence[np.ndarray]]
-) -> Iterator[np.ndarray]:
-    """How far the file is from the module, for every output of every batch: of its size where that is above 1."""
-    asked = session(path)
-    for arrays in given:
-        with torch.inference_mode():
-            said = module(*(torch.from_numpy(array) for array in arrays))
-        ours = (said,) if isinstance(said, Tensor) else said
-        theirs = asked.run(None, dict(zip(inputs, arrays, strict=True)))
-        for one, other in zip(ours, theirs, strict=True):
-            yield np.abs(one.numpy() - other) / np.maximum(np.abs(one.numpy()), 1)
-
-
-def quantise(path: Path | str, out: Path | str) -> None:
-    """Write an ONNX file again with 8-bit weights; activations become 8-bit as they come (dynamic quantisation).
-
-    A quarter of the size. Unsigned weights, as onnxruntime convolves with signed ones four times more slowly.
-    Measure what it loses before you use it, and whether it is faster at all. ValueError without the packages.
-    """
-    onnx = _need("onnx")
-    quantization = _need("onnxruntime.quantization")
-    with _draft(out) as draft, _quiet():
-        quantization.quantize_dynamic(onnx.load(path), draft, weight_type=quantization.QuantType.QUInt8)
-
-
-def session(path: Path | str, threads: int = 0) -> Any:
-    """An onnxruntime session on the CPU; threads: 0 for all cores."""
-    runtime = _need("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads
-    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-@contextmanager
-def _draft(path: Path | str) -> Iterator[Path]:
-    """A file to write and to look at, which gets its name only if nothing was wrong with it."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise ValueError(f"no folder '{path.parent}' to write {path.name} to")
-    draft = path.with_name(path.name + ".tmp")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _accepted(found: Sequence[float]) -> float:
-    """The largest of these differences; ValueError where it is too large, or where one is not a number."""
-    worst = float(np.max(found))
-    if not worst <= TOLERANCE:
-        raise ValueError(
-            f"the ONNX file would differ from the network by {worst:.1e}, more than {TOLERANCE:.0e}; it is not "
-            "written. Please report it with the run's config.yaml"
-        )
-    return worst
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what exporters say about other packages and themselves."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def _need(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        package = name.partition(".")[0]
-        raise ValueError(
-            f"'{package}' is not installed; `make install` brings it, or the extra: pip install '.[onnx]'"
-        ) from None
+    speeds = throughput.table(throughput.measure(nets, (1, 32, 256), 0.5))
+    return pd.DataFrame.from_dict(rows, orient="index").join(speeds)

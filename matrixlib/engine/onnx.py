@@ -1,0 +1,172 @@
+"""Networks as ONNX files for other programs: written, compared with the network, with 8-bit weights on demand.
+
+Needs `onnx`, `onnxscript` and `onnxruntime`, which nothing else here needs: the extra `onnx` of pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+TOLERANCE = 1e-4  # of an output, or of its size where it is above 1
+
+Inputs = Sequence[np.ndarray]
+"""An array for each input of a network, with the same leading dimension."""
+
+
+class OnnxModule(nn.Module):
+    """A network as other programs call it: a tensor for each of `inputs` in, one for each of `outputs` out."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def metadata(self) -> dict[str, str]:
+        """What a consumer must know, for the metadata of the file."""
+        raise NotImplementedError
+
+    def meaningful(self, output: np.ndarray, inputs: Inputs) -> np.ndarray:
+        """The part of an output that must be the same in the file."""
+        return output
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """A file and the largest difference between its outputs and the network's, over so many examples."""
+
+    path: Path
+    outputs: tuple[str, ...]
+    difference: float
+    examples: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB, outputs {', '.join(self.outputs)}; "
+            f"differs from torch by {self.difference:.1e} at most, on {self.examples} examples"
+        )
+
+
+def installed() -> bool:
+    """Whether all packages of the extra are there."""
+    return all(map(importlib.util.find_spec, PACKAGES))
+
+
+def export(module: OnnxModule, path: Path | str, batches: Sequence[Inputs]) -> OnnxFile:
+    """Write a network as one ONNX file with a free batch size; weights inside it, not in a file beside it.
+
+    batches: given to both; one of them has two rows or more. ValueError, and no file, where an output differs by more
+    than 1e-4 (of its size where that is above 1); ValueError without the packages.
+    """
+    onnx = _need("onnx")
+    _need("onnxscript")
+    module = copy.deepcopy(module).cpu().float().eval()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.contiguous()
+    example = max(batches, key=lambda inputs: len(inputs[0]))
+    with _draft(path) as draft:
+        with sdpa_kernel(SDPBackend.MATH), _quiet():  # the fused kernel's strides do not survive the exporter
+            torch.onnx.export(
+                module,
+                tuple(torch.from_numpy(array) for array in example),
+                str(draft),
+                input_names=list(module.inputs),
+                output_names=list(module.outputs),
+                dynamic_shapes=[{0: torch.export.Dim("batch", min=1)}] * len(module.inputs),
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+        model = onnx.load(draft)
+        del model.graph.value_info[:]  # some shapes in it are wrong, which onnx's own inference refuses
+        onnx.helper.set_model_props(model, module.metadata())
+        onnx.save(model, draft)
+        worst = float(np.max([difference.max() for difference in differences(module, draft, batches)]))
+        if not worst <= TOLERANCE:  # or not a number
+            raise ValueError(
+                f"the ONNX file would differ from the network by {worst:.1e}, more than {TOLERANCE:.0e}; it is not "
+                "written. Please report it with the run's config.yaml"
+            )
+    return OnnxFile(Path(path), module.outputs, worst, sum(len(inputs[0]) for inputs in batches))
+
+
+def differences(module: OnnxModule, path: Path, batches: Sequence[Inputs]) -> Iterator[np.ndarray]:
+    """How far the file is from the module, for every output of every batch: of its size where that is above 1."""
+    file = session(path)
+    for inputs in batches:
+        with torch.inference_mode():
+            outputs = module(*(torch.from_numpy(array) for array in inputs))
+        ours = (outputs,) if isinstance(outputs, Tensor) else outputs
+        theirs = file.run(None, dict(zip(module.inputs, inputs, strict=True)))
+        for one, other in zip(ours, theirs, strict=True):
+            size = np.maximum(np.abs(one.numpy()), 1)
+            yield module.meaningful(np.abs(one.numpy() - other) / size, inputs)
+
+
+def quantise(path: Path | str, out: Path | str) -> None:
+    """Write an ONNX file again with 8-bit weights; activations become 8-bit as they come (dynamic quantisation).
+
+    A quarter of the size. Unsigned weights, as onnxruntime convolves with signed ones four times more slowly.
+    Measure what it loses before you use it, and whether it is faster at all. ValueError without the packages.
+    """
+    onnx = _need("onnx")
+    quantization = _need("onnxruntime.quantization")
+    with _draft(out) as draft, _quiet():
+        quantization.quantize_dynamic(onnx.load(path), draft, weight_type=quantization.QuantType.QUInt8)
+
+
+def session(path: Path | str, threads: int = 0) -> Any:
+    """An onnxruntime session on the CPU; threads: 0 for all cores."""
+    runtime = _need("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def _draft(path: Path | str) -> Iterator[Path]:
+    """A file to write and to look at, which gets its name only if nothing was wrong with it."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"no folder '{path.parent}' to write {path.name} to")
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what exporters say about other packages and themselves."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _need(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        package = name.partition(".")[0]
+        raise ValueError(
+            f"'{package}' is not installed; `make install` brings it, or the extra: pip install '.[onnx]'"
+        ) from None
