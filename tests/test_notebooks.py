@@ -308,7 +308,7 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
         options |= {"onnx": str(tmp_path / "model.onnx"), "int8": str(tmp_path / "model.int8.onnx")}
     done, _ = papermill("eval", reports, "-y", json.dumps(options))
     outputs = [o for c in nbformat.read(reports / "eval.ipynb", 4).cells for o in c.get("outputs", [])]
-    text = "\n".join(o.get("text") or o["data"]["text/plain"] for o in outputs)
+    text = "\n".join(o.get("text", o.get("data", {}).get("text/plain", "")) for o in outputs)
     assert "VERDICT" in text, done.stderr[-2000:]
     assert sum("image/png" in o.get("data", {}) for o in outputs) == 3
     assert re.search(r"^all +1 +search 16 +100.0% \[.*\] +\d", text, re.MULTILINE), (
