@@ -115,6 +115,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     summary["preset"] = summary["stopped_early"] = evil
     summary["evaluation"] = {evil: evil, "baselines": {}}
     summary["runtime"] = {evil: evil, "reasons": [evil]}
+    summary["headline"] = evil
     summary["verdict"] = {"passed": False, "checks": [{"name": evil, "passed": False, "detail": evil}]}
     write_json(folder / "summary.json", summary)
     write_json(folder / "run.json", {"commit": evil, "versions": {evil: evil}, "started": evil})
@@ -127,7 +128,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["summary.json", "run.json", "config.yaml", "metrics.jsonl"])
-def test_a_missing_or_damaged_part_is_said(tmp_path: Path, name: str) -> None:
+def test_a_missing_or_damaged_part_is_named(tmp_path: Path, name: str) -> None:
     folder = make_run(tmp_path)
     (folder / name).write_text("{broken\n{broken\n")
     page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
@@ -184,7 +185,7 @@ def test_the_index_draws_the_loss_of_each_run(tmp_path: Path) -> None:
     assert "<svg" not in report.write_index(tmp_path).read_text(encoding="utf-8")
 
 
-def test_what_was_said_while_training_is_in_the_report(tmp_path: Path) -> None:
+def test_warnings_of_the_training_are_in_the_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     with MetricsLog(folder / "metrics.jsonl") as log:
         for step in range(6, 40):
@@ -202,3 +203,13 @@ def test_a_folder_without_a_training_lacks_nothing(tmp_path: Path) -> None:
     page = Structure(report.write_report(tmp_path / "probe").read_text(encoding="utf-8"))
     assert page.headings == ["probe"]
     assert "missing" not in page.text
+
+
+def test_what_nobody_knows_breaks_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    odd = {"items": 1, "evaluation": ["no", "mapping"], "verdict": "good", "steps": "many", "seconds": "nan"}
+    write_json(folder / "summary.json", summary | odd | {"runtime": 3, "new": {"deep": [1, {}]}, "headline": 5})
+    write_json(folder / "run.json", {"versions": "none", "runtime": [1], "started": 7})
+    assert "no verdict" in Structure(report.write_report(folder).read_text(encoding="utf-8")).text
+    assert "no verdict" in Structure(report.write_index(tmp_path).read_text(encoding="utf-8")).text

@@ -4,13 +4,12 @@
     python -m matrixlib.runs.report RUN        one run (name or folder), and the index
 
 It is made from what the run's folder holds (summary.json, run.json, config.yaml, metrics.jsonl); whatever a
-crashed run left out or damaged is named.
+crashed run left out or damaged is named. The pages are templates/report.html and templates/index.html.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import json
 import math
 import sys
@@ -24,28 +23,6 @@ from matrixlib import files, progress
 from matrixlib.engine import metrics
 from matrixlib.files import reports_root
 from matrixlib.runs import figures
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d1d1f; --page: #ffffff; --line: #d8d8dc; --soft: #f5f5f7;
-  --quiet: #6b6b70; --curve: #1f77b4; --good: #1a7f37; --bad: #b3261e; --wait: #8a6100; }
-@media (prefers-color-scheme: dark) { :root {
-  --ink: #e6e6e8; --page: #17181a; --line: #3a3b3f; --soft: #222326;
-  --quiet: #9a9aa0; --curve: #6fb3e0; --good: #57c878; --bad: #ff8a80; --wait: #e0b040; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { border-left: .4rem solid; padding: .4rem 1rem; font-size: 1.2rem; background: var(--soft); }
-.pass { color: var(--good); } .fail { color: var(--bad); } .open { color: var(--wait); }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem 1rem .25rem 0;
-  border-bottom: 1px solid var(--line); vertical-align: top; }
-th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.result { font-size: 1.05rem; } .soft, .soft a { color: var(--quiet); }
-svg { display: block; width: 8rem; height: 2rem; stroke: var(--curve); fill: none; stroke-width: 1.5; }
-img { max-width: 100%; background: #fff; border-radius: .4rem; }
-pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: .85rem; border-radius: .4rem; }
-pre.columns { columns: 17rem; } .index { max-width: 84rem; } .index a { white-space: nowrap; }
-.wide { overflow-x: auto; }
-"""
 
 LABELS = {
     "positions": "held-out positions",
@@ -71,35 +48,33 @@ def write_report(run_folder: Path) -> Path:
     problems: list[str] = []
     summary = _read_json(folder / "summary.json", problems)
     record = _read_json(folder / "run.json", problems)
-    parts = [f"<h1>{_text(folder.name)}</h1>", _verdict(summary)]
-    if headline := summary.get("headline"):
-        parts.append(f'<p class="result">{_text(headline)}</p>')
-    parts += [
-        f'<p class="soft">{_text(_headline(summary, record))} - <a href="../index.html">all runs</a></p>',
-        _checks(summary),
-        _section("Key figures", _figures(summary)),
-    ]
+    content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary)}
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _rows(folder, problems)
-        parts += [
-            _section("Curves", _curves(rows, folder.name)),
-            _section("Where the time went", _phases(rows)),
-            _section("What it said", _messages(rows)),
-            _section("Runtime", _runtime(summary.get("runtime") or record.get("runtime"))),
-            _section("Configuration", _file(folder / "config.yaml")),
-            _section("Environment", _environment(record)),
-            _section("Parts that are missing or damaged", _list(problems)),
-        ]
+        runtime = _mapping(summary.get("runtime") or record.get("runtime"))
+        reasons = runtime.pop("reasons", ())
+        environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
+        content |= {
+            "pictures": _pictures(rows, folder.name),
+            "messages": _messages(rows),
+            "runtime": runtime.items(),
+            "reasons": reasons if isinstance(reasons, list) else (),
+            "configuration": _text(folder / "config.yaml"),
+            "environment": (environment | _mapping(record.get("versions"))).items(),
+            "problems": problems,
+        }
+    text = _render(
+        "report.html", name=folder.name, outcome=outcome(summary), summary=summary, record=record, **content
+    )
     path = folder / "report.html"
-    files.write_text(path, page(folder.name, "\n".join(parts)))
+    files.write_text(path, text)
     return path
 
 
 def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
     """Put a notebook's verdict (passed, demo, checks) into summary.json; write report and index again."""
     path = Path(run_folder) / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    files.write_json(path, summary | {"verdict": dict(verdict)})
+    files.write_json(path, files.read_json(path) | {"verdict": dict(verdict)})
     report = write_report(run_folder)
     write_index(Path(run_folder).parent)
     return report
@@ -108,52 +83,57 @@ def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
 def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
     root = Path(root) if root is not None else reports_root()
-    runs = [path for path in root.iterdir() if path.is_dir() and _is_run(path)] if root.is_dir() else []
-    lines = []
-    for folder in sorted(runs, key=_started, reverse=True):
+    runs = []
+    for folder in run_folders(root):
         summary = _read_json(folder / "summary.json", [])
-        record = _read_json(folder / "run.json", [])
-        kind, word = _outcome(summary)
-        name = _text(folder.name)
-        link = f'<a href="{name}/report.html">{name}</a>' if (folder / "report.html").exists() else name
-        cells = [
-            f'<span class="{kind}">{word}</span>',
-            link,
-            _sparkline(folder / "metrics.jsonl"),
-            _text(summary.get("headline") or _short_figures(summary)),
-            _text(_headline(summary, record)),
-        ]
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "<tr><th>verdict</th><th>run</th><th>training loss</th><th>result</th><th>what it was</th></tr>"
-    table = (
-        f'<div class="wide"><table>{head}{"".join(lines)}</table></div>' if lines else "<p>No runs yet.</p>"
-    )
+        losses = _sampled_losses(folder / "metrics.jsonl")
+        rows = figure_rows(_mapping(summary.get("evaluation")))
+        runs.append(
+            {
+                "name": folder.name,
+                "report": f"{folder.name}/report.html" if (folder / "report.html").exists() else "",
+                "outcome": outcome(summary),
+                "losses": [loss for _, loss in losses],
+                "points": _polyline(losses),
+                "result": summary.get("headline") or ", ".join(f"{label} {value}" for label, value, _ in rows),
+                "summary": summary,
+                "record": _read_json(folder / "run.json", []),
+            }
+        )
     root.mkdir(parents=True, exist_ok=True)
     path = root / "index.html"
-    files.write_text(path, page("Runs", f"<h1>Runs</h1>{table}", "index"))
+    files.write_text(path, _render("index.html", runs=runs))
     return path
 
 
-def page(title: str, body: str, kind: str = "report") -> str:
-    """A whole HTML document around `body`, with a class for the style; the title is escaped, the body is not."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n"
-        f'<body class="{kind}">\n{body}\n</body></html>\n'
-    )
+def run_folders(root: Path) -> list[Path]:
+    """Folders that hold a run or the verdict of a notebook, the one that began last first."""
+    folders = {
+        path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")
+    }
+    started = {folder: str(_read_json(folder / "run.json", []).get("started", "")) for folder in folders}
+    return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
+
+
+def outcome(summary: Mapping[str, Any]) -> str:
+    """PASS or FAIL where a notebook has judged the run, else how far it got."""
+    verdict = summary.get("verdict")
+    if isinstance(verdict, Mapping) and "passed" in verdict:
+        return "PASS" if verdict["passed"] else "FAIL"
+    return "no verdict" if summary.get("complete") else "not finished"
 
 
 def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(figure, value, its baselines) as text, for an evaluation such as `evaluation.held_out` returns.
+    """(figure, value, its baselines) as text, for an evaluation such as a run's summary.json holds.
 
     A baseline belongs to the figures with its last word in their names: `uniform_top1` to `top1`,
-    `majority_wdl` to `wdl_accuracy`. Shares (top..., ...accuracy) are shown in percent.
+    `majority_wdl` to `wdl_accuracy`. Shares (top..., ...accuracy) are shown in percent. What is neither a number nor
+    text is left out.
     """
-    baselines = figures.get("baselines") or {}
+    baselines = _mapping(figures.get("baselines"))
     rows = []
     for name, value in figures.items():
-        if name == "baselines" or not isinstance(value, (int, float, str)):
+        if not isinstance(value, (int, float, str)):
             continue
         beside = [
             f"{key.rsplit('_', 1)[0].replace('_', ' ')} {_number(name, against)}"
@@ -165,14 +145,11 @@ def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: rebuild the reports of the runs given (all without any) and the index."""
+    """Command line: rebuild the reports of the runs named (all without any) and the index."""
     root = reports_root()
-    if arguments:
-        folders = [path if (path := Path(given)).is_dir() else root / given for given in arguments]
-    else:
-        folders = sorted(path for path in root.glob("*") if path.is_dir() and _is_run(path))
+    folders = [path if (path := Path(name)).is_dir() else root / name for name in arguments]
     try:
-        for folder in folders:
+        for folder in folders or sorted(run_folders(root)):
             print(write_report(folder))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -181,12 +158,23 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
+def _render(template: str, **content: Any) -> str:
+    """A page of templates/; every value is escaped, a missing one is empty."""
+    from jinja2 import ChainableUndefined, Environment, PackageLoader
+
+    pages = Environment(
+        loader=PackageLoader("matrixlib.runs"),
+        autoescape=True,
+        undefined=ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["duration"] = progress.duration
+    return pages.get_template(template).render(content)
 
 
-def _section(title: str, body: str) -> str:
-    return f"<h2>{_text(title)}</h2>\n{body}" if body else ""
+def _mapping(value: object) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _number(name: str, value: object) -> str:
@@ -199,94 +187,24 @@ def _number(name: str, value: object) -> str:
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """A JSON object; {} where it is missing or damaged, which is then a problem."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict):
+            return data
+        problems.append(f"{path.name} holds no mapping")
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
-        return {}
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
-        return {}
-    if not isinstance(data, dict):
-        problems.append(f"{path.name} holds no mapping")
-        return {}
-    return data
+    return {}
 
 
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("run.json", "config.yaml", "summary.json"))
-
-
-def _started(folder: Path) -> tuple[str, str]:
-    return str(_read_json(folder / "run.json", []).get("started", "")), folder.name
-
-
-def _outcome(summary: Mapping[str, Any]) -> tuple[str, str]:
-    """(CSS class, word) of a run."""
-    verdict = summary.get("verdict")
-    if isinstance(verdict, Mapping) and "passed" in verdict:
-        return ("pass", "PASS") if verdict["passed"] else ("fail", "FAIL")
-    return ("open", "no verdict") if summary.get("complete") else ("open", "not finished")
-
-
-def _verdict(summary: Mapping[str, Any]) -> str:
-    kind, word = _outcome(summary)
-    verdict = summary.get("verdict")
-    verdict = verdict if isinstance(verdict, Mapping) else {}
-    note = (
-        " (a demo: it shows that everything runs, not how strong the network is)"
-        if verdict.get("demo")
-        else ""
-    )
-    return f'<p class="verdict {kind}">Verdict: {word}{note}</p>'
-
-
-def _checks(summary: Mapping[str, Any]) -> str:
-    verdict = summary.get("verdict")
-    checks = verdict.get("checks", ()) if isinstance(verdict, Mapping) else ()
-    rows = [
-        ("pass" if check.get("passed") else "FAIL", check.get("name", ""), check.get("detail", ""))
-        for check in checks
-        if isinstance(check, Mapping)
-    ]
-    return _table((), rows)
-
-
-def _headline(summary: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """One line of what the run was."""
-    words = []
-    if preset := summary.get("preset") or record.get("preset"):
-        words.append(f"preset {preset}")
-    if isinstance(steps := summary.get("steps"), int):
-        words.append(f"{steps:,} updates")
-    if isinstance(positions := summary.get("positions"), int):
-        words.append(f"{positions:,} positions")
-    if isinstance(seconds := summary.get("seconds"), (int, float)) and seconds >= 0:
-        words.append(progress.duration(seconds))
-    if isinstance(rate := summary.get("positions_per_second"), (int, float)):
-        words.append(f"{rate:,} positions/s")
-    if isinstance(share := summary.get("share_of_peak"), (int, float)):
-        peak = summary.get("peak_gflops")
-        of = f" ({peak:,.0f} GFLOP/s)" if isinstance(peak, (int, float)) else ""
-        words.append(f"{share:.0%} of the measured matrix rate{of}")
-    if reason := summary.get("stopped_early"):
-        words.append(f"stopped early: {reason}")
-    if started := record.get("started"):
-        words.append(f"started {started}")
-    return ", ".join(words)
-
-
-def _figures(summary: Mapping[str, Any]) -> str:
-    figures = summary.get("evaluation")
-    found = figure_rows(figures) if isinstance(figures, Mapping) else []
-    rows = [(LABELS.get(name, name), value, beside) for name, value, beside in found]
-    if isinstance(parameters := summary.get("parameters"), int):
-        rows.append(("parameters of the network", f"{parameters:,}", ""))
-    return _table(("figure", "value", "baselines"), rows, number=1)
-
-
-def _short_figures(summary: Mapping[str, Any]) -> str:
-    return ", ".join(f"{label} {value}" for label, value, _ in figure_rows(summary.get("evaluation") or {}))
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
 
 
 def _rows(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -300,46 +218,52 @@ def _rows(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     return []
 
 
-def _curves(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    alt = "Losses, accuracy, learning rate, gradient norm and throughput over update steps"
-    return _picture(figures.training_figure(rows, name), alt) if rows else ""
+def _checks(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    checks = _mapping(summary.get("verdict")).get("checks")
+    return [check for check in checks if isinstance(check, Mapping)] if isinstance(checks, list) else []
 
 
-def _phases(rows: Sequence[Mapping[str, Any]]) -> str:
-    timed = [row for row in rows if row.get("times")]
-    return _picture(figures.phases_figure(timed), "Milliseconds of an update by phase") if timed else ""
+def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    rows = figure_rows(_mapping(summary.get("evaluation")))
+    if isinstance(parameters := summary.get("parameters"), int):
+        rows.append(("parameters of the network", f"{parameters:,}", ""))
+    return [(LABELS.get(name, name), value, beside) for name, value, beside in rows]
 
 
-def _picture(figure: Figure, alt: str) -> str:
-    data = base64.b64encode(figures.png(figure)).decode("ascii")
-    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+def _pictures(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str, str]]:
+    """(heading, text for those who do not see it, PNG in base 64) of every picture."""
+    pictures: list[tuple[str, str, Figure]] = []
+    if rows:
+        alt = "Losses, accuracy, learning rate, gradient norm and throughput over update steps"
+        pictures.append(("Curves", alt, figures.training_figure(rows, name)))
+    if timed := [row for row in rows if row.get("times")]:
+        alt = "Milliseconds of an update by phase"
+        pictures.append(("Where the time went", alt, figures.phases_figure(timed)))
+    return [(title, alt, base64.b64encode(figures.png(figure)).decode()) for title, alt, figure in pictures]
 
 
-def _messages(rows: Sequence[Mapping[str, Any]]) -> str:
+def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The warnings of the training, as far as they are few."""
-    said = [f"update {row['step']:,}: {text}" for row in rows for text in row.get("messages", ())]
-    more = [f"... and {len(said) - MESSAGES:,} more in metrics.jsonl"] if len(said) > MESSAGES else []
-    return _list(said[:MESSAGES] + more)
+    messages = [f"update {row['step']:,}: {text}" for row in rows for text in row.get("messages", ())]
+    more = len(messages) - MESSAGES
+    return messages[:MESSAGES] + ([f"... and {more:,} more in metrics.jsonl"] if more > 0 else [])
 
 
-def _sparkline(path: Path) -> str:
-    """The training loss as a small curve; "" where there is none. Reads a part of the file only."""
-    points = _sampled_losses(path)
-    if len(points) < 2:
+def _polyline(losses: Sequence[tuple[int, float]]) -> str:
+    """Points of an SVG curve, 120 wide and 28 high; "" for fewer than two."""
+    if len(losses) < 2:
         return ""
-    steps, losses = zip(*points, strict=True)
-    low, high = min(losses), max(losses)
-    wide, tall = max(steps[-1] - steps[0], 1), max(high - low, 1e-9)
-    places = " ".join(
-        f"{120 * (step - steps[0]) / wide:.1f},{26 - 24 * (loss - low) / tall:.1f}" for step, loss in points
+    steps, values = zip(*losses, strict=True)
+    wide, tall = max(steps[-1] - steps[0], 1), max(max(values) - min(values), 1e-9)
+    return " ".join(
+        f"{120 * (step - steps[0]) / wide:.1f},{26 - 24 * (loss - min(values)) / tall:.1f}"
+        for step, loss in losses
     )
-    words = f"training loss {losses[0]:.2f} to {losses[-1]:.2f}"
-    return f'<svg viewBox="0 0 120 28" role="img"><title>{words}</title><polyline points="{places}"/></svg>'
 
 
 def _sampled_losses(path: Path) -> list[tuple[int, float]]:
     """(step, mean loss of a few rows) at places spread evenly over a metrics file; damaged lines are left out."""
-    found: dict[int, float] = {}
+    means: dict[int, float] = {}
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -349,10 +273,10 @@ def _sampled_losses(path: Path) -> list[tuple[int, float]]:
                     file.readline()  # the rest of a row
                 losses = [step_loss for _ in range(SPARK_ROWS) if (step_loss := _loss(file.readline()))]
                 if losses:
-                    found[losses[0][0]] = sum(loss for _, loss in losses) / len(losses)
+                    means[losses[0][0]] = sum(loss for _, loss in losses) / len(losses)
     except OSError:
         return []
-    return sorted(found.items())
+    return sorted(means.items())
 
 
 def _loss(line: bytes) -> tuple[int, float] | None:
@@ -364,48 +288,6 @@ def _loss(line: bytes) -> tuple[int, float] | None:
         return (int(row["step"]), loss) if math.isfinite(loss) else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _runtime(runtime: object) -> str:
-    if not isinstance(runtime, Mapping):
-        return ""
-    reasons = runtime.get("reasons")
-    rows = [(key, value, "") for key, value in runtime.items() if key != "reasons"]
-    return _table((), [row[:2] for row in rows]) + _list(reasons if isinstance(reasons, list) else [])
-
-
-def _environment(record: Mapping[str, Any]) -> str:
-    versions = record.get("versions")
-    rows = [(key, record[key]) for key in ("commit", "catalogue", "started") if record.get(key)]
-    rows += list(versions.items()) if isinstance(versions, Mapping) else []
-    return _table((), rows)
-
-
-def _file(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        return f'<pre class="columns">{_text(text)}</pre>'
-    except OSError as error:
-        return f"<p>{_text(path.name)} cannot be read: {_text(error.strerror)}</p>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]], number: int = -1) -> str:
-    """number: column that is set flush right."""
-    if not rows:
-        return ""
-    kinds = {number: ' class="number"'}
-    top = _row("th", head, kinds) if head else ""
-    body = "".join(_row("td", row, kinds) for row in rows)
-    return f'<div class="wide"><table>{top}{body}</table></div>'
-
-
-def _row(tag: str, cells: Sequence[object], kinds: Mapping[int, str]) -> str:
-    inner = "".join(f"<{tag}{kinds.get(k, '')}>{_text(cell)}</{tag}>" for k, cell in enumerate(cells))
-    return f"<tr>{inner}</tr>"
-
-
-def _list(items: Sequence[object]) -> str:
-    return "<ul>" + "".join(f"<li>{_text(item)}</li>" for item in items) + "</ul>" if items else ""
 
 
 if __name__ == "__main__":
