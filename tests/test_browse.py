@@ -10,11 +10,11 @@ from typing import Any
 
 import chess
 import pytest
+from matplotlib.figure import Figure
 from networks import random_net, save_run
 
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.runs import browse
-from matrixlib.runs.live import Figure
 
 GAME = "1. f3 e5 2. g4 Qh4# 0-1\n"
 

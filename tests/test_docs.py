@@ -98,7 +98,7 @@ def purpose(text: str, name: str) -> str:
 def commands_help() -> str:
     """What each command says of itself with --help."""
     shown = []
-    for module in ("launch", "bench", "uci"):
+    for module in ("runs.launch", "bench", "tasks.chess.uci"):
         done = subprocess.run(
             [sys.executable, "-m", f"matrixlib.{module}", "--help"],
             capture_output=True,
@@ -320,9 +320,8 @@ def test_papermill_examples_would_be_accepted() -> None:
 
 
 def test_options_of_commands_exist() -> None:
-    source = "".join(
-        (ROOT / "matrixlib" / f"{name}.py").read_text(encoding="utf-8") for name in ("launch", "bench")
-    )
+    sources = (ROOT / "matrixlib" / name for name in ("runs/launch.py", "bench/report.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
     papermills = {
         option for parameter in papermill.params for option in (*parameter.opts, *parameter.secondary_opts)
     }

@@ -25,7 +25,7 @@ overrides: dict = {}
 plain = "text"
 free = None
 '''
-SECOND = "from matrixlib import notebook\nnotebook.clean_errors()\ngiven = notebook.check_parameters()\n"
+SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\ngiven = notebook.check_parameters()\n"
 ROOT = Path(__file__).resolve().parents[1]
 
 

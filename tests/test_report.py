@@ -209,7 +209,9 @@ def test_what_nobody_knows_breaks_nothing(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     odd = {"items": 1, "evaluation": ["no", "mapping"], "verdict": "good", "steps": "many", "seconds": "nan"}
-    write_json(folder / "summary.json", summary | odd | {"runtime": 3, "new": {"deep": [1, {}]}, "headline": 5})
+    write_json(
+        folder / "summary.json", summary | odd | {"runtime": 3, "new": {"deep": [1, {}]}, "headline": 5}
+    )
     write_json(folder / "run.json", {"versions": "none", "runtime": [1], "started": 7})
     assert "no verdict" in Structure(report.write_report(folder).read_text(encoding="utf-8")).text
     assert "no verdict" in Structure(report.write_index(tmp_path).read_text(encoding="utf-8")).text

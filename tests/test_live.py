@@ -17,12 +17,13 @@ import papermill
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from matrixlib import progress
 from matrixlib.progress import duration
 from matrixlib.runs import live as plots
-from matrixlib.runs.figures import png, training_figure
-from matrixlib.runs.live import Curve, Figure, History, LivePlot, draw
+from matrixlib.runs.figures import POINTS, Curve, History, draw, png, training_figure
+from matrixlib.runs.live import LivePlot
 
 
 def stats(step: int, loss: float = 1.0, validation: dict[str, Any] | None = None) -> SimpleNamespace:
@@ -90,7 +91,7 @@ def test_a_curve_is_bounded_and_keeps_its_mean_and_its_last_value() -> None:
     for step in range(1, 50_001):
         curve.add(step, float(step))
     steps, values = curve.points()
-    assert len(values) <= plots.POINTS + 1
+    assert len(values) <= POINTS + 1
     assert steps == values  # both are averaged alike
     assert values == sorted(values)
     assert values[-1] > 49_900
@@ -155,7 +156,7 @@ def test_headless_plot_makes_no_output_and_loads_no_widgets() -> None:
     code = """
 import sys
 from types import SimpleNamespace as N
-from matrixlib.engine.plots import LivePlot
+from matrixlib.runs.live import LivePlot
 with LivePlot(3) as plot:
     for step in (1, 2, 3):
         plot.update(N(step=step, losses={"a": 1.0}, metrics={}, learning_rate=0.1, grad_norm=1.0,
@@ -238,7 +239,7 @@ def test_headless_bars_are_text_and_can_be_forbidden(
 
 SOURCE = """
 from types import SimpleNamespace as N
-from matrixlib.engine.plots import LivePlot
+from matrixlib.runs.live import LivePlot
 with LivePlot(3) as plot:
     for step in (1, 2, 3):
         plot.update(N(step=step, losses={"a": 1.0}, metrics={}, learning_rate=0.1, grad_norm=1.0,
