@@ -95,7 +95,8 @@ def write_index(root: Path | None = None) -> Path:
                 "outcome": outcome(summary),
                 "losses": [loss for _, loss in losses],
                 "points": _polyline(losses),
-                "result": summary.get("headline") or ", ".join(f"{label} {value}" for label, value, _ in rows),
+                "result": summary.get("headline")
+                or ", ".join(f"{label} {value}" for label, value, _ in rows),
                 "summary": summary,
                 "record": _read_json(folder / "run.json", []),
             }
