@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from positions import hard_positions, random_positions
 
-from matrixlib.play.game import Moves, Offsets, Played, States, Values, uniform
+from matrixlib.play.game import GameRecord, Moves, Offsets, States, Values, uniform
 from matrixlib.play.game import endings as played_endings
 from matrixlib.play.search import Search, SearchOptions
 from matrixlib.tasks.chess.game import ChessGame, dead, open_tables
@@ -233,7 +233,7 @@ def test_written_games_are_read_back() -> None:
         move = chess.Move.from_uci(uci)
         moves.append(policy_index(move, board.turn))
         board.push(move)
-    text = GAME.write(Played(start, moves, -1, {"Round": "3.1"}, ["", "+0.9", "", ""], ("best", "next")))
+    text = GAME.write(GameRecord(start, moves, -1, {"Round": "3.1"}, ["", "+0.9", "", ""], ("best", "next")))
     read = chess.pgn.read_game(io.StringIO(text))
     assert read is not None
     assert read.end().board().fen() == board.fen()
@@ -241,7 +241,7 @@ def test_written_games_are_read_back() -> None:
     assert read.headers["Round"] == "3.1"
     assert "+0.9" in text
     assert not read.errors
-    assert '[Result "*"]' in GAME.write(Played(start, moves))
+    assert '[Result "*"]' in GAME.write(GameRecord(start, moves))
 
 
 # --- mates ----------------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from matrixlib import config
-from matrixlib.play import match as arena
+from matrixlib.play import match as matches
 from matrixlib.play.game import uniform
 from matrixlib.play.search import SearchOptions
 from matrixlib.tasks import contest
@@ -39,11 +37,13 @@ def test_nobody_knows_perfect_play_of_chess() -> None:
 
 def test_perfect_play_never_loses_and_is_the_same_again() -> None:
     one, other = contest.perfect_player(0), contest.perfect_player(1)
-    draws = arena.play_pairs(GAME, one, other, GAME.initial(50))
+    draws = matches.play_pairs(GAME, one, other, GAME.initial(50))
     assert (draws.scores() == 0.5).all()
     assert len({tuple(game.moves) for game in draws.games}) > 50
-    assert arena.play_pairs(GAME, one, other, GAME.initial(50)) == draws
-    assert arena.play_pairs(GAME, one, arena.random_player(GAME, 0), GAME.initial(50)).scores().mean() > 0.8
+    assert matches.play_pairs(GAME, one, other, GAME.initial(50)) == draws
+    assert (
+        matches.play_pairs(GAME, one, matches.random_player(GAME, 0), GAME.initial(50)).scores().mean() > 0.8
+    )
 
 
 def test_the_truth_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing() -> None:
@@ -56,11 +56,10 @@ def test_the_truth_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing(
         return priors.astype(np.float32), rows.max(1).astype(np.float32)
 
     judge = contest.of(SETTINGS)
-    options = SearchOptions()
-    best = judge.truth(oracle, arena.search_player(GAME, oracle, 8, options))
+    best = judge.truth(oracle, matches.search_player(GAME, oracle, 8))
     assert list(best.values()) == [1.0, 1.0, 0.0, 0.0]
     assert [passed for _, passed, _ in judge.checks(best)] == [True]
-    worst = judge.truth(uniform, arena.search_player(GAME, uniform, 1, replace(options, look_ahead=False)))
+    worst = judge.truth(uniform, matches.search_player(GAME, uniform, 1, SearchOptions(look_ahead=False)))
     assert worst["policy: move does not lose"] < 0.8
     assert worst["policy: games lost"] > 0.2
     assert [passed for _, passed, _ in judge.checks(worst)] == [False]

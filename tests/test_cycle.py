@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 }
 PROGRAM = """
 import json, sys
-from matrixlib import cycle
+from matrixlib.runs import cycle
 for made in cycle.open_cycle("demo", "cpu", "c", json.loads(sys.argv[1])).train():
     print("decided", made.number, flush=True)
 """
@@ -448,14 +448,14 @@ def test_two_networks_are_kept(opened: cycle.Cycle) -> None:
     ("section", "options"), [(config.SelfPlayConfig, SelfPlayOptions), (config.SearchConfig, SearchOptions)]
 )
 def test_sections_have_the_fields_of_the_options_they_become(section: Any, options: Any) -> None:
-    assert list(section.model_fields) == [field.name for field in fields(options)]
+    assert [options.RENAMED.get(name, name) for name in section.model_fields] == list(options.model_fields)
 
 
 def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    monkeypatch.setattr(cycle.arena, "TRIES", 4)
+    monkeypatch.setattr(cycle.matches, "TRIES", 4)
     for key in ("pairs", "anchor_pairs"):
         settings = {"arena": {"pairs": 4, "anchor_pairs": 4, "random_plies": 3, key: 260}}
         with pytest.raises(ValueError, match="hardly 260 different positions after 3 random plies"):

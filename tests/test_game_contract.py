@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from matrixlib.play import game as games
-from matrixlib.play.game import Game, Played, States
+from matrixlib.play.game import Game, GameRecord, States
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.tictactoe.game import TicTacToe
 
@@ -115,4 +115,4 @@ def test_a_game_can_be_written(game: Game) -> None:
     for _ in range(3):
         moves.append(int(game.legal(states)[0][0]))
         states = game.play(states, np.array(moves[-1:]))
-    assert game.write(Played(game.initial(1), moves, 0.0)).strip()
+    assert game.write(GameRecord(game.initial(1), moves, 0.0)).strip()

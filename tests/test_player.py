@@ -156,7 +156,7 @@ def test_the_capture_player_takes_the_best_piece() -> None:
 def test_games_between_players_and_of_a_network_with_itself() -> None:
     """The plumbing of a cycle: a tiny network in self-play and in a match."""
     net = random_net()
-    options = SelfPlayOptions(parallel=4, simulations=8, plies=12)
+    options = SelfPlayOptions(parallel=4, num_simulations=8, plies=12)
     traces = list(play_games(GAME, Evaluator(net), range(4), options))
     assert [len(trace.states) for trace in traces] == [12] * 4
     match = play_pairs(GAME, network_player(net, 16), capture_player(0), GAME.initial(2), plies=16)

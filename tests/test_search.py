@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform, unknown
-from matrixlib.play.search import OF_NODES, Found, Pool, Search, SearchOptions, considered_visits
+from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform
+from matrixlib.play.search import Search, SearchOptions, SearchResult
+from matrixlib.play.tree import considered_visits
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.solution import best_moves
 
 NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
 # Exploration c = 1 whatever the visits, nothing taken off untried moves, one leaf at a time.
-PLAIN = SearchOptions(leaves=1, c_init=1.0, c_base=1e12, fpu=0.0, look_ahead=False)
+PLAIN = SearchOptions(leaves=1, pb_c_init=1.0, pb_c_base=1e12, fpu=0.0, look_ahead=False)
+
+
+def plain(**changes: Any) -> SearchOptions:
+    return SearchOptions(**{**PLAIN.model_dump(), **changes})
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,11 @@ def search(game: Graph, options: SearchOptions = PLAIN) -> Search:
     return Search(game, game.evaluate, options)
 
 
-def consistent(found: Search) -> None:
+def consistent(tree: Search) -> None:
     """Nothing is under way, and an unproven position's sum is its evaluation and its moves' sums, sign turned."""
-    p = found._pool
-    assert not p.pending[: found._edges].any()
-    for node in range(found._nodes):
+    p = tree.pool
+    assert not p.pending[: tree.edges].any()
+    for node in range(tree.nodes):
         into, edges = p.into[node], slice(p.first[node], p.first[node] + p.size[node])
         if p.low[into] == p.high[into]:
             assert p.total[into] == pytest.approx(p.low[into] * p.visits[into])
@@ -153,7 +159,7 @@ def test_first_play_urgency() -> None:
     """After move 0 (prior 0.64): 0 + sqrt 2 * 0.32 = 0.45 against 0 - fpu * 0.8 + sqrt 2 * 0.36 = 0.51 - 0.8 fpu."""
     game = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5]}, priors={0: [0.64, 0.36]})
     for fpu, visits in ((0.0, [1, 1]), (0.06, [1, 1]), (0.08, [2, 0])):
-        assert search(game, replace(PLAIN, fpu=fpu)).run(2)[0].visits.tolist() == visits
+        assert search(game, plain(fpu=fpu)).run(2)[0].visits.tolist() == visits
 
 
 def test_exploration_grows_with_visits() -> None:
@@ -162,8 +168,8 @@ def test_exploration_grows_with_visits() -> None:
     -0.5 + c * sqrt 2 * 0.4 against -0.25 + c * sqrt 2 * 0.2, after N = 1: c = ln 3, either way move 0.
     """
     game = Graph({0: [1, 2], 1: [3], 2: [4], 3: [5]}, priors={0: [0.8, 0.2]}, values={1: 0.5})
-    assert search(game, replace(PLAIN, c_init=0.0, c_base=1.0)).run(2)[0].visits.tolist() == [2, 0]
-    assert search(game, replace(PLAIN, c_init=0.8)).run(2)[0].visits.tolist() == [1, 1]
+    assert search(game, plain(pb_c_init=0.0, pb_c_base=1.0)).run(2)[0].visits.tolist() == [2, 0]
+    assert search(game, plain(pb_c_init=0.8)).run(2)[0].visits.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("depth", range(1, 9))
@@ -172,7 +178,7 @@ def test_the_sign_turns_at_every_ply(depth: int) -> None:
     chain = Graph({n: [n + 1] for n in range(12)}, values={depth: 1.0})
     tree = search(chain)
     found = tree.run(depth)[0]
-    p = tree._pool
+    p = tree.pool
     for node in range(1, depth + 1):  # nodes are made in order; the edge into one belongs to the other side
         into = p.into[node]
         assert p.visits[into] == depth - node + 1
@@ -183,7 +189,7 @@ def test_the_sign_turns_at_every_ply(depth: int) -> None:
 @pytest.mark.parametrize("good", [0, 1])
 def test_the_move_that_is_bad_for_the_opponent_is_preferred(good: int) -> None:
     game = Graph({0: [1, 2], **{n: [n + 2] for n in range(1, 200)}}, values={1 + good: -0.5, 2 - good: 0.5})
-    for options in (PLAIN, SearchOptions(), SearchOptions(gumbel=2)):
+    for options in (PLAIN, SearchOptions(), SearchOptions(max_num_considered_actions=2)):
         found = search(game, options).run(40)[0]
         assert found.best == good
         assert found.policy[good] > 0.5
@@ -219,7 +225,7 @@ def test_a_proven_loss_corrects_the_averages_above() -> None:
 def test_endings_are_recognised_at_expansion() -> None:
     """The winning move is known when the root is made; without looking ahead a prior of 0.001 hides it."""
     game = Graph({0: [1, 2], 1: [3], 3: [4]}, priors={0: [0.999, 0.001]}, over={2: -1.0})
-    found = search(game, replace(PLAIN, look_ahead=True)).run(100)[0]
+    found = search(game, plain(look_ahead=True)).run(100)[0]
     assert (found.best, found.proven, found.value, found.simulations) == (1, True, 1.0, 0)
     assert found.policy.tolist() == [0, 1]
     assert search(game).run(1)[0].best == 0
@@ -227,7 +233,7 @@ def test_endings_are_recognised_at_expansion() -> None:
 
 def test_positions_won_by_the_next_move_are_not_evaluated() -> None:
     game = Graph({0: [1, 2], 1: [3, 4], 2: [5], 3: [6], 5: [6]}, over={4: -1.0})
-    tree = search(game, replace(PLAIN, look_ahead=True))
+    tree = search(game, plain(look_ahead=True))
     found = tree.run(2)[0]
     assert found.values.tolist() == [-1, 0]
     assert found.best == 1
@@ -241,9 +247,9 @@ def test_the_winner_hurries_and_the_loser_does_not() -> None:
         over={2: -1.0, 4: -1.0, 13: -1.0, 16: -1.0},
         priors={0: [0.99, 0.01]},
     )
-    assert search(game, replace(PLAIN, look_ahead=True)).run(100)[0].best == 1
+    assert search(game, plain(look_ahead=True)).run(100)[0].best == 1
     for look_ahead in (False, True):
-        tree = search(game, replace(PLAIN, look_ahead=look_ahead))
+        tree = search(game, plain(look_ahead=look_ahead))
         tree.reset(0, np.array([(10, 0, 0)], NODE))
         found = tree.run(100)[0]
         assert (found.best, found.proven, found.value) == (1, True, -1.0)
@@ -324,11 +330,11 @@ def random_tree(seed: int) -> Graph:
 
 OPTIONS = [
     PLAIN,
-    replace(PLAIN, look_ahead=True),
+    plain(look_ahead=True),
     SearchOptions(leaves=8),
     SearchOptions(leaves=32, virtual_loss=3.0, look_ahead=False),
-    SearchOptions(gumbel=3),
-    SearchOptions(gumbel=16, look_ahead=False),
+    SearchOptions(max_num_considered_actions=3),
+    SearchOptions(max_num_considered_actions=16, look_ahead=False),
 ]
 
 
@@ -342,7 +348,7 @@ def test_small_trees_are_solved(options: SearchOptions) -> None:
         found = tree.run(3000)[0]
         wanted = minimax(game, 0)
         consistent(tree)
-        assert -tree._pool.high[0] <= wanted <= -tree._pool.low[0], seed
+        assert -tree.pool.high[0] <= wanted <= -tree.pool.low[0], seed
         if found.proven:
             solved += 1
             assert found.value == wanted, seed
@@ -360,7 +366,7 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
     assert search(game).run(2)[0].visits.tolist() == [2, 0]
     assert game.batches == [1, 1, 1]
     game.batches.clear()
-    tree = search(game, replace(PLAIN, leaves=2))
+    tree = search(game, plain(leaves=2))
     assert tree.run(2)[0].visits.tolist() == [1, 1]
     assert game.batches == [1, 2]
     consistent(tree)
@@ -368,29 +374,28 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
 
 def test_a_leaf_is_never_evaluated_twice_in_a_batch() -> None:
     chain = Graph({n: [n + 1] for n in range(40)})
-    tree = search(chain, replace(PLAIN, leaves=8))
+    tree = search(chain, plain(leaves=8))
     found = tree.run(30)[0]
     assert (found.visits.tolist(), found.simulations) == ([30], 30)
     assert chain.batches == [1] * 31
     consistent(tree)
 
 
-def equal(a: Found, b: Found) -> bool:
-    arrays = ("moves", "prior", "visits", "values", "policy")
-    plain = ("value", "proven", "best", "line", "simulations")
-    return all(np.array_equal(getattr(a, n), getattr(b, n), equal_nan=True) for n in arrays) and all(
-        getattr(a, n) == getattr(b, n) for n in plain
+def equal(a: SearchResult, b: SearchResult) -> bool:
+    pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(SearchResult)]
+    return all(
+        np.array_equal(x, y, equal_nan=True) if isinstance(x, np.ndarray) else x == y for x, y in pairs
     )
 
 
 @pytest.mark.parametrize("gumbel", [0, 4])
 def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
     """Games with noise and reuse, searched together and each alone: the same numbers, and other ones by seed."""
-    game, options = TicTacToe(), SearchOptions(gumbel=gumbel, look_ahead=False)
+    game, options = TicTacToe(), SearchOptions(max_num_considered_actions=gumbel, look_ahead=False)
     budgets = [40, 17, 90]
 
-    def play(trees: list[int], seed: int = 5) -> dict[int, list[Found]]:
-        found: dict[int, list[Found]] = {tree: [] for tree in trees}
+    def play(trees: list[int], seed: int = 5) -> dict[int, list[SearchResult]]:
+        found: dict[int, list[SearchResult]] = {tree: [] for tree in trees}
         run = Search(game, uniform, options, trees=len(trees), seed=seed)
         for slot, tree in enumerate(trees):
             run.reset(slot, game.initial(1), stream=tree)
@@ -418,14 +423,14 @@ def test_subtrees_are_kept() -> None:
         calls.append(len(states))
         return uniform(states, moves, offsets)
 
-    tree = Search(game, evaluate, replace(PLAIN, look_ahead=True), trees=2)
+    tree = Search(game, evaluate, plain(look_ahead=True), trees=2)
     before = tree.run(300)[0]
-    nodes = tree._nodes
+    nodes = tree.nodes
     tree.advance([0], [before.best])
     calls.clear()
     after = tree.run(0)
     assert not calls, "nothing new was evaluated"
-    assert tree._nodes < nodes, "what no root leads to is dropped"
+    assert tree.nodes < nodes, "what no root leads to is dropped"
     best = before.visits.max()
     assert after[0].visits.sum() == best - 1  # its first visit evaluated the position itself
     assert after[0].value == pytest.approx(-before.values[before.visits.argmax()], abs=1e-6)
@@ -448,11 +453,13 @@ def test_an_unexplored_move_starts_a_new_tree() -> None:
 
 def test_noise_is_mixed_once_into_the_root_alone() -> None:
     game = TicTacToe()
-    tree = Search(game, uniform, SearchOptions(leaves=1, noise_weight=0.9, noise_alpha=1.0), seed=3)
+    tree = Search(
+        game, uniform, SearchOptions(leaves=1, dirichlet_fraction=0.9, dirichlet_alpha_total=1.0), seed=3
+    )
     for _ in range(5):
         found = tree.run(40, noise=True)[0]
         assert (found.prior == found.prior[0]).all(), "priors come back without noise"
-    assert (tree._pool.prior[1 : tree._edges] >= 1 / 9 - 1e-6).all()
+    assert (tree.pool.prior[1 : tree.edges] >= 1 / 9 - 1e-6).all()
     plain = Search(game, uniform, SearchOptions(leaves=1), seed=3).run(200)[0]
     again = Search(game, uniform, SearchOptions(leaves=1), seed=4).run(200)[0]
     assert equal(plain, again), "without noise nothing is random"
@@ -480,7 +487,7 @@ def test_gumbel_golden_root() -> None:
         for k in range(9)
     }
     game = Graph({0: [1, 2, 3, 4], **chain}, values=values, priors={0: [0.4, 0.1, 0.3, 0.2]})
-    options = replace(PLAIN, gumbel=4, gumbel_visits=1.0)
+    options = plain(max_num_considered_actions=4, maxvisit_init=1.0)
     found = search(game, options).run(8)[0]
     # After the first round: ln prior + 2 * (q + 1) / 2 with q = -0.2 0.4 -0.5 0.6:
     # -0.916 + 0.8 = -0.116, -2.303 + 1.4 = -0.903, -1.204 + 0.5 = -0.704, -1.609 + 1.6 = -0.009: moves 3 and 0.
@@ -499,7 +506,7 @@ def test_gumbel_completes_the_value_of_untried_moves() -> None:
         priors={0: [0.5, 0.3, 0.2]},
         values={0: 0.1, 1: -0.2, 2: 0.1, 3: 0.9},
     )
-    found = search(game, replace(PLAIN, gumbel=2, gumbel_visits=1.0)).run(2)[0]
+    found = search(game, plain(max_num_considered_actions=2, maxvisit_init=1.0)).run(2)[0]
     assert found.visits.tolist() == [1, 1, 0]
     mixed = (0.1 + 2 * (0.5 * 0.2 + 0.3 * -0.1) / 0.8) / 3
     scores = np.log([0.5, 0.3, 0.2]) + (np.array([0.2, -0.1, mixed]) + 1)
@@ -510,7 +517,7 @@ def test_gumbel_completes_the_value_of_untried_moves() -> None:
 def test_gumbel_noise_samples_moves_by_their_prior() -> None:
     """One considered move and one simulation: the Gumbel-max trick draws from the prior."""
     game = Graph({0: [1, 2, 3], 1: [4], 2: [4], 3: [4], 4: [5]}, priors={0: [0.6, 0.3, 0.1]})
-    tree = Search(game, game.evaluate, SearchOptions(gumbel=1), trees=1500, seed=1)
+    tree = Search(game, game.evaluate, SearchOptions(max_num_considered_actions=1), trees=1500, seed=1)
     best = np.array([f.best for f in tree.run(1, noise=True)])
     np.testing.assert_allclose(np.bincount(best, minlength=3) / 1500, [0.6, 0.3, 0.1], atol=0.04)
     assert {f.best for f in tree.run(1)} <= {0, 1, 2}
@@ -521,11 +528,11 @@ def test_gumbel_batches_do_not_cross_a_halving() -> None:
     is one, a batch still is no more than a round: of the 4 moves, then twice of the best 2."""
     chain = {n: [n + 4] for n in range(1, 80)}
     game = Graph({0: [1, 2, 3, 4], **chain}, values={n: 0.1 * (n % 4) for n in range(1, 80)})
-    one = search(game, replace(PLAIN, gumbel=4)).run(16)[0]
-    many = search(game, replace(PLAIN, gumbel=4, leaves=16)).run(16)[0]
+    one = search(game, plain(max_num_considered_actions=4)).run(16)[0]
+    many = search(game, plain(max_num_considered_actions=4, leaves=16)).run(16)[0]
     assert equal(one, many)
     bushy = Graph({n: [4 * n + k for k in range(1, 5)] for n in range(400)})
-    search(bushy, replace(PLAIN, gumbel=4, leaves=16)).run(8)
+    search(bushy, plain(max_num_considered_actions=4, leaves=16)).run(8)
     assert bushy.batches == [1, 4, 2, 2]
 
 
@@ -533,10 +540,9 @@ def test_gumbel_batches_do_not_cross_a_halving() -> None:
 
 
 def test_errors_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="leaves"):
-        SearchOptions(leaves=0)
-    with pytest.raises(ValueError, match="noise_weight"):
-        SearchOptions(noise_weight=1.5)
+    for name, value in {"leaves": 0, "dirichlet_fraction": 1.5, "pb_c_base": 0}.items():
+        with pytest.raises(ValueError, match=name):
+            SearchOptions(**{name: value})  # type: ignore[arg-type]
     broken = Graph({0: [1], 1: [2]}, values={0: math.nan})
     with pytest.raises(ValueError, match="not finite"):
         search(broken).run(1)
@@ -566,14 +572,6 @@ def test_a_search_can_be_stopped() -> None:
     rounds = iter([False, False, True])
     found = search(GOLDEN).run(100, until=lambda: next(rounds))[0]
     assert found.simulations == 2
-
-
-def test_columns_and_their_kinds() -> None:
-    pool = search(GOLDEN)._pool
-    assert [len(a) for a in pool].count(len(pool.first)) == OF_NODES
-    assert (pool.total.dtype, pool.key.dtype) == (np.float64, np.uint64)
-    assert isinstance(pool, Pool)
-    assert np.isnan(unknown(np.zeros(2, NODE))).all()
 
 
 # --- tic-tac-toe ----------------------------------------------------------------------------------

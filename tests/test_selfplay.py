@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import chess
 import numpy as np
@@ -20,7 +21,11 @@ from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices
 from matrixlib.tasks.tictactoe.game import TicTacToe
 
 GAME = TicTacToe()
-OPTIONS = SelfPlayOptions(parallel=7, simulations=24, quick_simulations=6, full_share=0.5)
+OPTIONS = SelfPlayOptions(parallel=7, num_simulations=24, num_quick_simulations=6, full_share=0.5)
+
+
+def changed(options: SelfPlayOptions, **changes: Any) -> SelfPlayOptions:
+    return SelfPlayOptions(**{**options.model_dump(), **changes})
 
 
 def by_number(traces: list[Trace]) -> dict[int, Trace]:
@@ -37,7 +42,7 @@ def replayed(game: Game, trace: Trace) -> float:
     """The result for the side to move first, by playing the moves again; checks every row on the way."""
     state = trace.states[:1]
     past: Counter[int] = Counter()
-    for row, move in enumerate(trace.played):
+    for row, move in enumerate(trace.line):
         assert trace.states[row].tobytes() == state[0].tobytes(), row
         moves, offsets = game.legal(state)
         assert np.isnan(game.terminal(state, np.diff(offsets))).all()
@@ -49,21 +54,23 @@ def replayed(game: Game, trace: Trace) -> float:
         after = game.play(state, np.array([move], np.int32))
         state = game.repeat(after, np.array([past[int(game.key(after)[0])]], np.int32))
     value = game.terminal(state, np.diff(game.legal(state)[1]))[0]
-    return float(value if len(trace.played) % 2 == 0 else -value)
+    return float(value if len(trace.line) % 2 == 0 else -value)
 
 
 @pytest.mark.parametrize("gumbel", [0, 4])
 def test_every_result_is_that_of_its_own_game(gumbel: int) -> None:
-    traces = list(play_games(GAME, uniform, range(60), OPTIONS, SearchOptions(gumbel=gumbel)))
+    traces = list(
+        play_games(GAME, uniform, range(60), OPTIONS, SearchOptions(max_num_considered_actions=gumbel))
+    )
     assert sorted(by_number(traces)) == list(range(60))
     for trace in traces:
         result = replayed(GAME, trace)
         assert (trace.result, trace.ending) == (result, "normal")
-        assert trace.results().tolist() == [result * (-1) ** i for i in range(len(trace.played))]
-        budget = np.where(trace.full, OPTIONS.simulations, OPTIONS.quick_simulations)
+        assert trace.results().tolist() == [result * (-1) ** i for i in range(len(trace.line))]
+        budget = np.where(trace.full, OPTIONS.num_simulations, OPTIONS.num_quick_simulations)
         assert (trace.simulations <= budget).all()
     assert len({t.result for t in traces}) > 1, "later games have results of their own"
-    assert len({tuple(t.played.tolist()) for t in traces}) > 30, "games differ"
+    assert len({tuple(t.line.tolist()) for t in traces}) > 30, "games differ"
     full = np.concatenate([t.full for t in traces])
     assert 0.35 < full.mean() < 0.65
 
@@ -71,7 +78,7 @@ def test_every_result_is_that_of_its_own_game(gumbel: int) -> None:
 def test_games_do_not_depend_on_how_many_are_played_at_once() -> None:
     together = by_number(list(play_games(GAME, uniform, range(20), OPTIONS)))
     for parallel in (1, 20):
-        for trace in play_games(GAME, uniform, range(5, 12), replace(OPTIONS, parallel=parallel)):
+        for trace in play_games(GAME, uniform, range(5, 12), changed(OPTIONS, parallel=parallel)):
             assert same(trace, together[trace.number])
     other = by_number(list(play_games(GAME, uniform, range(20), OPTIONS, seed=1)))
     assert not all(same(other[n], together[n]) for n in range(20))
@@ -88,15 +95,15 @@ def test_work_that_was_stopped_goes_on() -> None:
 
 def test_temperature() -> None:
     """0 plays the best move in every game, so all are equal; a high one draws among the tried moves."""
-    cold = replace(OPTIONS, temperature=0.0, full_share=1.0)
-    quiet = SearchOptions(noise_weight=0.0)
-    assert len({tuple(t.played.tolist()) for t in play_games(GAME, uniform, range(10), cold, quiet)}) == 1
-    warm = replace(cold, temperature=1.0, temperature_plies=1)
+    cold = changed(OPTIONS, temperature=0.0, full_share=1.0)
+    quiet = SearchOptions(dirichlet_fraction=0.0)
+    assert len({tuple(t.line.tolist()) for t in play_games(GAME, uniform, range(10), cold, quiet)}) == 1
+    warm = changed(cold, temperature=1.0, temperature_plies=1)
     traces = list(play_games(GAME, uniform, range(60), warm, quiet))
-    assert len({int(t.played[0]) for t in traces}) > 5
+    assert len({int(t.line[0]) for t in traces}) > 5
     after: dict[int, set[tuple[int, ...]]] = {}
     for trace in traces:
-        after.setdefault(int(trace.played[0]), set()).add(tuple(trace.played[1:].tolist()))
+        after.setdefault(int(trace.line[0]), set()).add(tuple(trace.line[1:].tolist()))
     assert all(len(lines) == 1 for lines in after.values()), "from the second ply on the best move"
 
 
@@ -104,7 +111,7 @@ def test_openings_and_random_plies() -> None:
     openings = GAME.play(GAME.initial(9), np.arange(9, dtype=np.int32))
     traces = list(play_games(GAME, uniform, range(40), OPTIONS, openings=openings))
     assert {t.states[0].tobytes() for t in traces} == {o.tobytes() for o in openings}
-    traces = list(play_games(GAME, uniform, range(40), replace(OPTIONS, random_plies=(2, 4))))
+    traces = list(play_games(GAME, uniform, range(40), changed(OPTIONS, random_plies=(2, 4))))
     starts = {int(np.bitwise_count(t.states["ours"][0] | t.states["theirs"][0])) for t in traces}
     assert starts == {2, 3, 4}
     for trace in traces:
@@ -123,7 +130,7 @@ def gloomy(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Valu
 
 def test_resignation_and_the_share_that_plays_on() -> None:
     options = SelfPlayOptions(
-        parallel=10, simulations=2, temperature_plies=9, resign_below=-0.7, resign_moves=2, play_out=0.4
+        parallel=10, num_simulations=2, temperature_plies=9, resign_below=-0.7, resign_moves=2, play_out=0.4
     )
     plain = SearchOptions(leaves=1, look_ahead=False)
     traces = list(play_games(GAME, gloomy, range(100), options, plain))
@@ -132,7 +139,7 @@ def test_resignation_and_the_share_that_plays_on() -> None:
     assert 40 <= len(resigned) <= 80
     assert 10 <= len(out) <= 60
     for trace in resigned:
-        assert trace.gave_up == len(trace.played) - 1
+        assert trace.gave_up == len(trace.line) - 1
         assert trace.states["side"][trace.gave_up] == 1
         assert trace.result == 1, "the starting side wins, and it was to move first"
         assert (trace.values[[trace.gave_up, trace.gave_up - 2]] < -0.7).all()
@@ -144,12 +151,10 @@ def test_resignation_and_the_share_that_plays_on() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        SelfPlayOptions(parallel=0)
-    with pytest.raises(ValueError, match="resign_below"):
-        SelfPlayOptions(resign_below=0.5)
-    with pytest.raises(ValueError, match="temperatures"):
-        SelfPlayOptions(temperature=-1)
+    wrong = {"parallel": 0, "resign_below": 0.5, "temperature": -1, "full_share": 0, "random_plies": (3, 2)}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            SelfPlayOptions(**{name: value})
 
 
 # --- chess ----------------------------------------------------------------------------------------
@@ -164,13 +169,15 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
         "8/8/4k3/8/8/4K3/8/7R b - - 96 99",
     ]
     openings = from_boards([chess.Board(), *map(chess.Board, fens)])
-    options = SelfPlayOptions(parallel=6, simulations=12, quick_simulations=4, full_share=0.6, plies=60)
+    options = SelfPlayOptions(
+        parallel=6, num_simulations=12, num_quick_simulations=4, full_share=0.6, plies=60
+    )
     traces = list(play_games(game, uniform, range(14), options, openings=openings))
     for trace in traces:
         if trace.ending == "normal":
             assert trace.result == replayed(game, trace)
         else:
-            assert (trace.result, trace.ending, len(trace.played)) == (None, "ply limit", 60)
+            assert (trace.result, trace.ending, len(trace.line)) == (None, "ply limit", 60)
     assert len({t.result for t in traces}) >= 3, "wins or losses, draws and unknown"
     ids = {trace.number: (1 << 40) + trace.number for trace in traces}
     batch = training_batch(traces, ids, source=2)

@@ -8,7 +8,7 @@ import chess.pgn
 import pytest
 from networks import material_net
 
-from matrixlib.play.match import rating
+from matrixlib.play.elo import rating
 from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 

@@ -163,7 +163,7 @@ def test_latin_task_keeps_the_contract(options: dict[str, Any], smoothing: float
 
 def test_tic_tac_toe_keeps_the_contract() -> None:
     config = load_cycle("tictactoe").network
-    games = list(play_games(TicTacToe(), uniform, range(6), SelfPlayOptions(parallel=6, simulations=8)))
+    games = list(play_games(TicTacToe(), uniform, range(6), SelfPlayOptions(parallel=6, num_simulations=8)))
     batch = training_batch(games, {number: number for number in range(6)})
     batch["records"]["result"][::5] = UNKNOWN
     batch["records"]["policy"][::7] = 0

@@ -16,7 +16,7 @@ from matrixlib.data.shards import check
 from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import Serving, resolve
 from matrixlib.play.evaluator import Evaluator
-from matrixlib.play.game import Played, uniform
+from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.tasks import spec as subjects
 from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
@@ -80,7 +80,9 @@ def test_augmentation_turns_the_policy_with_the_board() -> None:
 
 
 def test_records_hold_what_was_searched_and_who_won() -> None:
-    options = SelfPlayOptions(parallel=8, simulations=16, quick_simulations=4, full_share=0.7, plies=7)
+    options = SelfPlayOptions(
+        parallel=8, num_simulations=16, num_quick_simulations=4, full_share=0.7, plies=7
+    )
     traces = list(play_games(GAME, uniform, range(20), options))
     ids = {number: 100 + number for number in range(20)}
     batch = training_batch(traces, ids)
@@ -111,7 +113,7 @@ def test_a_network_evaluates_legal_moves_alone(fill: bool) -> None:
 
 
 def test_games_are_written_with_players_and_points() -> None:
-    game = Played(GAME.initial(1), [4, 0, 8], 1.0, players=("one", "two"))
+    game = GameRecord(GAME.initial(1), [4, 0, 8], 1.0, players=("one", "two"))
     assert GAME.write(game) == "one - two: ......... 4 0 8 1-0"
     assert GAME.write(replace(game, result=None)).endswith(" *")
     after = GAME.play(GAME.initial(1), np.array([2]))  # O is to move, and wins

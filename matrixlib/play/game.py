@@ -21,7 +21,7 @@ Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Played:
+class GameRecord:
     """A game to write down: where it started (a state (1,)), its moves, and what is known about it.
 
     result: 1, 0 or -1 from the side to move at the start, None unknown. tags: names to texts. comments: one a move,
@@ -38,17 +38,18 @@ class Played:
 
 @dataclass(frozen=True)
 class Trace:
-    """A finished game of self-play: n positions before a searched move, and what the search said of each.
+    """A finished game of self-play: n positions before a searched move, with the results of the searches.
 
-    policy and moves (K,): targets over the legal moves, row i at offsets[i]:offsets[i + 1]. values: of the search,
-    simulations: done for it, full: whether it is to be learned from, all (n,). result: from the side to move at
-    the first position, None unknown. ending: "normal", "resignation" or "ply limit". gave_up: row at which the rule
-    of resignation was met, -1 never; in a game that was played out the game went on.
+    line (n,): the moves of the game. policy and moves (K,): targets over the legal moves, row i at
+    offsets[i]:offsets[i + 1]. values: of the search, simulations: done for it, full: whether it is to be learned from,
+    all (n,). result: from the side to move at the first position, None unknown. ending: "normal", "resignation" or
+    "ply limit". gave_up: row at which the rule of resignation was met, -1 never; in a game that was played out the
+    game went on.
     """
 
     number: int
     states: States
-    played: NDArray[np.int32]
+    line: NDArray[np.int32]
     offsets: NDArray[np.int64]
     moves: NDArray[np.int32]
     policy: NDArray[np.float32]
@@ -122,7 +123,7 @@ class Game(Protocol):
         """(N,) values known from elsewhere (endgame tables), exact with best play, NaN where unknown."""
         ...
 
-    def write(self, game: Played) -> str:
+    def write(self, game: GameRecord) -> str:
         """The game as text, in the form that people and programs of that game read."""
         ...
 

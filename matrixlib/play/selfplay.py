@@ -8,63 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
+from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Real, Section
 from matrixlib.play.game import Game, States, Trace
-from matrixlib.play.search import Evaluate, Found, Search, SearchOptions
-
-
-@dataclass(frozen=True)
-class SelfPlayOptions:
-    """How games are played.
-
-    parallel: games at a time. simulations: of a full search, which explores and is learned from; with probability
-    1 - full_share a move gets `quick_simulations` without exploring instead (playout-cap randomisation, Wu 2019).
-    temperature: of the draw among visits^(1 / temperature) up to `temperature_plies`, late_temperature after; 0
-    plays the best move, and so does a Gumbel search, whose noise explores. random_plies: plies drawn uniformly
-    before the search takes over, at least and at most. plies: longer games end with an unknown result.
-    resign_below: a side whose value is less in `resign_moves` full or quick searches of its own in a row gives up,
-    -1 never; but in a share `play_out` of the games it does not, to measure how often that would be wrong.
-    """
-
-    parallel: int = 256
-    simulations: int = 32
-    quick_simulations: int = 8
-    full_share: float = 1.0
-    temperature: float = 1.0
-    temperature_plies: int = 30
-    late_temperature: float = 0.0
-    random_plies: tuple[int, int] = (0, 0)
-    plies: int = 400
-    resign_below: float = -1.0
-    resign_moves: int = 3
-    play_out: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.parallel < 1 or self.simulations < 1 or self.quick_simulations < 1 or self.plies < 1:
-            raise ValueError("parallel, simulations, quick_simulations and plies must be at least 1")
-        if not (0 < self.full_share <= 1 and 0 <= self.play_out <= 1 and -1 <= self.resign_below < 0):
-            raise ValueError("full_share and play_out are shares, resign_below is between -1 and 0")
-        if min(self.temperature, self.late_temperature) < 0 or self.resign_moves < 1:
-            raise ValueError("temperatures must not be negative, resign_moves at least 1")
-
-
-@dataclass
-class _Running:
-    """A game in progress."""
-
-    number: int
-    resigns: bool
-    found: list[Found] = field(default_factory=list)
-    states: list[States] = field(default_factory=list)
-    played: list[int] = field(default_factory=list)
-    full: list[bool] = field(default_factory=list)
-    bad: list[int] = field(
-        default_factory=lambda: [0, 0]
-    )  # moves in a row with a value below the limit, by side
-    gave_up: int = -1
+from matrixlib.play.search import Evaluate, Search, SearchOptions, SearchResult
 
 
 def play_games(
@@ -79,32 +31,31 @@ def play_games(
 ) -> Iterator[Trace]:
     """Play the games of these numbers and yield each when it is finished.
 
-    openings: (P,) states of which each game draws one; the initial state unless given. until: asked before every
-    move whether to stop, leaving the running games unfinished. ValueError if an opening is the end of a game.
+    openings: (P,) states of which each game draws one; the initial state unless given. until: called before every
+    move, whether to stop, leaving the running games unfinished. ValueError if an opening is the end of a game.
     """
-    search_options = search_options or SearchOptions()
     search = Search(game, evaluate, search_options, options.parallel, seed)
     openings = game.initial(1) if openings is None else openings
     _, offsets = game.legal(openings)
     if not np.isnan(game.terminal(openings, np.diff(offsets))).all():
         raise ValueError("an opening is the end of a game: leave it out")
     waiting = iter(numbers)
-    running: dict[int, _Running] = {}
+    running: dict[int, _GameInProgress] = {}
     free = list(range(options.parallel))
     while until is None or not until():
         while free and (number := next(waiting, None)) is not None:
             rng = _stream(seed, number, 0, 1)
-            state, history = _opened(game, openings, rng, options)
+            state, history = _opening(game, openings, rng, options)
             search.reset(free[0], state, history, stream=number)
-            running[free.pop(0)] = _Running(number, bool(rng.random() >= options.play_out))
+            running[free.pop(0)] = _GameInProgress(number, bool(rng.random() >= options.play_out))
         if not running:
             return
         slots = sorted(running)
-        _move(search, running, slots, options, bool(search_options.gumbel), seed)
+        _move(search, slots, [running[slot] for slot in slots], options)
         states = search.states[slots]
         values = game.terminal(states, np.diff(game.legal(states)[1]))
         for slot, value in zip(slots, values, strict=True):
-            trace = _finished(running[slot], float(value), options)
+            trace = _trace(running[slot], float(value), options)
             if trace is not None:
                 yield trace
                 del running[slot]
@@ -115,7 +66,7 @@ def _stream(seed: int, number: int, ply: int, purpose: int) -> np.random.Generat
     return np.random.default_rng([seed, number, ply, purpose])
 
 
-def _opened(
+def _opening(
     game: Game, openings: States, rng: np.random.Generator, options: SelfPlayOptions
 ) -> tuple[States, NDArray[np.uint64]]:
     """An opening after random plies, as far as the game goes on; and the keys of the states before it."""
@@ -131,66 +82,121 @@ def _opened(
     return state, np.array(keys, np.uint64)
 
 
-def _move(
-    search: Search,
-    running: dict[int, _Running],
-    slots: list[int],
-    options: SelfPlayOptions,
-    gumbel: bool,
-    seed: int,
-) -> None:
-    """Search and play one move in each game."""
-    rngs = [_stream(seed, running[slot].number, len(running[slot].played), 2) for slot in slots]
+def _move(search: Search, slots: list[int], games: list[_GameInProgress], options: SelfPlayOptions) -> None:
+    """Search and play one move in each game; slots: their trees."""
+    gumbel = search.options.max_num_considered_actions
+    rngs = [_stream(search.seed, game.number, len(game.moves), 2) for game in games]
     full = [bool(rng.random() < options.full_share) for rng in rngs]
-    budget = [options.simulations if f else options.quick_simulations for f in full]
+    budget = [options.num_simulations if f else options.num_quick_simulations for f in full]
     before = search.states[slots]
-    chosen = []
-    for i, found in enumerate(search.run(budget, slots, noise=full)):
-        now = running[slots[i]]
-        ply = len(now.played)
+    for i, result in enumerate(search.run(budget, slots, noise=full)):
+        game = games[i]
+        ply = len(game.moves)
         warm = options.temperature if ply < options.temperature_plies else options.late_temperature
-        chosen.append(found.best if gumbel or warm == 0 else drawn(found, warm, rngs[i]))
+        game.moves.append(result.best if gumbel or warm == 0 else draw_move(result, warm, rngs[i]))
         side = ply % 2
-        now.bad[side] = now.bad[side] + 1 if found.value < options.resign_below else 0
-        if now.gave_up < 0 and now.bad[side] >= options.resign_moves:
-            now.gave_up = ply
-        now.states.append(before[i : i + 1])
-        now.found.append(found)
-        now.full.append(full[i])
-        now.played.append(chosen[-1])
-    search.advance(slots, chosen)
+        game.weak[side] = game.weak[side] + 1 if result.value < options.resign_below else 0
+        if game.gave_up < 0 and game.weak[side] >= options.resign_moves:
+            game.gave_up = ply
+        game.states.append(before[i : i + 1])
+        game.results.append(result)
+        game.full.append(full[i])
+    search.advance(slots, [game.moves[-1] for game in games])
 
 
-def drawn(found: Found, temperature: float, rng: np.random.Generator) -> int:
+def draw_move(result: SearchResult, temperature: float, rng: np.random.Generator) -> int:
     """A move by its share of the search's policy, to the power 1 / temperature."""
-    logits = np.log(np.maximum(found.policy, np.finfo(np.float32).tiny).astype(np.float64)) / temperature
-    weights = np.where(found.policy > 0, np.exp(logits - logits.max()), 0)
-    return int(rng.choice(found.moves, p=weights / weights.sum()))
+    logits = np.log(np.maximum(result.policy, np.finfo(np.float32).tiny).astype(np.float64)) / temperature
+    weights = np.where(result.policy > 0, np.exp(logits - logits.max()), 0)
+    return int(rng.choice(result.moves, p=weights / weights.sum()))
 
 
-def _finished(now: _Running, value: float, options: SelfPlayOptions) -> Trace | None:
+def _trace(game: _GameInProgress, value: float, options: SelfPlayOptions) -> Trace | None:
     """The game, if it is over; value: for the side to move now, NaN while the rules let it go on."""
-    plies = len(now.played)
+    plies = len(game.moves)
     result: float | None
     if not np.isnan(value):
         result, ending = value * (-1) ** plies + 0.0, "normal"  # no negative zero
-    elif now.resigns and now.gave_up >= 0:
-        result, ending = -1.0 * (-1) ** now.gave_up, "resignation"
+    elif game.resigns and game.gave_up >= 0:
+        result, ending = -1.0 * (-1) ** game.gave_up, "resignation"
     elif plies >= options.plies:
         result, ending = None, "ply limit"
     else:
         return None
     return Trace(
-        number=now.number,
-        states=np.concatenate(now.states),
-        played=np.array(now.played, np.int32),
-        offsets=np.cumsum([0, *(len(f.moves) for f in now.found)]),
-        moves=np.concatenate([f.moves for f in now.found]),
-        policy=np.concatenate([f.policy for f in now.found]),
-        values=np.array([f.value for f in now.found], np.float32),
-        simulations=np.array([f.simulations for f in now.found], np.int32),
-        full=np.array(now.full),
+        number=game.number,
+        states=np.concatenate(game.states),
+        line=np.array(game.moves, np.int32),
+        offsets=np.cumsum([0, *(len(r.moves) for r in game.results)]),
+        moves=np.concatenate([r.moves for r in game.results]),
+        policy=np.concatenate([r.policy for r in game.results]),
+        values=np.array([r.value for r in game.results], np.float32),
+        simulations=np.array([r.simulations for r in game.results], np.int32),
+        full=np.array(game.full),
         result=result,
         ending=ending,
-        gave_up=now.gave_up,
+        gave_up=game.gave_up,
     )
+
+
+class SelfPlayOptions(Section):
+    """How games are played.
+
+    A full search explores and is learned from; with probability 1 - full_share a move gets a quick one without noise
+    instead (playout-cap randomisation, Wu 2019). A Gumbel search, whose noise explores, plays its best move at any
+    temperature.
+    """
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "simulations": "num_simulations",
+        "quick_simulations": "num_quick_simulations",
+    }
+
+    parallel: Count = Field(default=256, description="games at a time")
+    num_simulations: Count = Field(
+        default=32, description="simulations of a full search, which is learned from"
+    )
+    num_quick_simulations: Count = Field(
+        default=8, description="simulations of a quick search, which is only played"
+    )
+    full_share: Annotated[Real, Field(gt=0, le=1)] = Field(
+        default=1.0, description="share of the moves with a full search"
+    )
+    temperature: NonNegative = Field(
+        default=1.0,
+        description="of the draw among visits^(1 / temperature) in the first plies; 0 = the best move",
+    )
+    temperature_plies: CountOrZero = Field(default=30, description="plies until which that holds")
+    late_temperature: NonNegative = Field(default=0.0, description="temperature after them")
+    random_plies: tuple[CountOrZero, CountOrZero] = Field(
+        default=(0, 0), description="fewest and most plies drawn at random before the search takes over"
+    )
+    plies: Count = Field(default=400, description="longer games end without a result")
+    resign_below: Annotated[Real, Field(ge=-1, lt=0)] = Field(
+        default=-1.0, description="value below which a side gives up; -1 never"
+    )
+    resign_moves: Count = Field(default=3, description="own moves in a row with such a value")
+    play_out: Fraction = Field(
+        default=0.1, description="share of the games in which nobody gives up, to see how often it is wrong"
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> SelfPlayOptions:
+        low, high = self.random_plies
+        if low > high:
+            raise ValueError(f"random_plies runs from low to high, not {[low, high]}")
+        return self
+
+
+@dataclass
+class _GameInProgress:
+    """One game. weak: moves in a row with a value below the limit, by side; gave_up: ply of the rule, -1 never."""
+
+    number: int
+    resigns: bool
+    results: list[SearchResult] = field(default_factory=list)
+    states: list[States] = field(default_factory=list)
+    moves: list[int] = field(default_factory=list)
+    full: list[bool] = field(default_factory=list)
+    weak: list[int] = field(default_factory=lambda: [0, 0])
+    gave_up: int = -1

@@ -37,8 +37,8 @@ from matrixlib.config import CycleConfig
 from matrixlib.files import end_with_parent, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play import match as arena
-from matrixlib.play import selfplay
+from matrixlib.play import elo, selfplay
+from matrixlib.play import match as matches
 from matrixlib.play.search import SearchOptions
 from matrixlib.tasks import contest as contests
 from matrixlib.tasks import spec as subjects
@@ -187,7 +187,7 @@ class Cycle:
             ),
         ]
         if made and sum(made[-1].anchor) >= MEANINGFUL:
-            best = next((arena.rating(g.anchor) for g in made if g.number == self.best), None)
+            best = next((elo.rating(g.anchor) for g in made if g.number == self.best), None)
             said = f"generation {self.best}: {best}" if best else "no generation is the best one"
             checks.append(("stronger than the untrained network", bool(best and best.low > 0), said))
         if truth := self.truth(self.best):
@@ -337,16 +337,20 @@ class Cycle:
         from matrixlib.progress import live_bar
 
         config, counts = self.config.arena, np.zeros(5, np.int64)
-        stop = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta) if sprt else None
+        stop = (
+            elo.Sprt(elo0=config.elo0, elo1=config.elo1, alpha=config.alpha, beta=config.beta)
+            if sprt
+            else None
+        )
         seed = [self.config.seed, number, ord(kind[0])]
-        starts = arena.random_openings(self.contest.game, pairs, seed, config.random_plies)
+        starts = matches.random_openings(self.contest.game, pairs, seed, config.random_plies)
         with live_bar(total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar:
             for first in range(0, pairs, config.batch):
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}.json"
                 if not path.exists():
                     self._play_batch(path, number, other, starts[first : first + config.batch], first)
                 counts += json.loads(path.read_text(encoding="utf-8"))["pairs"]
-                bar.set_postfix_str(str(arena.rating(counts)), refresh=False)
+                bar.set_postfix_str(str(elo.rating(counts)), refresh=False)
                 bar.update(min(config.batch, pairs - first))
                 if stop is not None and stop.decision(counts) is not None:
                     break
@@ -356,17 +360,17 @@ class Cycle:
         game, players = self.contest.game, [self._player(g) for g in (number, other)]
         names = (f"generation {number}", f"generation {other}")
         plies = self.config.arena.plies
-        match = arena.play_pairs(game, players[0], players[1], openings, plies, names, 2 * first)
+        match = matches.play_pairs(game, players[0], players[1], openings, plies, names, 2 * first)
         text = "\n\n".join(game.write(played) for played in match.games) + "\n"
         write_text(path.with_suffix(self.contest.ending), text)
         write_json(path, {"pairs": match.pairs().tolist()})
 
-    def _player(self, generation: int) -> arena.Player:
+    def _player(self, generation: int) -> matches.Player:
         from matrixlib.play.evaluator import Evaluator
 
-        options = SearchOptions(**self.config.search.model_dump())
+        options = _options(SearchOptions, self.config.search)
         evaluate, simulations = Evaluator(self.network(generation)), self.config.arena.simulations
-        return arena.search_player(self.contest.game, evaluate, simulations, options)
+        return matches.search_player(self.contest.game, evaluate, simulations, options)
 
     def _promote(self, number: int, match: tuple[int, ...]) -> tuple[int, str]:
         """The best network after a generation, and why; decided once, even if it is asked for again after a kill."""
@@ -374,8 +378,10 @@ class Cycle:
             if entry["after"] == number:  # a roll-back stands after a generation whose file is there
                 return int(entry["best"]), str(entry["reason"])
         config = self.config.arena
-        decision = arena.Sprt(config.elo0, config.elo1, config.alpha, config.beta).decision(match)
-        rating = arena.rating(match)
+        decision = elo.Sprt(
+            elo0=config.elo0, elo1=config.elo1, alpha=config.alpha, beta=config.beta
+        ).decision(match)
+        rating = elo.rating(match)
         verdict = {True: "SPRT accepts", False: "SPRT refuses", None: "SPRT is undecided"}[decision]
         best, reason = number if decision else self.best, f"{verdict}: {rating}"
         self._decide({"kind": "match", "after": number, "best": best, "reason": reason})
@@ -403,7 +409,7 @@ def open_cycle(
     settings = config.arena
     needed = max(settings.pairs, settings.anchor_pairs)  # of a small game there may be fewer: say so now
     game = contests.of(config.network).game
-    arena.random_openings(game, needed, config.seed, settings.random_plies)
+    matches.random_openings(game, needed, config.seed, settings.random_plies)
     folder = files.reports_root() / name
     for part in ("shards", "games", "matches"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -481,12 +487,12 @@ class Chunk:
         runtime = replace(self.runtime, threads=1)
         runtime.apply()
         contest, layout = contests.of(self.config.network), subjects.of(self.config.network).layout
-        options = selfplay.SelfPlayOptions(**self.config.selfplay.model_dump())
+        options = _options(selfplay.SelfPlayOptions, self.config.selfplay)
         evaluator = Evaluator(_network(self.folder, self.config, self.by, runtime))
         seed = self.config.seed * 1_000_003 + self.generation
         start = time.monotonic()
         numbers = range(self.first, self.first + self.games)
-        search = SearchOptions(**self.config.search.model_dump())
+        search = _options(SearchOptions, self.config.search)
         traces = sorted(
             selfplay.play_games(contest.game, evaluator, numbers, options, search, seed),
             key=lambda t: t.number,
@@ -540,6 +546,10 @@ def _network(folder: Path, config: CycleConfig, generation: int, runtime: Runtim
     return Network(model, cast(GameTask, task), runtime)
 
 
+def _options(schema: Any, section: Any) -> Any:
+    return schema(**{schema.RENAMED.get(key, key): value for key, value in section.model_dump().items()})
+
+
 def _source(generation: int) -> str:
     return f"selfplay_{generation:03d}"
 
@@ -558,7 +568,7 @@ def _account(game: Game, traces: list[Trace], positions: int, seconds: float) ->
     return {
         "games": len(traces),
         "positions": positions,
-        "plies": sum(len(trace.played) for trace in traces),
+        "plies": sum(len(trace.line) for trace in traces),
         "results": results,
         "wrong": sum(judged),
         "played_out": len(judged),
@@ -633,7 +643,7 @@ def elo_figure(generations: list[Generation]) -> Figure:
     for made in generations:
         if not sum(made.anchor):
             continue
-        rating = arena.rating(made.anchor)
+        rating = elo.rating(made.anchor)
         low, high = (float(np.clip(x, -1500, 1500)) for x in (rating.low, rating.high))
         middle = float(np.clip(rating.elo, -1500, 1500))
         promoted = made.best == made.number

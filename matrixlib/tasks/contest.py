@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from matrixlib.config import Config, TicTacToeConfig
-from matrixlib.play import match as arena
+from matrixlib.play import match as matches
 from matrixlib.play.game import Game
 from matrixlib.play.search import Evaluate, SearchOptions
 from matrixlib.tasks.spec import Check
@@ -49,7 +49,7 @@ class Contest(Protocol):
         """Whether perfect play is known."""
         ...
 
-    def truth(self, evaluate: Evaluate, player: arena.Player) -> dict[str, float]:
+    def truth(self, evaluate: Evaluate, player: matches.Player) -> dict[str, float]:
         """A network, and a player with it, beside perfect play: shares by name. Only of a game that is solved."""
         ...
 
@@ -88,7 +88,7 @@ class Chess:
 
         return training_batch(traces, ids, SOURCES["selfplay"])
 
-    def truth(self, evaluate: Evaluate, player: arena.Player) -> dict[str, float]:
+    def truth(self, evaluate: Evaluate, player: matches.Player) -> dict[str, float]:
         raise NotImplementedError("nobody knows perfect play")
 
     def checks(self, truth: Mapping[str, float]) -> list[Check]:
@@ -115,7 +115,7 @@ class TicTacToe:
 
         return training_batch(traces, ids)
 
-    def truth(self, evaluate: Evaluate, player: arena.Player) -> dict[str, float]:
+    def truth(self, evaluate: Evaluate, player: matches.Player) -> dict[str, float]:
         """Of the positions that are not lost those in which the most probable move does not lose, of all positions
         those in which it keeps what they are worth; of the games against perfect play those that the player loses, and
         those that the most probable moves lose."""
@@ -129,9 +129,9 @@ class TicTacToe:
         )[0]
         chosen = solved.moves[np.arange(len(priors)), priors.argmax(1)]
         start = game.initial(PERFECT_GAMES // 2)
-        raw = arena.search_player(game, evaluate, 0, SearchOptions(look_ahead=False))
-        matches = [arena.play_pairs(game, one, perfect_player(0), start) for one in (player, raw)]
-        searched, unsearched = (float((match.scores() == 0).mean()) for match in matches)
+        raw = matches.search_player(game, evaluate, 0, SearchOptions(look_ahead=False))
+        results = [matches.play_pairs(game, one, perfect_player(0), start) for one in (player, raw)]
+        searched, unsearched = (float((match.scores() == 0).mean()) for match in results)
         return {
             SAFE: float((chosen[solved.value >= 0] >= 0).mean()),
             "policy: move is one of the best": float((chosen == solved.value).mean()),
@@ -148,14 +148,14 @@ class TicTacToe:
         return [("loses to nobody", lost == 0, said)]
 
 
-def perfect_player(seed: int) -> arena.Player:
+def perfect_player(seed: int) -> matches.Player:
     """Plays any move of tic-tac-toe that keeps what the position is worth; in a game of a number always the same."""
     from matrixlib.tasks.tictactoe.solution import best_moves
 
-    def play(turn: arena.Turn) -> arena.Choice:
+    def play(turn: matches.Turn) -> matches.Choice:
         options = [best_moves(int(state["ours"]), int(state["theirs"]))[1] for state in turn.states]
         numbers = zip(turn.games, turn.history, options, strict=True)
         picks = [np.random.default_rng([seed, n, len(past)]).choice(moves) for n, past, moves in numbers]
-        return arena.Choice(np.array(picks, np.int32))
+        return matches.Choice(np.array(picks, np.int32))
 
     return play

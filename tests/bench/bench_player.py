@@ -95,9 +95,14 @@ def self_play(evaluate: Evaluator, seconds: float, begin: Callable[[], object]) 
         elapsed = time.perf_counter() - start
         return played > WARM + 1 and elapsed > seconds
 
-    options = SelfPlayOptions(parallel=PARALLEL, simulations=SIMULATIONS, plies=200)
+    options = SelfPlayOptions(parallel=PARALLEL, num_simulations=SIMULATIONS, plies=200)
     for _ in play_games(
-        ChessGame(), evaluate, itertools.count(), options, SearchOptions(gumbel=16), until=enough
+        ChessGame(),
+        evaluate,
+        itertools.count(),
+        options,
+        SearchOptions(max_num_considered_actions=16),
+        until=enough,
     ):
         pass
     return (played - WARM - 1) * PARALLEL / elapsed

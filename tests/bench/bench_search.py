@@ -119,7 +119,7 @@ def main() -> None:
         (256, 8, args.simulations, False, 0),
         (256, 8, 32, True, 16),
     ):
-        options = SearchOptions(leaves=leaves, look_ahead=look_ahead, gumbel=gumbel)
+        options = SearchOptions(leaves=leaves, look_ahead=look_ahead, max_num_considered_actions=gumbel)
         rate, evaluated, rules, ahead = measure(trees, simulations, options, args.repeats)
         root, looks = ("gumbel" if gumbel else "puct"), ("yes" if look_ahead else "no")
         print(
@@ -127,10 +127,12 @@ def main() -> None:
             f"{evaluated:9.2f}  {rules:6.0%}  {ahead:10.0%}",
             flush=True,
         )
-    options = SelfPlayOptions(parallel=256, simulations=32, plies=200)
+    options = SelfPlayOptions(parallel=256, num_simulations=32, plies=200)
     start, plies, games = time.thread_time(), 0, 512
-    for trace in play_games(ChessGame(), uniform, range(games), options, SearchOptions(gumbel=16)):
-        plies += len(trace.played)
+    for trace in play_games(
+        ChessGame(), uniform, range(games), options, SearchOptions(max_num_considered_actions=16)
+    ):
+        plies += len(trace.line)
     elapsed = time.thread_time() - start
     print(
         f"self-play: {games / elapsed:.1f} games/s of 32 simulations a move, {plies / elapsed:,.0f} moves/s,"

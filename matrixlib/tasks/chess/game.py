@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.data.shards import Batch
-from matrixlib.play.game import Moves, Offsets, Played, States, Trace, Values, unknown
+from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, unknown
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, move_from_index, play, to_board
 
@@ -147,7 +147,7 @@ class ChessGame:
                 values[i] = {-2: -1, 2: 1}.get(wdl, 0)
         return values
 
-    def write(self, game: Played) -> str:
+    def write(self, game: GameRecord) -> str:
         """The game as PGN."""
         board = to_board(game.start)
         written = chess.pgn.Game()

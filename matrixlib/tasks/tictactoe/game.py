@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.play.game import Moves, Offsets, Played, States, Values, endings, unknown
+from matrixlib.play.game import GameRecord, Moves, Offsets, States, Values, endings, unknown
 
 SQUARES = 9
 STATE = np.dtype([("ours", "<u2"), ("theirs", "<u2"), ("side", "u1")])  # bit = square, side 0 = X
@@ -64,7 +64,7 @@ class TicTacToe:
         """Nothing: a search finds out for itself."""
         return unknown(states)
 
-    def write(self, game: Played) -> str:
+    def write(self, game: GameRecord) -> str:
         """The game in a line: X and O by name, the board at the start, the squares played, the points of both."""
         (start,) = game.start
         marks = ("x", "o") if start["side"] == 0 else ("o", "x")

@@ -1,7 +1,7 @@
 """A trained network as the evaluator of a search, and players for matches: networks, engines, fixed ones.
 
 An `Evaluator` is all that search, self-play and matches need of a network: give it to `play.search.Search`,
-`play.selfplay.play_games` or `play.arena.search_player`.
+`play.selfplay.play_games` or `play.match.search_player`.
 """
 
 from __future__ import annotations

@@ -7,15 +7,8 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-from matrixlib.play.match import (
-    Match,
-    Player,
-    play_pairs,
-    random_openings,
-    random_player,
-    rating,
-    rating_table,
-)
+from matrixlib.play.elo import rating, rating_table
+from matrixlib.play.match import Match, Player, play_pairs, random_openings, random_player
 from matrixlib.tasks.chess.evaluate.players import EnginePlayer, capture_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
 

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.play.evaluator import Evaluator
-from matrixlib.play.search import Found, Search, SearchOptions
-from matrixlib.play.selfplay import drawn
+from matrixlib.play.search import Search, SearchOptions, SearchResult
+from matrixlib.play.selfplay import draw_move
 from matrixlib.tasks.chess.evaluate.net import find_run, load
 from matrixlib.tasks.chess.game import ChessGame, open_tables
 from matrixlib.tasks.chess.records import from_boards, move_from_index, policy_index
@@ -42,7 +42,7 @@ SLICE = 1.0  # seconds between lines about a search
 BYTES = 4096  # of memory that a simulation takes, at most
 
 
-def ranking(found: Found) -> list[int]:
+def ranking(found: SearchResult) -> list[int]:
     """Rows of the moves to show, best first: the one to play, then by visits; those never tried are left out."""
     known = ~np.isnan(found.values) | (found.moves == found.best)
     lost = found.values == -1
@@ -242,7 +242,13 @@ class Engine:
         return seen.wdl[1] if seen.wdl else None
 
     def _report(
-        self, search: Search, found: Found, done: int, seconds: float, draws: float | None, fullness: int
+        self,
+        search: Search,
+        found: SearchResult,
+        done: int,
+        seconds: float,
+        draws: float | None,
+        fullness: int,
     ) -> None:
         """A line for each variation to show."""
         for rank, row in enumerate(ranking(found)[: int(self.options["MultiPV"])], start=1):
@@ -265,9 +271,9 @@ class Engine:
             board.push(moves[-1])
         return " ".join(move.uci() for move in moves)
 
-    def _chosen(self, found: Found) -> chess.Move:
+    def _chosen(self, found: SearchResult) -> chess.Move:
         temperature = int(self.options["Temperature"]) / 100
-        index = drawn(found, temperature, self.rng) if temperature else found.best
+        index = draw_move(found, temperature, self.rng) if temperature else found.best
         return move_from_index(index, self.board)
 
 

@@ -1,0 +1,207 @@
+"""Elo with error bars from pairs of games, a sequential test, and a rating table of several players.
+
+The two games of a pair start from one opening with sides swapped, so a pair's score says little about the opening and
+its games are not independent: statistics count pairs (the pentanomial model) and not games. Scores are those of the
+first player.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Annotated, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from matrixlib.config import Real, Section
+
+PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair, as the mean of its two games
+Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
+"""Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
+CONFIDENCE = 0.95  # of intervals
+
+
+def expected_score(elo: float) -> float:
+    """Points a game expected of a player so much stronger (logistic)."""
+    return 1 / (1 + 10 ** (-elo / 400))
+
+
+def elo_of(score: float) -> float:
+    """Inverse of `expected_score`; infinite at 0 and 1."""
+    if not 0 < score < 1:
+        return math.inf if score >= 1 else -math.inf
+    return 400 * math.log10(score / (1 - score))
+
+
+def rating(pairs: Counts) -> Rating:
+    """The rating of the first player, from the results of pairs.
+
+    The interval is Wilson's, for as many decided games as would have the same variance as the pairs; so it stays
+    inside (0, 1) and is of use for few or one-sided games. To the observed variance that of one pair of decided
+    games is added, lest a few equal pairs look like certainty. ValueError without pairs.
+    """
+    counts = _counts(pairs)
+    n = int(counts.sum())
+    score = float(counts @ PAIR_SCORES) / n
+    decided = score * (1 - score)  # variance of a decided game
+    spread = float(counts @ (PAIR_SCORES - score) ** 2)
+    variance = (spread + decided / 2) / (n + 1) / n  # of the score
+    effective = decided / variance if decided > 0 else 2.0 * n
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    centre = (score + z * z / (2 * effective)) / (1 + z * z / effective)
+    half = z * math.sqrt(decided / effective + z * z / (4 * effective**2)) / (1 + z * z / effective)
+    sigma = math.sqrt(variance) if variance > 0 else 0.5 / math.sqrt(2 * n)
+    return Rating(
+        games=2 * n,
+        score=score,
+        elo=elo_of(score),
+        low=elo_of(max(centre - half, 0.0)) if score > 0 else -math.inf,
+        high=elo_of(min(centre + half, 1.0)) if score < 1 else math.inf,
+        superiority=NormalDist().cdf((score - 0.5) / sigma),
+    )
+
+
+def rating_table(
+    matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0
+) -> list[Standing]:
+    """Ratings of several players, best first, from the pairs (5,) of each match (first player, second player).
+
+    The likeliest strengths of the Bradley-Terry model (a draw is half a point each), with one drawn pair added
+    between players that met, so that they are finite; intervals by the bootstrap over pairs. ValueError where some
+    players are linked to the others by no match.
+    """
+    names = sorted({name for players in matches for name in players})
+    row = {name: i for i, name in enumerate(names)}
+    rng = np.random.default_rng(seed)
+    points = np.zeros((samples + 1, len(names), len(names)))  # of i against j: as it was, then resampled
+    for (one, other), pairs in matches.items():
+        counts = _counts(pairs)
+        n = int(counts.sum())
+        score = np.concatenate([counts[None], rng.multinomial(n, counts / n, samples)]) @ PAIR_SCORES
+        points[:, row[one], row[other]] += 2 * score
+        points[:, row[other], row[one]] += 2 * (n - score)
+    games = points[0] + points[0].T
+    met = games > 0
+    if not np.linalg.matrix_power(met + np.eye(len(names)), len(names)).all():
+        raise ValueError(f"no chain of matches links all of {', '.join(names)}: they have no common scale")
+    elo = _strengths(points + met)
+    low, high = np.quantile(elo[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    count, score = games.sum(1), points[0].sum(1)
+    standings = [
+        Standing(
+            name, int(count[i]), float(score[i] / count[i]), float(elo[0, i]), float(low[i]), float(high[i])
+        )
+        for i, name in enumerate(names)
+    ]
+    return sorted(standings, key=lambda standing: -standing.elo)
+
+
+def _counts(pairs: Counts) -> NDArray[np.float64]:
+    counts = np.asarray(pairs, np.float64)
+    if counts.shape != (5,) or (counts < 0).any() or not counts.any():
+        raise ValueError(
+            f"expected how many pairs scored 0, 1/2, 1, 3/2 and 2 points, at least one, not {pairs}"
+        )
+    return counts
+
+
+def _likeliest(counts: NDArray[np.float64], elo: float) -> NDArray[np.float64]:
+    """Logarithms (5,) of the likeliest probabilities with the mean that belongs to an Elo difference.
+
+    p_i = f_i / (1 + x * d_i), with the observed shares f, the distances d of the scores from that mean, and the x
+    for which sum(d_i * p_i) = 0, found by bisection: the sum falls as x grows.
+    """
+    shares, distance = counts / counts.sum(), PAIR_SCORES - expected_score(elo)
+    low, high = -1 / distance[-1], -1 / distance[0]
+    for _ in range(100):
+        x = (low + high) / 2
+        if float((shares * distance / (1 + x * distance)).sum()) > 0:
+            low = x
+        else:
+            high = x
+    return np.log(shares / (1 + x * distance))
+
+
+def _strengths(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Elo (B, n), mean 0, from points (B, n, n) of i against j: minorisation-maximisation (Hunter 2004)."""
+    games = points + points.transpose(0, 2, 1)
+    strength = np.ones(points.shape[:2])
+    for _ in range(5000):
+        update = points.sum(2) / (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
+        update /= np.exp(np.log(update).mean(1, keepdims=True))
+        done = np.abs(np.log(update / strength)).max() < 1e-7
+        strength = update
+        if done:
+            break
+    elo: NDArray[np.float64] = 400 * np.log10(strength)
+    return elo
+
+
+@dataclass(frozen=True)
+class Rating:
+    """Elo difference of the first player to the second, with its 95 % interval; infinite at scores of 0 and 1.
+
+    score: points a game. superiority: likelihood that the first is the stronger one.
+    """
+
+    games: int
+    score: float
+    elo: float
+    low: float
+    high: float
+    superiority: float
+
+    def __str__(self) -> str:
+        return f"{self.elo:+.1f} Elo [{self.low:+.1f}, {self.high:+.1f}], {self.games} games, score {self.score:.1%}"
+
+
+class Sprt(Section):
+    """Sequential test of "elo1 stronger" (H1) against "elo0 stronger" (H0), Wald 1945, with pairs as observations."""
+
+    elo0: Real = Field(default=0.0, description="SPRT: no better than this is refused ...")
+    elo1: Real = Field(default=50.0, description="... at least so much better is promoted")
+    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = Field(
+        default=0.05, description="share of wrong promotions allowed"
+    )
+    beta: Annotated[Real, Field(gt=0, lt=0.5)] = Field(
+        default=0.05, description="share of wrong refusals allowed"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Sprt:
+        if self.elo0 >= self.elo1:
+            raise ValueError(f"elo0 {self.elo0:g} must be below elo1 {self.elo1:g}")
+        return self
+
+    def bounds(self) -> tuple[float, float]:
+        """Log-likelihood ratios at which H0 and H1 are accepted."""
+        return math.log(self.beta / (1 - self.alpha)), math.log((1 - self.beta) / self.alpha)
+
+    def ratio(self, pairs: Counts) -> float:
+        """Log-likelihood ratio of H1 to H0, each with the likeliest distribution of its mean (generalised SPRT)."""
+        counts = np.maximum(_counts(pairs), 1e-3)  # an outcome that has not come yet is not impossible
+        return float(counts @ (_likeliest(counts, self.elo1) - _likeliest(counts, self.elo0)))
+
+    def decision(self, pairs: Counts) -> bool | None:
+        """True H1, False H0, None undecided (as without pairs)."""
+        if not np.sum(pairs):
+            return None
+        low, high = self.bounds()
+        ratio = self.ratio(pairs)
+        return True if ratio >= high else False if ratio <= low else None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One row of a rating table: Elo against the mean of all players, with its 95 % interval."""
+
+    name: str
+    games: int
+    score: float
+    elo: float
+    low: float
+    high: float

@@ -1,0 +1,367 @@
+"""Search trees as arrays: the kernels that select, expand and back up, for hundreds of trees in one pool.
+
+Whatever an edge holds is seen from the side that makes its move, so a value changes its sign once a ply, in
+`backward`. Besides its average an edge has bounds [low, high] on its exact value (score-bounded MCTS, Cazenave
+and Saffidine 2010): endings, repetitions and table values have low = high; a position's bounds are the maxima
+over its moves. An edge with low = high is proven: it counts with that value from then on, also in all averages
+above it. Lost edges are no longer tried, and a tree whose root is proven stops.
+
+The kernels and all they call stay in this file, because numba's cache does not see changes made elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+Int: TypeAlias = Any  # a scalar inside a kernel
+
+FAR = 10_000  # distance of an end that is known to exist, but not where
+
+
+class Pool(NamedTuple):
+    """The nodes (M,) and edges (E,) of all trees, see KINDS. Edges 0 .. trees - 1 lead to the roots; the edges of a
+    node are adjacent."""
+
+    first: Any  # of a node: its first edge
+    size: Any  # its number of edges
+    parent: Any  # the node before it, -1 at a root
+    into: Any  # the edge that leads to it
+    key: Any  # of its state, for repetitions
+    value: Any  # the evaluator's, for the side to move
+    move: Any  # of an edge: the game's move
+    child: Any  # the node it leads to, -1 before that is expanded or where it needs none
+    prior: Any
+    visits: Any
+    pending: Any  # visits under way
+    total: Any  # sum of values
+    low: Any  # bounds of the exact value
+    high: Any
+    distance: Any  # plies to the end of the game, where low = high
+
+
+KINDS = ["i4", "i4", "i4", "i4", "u8", "f4", "i4", "i4", "f4", "i4", "i4", "f8", "f4", "f4", "i4"]
+OF_NODES = Pool._fields.index("move")  # the columns before it
+
+
+def empty_pool(nodes: int, edges: int) -> Pool:
+    """A pool with room for so many nodes and edges."""
+    return Pool(*(np.zeros(nodes if i < OF_NODES else edges, kind) for i, kind in enumerate(KINDS)))
+
+
+@njit(cache=True, nogil=True)
+def quality(p: Pool, e: Int) -> float:
+    """Value of an edge that has visits or is proven."""
+    average = p.total[e] / p.visits[e] if p.visits[e] > 0 else 0.0
+    return min(max(average, p.low[e]), p.high[e])
+
+
+@njit(cache=True, nogil=True)
+def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, loss: float) -> Int:
+    """The edge to follow from a node, on the way through its own edge (which counts as pending)."""
+    into, first = p.into[node], p.first[node]
+    last = first + p.size[node]
+    n = p.visits[into] + p.pending[into] - 1
+    explore = (pb_c_init + math.log((1 + n + pb_c_base) / pb_c_base)) * math.sqrt(n)
+    tried = 0.0
+    for e in range(first, last):
+        if p.visits[e] + p.pending[e] > 0:
+            tried += p.prior[e]
+    untried = -p.total[into] / p.visits[into] - fpu * math.sqrt(tried)
+    best, best_score = first, -np.inf
+    for e in range(first, last):
+        if p.high[e] <= -1:
+            continue
+        visits, pending = p.visits[e], p.pending[e]
+        value = (p.total[e] - loss * pending) / (visits + pending) if visits + pending > 0 else untried
+        value = min(max(value, p.low[e]), p.high[e])
+        score = value + explore * p.prior[e] / (1 + visits + pending)
+        if score > best_score:
+            best, best_score = e, score
+    return best
+
+
+@njit(cache=True, nogil=True)
+def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, scores: F64) -> None:
+    """logits + sigma(completed q) of each move of a root; an untried move has the mixed value (appendix D there)."""
+    first, count = p.first[node], p.size[node]
+    weight = average = 0.0
+    visits = top = 0
+    for e in range(first, first + count):
+        if p.visits[e] > 0:
+            weight += p.prior[e]
+            average += p.prior[e] * quality(p, e)
+            visits += p.visits[e]
+            top = max(top, p.visits[e])
+    mixed = float(p.value[node])
+    if weight > 0:
+        mixed = (mixed + visits * average / weight) / (1 + visits)
+    for j in range(count):
+        e = first + j
+        known = p.visits[e] > 0 or p.low[e] == p.high[e]
+        value = quality(p, e) if known else min(max(mixed, p.low[e]), p.high[e])
+        scores[j] = logits[j] + (most + top) * scale * (value + 1) / 2
+
+
+@njit(cache=True, nogil=True)
+def update_bounds(p: Pool, node: Int) -> bool:
+    """Take the bounds of a node from its edges to the edge into it; whether they changed."""
+    into, first = p.into[node], p.first[node]
+    last = first + p.size[node]
+    low = high = np.float32(-1)
+    for e in range(first, last):
+        low, high = max(low, p.low[e]), max(high, p.high[e])
+    if p.low[into] == -high and p.high[into] == -low:
+        return False
+    p.low[into], p.high[into] = -high, -low
+    if low == high:  # the winner takes the shortest way, the loser the longest
+        distance = FAR if low > 0 else 0
+        for e in range(first, last):
+            if p.low[e] == p.high[e] == low:
+                distance = min(distance, p.distance[e]) if low > 0 else max(distance, p.distance[e])
+        p.distance[into] = min(distance + 1, FAR)
+    return True
+
+
+@njit(cache=True, nogil=True)
+def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None:
+    """End a visit of an edge of a node (-1: of a root's edge) with a value; changed: its bounds are new."""
+    while True:
+        p.pending[edge] -= 1
+        p.visits[edge] += 1
+        if p.low[edge] == p.high[edge]:  # earlier visits count with the exact value too
+            value = p.low[edge] * p.visits[edge] - p.total[edge]
+        p.total[edge] += value
+        if node < 0:
+            return
+        changed = changed and update_bounds(p, node)
+        edge, node, value = p.into[node], p.parent[node], -value
+
+
+@njit(cache=True, nogil=True)
+def simulate(
+    p: Pool,
+    trees: I32,
+    roots: I32,
+    budget: I64,
+    done: I64,
+    leaves: Int,
+    weights: tuple[float, float, float, float],
+    sigma: tuple[float, float],
+    schedule: I32,
+    logits: F64,
+    base: I32,
+    out: I32,
+) -> Int:
+    """Select leaves in each of the trees; write (edge, node, tree) of each to out (L, 3), return their number.
+
+    Visits that end at a proven edge are finished here. schedule (trees, simulations): how often the move to try
+    at the root has been tried in this search, for Gumbel; no columns for PUCT.
+    """
+    pb_c_init, pb_c_base, fpu, loss = weights
+    scores = np.empty(logits.shape[1], np.float64)
+    n = 0
+    for i in range(len(trees)):
+        t = trees[i]
+        waiting, round_visits = 0, 0
+        while done[i] < budget[i] and waiting < leaves and p.low[t] != p.high[t]:
+            node = roots[t]
+            p.pending[t] += 1
+            if schedule.shape[1] > 0:
+                tried = schedule[i, done[i]]
+                if waiting > 0 and tried != round_visits:  # the next halving needs the values of this one
+                    p.pending[t] -= 1
+                    break
+                round_visits = tried
+                gumbel_scores(p, node, logits[i], sigma[0], sigma[1], scores)
+                edge, top = -1, -np.inf
+                for j in range(p.size[node]):
+                    e = p.first[node] + j
+                    if p.visits[e] + p.pending[e] - base[i, j] == round_visits and scores[j] > top:
+                        edge, top = e, scores[j]
+            else:
+                edge = puct(p, node, pb_c_init, pb_c_base, fpu, loss)
+            while True:
+                p.pending[edge] += 1
+                if p.low[edge] == p.high[edge] or p.child[edge] < 0:
+                    break
+                node = p.child[edge]
+                edge = puct(p, node, pb_c_init, pb_c_base, fpu, loss)
+            if p.low[edge] == p.high[edge]:
+                backward(p, edge, node, float(p.low[edge]), False)
+            elif p.pending[edge] > 1:  # a leaf that is under way already: wait for it
+                while node >= 0:
+                    p.pending[edge] -= 1
+                    edge, node = p.into[node], p.parent[node]
+                p.pending[edge] -= 1
+                break
+            else:
+                out[n, 0], out[n, 1], out[n, 2] = edge, node, t
+                n += 1
+                waiting += 1
+            done[i] += 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def settle(p: Pool, leaf: I32, values: F32, distances: I32) -> None:
+    """Prove the edges of leaves (edge, node, tree) by the exact values for the sides to move there."""
+    for i in range(len(leaf)):
+        edge = leaf[i, 0]
+        p.low[edge] = p.high[edge] = -values[i]
+        p.distance[edge] = distances[i]
+        backward(p, edge, leaf[i, 1], -values[i], True)
+
+
+@njit(cache=True, nogil=True)
+def expand(
+    p: Pool,
+    node: Int,
+    used: Int,
+    leaf: I32,
+    keys: U64,
+    values: F32,
+    moves: I32,
+    offsets: I64,
+    priors: F32,
+    endings: F32,
+) -> None:
+    """Make nodes of leaves, from numbers `node` and, for their edges, `used` on, and back their values up."""
+    for i in range(len(leaf)):
+        edge, parent = leaf[i, 0], leaf[i, 1]
+        p.child[edge] = node
+        p.first[node], p.size[node] = used, offsets[i + 1] - offsets[i]
+        p.parent[node], p.into[node] = parent, edge
+        p.key[node], p.value[node] = keys[i], values[i]
+        for k in range(offsets[i], offsets[i + 1]):
+            p.move[used], p.prior[used], p.child[used] = moves[k], priors[k], -1
+            p.visits[used], p.pending[used], p.total[used], p.distance[used] = 0, 0, 0.0, 1
+            p.low[used], p.high[used] = -1.0, 1.0
+            if not np.isnan(endings[k]):
+                p.low[used] = p.high[used] = endings[k]
+            used += 1
+        changed = update_bounds(p, node)
+        backward(p, edge, parent, -values[i], changed)
+        node += 1
+
+
+@njit(cache=True, nogil=True)
+def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
+    """How often the state of each leaf has occurred before: on its way from the root, and in the game's history."""
+    out = np.zeros(len(leaf), np.int32)
+    for i in range(len(leaf)):
+        node, tree, key = leaf[i, 1], leaf[i, 2], keys[i]
+        while node >= 0:
+            out[i] += p.key[node] == key
+            node = p.parent[node]
+        for k in range(plies[tree]):
+            out[i] += history[tree, k] == key
+    return out
+
+
+@njit(cache=True, nogil=True)
+def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[Int, Int]:
+    """Keep only what hangs on the roots, in the same order; `moved` (nodes,) gets new numbers or -1."""
+    shift = np.zeros(nodes, np.int32)
+    moved[:nodes] = -1
+    for t in range(trees):
+        if roots[t] >= 0:
+            moved[roots[t]] = 0
+            into = p.into[roots[t]]
+            if into != t:
+                p.visits[t], p.total[t], p.pending[t] = p.visits[into], p.total[into], 0
+                p.low[t], p.high[t], p.distance[t] = p.low[into], p.high[into], p.distance[into]
+                p.into[roots[t]], p.parent[roots[t]] = t, -1
+    new, used = 0, trees
+    for old in range(nodes):
+        parent = p.parent[old]
+        if moved[old] < 0 and (parent < 0 or moved[parent] < 0):
+            continue
+        moved[old] = new
+        first, count = p.first[old], p.size[old]
+        shift[old] = used - first
+        if parent >= 0:
+            p.parent[new], p.into[new] = moved[parent], p.into[old] + shift[parent]
+        else:
+            p.parent[new], p.into[new] = -1, p.into[old]
+        p.child[p.into[new]] = new
+        p.first[new], p.size[new], p.key[new], p.value[new] = used, count, p.key[old], p.value[old]
+        for j in range(count):
+            a, b = used + j, first + j
+            p.move[a], p.child[a], p.prior[a], p.visits[a] = p.move[b], -1, p.prior[b], p.visits[b]
+            p.pending[a], p.total[a], p.distance[a] = p.pending[b], p.total[b], p.distance[b]
+            p.low[a], p.high[a] = p.low[b], p.high[b]
+        new, used = new + 1, used + count
+    for t in range(trees):
+        roots[t] = moved[roots[t]] if roots[t] >= 0 else -1
+    return new, used
+
+
+@njit(cache=True, nogil=True)
+def surer_edge(p: Pool, node: Int, choice: Int) -> Int:
+    """An edge of a node (-1: none), or one that makes sure of more: the shortest win, the longest loss."""
+    sure, sure_value = -1, -2.0
+    for e in range(p.first[node], p.first[node] + p.size[node]):
+        value = p.low[e] * (1 - p.distance[e] / (4 * FAR)) if p.low[e] == p.high[e] else p.low[e]
+        if value > sure_value:
+            sure, sure_value = e, value
+    if choice < 0 or p.low[sure] >= 1 or p.low[sure] > quality(p, choice):
+        return sure
+    return choice
+
+
+@njit(cache=True, nogil=True)
+def best_edge(p: Pool, node: Int) -> Int:
+    """The edge to play: most visits, then value, then prior; but not below what another one makes sure of."""
+    best = -1
+    for e in range(p.first[node], p.first[node] + p.size[node]):
+        if p.high[e] > -1 and (
+            best < 0
+            or (p.visits[e], quality(p, e), p.prior[e]) > (p.visits[best], quality(p, best), p.prior[best])
+        ):
+            best = e
+    return surer_edge(p, node, best)
+
+
+@njit(cache=True, nogil=True)
+def principal_variation(p: Pool, edge: Int, out: I32) -> Int:
+    """Write the principal variation from an edge on; return its length."""
+    n = 0
+    while n < len(out):
+        out[n] = p.move[edge]
+        n += 1
+        node = p.child[edge]
+        if node < 0:
+            break
+        edge = best_edge(p, node)
+        if p.visits[edge] == 0 and p.low[edge] != p.high[edge]:
+            break
+    return n
+
+
+@lru_cache(maxsize=4096)
+def considered_visits(moves: int, simulations: int) -> tuple[int, ...]:
+    """For each simulation, how many visits the root move to try next has (sequential halving, as in mctx).
+
+    `moves` are tried in rounds of equal visits; after each round the better half goes on, at least two.
+    """
+    if moves <= 1:
+        return tuple(range(simulations))
+    rounds = math.ceil(math.log2(moves))
+    visits, sequence, left = [0] * moves, list[int](), moves
+    while len(sequence) < simulations:
+        for _ in range(max(1, simulations // (rounds * left))):
+            sequence.extend(visits[:left])
+            visits[:left] = [v + 1 for v in visits[:left]]
+        left = max(2, left // 2)
+    return tuple(sequence[:simulations])
