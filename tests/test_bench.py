@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from matrixlib.bench import report as bench
-from matrixlib.bench import workloads
-from matrixlib.bench.workloads import Figure, Plan
 from matrixlib.hardware import machine
+from matrixlib.hardware.benchmark import Figure, Plan, make_plan
 from matrixlib.hardware.machine import DeviceFacts, Gpu
 
 
@@ -30,10 +29,10 @@ def record(*figures: Figure, started: str = "2026-01-02T00:00:00Z", brief: bool 
     }
 
 
-def keep(found: dict[str, Any]) -> None:
-    path = bench.folder("box") / f"{found['started']}.json"
+def keep(entry: dict[str, Any]) -> None:
+    path = bench.folder("box") / f"{entry['started']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(entry))
 
 
 def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else(reports: Path) -> None:
@@ -45,7 +44,7 @@ def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else(report
             started="2026-01-01T00:00:00Z",
         )
     )
-    slower, words = bench.verdict(
+    slower, words = bench.regressions(
         record(Figure("a", 89, "positions/s"), Figure("b", 2.3, "s"), Figure("c", 91, "positions/s"))
     )
     assert [line.split(" takes")[0] for line in slower] == ["updates: a", "updates: b"]
@@ -53,7 +52,7 @@ def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else(report
     assert "(100 -> 89 positions/s)" in slower[0]
     assert all(line in words for line in slower)
     faster = record(Figure("a", 200, "positions/s"), Figure("b", 1.0, "s"))
-    assert bench.verdict(faster) == ([], "nothing over 10% slower than on 2026-01-01T00:00:00Z")
+    assert bench.regressions(faster) == ([], "nothing over 10% slower than on 2026-01-01T00:00:00Z")
 
 
 def test_figures_that_are_new_or_have_another_unit_are_not_compared_and_named(reports: Path) -> None:
@@ -63,7 +62,7 @@ def test_figures_that_are_new_or_have_another_unit_are_not_compared_and_named(re
         )
     )
     now = record(Figure("new", 1, "s"), Figure("a", 900, "s"), Figure("b", 100, "positions/s"))
-    slower, words = bench.verdict(now)
+    slower, words = bench.regressions(now)
     assert not slower
     assert words.endswith("not compared, as no older record has them: updates (new; a)")
 
@@ -71,14 +70,14 @@ def test_figures_that_are_new_or_have_another_unit_are_not_compared_and_named(re
 def test_the_last_record_is_of_this_machine_and_made_in_the_same_way(reports: Path) -> None:
     now = record(Figure("a", 1, "s"), started="2026-01-05T00:00:00Z")
     assert bench.last(now) == {}
-    assert bench.verdict(now) == ([], "first record of this machine: nothing to compare with")
+    assert bench.regressions(now) == ([], "first record of this machine: nothing to compare with")
     keep(record(Figure("a", 2, "s"), started="2026-01-01T00:00:00Z"))
     keep(record(Figure("a", 3, "s"), started="2026-01-02T00:00:00Z"))
     keep(record(Figure("a", 4, "s"), started="2026-01-03T00:00:00Z", brief=True))
     keep(record(Figure("a", 5, "s"), started="2026-01-06T00:00:00Z"))
     keep(now)
     assert bench.last(now) == {("updates", "a", "s"): ("2026-01-02T00:00:00Z", Figure("a", 3, "s"))}
-    assert bench.verdict(now) == ([], "nothing over 10% slower than on 2026-01-02T00:00:00Z")
+    assert bench.regressions(now) == ([], "nothing over 10% slower than on 2026-01-02T00:00:00Z")
 
 
 def test_a_record_of_a_few_workloads_hides_no_regression_of_the_others(reports: Path) -> None:
@@ -88,7 +87,7 @@ def test_a_record_of_a_few_workloads_hides_no_regression_of_the_others(reports: 
 
     keep(day(1, updates=1.0, loader=1.0))
     keep(day(2, loader=1.0))
-    slower, words = bench.verdict(day(3, updates=2.0, loader=1.0, search=1.0))
+    slower, words = bench.regressions(day(3, updates=2.0, loader=1.0, search=1.0))
     assert slower == ["updates: a takes 100% longer (1 -> 2 s)"]
     assert words.splitlines() == [
         "slower than on 2026-01-01T00:00:00Z and 2026-01-02T00:00:00Z:",
@@ -98,19 +97,18 @@ def test_a_record_of_a_few_workloads_hides_no_regression_of_the_others(reports: 
 
 
 def test_limits_and_shares_stand_beside_the_figures() -> None:
-    found = record(
+    entry = record(
         Figure("rate", 50, "positions/s", 200, "copying"), Figure("time", 4.0, "s", 1.0, "the disk")
     )
-    rows = [line.split("|")[1:-1] for line in bench.table(found, markdown=True).splitlines() if "|" in line]
-    assert [cell.strip() for cell in rows[2]] == [
-        "rate",
-        "50 positions/s",
-        "200",
-        "25%",
-        "copying",
+    table = bench.table(entry)
+    assert table.loc["updates", "rate"].tolist() == ["50 positions/s", "200", "25%", "copying"]
+    assert table.loc["updates", "time"].tolist() == ["4 s", "1", "25%", "the disk"]
+    assert bench.markdown(entry).splitlines() == [
+        "| updates | measured | limit | reached | limited by |",
+        "| --- | --- | --- | --- | --- |",
+        "| rate | 50 positions/s | 200 | 25% | copying |",
+        "| time | 4 s | 1 | 25% | the disk |",
     ]
-    assert [cell.strip() for cell in rows[3]] == ["time", "4 s", "1", "25%", "the disk"]
-    assert "time" in bench.table(found)
 
 
 def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +121,14 @@ def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", 1.0, "s")])})
-    plan = workloads.plan("cpu", 0.0, brief=True)
+    monkeypatch.setattr(bench, "workloads", lambda: {"updates": lambda plan: iter([Figure("a", 1.0, "s")])})
+    plan = make_plan("cpu", 0.0, brief=True)
     with pytest.raises(ValueError, match="unknown benchmark nonsense; there are updates"):
         bench.measure(plan, ["nonsense"])
-    found = bench.measure(plan)
-    (path,) = bench.folder(found["machine"]).glob("*.json")
+    entry = bench.measure(plan)
+    (path,) = bench.folder(entry["machine"]).glob("*.json")
     assert json.loads(path.read_text())["figures"]["updates"][0]["value"] == 1.0
-    assert found["brief"]
+    assert entry["brief"]
 
 
 def test_each_workload_starts_with_nothing_compiled(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +138,9 @@ def test_each_workload_starts_with_nothing_compiled(reports: Path, monkeypatch: 
         order.append("measured")
         yield Figure("a", 1.0, "s")
 
-    monkeypatch.setattr(bench, "WORKLOADS", {"updates": measures, "inference": measures})
+    monkeypatch.setattr(bench, "workloads", lambda: {"updates": measures, "inference": measures})
     monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset"))
-    plan = workloads.plan("cpu", 0.0, brief=True)
+    plan = make_plan("cpu", 0.0, brief=True)
     bench.measure(replace(plan, compile=True))
     assert order == ["measured", "reset"] * 2
     bench.measure(plan)
@@ -164,7 +162,7 @@ def test_what_was_measured_before_a_failure_is_kept(
         raise error
 
     monkeypatch.setattr(
-        bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", 1.0, "s")]), "start": fails}
+        bench, "workloads", lambda: {"updates": lambda plan: iter([Figure("a", 1.0, "s")]), "start": fails}
     )
     assert bench.main(["--device", "cpu", "--seconds", "0"]) == 2
     *_, line = capsys.readouterr().err.splitlines()
@@ -178,10 +176,12 @@ def test_the_command_line_fails_for_a_regression_only_when_asked(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = iter([1.0, 2.0, 4.0])
-    monkeypatch.setattr(bench, "WORKLOADS", {"updates": lambda plan: iter([Figure("a", next(seconds), "s")])})
+    monkeypatch.setattr(
+        bench, "workloads", lambda: {"updates": lambda plan: iter([Figure("a", next(seconds), "s")])}
+    )
     arguments = ["--device", "cpu"]
-    plan = workloads.plan("cpu", 0.0, brief=True)
-    monkeypatch.setattr(workloads, "plan", lambda *given: plan)
+    plan = make_plan("cpu", 0.0, brief=True)
+    monkeypatch.setattr(bench, "make_plan", lambda *options: plan)
     assert bench.main(arguments) == 0
     before = {("updates", "a", "s"): ("2026-01-01T00:00:00Z", Figure("a", 1.0, "s"))}
     monkeypatch.setattr(bench, "last", lambda now: before)
@@ -205,13 +205,13 @@ def test_the_picture_has_a_panel_for_each_sweep() -> None:
         for what in ("batch", "blocks")
         for n in (1, 2)
     ]
-    found = record() | {
+    entry = record() | {
         "figures": {
             "scaling": list(map(vars, scaling)),
             "loader": [vars(Figure("no workers", 5, "positions/s"))],
         }
     }
-    panels = bench.scaling_figure(found).axes
+    panels = bench.scaling_figure(entry).axes
     assert [axes.get_xlabel() for axes in panels] == ["batch", "blocks", "loader workers"]
     assert list(panels[0].lines[0].get_xdata()) == [1, 2]
     assert len(bench.scaling_figure(record()).axes) == 1, "nothing swept"

@@ -114,7 +114,7 @@ def performance() -> str:
     """The record of a quiet machine that is kept in tests/golden."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     words = f"{record['machine']}, {record['started'][:10]}, torch {record['versions']['torch']}"
-    return f"Measured on {words}:\n\n{bench.table(record, markdown=True)}"
+    return f"Measured on {words}:\n\n{bench.markdown(record)}"
 
 
 OPTIONS = GUIDES / "options.md"

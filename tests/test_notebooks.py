@@ -137,8 +137,9 @@ def test_nbval_replays_the_stored_outputs(path: Path, reports: Path) -> None:
 def test_nbval_sees_one_changed_number(reports: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "notebooks" / "probe.ipynb", as_version=4)
     cell = next(c for c in notebook.cells if "policy_table" in c.source)
-    assert "1024" in cell.outputs[0].text
-    cell.outputs[0].text = cell.outputs[0].text.replace("1024", "1025", 1)
+    html = cell.outputs[0].data["text/html"]
+    assert "1024" in html
+    cell.outputs[0].data["text/html"] = html.replace("1024", "1025", 1)
     path = tmp_path / "broken.ipynb"
     nbformat.write(notebook, path)
     done = nbval(path, reports)

@@ -22,7 +22,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.hardware import speed as rates
+from matrixlib.hardware import speed
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
@@ -102,7 +102,7 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
 def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     current = train("kept")
     stored = json.loads((current.folder / "run.json").read_text())["peak"]
-    monkeypatch.setattr(rates, "matrix", lambda *given: 1.0)
+    monkeypatch.setattr(speed, "matrix_rate", lambda *given: 1.0)
     current._measure_peak()
     assert json.loads((current.folder / "run.json").read_text())["peak"] == stored
     current.runtime = replace(current.runtime, dtype="fp16")
@@ -116,7 +116,7 @@ def test_without_memory_for_the_matrix_rate_a_run_trains(
     def full(*given: object) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(rates, "matrix", full)
+    monkeypatch.setattr(speed, "matrix_rate", full)
     current = train("full")
     assert current.summary()["complete"]
     assert current.summary()["share_of_peak"] is None

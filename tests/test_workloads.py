@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from matrixlib.bench import workloads
-from matrixlib.bench.workloads import Figure, Plan
+from matrixlib.hardware import machine
+from matrixlib.hardware.benchmark import Figure, Plan, make_plan
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return workloads.plan("cpu", 0.0, brief=True)
-
-
-def test_calls_take_turns_after_one_that_warms_up() -> None:
-    order: list[str] = []
-    found = workloads.turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 0.0)
-    assert order == ["a", "b"] * (1 + workloads.LEAST)
-    assert set(found) == {"a", "b"}
-
-
-def test_the_median_is_of_calls_without_the_first() -> None:
-    waits = iter([0.05, 0.0, 0.0, 0.0])
-    assert workloads.turns({"a": lambda: time.sleep(next(waits))}, 0.0)["a"] < 0.04
+    return make_plan("cpu", 0.0, brief=True)
 
 
 def test_shares_are_of_the_better_side() -> None:
@@ -37,14 +25,18 @@ def test_shares_are_of_the_better_side() -> None:
     assert Figure("free", 4, "s").share is None
 
 
-@pytest.mark.parametrize("name", [name for name in workloads.WORKLOADS if name != "start"])
+@pytest.mark.parametrize("name", [name for name in workloads.workloads() if name != "start"])
 def test_every_workload_gives_figures_with_names_of_their_own(name: str, plan: Plan, reports: Path) -> None:
-    figures = list(workloads.WORKLOADS[name](plan))
+    figures = list(workloads.workloads()[name](plan))
     assert figures
     assert len({figure.name for figure in figures}) == len(figures)
     for figure in figures:
         assert figure.value > 0
         assert figure.limit is None or (figure.limit > 0 and figure.of)
+
+
+def test_the_loader_is_measured_for_the_probe() -> None:
+    assert workloads.loader_rate(64)["rows_per_second"] > 0
 
 
 def test_an_update_has_as_many_rows_as_its_work_allows(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +49,7 @@ def test_an_update_has_as_many_rows_as_its_work_allows(plan: Plan, monkeypatch: 
 
 def test_the_device_must_be_there() -> None:
     with pytest.raises(ValueError, match="asked for"):
-        workloads.plan("mps" if not workloads.runtimes.machine.facts().mps else "cuda")
+        make_plan("cuda" if machine.facts().mps else "mps")
 
 
 def test_what_a_process_started_in_a_session_of_its_own_ends_with_it() -> None:
@@ -83,4 +75,4 @@ def test_a_notebook_that_fails_at_once_is_named_whatever_is_left_to_end(
 
     monkeypatch.setattr(subprocess, "Popen", fails)
     with pytest.raises(RuntimeError, match="made no update"):
-        workloads._first_update("cpu")
+        workloads.first_update("cpu")

@@ -13,19 +13,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import files
-from matrixlib.bench import workloads
-from matrixlib.bench.workloads import WORKLOADS, Figure, Plan
-from matrixlib.files import read_json, write_json
+from matrixlib.bench.workloads import ON_GPU, workloads
 from matrixlib.hardware import machine
+from matrixlib.hardware.benchmark import Figure, Plan, make_plan
 from matrixlib.runs.run import git_commit, versions
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure as Plot
 
 TOLERANCE = 0.10
@@ -33,17 +33,6 @@ TOLERANCE = 0.10
 LOADER = "loader workers"
 BUSY = 0.5
 """Mean number of other busy processes in the minute before that is worth a word."""
-TITLES = {
-    "updates": "Training, each preset",
-    "options": "One choice turned",
-    "scaling": "Scaling of the quick preset",
-    "inference": "Inference",
-    "targets": "Self-supervised targets, one core",
-    "loader": "Loader",
-    "search": "Search, one core, free evaluator",
-    "checkpoint": "Saving a checkpoint",
-    "start": "Start-up",
-}
 
 
 def machine_name(device: str = "cpu") -> str:
@@ -52,21 +41,22 @@ def machine_name(device: str = "cpu") -> str:
     if device == "cuda" and facts.gpu:
         words = facts.gpu.name
     else:
-        found = machine.processor()
-        family = f" family {found.family}" if found.family else ""
-        words = f"{found.name}{family} {facts.cores} cores"
+        processor = machine.processor()
+        family = f" family {processor.family}" if processor.family else ""
+        words = f"{processor.name}{family} {facts.cores} cores"
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def measure(
-    plan: Plan, names: Sequence[str] = (), say: Callable[[str], object] = lambda text: None
+    plan: Plan, names: Sequence[str] = (), tell: Callable[[str], object] = lambda text: None
 ) -> dict[str, Any]:
     """A record of what these workloads (all without any) measure; it is kept. Raises ValueError for unknown names.
 
-    say: told before each workload what is measured.
+    tell: called before each workload with what is measured.
     """
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    available = workloads()
+    if unknown := [name for name in names if name not in available]:
+        raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(available)}")
     import torch
 
     started = datetime.datetime.now(datetime.UTC)
@@ -83,10 +73,10 @@ def measure(
     }
     target = folder(record["machine"]) / f"{started:%Y%m%dT%H%M%S%fZ}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    for name in names or WORKLOADS:
-        say(f"measuring {name} ...")
-        record["figures"][name] = [asdict(figure) for figure in WORKLOADS[name](plan)]
-        write_json(target, record)  # each time: what is measured is not lost where a later one fails
+    for name in names or available:
+        tell(f"measuring {name} ...")
+        record["figures"][name] = [asdict(figure) for figure in available[name](plan)]
+        files.write_json(target, record)  # each time: what is measured is not lost where a later one fails
         if plan.compile:  # the next one's networks get the compiler's limit for themselves
             torch.compiler.reset()
     return record
@@ -97,37 +87,40 @@ def folder(name: str) -> Path:
     return files.reports_root() / "bench" / name
 
 
+def figures(record: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """(workload, figure) of everything in a record."""
+    for name, rows in record["figures"].items():
+        yield from ((name, Figure(**row)) for row in rows)
+
+
 def last(record: dict[str, Any]) -> dict[tuple[str, str, str], tuple[str, Figure]]:
     """(workload, figure, unit) -> (time, figure): the newest that is older than the record, of the same machine and
     measured in the same way. Each figure for itself: the record before may have had a few workloads alone.
     """
-    older = [read_json(path) for path in folder(record["machine"]).glob("*.json")]
+    older = [files.read_json(path) for path in folder(record["machine"]).glob("*.json")]
     known: dict[tuple[str, str, str], tuple[str, Figure]] = {}
-    for found in sorted(older, key=lambda found: str(found["started"])):
-        if found["started"] < record["started"] and found["brief"] == record["brief"]:
-            for name, rows in found["figures"].items():
-                known |= {(name, row["name"], row["unit"]): (found["started"], Figure(**row)) for row in rows}
+    for other in sorted(older, key=lambda other: str(other["started"])):
+        if other["started"] < record["started"] and other["brief"] == record["brief"]:
+            for name, figure in figures(other):
+                known[name, figure.name, figure.unit] = other["started"], figure
     return known
 
 
-def verdict(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[list[str], str]:
+def regressions(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[list[str], str]:
     """(what takes longer than the last time on this machine by more than `tolerance`, all of it in words)."""
     known = last(record)
-    slower, times, new = [], set(), []
-    for name, rows in record["figures"].items():
-        missing = []
-        for figure in (Figure(**row) for row in rows):
-            if (name, figure.name, figure.unit) not in known:
-                missing.append(figure.name)
-                continue
-            started, old = known[name, figure.name, figure.unit]
-            times.add(started)
-            longer = figure.value / old.value if figure.unit == "s" else old.value / figure.value
-            if longer > 1 + tolerance:
-                change = f"{_number(old.value)} -> {_number(figure.value)} {figure.unit}"
-                slower.append(f"{name}: {figure.name} takes {longer - 1:.0%} longer ({change})")
-        if missing:
-            new.append(name if len(missing) == len(rows) else f"{name} ({'; '.join(missing)})")
+    slower, times = [], set()
+    new: dict[str, list[str]] = {}
+    for name, figure in figures(record):
+        if (name, figure.name, figure.unit) not in known:
+            new.setdefault(name, []).append(figure.name)
+            continue
+        started, old = known[name, figure.name, figure.unit]
+        times.add(started)
+        longer = figure.value / old.value if figure.unit == "s" else old.value / figure.value
+        if longer > 1 + tolerance:
+            change = f"{_number(old.value)} -> {_number(figure.value)} {figure.unit}"
+            slower.append(f"{name}: {figure.name} takes {longer - 1:.0%} longer ({change})")
     if not times:
         return [], "first record of this machine: nothing to compare with"
     before = " and ".join(sorted(times))
@@ -135,20 +128,34 @@ def verdict(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[list[
     if not slower:
         lines = [f"nothing over {tolerance:.0%} slower than on {before}"]
     if new:
-        lines.append(f"not compared, as no older record has them: {', '.join(new)}")
+        whole = {name: len(missing) == len(record["figures"][name]) for name, missing in new.items()}
+        words = (name if whole[name] else f"{name} ({'; '.join(missing)})" for name, missing in new.items())
+        lines.append(f"not compared, as no older record has them: {', '.join(words)}")
     return slower, "\n".join(lines)
 
 
-def table(record: dict[str, Any], markdown: bool = False) -> str:
-    """Every figure with its limit and its share of it, a section for each workload."""
+def table(record: dict[str, Any]) -> pd.DataFrame:
+    """Every figure with its limit and its share of it; rows are named by workload and figure."""
+    import pandas as pd
+
+    rows = {}
+    for name, figure in figures(record):
+        rows[name, figure.name] = {
+            "measured": f"{_number(figure.value)} {figure.unit}",
+            "limit": _number(figure.limit) if figure.limit else "",
+            "reached": f"{figure.share:.0%}" if figure.share is not None else "",
+            "limited by": figure.of,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The same as tables for the README, one for each workload."""
     parts = []
-    for name, rows in record["figures"].items():
-        lines = [["", "measured", "limit", "reached", "limited by"]]
-        for figure in (Figure(**row) for row in rows):
-            limit = _number(figure.limit) if figure.limit else ""
-            share = f"{figure.share:.0%}" if figure.share is not None else ""
-            lines.append([figure.name, f"{_number(figure.value)} {figure.unit}", limit, share, figure.of])
-        parts.append(f"{TITLES[name]}\n\n{_laid_out(lines, markdown)}")
+    for name, part in table(record).groupby(level=0, sort=False):
+        lines = [[str(name), *part.columns], ["---"] * (1 + len(part.columns))]
+        lines += [[figure, *row] for (_, figure), row in zip(part.index, part.to_numpy(), strict=True)]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts)
 
 
@@ -158,29 +165,30 @@ def scaling_figure(record: dict[str, Any]) -> Plot:
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     curves: dict[str, list[tuple[int, Figure]]] = {}
-    for row in (*record["figures"].get("scaling", ()), *record["figures"].get("loader", ())):
-        figure = Figure(**row)
-        swept = re.match(r"(batch|channels|blocks) (\d+)", figure.name)
-        what = swept[1] if swept else LOADER
-        count = swept[2] if swept else figure.name.split()[0].replace("no", "0")
-        curves.setdefault(what, []).append((int(count), figure))
-    canvas = Canvas(figsize=(3.2 * max(1, len(curves)), 3), layout="constrained")
-    for axes, (what, points) in zip(
-        canvas.subplots(1, max(1, len(curves)), squeeze=False)[0], curves.items(), strict=False
-    ):
+    for name, figure in figures(record):
+        if name == "scaling":
+            swept, count = figure.name.split(",")[0].split()
+            curves.setdefault(swept, []).append((int(count), figure))
+        elif name == "loader":
+            count = figure.name.split()[0].replace("no", "0")
+            curves.setdefault(LOADER, []).append((int(count), figure))
+    columns = max(1, len(curves))
+    canvas = Canvas(figsize=(3.2 * columns, 3), layout="constrained")
+    panels = canvas.subplots(1, columns, squeeze=False)[0]
+    for axes, (what, points) in zip(panels, curves.items(), strict=False):
         x = [at for at, _ in points]
         axes.plot(x, [figure.value for _, figure in points], "o-", label="measured")
-        if what != LOADER:
-            axes.plot(
-                x, [figure.limit or float("nan") for _, figure in points], "--", label="matrix products alone"
-            )
+        if what == LOADER:
+            axes.set_ylim(bottom=0)
+        else:
+            limits = [figure.limit or float("nan") for _, figure in points]
+            axes.plot(x, limits, "--", label="matrix products alone")
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.minorticks_off()
         axes.set_xticks(x, [f"{at:,}" for at in x])
-        axes.set_ylim(bottom=None if what != LOADER else 0)
         axes.set_xlabel(what)
         axes.set_ylabel("positions/s")
         axes.legend(fontsize=8, frameon=False)
@@ -190,45 +198,28 @@ def scaling_figure(record: dict[str, Any]) -> Plot:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 for a regression with --fail, 2 where something cannot be measured."""
     parser = argparse.ArgumentParser(prog="python -m matrixlib.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help=f"of {', '.join(WORKLOADS)}; separated by commas")
+    parser.add_argument("--only", default="", help=f"of {', '.join(workloads())}; separated by commas")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--seconds", type=float, default=6.0, help="time of each group of figures")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too: takes minutes")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where something got slower")
     parser.add_argument("--markdown", action="store_true", help="tables as the README has them")
-    given = parser.parse_args(arguments)
-    names = [name for name in given.only.split(",") if name]
+    flags = parser.parse_args(arguments)
+    names = [name for name in flags.only.split(",") if name]
     try:
-        chosen = workloads.plan(given.device, given.seconds, given.compile)
-        if chosen.device == "cuda" and not names:
-            names = list(workloads.ON_GPU)
-        record = measure(chosen, names, lambda text: print(text, file=sys.stderr, flush=True))
+        plan = make_plan(flags.device, flags.seconds, flags.compile)
+        if plan.device == "cuda" and not names:
+            names = list(ON_GPU)
+        record = measure(plan, names, lambda text: print(text, file=sys.stderr, flush=True))
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(f"{record['machine']}, {record['started']}, torch {record['versions']['torch']}")
     if record["load"] > BUSY:
         print(f"{record['load']:.1f} other processes were busy as it began: the figures are too low")
-    print()
-    print(table(record, given.markdown) + "\n")
-    slower, words = verdict(record)
-    print(words)
-    return 1 if slower and given.fail else 0
-
-
-def _laid_out(rows: Sequence[Sequence[str]], markdown: bool) -> str:
-    if markdown:
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    left = (True, False, False, False, True)
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if start else cell.rjust(width)
-            for cell, width, start in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in rows
-    )
+    slower, words = regressions(record)
+    print(f"\n{markdown(record) if flags.markdown else table(record).to_string()}\n\n{words}")
+    return 1 if slower and flags.fail else 0
 
 
 def _number(value: float) -> str:

@@ -1,1 +1,1 @@
-"""What this machine is, how fast it is, and what is decided from that."""
+"""What this machine is, how fast it is, and what a run does on it."""

@@ -14,10 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is Arm's
 INSTRUCTIONS = (
@@ -172,19 +169,19 @@ def _sysctl(name: str) -> str:
     return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def usable() -> list[int]:
+def usable_processors() -> list[int]:
     """Logical processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
-def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, mine: Iterable[int] | None = None) -> int:
+def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, processors: Iterable[int] | None = None) -> int:
     """Physical cores that this process may use: affinity without hyper-threads, and the cgroup's quota."""
-    logical = usable() if mine is None else list(mine)
+    logical = usable_processors() if processors is None else list(processors)
     siblings = {_read(tree / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in logical}
     count = len(siblings)
-    if mine is None and sys.platform == "darwin":
+    if processors is None and sys.platform == "darwin":
         import psutil
 
         count = psutil.cpu_count(logical=False) or count
@@ -194,25 +191,25 @@ def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, mine: Iterable[int
 
 def quota(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> float:
     """Processors that the cgroup (version 1 or 2, or one above it) grants; 0.0 = no limit."""
-    found = []
+    quotas = []
     for folder in _groups(cgroups, membership, ("cpu", "cpu,cpuacct")):
         most, _, period = _read(folder / "cpu.max").partition(" ")
         if not period:
             most, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
         if most.isdigit() and period.isdigit():
-            found.append(int(most) / int(period))
-    return min(found, default=0.0)
+            quotas.append(int(most) / int(period))
+    return min(quotas, default=0.0)
 
 
 def memory(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes of memory that this process may use."""
     import psutil
 
-    found = [int(psutil.virtual_memory().total)]
+    limits = [int(psutil.virtual_memory().total)]
     for folder in _groups(cgroups, membership, ("memory",)):
         texts = (_read(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
-        found += [int(text) for text in texts if text.isdigit()]
-    return min(found)
+        limits += [int(text) for text in texts if text.isdigit()]
+    return min(limits)
 
 
 def _groups(cgroups: Path, membership: Path, controllers: tuple[str, ...]) -> list[Path]:
@@ -228,18 +225,18 @@ def _groups(cgroups: Path, membership: Path, controllers: tuple[str, ...]) -> li
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
-def l3_caches(tree: Path = CPU_TREE, mine: Iterable[int] | None = None) -> list[tuple[int, int]]:
+def l3_caches(tree: Path = CPU_TREE, processors: Iterable[int] | None = None) -> list[tuple[int, int]]:
     """(bytes, logical processors sharing it) of each L3 instance below the usable processors, largest first.
 
     lscpu prints the SUM over all instances, which makes any EPYC look as if it had V-Cache.
     """
-    found: dict[str, tuple[int, int]] = {}
-    for number in usable() if mine is None else mine:
+    caches: dict[str, tuple[int, int]] = {}
+    for number in usable_processors() if processors is None else processors:
         for folder in (tree / f"cpu{number}/cache").glob("index*"):
             size, shared = _read(folder / "size"), _read(folder / "shared_cpu_list")
             if _read(folder / "level") == "3" and size.endswith("K"):
-                found[shared] = (int(size[:-1]) * 1024, len(_numbers(shared)))
-    return sorted(found.values(), reverse=True)
+                caches[shared] = (int(size[:-1]) * 1024, len(_numbers(shared)))
+    return sorted(caches.values(), reverse=True)
 
 
 def vcache(vendor: str, caches: list[tuple[int, int]]) -> bool:

@@ -1,16 +1,20 @@
-"""What this machine can do: the probe notebook's measurements and tables, and where they are kept."""
+"""What this machine can do: the probe notebook's measurements, and the policy for machines of all kinds."""
 
 from __future__ import annotations
 
-import time
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matrixlib import config as configuration
 from matrixlib import files
-from matrixlib.files import write_json
+from matrixlib.hardware import machine, speed
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Rates in GFLOP/s measured on one core pair each; only their ratios matter to the policy.
 _ZEN4 = Rates(183, 420, 160, 165, 300, 310)
@@ -26,6 +30,7 @@ MACHINES: dict[str, DeviceFacts] = {
     "older desktop": DeviceFacts(cores=4, instructions=("avx2",), rates=_NO_BF16),
 }
 """Machines by name for the policy table; the same rules as for the machine at hand."""
+CHOICES = ("device", "dtype", "scaler", "channels_last", "compile", "threads", "workers", "micro_batch")
 
 
 def folder() -> Path:
@@ -34,79 +39,61 @@ def folder() -> Path:
 
 
 def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
-    """What `runtime.probe` finds and the loader's rate; kept in reports/probe/summary.json."""
-    found = runtimes.probe(seconds, device)
-    found["loader"] = _loader_rate()
-    folder().mkdir(parents=True, exist_ok=True)
-    write_json(folder() / "summary.json", found)
-    return found
+    """Describe and measure this machine; plain data for summary.json. Takes about `seconds` + 2.
 
-
-def report(found: dict[str, Any]) -> str:
-    """What `measure` found, as text: machine, measured rates, what `auto` uses and why."""
-    processor, facts = found["processor"], found["facts"]
-    caches = ", ".join(f"{c['bytes'] / 2**20:.0f} MiB for {c['shared_by']} processors" for c in found["l3"])
-    lines = [
-        f"processor    {processor['name']} (family {processor['family']}), {facts['cores']} usable cores",
-        f"instructions {' '.join(facts['instructions'])}",
-        f"L3           {caches or 'not reported'}; V-Cache: {'yes' if facts['vcache'] else 'no'}",
-        f"memory       {facts['memory'] / 2**30:.1f} GiB usable",
-        f"GPU          {facts['gpu']['name'] if facts['gpu'] else facts['gpu_problem']}",
-        f"torch        {found['environment'].get('torch', 'not installed')}",
-        f"device       {found['device']}",
-        *(
-            f"measured     {name}: {rate:,.1f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
-            for name, rate in found["measured"].items()
-        ),
-        *(
-            f"auto         {name} = {item['value']} ({item['why']})"
-            for name, item in found["suggested"].items()
-        ),
-    ]
-    return "\n".join(lines)
-
-
-def loader_report(found: dict[str, Any]) -> str:
-    """One line on the loader's rate."""
-    loader = found["loader"]
-    rate = f"{loader['rows_per_second']:,.0f} positions/s in one process"
-    return f"loader       {rate}, batches of {loader['batch_size']}\n"
-
-
-def policy_table(preset: str = "small") -> str:
-    """What the policy chooses for the machines of `MACHINES` with a preset; the same on every machine."""
-    settings = configuration.load(preset)
-    names = ("device", "dtype", "scaler", "channels_last", "compile", "threads", "workers", "micro_batch")
-    lines = [f"{'machine':15}" + "".join(f"  {name}" for name in names)]
-    for machine, facts in MACHINES.items():
-        chosen = runtimes.policy(facts, settings.runtime, settings.train, settings.data)
-        cells = (f"{_word(getattr(chosen, name)):>{len(name) + 2}}" for name in names)
-        lines.append(f"{machine:15}" + "".join(cells))
-    return "\n".join(lines) + "\n"
-
-
-def _word(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def _loader_rate(batch_size: int = 1024, batches: int = 20) -> dict[str, float]:
-    """Rows per second that one process gathers and prepares, after a warm-up."""
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.records import LAYOUT
-    from matrixlib.tasks.chess.sample_set import unpack_sample
-    from matrixlib.tasks.chess.task import ChessTask
-
-    settings = configuration.load("demo")
-    assert isinstance(settings, configuration.ChessConfig)
-    rows = Catalogue(unpack_sample()).shards("train")
-    loader = Loader(rows, LAYOUT, batch_size, settings.seed, ChessTask(settings).prepare)
-    for i in range(5):
-        loader.batch(i)
-    started = time.perf_counter()
-    for i in range(5, 5 + batches):
-        loader.batch(i)
+    `measured` is in GFLOP/s ("copy": GB/s) on `device`; `suggested` is what `auto` uses there;
+    `facts.rates` is of one core, as the policy compares them. Raises ValueError where `device` is absent.
+    """
+    facts = machine.facts()
+    option = os.environ.get("MATRIXLIB_DEVICE", "auto") if device == "auto" else device
+    selected, _ = runtimes.select_device(facts, option)
+    native = runtimes.native_bf16(facts, selected)
+    suggestions = runtimes.suggest(facts, selected)
     return {
-        "rows_per_second": batch_size * batches / (time.perf_counter() - started),
-        "batch_size": batch_size,
+        "processor": asdict(machine.processor()),
+        "l3": [{"bytes": size, "shared_by": sharers} for size, sharers in machine.l3_caches()],
+        "facts": asdict(replace(facts, rates=speed.core_rates(facts.bf16))),
+        "device": selected,
+        "measured": speed.device_rates(selected, native, facts.threads, seconds),
+        "suggested": {name: {"value": value, "why": why} for name, (value, why) in suggestions.items()},
+        "environment": machine.environment(),
     }
+
+
+def save(result: dict[str, Any]) -> None:
+    """Keep what was measured in reports/probe/summary.json."""
+    folder().mkdir(parents=True, exist_ok=True)
+    files.write_json(folder() / "summary.json", result)
+
+
+def report(result: dict[str, Any]) -> str:
+    """What `measure` returned, as text: machine, measured rates, what `auto` uses and why."""
+    processor, facts = result["processor"], result["facts"]
+    caches = ", ".join(f"{c['bytes'] / 2**20:.0f} MiB for {c['shared_by']} processors" for c in result["l3"])
+    lines = [
+        ("processor", f"{processor['name']} (family {processor['family']}), {facts['cores']} usable cores"),
+        ("instructions", " ".join(facts["instructions"])),
+        ("L3", f"{caches or 'not reported'}; V-Cache: {'yes' if facts['vcache'] else 'no'}"),
+        ("memory", f"{facts['memory'] / 2**30:.1f} GiB usable"),
+        ("GPU", facts["gpu"]["name"] if facts["gpu"] else facts["gpu_problem"]),
+        ("torch", result["environment"]["torch"]),
+        ("device", result["device"]),
+    ]
+    for name, rate in result["measured"].items():
+        lines.append(("measured", f"{name}: {rate:,.1f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"))
+    for name, item in result["suggested"].items():
+        lines.append(("auto", f"{name} = {item['value']} ({item['why']})"))
+    return "\n".join(f"{name:12} {text}" for name, text in lines)
+
+
+def policy_table(preset: str = "small") -> pd.DataFrame:
+    """What the policy decides for the machines of `MACHINES` with a preset, a row each; the same on every machine."""
+    import pandas as pd
+
+    settings = configuration.load(preset)
+    rows = {}
+    for name, facts in MACHINES.items():
+        runtime = runtimes.policy(facts, settings.runtime, settings.train, settings.data)
+        values = [getattr(runtime, choice) for choice in CHOICES]
+        rows[name] = [("yes" if value else "no") if isinstance(value, bool) else value for value in values]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=CHOICES)

@@ -1,7 +1,7 @@
 """The device and precision policy: every choice that depends on the machine is made here, with its reason.
 
-`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine,
-`probe` describes the machine for people. Nothing else in the package asks which device there is.
+`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine.
+Nothing else in the package asks which device there is.
 torch is imported inside functions: the module is light.
 """
 
@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from matrixlib.hardware import machine
-from matrixlib.hardware import speed as rates
+from matrixlib.hardware import machine, speed
 from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
 
 if TYPE_CHECKING:
@@ -29,16 +28,16 @@ MICRO_BATCH = {"cpu": 256, "mps": 256, "cuda": 1024}
 SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
 LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
 LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
-# Rows of a batch that is evaluated and not trained on
-EVALUATED: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)
-EVALUATED_ON_CPU = 256  # at most
+SERVING_SIZES: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)  # rows of a batch without training
+SERVING_ON_CPU = 256  # rows at most
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
+REQUESTED = "asked for"  # the reason of what `auto` did not decide
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What was decided for one run; stored with it and reused on resume: it decides the result's bits."""
+    """All choices for one run; stored with it and reused on resume: the result's bits depend on them."""
 
     device: str  # cpu, cuda or mps
     dtype: str  # of autocast: fp32 (off), bf16 or fp16; parameters and optimiser state are always fp32
@@ -90,7 +89,7 @@ class Runtime:
         torch.set_num_threads(self.threads)
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where fp32 was asked for
+            torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where the precision is fp32
 
     def table(self) -> str:
         """Plain text: a line for each choice with its reason."""
@@ -125,24 +124,24 @@ class Serving:
 
 
 def serving(device: str, compile: bool | str = "auto") -> Serving:
-    """Decide how a network is evaluated on a device; `compile` may be asked for or forbidden."""
-    sizes, why = EVALUATED, "memory"
+    """Decide how a network is evaluated on a device; `compile` may be required or forbidden."""
+    sizes, why = SERVING_SIZES, "memory"
     if device == "cpu":
-        sizes = tuple(size for size in EVALUATED if size <= EVALUATED_ON_CPU)
+        sizes = tuple(size for size in SERVING_SIZES if size <= SERVING_ON_CPU)
         why = "the memory of larger ones comes anew from the system each time: 1.4 times slower a position"
-    decided, reason = _compile_serving(device, compile)
-    fill = device != "cpu" or decided
+    compiled, reason = _compile_serving(device, compile)
+    fill = device != "cpu" or compiled
     reasons = (
         f"batch {sizes[-1]}: {why}",
         f"fill {'yes: each new size costs time' if fill else 'no: a new size costs nothing'}",
-        f"compile {'yes' if decided else 'no'}: {reason}",
+        f"compile {'yes' if compiled else 'no'}: {reason}",
     )
-    return Serving(sizes, fill, decided, reasons)
+    return Serving(sizes, fill, compiled, reasons)
 
 
-def _compile_serving(device: str, asked: bool | str) -> tuple[bool, str]:
-    if isinstance(asked, bool):
-        return asked, "asked for"
+def _compile_serving(device: str, option: bool | str) -> tuple[bool, str]:
+    if isinstance(option, bool):
+        return option, REQUESTED
     if device == "cpu":
         return False, "not faster here (0.9 to 1.0 times), after seconds of compiling for each size"
     return False, "not yet measured to pay"
@@ -152,27 +151,30 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
     """Decide for this machine. $MATRIXLIB_DEVICE stands in for `device: auto` and for nothing else.
 
     On the CPU this measures for about a second where precision or channels_last is `auto`.
-    Raises ValueError where a device or a dtype was asked for that cannot work here.
+    Raises ValueError where the device or the dtype that `runtime` names cannot work here.
     """
     forced = os.environ.get("MATRIXLIB_DEVICE", "") if runtime.device == "auto" else ""
     if forced and forced not in ("auto", *MICRO_BATCH):
         raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
-    asked = runtime.model_copy(update={"device": forced}) if forced else runtime
+    runtime = runtime.model_copy(update={"device": forced}) if forced else runtime
     facts = machine.facts()
-    if _device(facts, asked.device)[0] == "cpu" and "auto" in (asked.precision, asked.channels_last):
-        facts = replace(facts, rates=rates.measure(facts.bf16))
-    decided = policy(facts, asked, train, data)
+    if select_device(facts, runtime.device)[0] == "cpu" and "auto" in (
+        runtime.precision,
+        runtime.channels_last,
+    ):
+        facts = replace(facts, rates=speed.core_rates(facts.bf16))
+    resolved = policy(facts, runtime, train, data)
     if not forced:
-        return decided
-    first, *others = decided.reasons
-    return replace(decided, reasons=(f"{first} by MATRIXLIB_DEVICE", *others))
+        return resolved
+    first, *others = resolved.reasons
+    return replace(resolved, reasons=(f"{first} by MATRIXLIB_DEVICE", *others))
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtime:
     """The runtime that a run was started with, to resume it. Raises ValueError if its device is not here."""
     runtime = Runtime.from_dict(stored)
     try:
-        _device(facts or machine.facts(), runtime.device)
+        select_device(facts or machine.facts(), runtime.device)
     except ValueError as error:
         raise ValueError(f"this run began on '{runtime.device}' and resumes only there: {error}") from None
     return runtime
@@ -181,34 +183,34 @@ def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtim
 def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
     """Decide from numbers alone; pure. Every choice leaves a sentence in `reasons`.
 
-    Raises ValueError where a device or a dtype was asked for that cannot work on such a machine.
+    Raises ValueError where the device or the dtype that `runtime` names cannot work on such a machine.
     """
-    device, why = _device(facts, runtime.device)
-    chosen: dict[str, tuple[Any, str]] = {"device": (device, why)}
-    chosen["dtype"] = _dtype(facts, device, runtime.precision)
-    dtype = chosen["dtype"][0]
+    device, why = select_device(facts, runtime.device)
+    choices: dict[str, tuple[Any, str]] = {"device": (device, why)}
+    choices["dtype"] = _dtype(facts, device, runtime.precision)
+    dtype = choices["dtype"][0]
     if dtype == "fp16":
-        chosen["scaler"] = True, "fp16 loses small gradients unless the loss is scaled"
+        choices["scaler"] = True, "fp16 loses small gradients unless the loss is scaled"
     else:
-        chosen["scaler"] = False, f"{dtype} has the exponents of fp32"
-    chosen["tf32"] = _tf32(facts, device, runtime.precision)
-    chosen["channels_last"] = _channels_last(facts, device, dtype, runtime.channels_last)
-    chosen["compile"] = _compile(device, runtime.compile)
-    asked = {"threads": runtime.threads, "workers": data.workers}
-    asked |= {"prefetch": data.prefetch, "micro_batch": train.micro_batch}
+        choices["scaler"] = False, f"{dtype} has the exponents of fp32"
+    choices["tf32"] = _tf32(facts, device, runtime.precision)
+    choices["channels_last"] = _channels_last(facts, device, dtype, runtime.channels_last)
+    choices["compile"] = _compile(device, runtime.compile)
+    options = {"threads": runtime.threads, "workers": data.workers}
+    options |= {"prefetch": data.prefetch, "micro_batch": train.micro_batch}
     for name, advice in suggest(facts, device).items():
-        chosen[name] = advice if asked[name] == "auto" else (asked[name], "asked for")
-    if chosen["threads"][0] > facts.cores:
-        chosen["threads"] = runtime.threads, f"asked for; slower, as only {facts.cores} cores may be used"
-    if chosen["workers"][0] == 0 and data.prefetch == "auto":
-        chosen["prefetch"] = chosen["prefetch"][0], "has no effect without workers"
-    if chosen["micro_batch"][0] > train.batch_size:
-        chosen["micro_batch"] = train.batch_size, "the whole update fits in one pass"
+        choices[name] = advice if options[name] == "auto" else (options[name], REQUESTED)
+    if choices["threads"][0] > facts.cores:
+        choices["threads"] = runtime.threads, f"{REQUESTED}; slower, as only {facts.cores} cores may be used"
+    if choices["workers"][0] == 0 and data.prefetch == "auto":
+        choices["prefetch"] = choices["prefetch"][0], "has no effect without workers"
+    if choices["micro_batch"][0] > train.batch_size:
+        choices["micro_batch"] = train.batch_size, "the whole update fits in one pass"
     words = {True: "yes", False: "no"}
     reasons = []
-    for name, (value, why) in chosen.items():
+    for name, (value, why) in choices.items():
         reasons.append(f"{name} {words[value] if isinstance(value, bool) else value}: {why}")
-    return Runtime(**{name: value for name, (value, _) in chosen.items()}, reasons=tuple(reasons))
+    return Runtime(**{name: value for name, (value, _) in choices.items()}, reasons=tuple(reasons))
 
 
 def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
@@ -240,40 +242,45 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
     }
 
 
-def _device(facts: DeviceFacts, asked: str) -> tuple[str, str]:
-    """(device, why); ValueError where the one asked for is absent."""
+def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
+    """(device, why) of the option `device`. Raises ValueError where the device that it names is absent."""
     there = {"cuda": facts.gpu is not None, "mps": facts.mps, "cpu": True}
     here = [name for name, present in there.items() if present]
-    if asked == "auto":
+    if option == "auto":
         about = {"cuda": "", "mps": "Apple GPU", "cpu": f"{facts.gpu_problem}; {facts.mps_problem}"}
         if facts.gpu:
             about["cuda"] = f"{facts.gpu.name}, compute capability {'.'.join(map(str, facts.gpu.capability))}"
         return here[0], about[here[0]]
-    if there[asked]:
-        return asked, "asked for"
-    problem = facts.gpu_problem if asked == "cuda" else facts.mps_problem
-    hint = "; for a CUDA build of torch see TORCH_INDEX in the README" if asked == "cuda" else ""
+    if there[option]:
+        return option, REQUESTED
+    problem = facts.gpu_problem if option == "cuda" else facts.mps_problem
+    hint = "; for a CUDA build of torch see TORCH_INDEX in the README" if option == "cuda" else ""
     raise ValueError(
-        f"device '{asked}' was asked for, but {problem}; "
+        f"device '{option}' was asked for, but {problem}; "
         f"use 'auto' or one that works here: {', '.join(here)}{hint}"
     )
 
 
-def _dtype(facts: DeviceFacts, device: str, asked: str) -> tuple[str, str]:
-    """(autocast dtype, why); ValueError where the one asked for cannot be trusted."""
-    if asked == "fp16" and device != "cuda":
+def native_bf16(facts: DeviceFacts, device: str) -> bool:
+    """Whether the hardware multiplies bf16 on `device` instead of emulating it."""
+    return {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[device]
+
+
+def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
+    """(autocast dtype, why); ValueError where the one of the option cannot be trusted."""
+    if option == "fp16" and device != "cuda":
         raise ValueError(
             f"precision 'fp16' needs a loss scaler, which is trusted on CUDA alone; "
             f"on {device} use 'bf16', 'fp32' or 'auto'"
         )
     old = device == "mps" and facts.macos < (14, 0)
-    if asked == "bf16" and old:
+    if option == "bf16" and old:
         raise ValueError("precision 'bf16' needs macOS 14 or newer on mps; use 'fp32' or 'auto'")
-    native = {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[device]
-    if asked == "bf16" and not native:
-        return "bf16", "asked for; slow, as this hardware only emulates it"
-    if asked != "auto":
-        return asked, "asked for"
+    native = native_bf16(facts, device)
+    if option == "bf16" and not native:
+        return "bf16", f"{REQUESTED}; slow, as this hardware only emulates it"
+    if option != "auto":
+        return option, REQUESTED
     if device == "cuda":
         return ("bf16", "native on this GPU") if native else ("fp16", "this GPU has no native bf16")
     if device == "mps":
@@ -297,9 +304,9 @@ def _tf32(facts: DeviceFacts, device: str, precision: str) -> tuple[bool, str]:
     return True, "for what autocast leaves in fp32"
 
 
-def _channels_last(facts: DeviceFacts, device: str, dtype: str, asked: bool | str) -> tuple[bool, str]:
-    if isinstance(asked, bool):
-        return asked, f"asked for; {SLOW_CONVOLUTION}" if asked and device == "mps" else "asked for"
+def _channels_last(facts: DeviceFacts, device: str, dtype: str, option: bool | str) -> tuple[bool, str]:
+    if isinstance(option, bool):
+        return option, f"{REQUESTED}; {SLOW_CONVOLUTION}" if option and device == "mps" else REQUESTED
     if device == "mps":
         return False, SLOW_CONVOLUTION
     if device == "cuda":
@@ -313,31 +320,11 @@ def _channels_last(facts: DeviceFacts, device: str, dtype: str, asked: bool | st
     return last >= LAST_LOSES * without, why
 
 
-def _compile(device: str, asked: bool | str) -> tuple[bool, str]:
-    if isinstance(asked, bool):
-        return asked, f"asked for; {SLOW_COMPILE}" if asked and device == "mps" else "asked for"
+def _compile(device: str, option: bool | str) -> tuple[bool, str]:
+    if isinstance(option, bool):
+        return option, f"{REQUESTED}; {SLOW_COMPILE}" if option and device == "mps" else REQUESTED
     why = {
         "mps": SLOW_COMPILE,
         "cpu": "training was no faster compiled (0.8 to 1.0 times); oneDNN makes the convolutions in any case",
     }
     return False, why.get(device, "not yet measured to pay; `make bench-gpu` measures it")
-
-
-def probe(seconds: float = 2.0, device: str = "auto") -> dict[str, Any]:
-    """Describe and measure this machine; plain data for summary.json. Takes about `seconds` + 2.
-
-    `measured` is in GFLOP/s ("copy": GB/s) on `device`; `suggested` is what `auto` uses there;
-    `facts.rates` is of one core, as the policy compares them. Raises ValueError where `device` is absent.
-    """
-    facts = machine.facts()
-    chosen, _ = _device(facts, os.environ.get("MATRIXLIB_DEVICE", "auto") if device == "auto" else device)
-    native = {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[chosen]
-    return {
-        "processor": asdict(machine.processor()),
-        "l3": [{"bytes": size, "shared_by": sharers} for size, sharers in machine.l3_caches()],
-        "facts": asdict(replace(facts, rates=rates.measure(facts.bf16))),
-        "device": chosen,
-        "measured": rates.speed(chosen, native, facts.threads, seconds),
-        "suggested": {name: {"value": v, "why": why} for name, (v, why) in suggest(facts, chosen).items()},
-        "environment": machine.environment(),
-    }

@@ -1,49 +1,80 @@
-"""How fast this machine is: a quick comparison for the policy, whole-device rates for people.
+"""How fast this machine is: a quick comparison for the policy, whole-device rates for people, calls timed in turns.
 
 torch is imported inside functions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from matrixlib.hardware.machine import Rates
 
 if TYPE_CHECKING:
     import torch
 
-
 SIDES = (2048, 4096, 8192)
 REPEAT = 10
 """Products of a call on an accelerator, so that starting them does not count."""
+FEWEST, MOST = 3, 200
+"""Calls of each function in `turns`."""
+Kinds = Mapping[str, tuple[float, Callable[[], object]]]
+"""Name -> (FLOP or bytes of a call, call)."""
 
 
-def measure(bf16: bool, seconds: float = 0.8) -> Rates:
+def synchronize(device: str) -> None:
+    """Wait until `device` (cpu, cuda or mps) has done all that it was sent: else a clock sees launches alone."""
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median seconds of a call by name, after one call of each that warms up.
+
+    The calls alternate for `seconds` in all, `FEWEST` of each at least, so that a change in the machine's speed meets
+    all alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    end = time.perf_counter() + seconds
+    for count in range(1, MOST + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - start)
+        if count >= FEWEST and time.perf_counter() > end:
+            break
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def core_rates(bf16: bool, seconds: float = 0.8) -> Rates:
     """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
 
-    Made to compare, and to come to the same end on a busy machine: pieces of a millisecond at most take turns
+    Meant to compare, and to come to the same end on a busy machine: pieces of a millisecond at most take turns
     on one thread, and the best of each counts.
     """
     import torch
 
     kinds: dict[str, tuple[float, Callable[[], object]]] = {}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _threads(1):
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
             kinds[f"matrix_{name}"] = _product("cpu", dtype, 512)
             kinds[f"conv_{name}"] = _convolution(dtype, last=False)
             kinds[f"conv_{name}_last"] = _convolution(dtype, last=True)
         best = _best(kinds, seconds)
-    finally:
-        torch.set_num_threads(before)
     return Rates(**{name: round(best.get(name, 0.0), 1) for name in Rates.__dataclass_fields__})
 
 
-def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[str, float]:
-    """What `device` does with all its cores: "fp32" (and "bf16" where asked) in GFLOP/s, "copy" in GB/s.
+def device_rates(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[str, float]:
+    """What `device` does with all its cores: "fp32" (and "bf16" where requested) in GFLOP/s, "copy" in GB/s.
 
     The first two are matrix products, fp32 under torch's present TF32 setting. The copy is of 256 MiB within
     the device's memory; reading and writing both count.
@@ -55,39 +86,51 @@ def speed(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[s
 
     def copy() -> None:
         target.copy_(source)
-        _wait(device)
+        synchronize(device)
 
     kinds: dict[str, tuple[float, Callable[[], object]]] = {}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with _threads(threads):
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
             kinds[name] = _product(device, dtype, _side(device, dtype, seconds))
         kinds["copy"] = (2.0 * source.numel() * source.element_size(), copy)
         return {name: round(value, 1) for name, value in _best(kinds, seconds).items()}
-    finally:
-        torch.set_num_threads(before)
 
 
-def matrix(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
+def matrix_rate(device: str, dtype: str, threads: int, seconds: float = 0.3) -> float:
     """GFLOP/s of a matrix product on the whole device in fp32, bf16 or fp16: what a share of the peak is a share of.
 
     The best of about `seconds`, two products at least. fp32 is under torch's present TF32 setting.
     """
     import torch
 
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    with _threads(threads):
+        rows = _side(device, kind, seconds)
+        return round(_best({dtype: _product(device, kind, rows)}, seconds)[dtype], 1)
+
+
+def copy_rate() -> float:
+    """Bytes a second that one core copies in memory."""
+    source = np.ones(2**27, np.uint8)
+    target = np.empty_like(source)
+    return source.nbytes / turns({"copy": lambda: np.copyto(target, source)}, 0.2)["copy"]
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many intra-op threads for a while."""
+    import torch
+
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(count)
     try:
-        n = _side(device, kinds[dtype], seconds)
-        return round(_best({dtype: _product(device, kinds[dtype], n)}, seconds)[dtype], 1)
+        yield
     finally:
         torch.set_num_threads(before)
 
 
-def _best(kinds: Mapping[str, tuple[float, Callable[[], object]]], seconds: float) -> dict[str, float]:
-    """name -> the best rate (work / 1e9 a second) seen in turns; `seconds` in all, but one turn at least."""
+def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
+    """Name -> the best rate (work / 1e9 a second), calls in turns; `seconds` in all, but one turn at least."""
     for _, call in kinds.values():
         call()
     best = dict.fromkeys(kinds, 0.0)
@@ -122,7 +165,7 @@ def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[
     def call() -> None:
         for _ in range(repeat):
             torch.mm(a, b)
-        _wait(device)
+        synchronize(device)
 
     return 2.0 * n**3 * repeat, call
 
@@ -140,10 +183,3 @@ def _convolution(dtype: torch.dtype, last: bool) -> tuple[float, Callable[[], ob
         functional.conv2d(x, w, padding=1).sum().backward()
 
     return 3 * 2.0 * 4 * 64 * 96 * 96 * 9, call
-
-
-def _wait(device: str) -> None:
-    import torch
-
-    if device != "cpu":
-        torch.accelerator.synchronize()

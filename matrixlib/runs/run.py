@@ -27,7 +27,7 @@ from matrixlib.config import Config
 from matrixlib.engine import autotune as trial
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
-from matrixlib.hardware import speed as rates
+from matrixlib.hardware import speed
 from matrixlib.tasks import spec as subjects
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class Run:
             from matrixlib.engine.memory import out_of_memory
 
             try:
-                gflops = rates.matrix(runtime.device, runtime.dtype, runtime.threads)
+                gflops = speed.matrix_rate(runtime.device, runtime.dtype, runtime.threads)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise

@@ -20,19 +20,20 @@ LARGE_DATA = {"latin_full"}  # its squares alone take an hour to make
 TARGET = Path(__file__).resolve().parents[1] / "golden" / "presets.json"
 
 
-def measured(preset: str) -> dict[str, float]:
+def measure(preset: str) -> dict[str, float]:
     """Figures of one preset, in this process."""
     import torch
 
     from matrixlib import config
-    from matrixlib.bench import workloads
+    from matrixlib.bench.workloads import Update
     from matrixlib.engine.memory import usage
+    from matrixlib.hardware.benchmark import make_plan
+    from matrixlib.hardware.speed import turns
     from matrixlib.tasks import spec as subject
 
-    plan = workloads.plan("cpu", 1.0)
     batch = config.load(preset).train.batch_size
-    update = workloads.Update(plan, preset, {}, rows=min(batch, ROWS))
-    seconds = workloads.turns({"": update}, 0.0)[""]
+    update = Update(make_plan("cpu", 1.0), preset, {}, rows=min(batch, ROWS))
+    seconds = turns({"": update}, 0.0)[""]
     model = subject.of(config.load(preset)).task.build_model()
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -45,19 +46,22 @@ def main(names: list[str]) -> None:
     from matrixlib import config
     from matrixlib.bench import report as bench
 
-    found = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
+    record = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
     for name in names or [name for name in config.presets() if name not in LARGE_DATA]:
         done = subprocess.run(
             [sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True
         )
-        found["presets"][name] = json.loads(done.stdout.splitlines()[-1])
-        print(name, found["presets"][name], flush=True)
-    found["machine"], found["date"] = bench.machine_name(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    TARGET.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        record["presets"][name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, record["presets"][name], flush=True)
+    record["machine"], record["date"] = (
+        bench.machine_name(),
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    )
+    TARGET.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(measured(sys.argv[2])))
+        print(json.dumps(measure(sys.argv[2])))
     else:
         main(sys.argv[1:])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matrixlib.bench.workloads import turns
 from matrixlib.hardware import speed
 
 if TYPE_CHECKING:
@@ -48,14 +47,14 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: floa
     runtime, work = first.runtime, forward_flops(first.task.config.model) / 1e9
     batch = positions(first, max(sizes))
     peak = {
-        dtype: speed.matrix(runtime.device, dtype, runtime.threads)
+        dtype: speed.matrix_rate(runtime.device, dtype, runtime.threads)
         for dtype in {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
     }
     speeds = []
     for rows in sizes:
         part = {name: array[:rows] for name, array in batch.items()}
         works = {name: partial(net.predict, part) for name, net in nets.items()}
-        for name, taken in turns(works, seconds * len(nets)).items():
+        for name, taken in speed.turns(works, seconds * len(nets)).items():
             speeds.append(Speed(name, rows, rows / taken, peak.get(name.split()[-1], 0) / work))
     return speeds
 

@@ -1,0 +1,106 @@
+"""What `make bench` measures of chess: inference, self-supervised targets, search.
+
+torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from matrixlib import config as configuration
+from matrixlib.config import ChessConfig
+from matrixlib.hardware.benchmark import Figure, Plan, Workload
+from matrixlib.hardware.speed import copy_rate, turns
+
+LARGE = "matrix0_53m"
+
+
+def inference(plan: Plan) -> Iterator[Figure]:
+    """Positions a second that a network evaluates for searches and matches, by what evaluates it and by batch."""
+    from matrixlib.tasks.chess.evaluate import onnx, throughput
+    from matrixlib.tasks.chess.evaluate.net import Net
+    from matrixlib.tasks.chess.task import ChessTask
+
+    presets = (
+        {"demo": (1, 16)}
+        if plan.brief
+        else {"quick": throughput.SIZES, LARGE: (32,) if plan.device == "cpu" else (256, 1024)}
+    )
+    for preset, sizes in presets.items():
+        task = ChessTask(_config(preset))
+        net = Net(task.build_model(), task, plan.runtime)
+        with tempfile.TemporaryDirectory() as folder:
+            nets = {f"torch {plan.runtime.dtype}": net}
+            if preset == "quick":  # for the large one that takes minutes: see tests/bench/bench_inference.py
+                nets = onnx.engines(net, Path(folder), plan.compile)
+            for speed in throughput.measure(nets, sizes, plan.seconds / 4):
+                of = f"{speed.engine.split()[-1]} products" if speed.limit else ""
+                name = f"{preset}, {speed.engine}, {speed.rows} at once"
+                yield Figure(name, speed.rate, "positions/s", speed.limit or None, of)
+
+
+def targets(plan: Plan) -> Iterator[Figure]:
+    """Positions a second whose self-supervised targets one core makes, all heads together."""
+    from matrixlib.tasks.chess import ssl_targets
+
+    records = _records(32_768)
+    seconds = turns({"targets": lambda: ssl_targets.targets(records)}, plan.seconds / 4)["targets"]
+    size = records["pieces"][0].nbytes + 40  # 40 bytes of maps come out
+    limit = copy_rate() / size
+    yield Figure("all five heads", len(records) / seconds, "positions/s", limit, "copying their bytes once")
+
+
+def search(plan: Plan) -> Iterator[Figure]:
+    """Simulations a second of one core with an evaluator that costs nothing."""
+    from matrixlib.play.game import uniform
+    from matrixlib.play.search import Search, SearchOptions
+    from matrixlib.tasks.chess.game import ChessGame
+
+    game = ChessGame()
+    trees = 64 if plan.brief else 256
+    states = _records(1024)
+    states = states[np.isnan(game.terminal(states, np.diff(game.legal(states)[1])))][:trees]
+    legal = turns({"legal": lambda: game.legal(states)}, plan.seconds / 10)["legal"]
+    simulations = 16 if plan.brief else 200
+
+    def run(leaves: int) -> None:
+        tree = Search(game, uniform, SearchOptions(leaves=leaves), len(states))
+        for number in range(len(states)):
+            tree.reset(number, states[number : number + 1])
+        tree.run(simulations)
+
+    for leaves in (1, 8):
+        seconds = turns({"search": partial(run, leaves)}, plan.seconds / 3)["search"]
+        name = f"{trees} trees, {leaves} {'leaf' if leaves == 1 else 'leaves'} of each at once"
+        rate = simulations * len(states) / seconds
+        yield Figure(name, rate, "simulations/s", len(states) / legal, "their legal moves alone")
+
+
+BENCHMARKS: Mapping[str, Workload] = {"inference": inference, "targets": targets, "search": search}
+
+
+def _config(preset: str) -> ChessConfig:
+    config = configuration.load(preset)
+    assert isinstance(config, ChessConfig)
+    return config
+
+
+def _records(rows: int) -> np.ndarray:
+    """Positions of the sample set, in the order in which a training of the quick preset has them."""
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.loader import Loader
+    from matrixlib.tasks.chess.records import LAYOUT
+    from matrixlib.tasks.chess.sample_set import unpack_sample
+    from matrixlib.tasks.chess.task import ChessTask
+
+    config = _config("quick")
+    shards = Catalogue(unpack_sample()).shards("train")
+    records: np.ndarray = Loader(shards, LAYOUT, rows, config.seed, ChessTask(config).prepare).records(0)[
+        "records"
+    ]
+    return records

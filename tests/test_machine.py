@@ -1,0 +1,106 @@
+"""Facts of machines, read from the files that the operating system shows of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from matrixlib.hardware import machine
+from matrixlib.hardware.machine import DeviceFacts
+
+AMD = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 97
+model name\t: AMD Ryzen 5 7600X 6-Core Processor
+flags\t\t: fpu avx avx2 fma avx512f avx512_bf16
+
+processor\t: 1
+vendor_id\t: other
+"""
+ARM = "processor\t: 0\nFeatures\t: fp asimd i8mm bf16\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+
+
+def test_processors_are_read_from_flags_not_from_names() -> None:
+    amd = machine.processor(AMD)
+    assert (amd.vendor, amd.family, amd.model) == ("AuthenticAMD", 25, 97)
+    assert amd.instructions == ("avx", "avx2", "fma", "avx512f", "avx512_bf16")
+    assert DeviceFacts(instructions=amd.instructions).bf16
+    arm = machine.processor(ARM)
+    assert set(arm.instructions) == {"asimd", "i8mm", "bf16"}
+    assert not DeviceFacts(instructions=machine.processor("").instructions).bf16
+
+
+def cpu_tree(root: Path, l3: list[tuple[str, str]], siblings: list[str]) -> Path:
+    """A made-up /sys/devices/system/cpu: (size, shared list) of each processor's L3 and its hyper-threads."""
+    for number, ((size, shared), twins) in enumerate(zip(l3, siblings, strict=True)):
+        texts = {"cache/index3/size": size, "cache/index3/shared_cpu_list": shared, "cache/index3/level": "3"}
+        texts |= {
+            "cache/index2/size": "1024K",
+            "cache/index2/level": "2",
+            "topology/thread_siblings_list": twins,
+        }
+        for name, text in texts.items():
+            path = root / f"cpu{number}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+    return root
+
+
+def test_l3_is_counted_by_instance_so_an_epyc_is_no_vcache(tmp_path: Path) -> None:
+    epyc = cpu_tree(
+        tmp_path / "epyc", [("32768K", "0-1")] * 2 + [("32768K", "2-3")] * 2, ["0", "1", "2", "3"]
+    )
+    caches = machine.l3_caches(epyc, range(4))
+    assert caches == [(32 * 2**20, 2)] * 2
+    assert not machine.vcache("AuthenticAMD", caches)
+    half = cpu_tree(tmp_path / "7950x3d", [("98304K", "0"), ("32768K", "1")], ["0", "1"])
+    caches = machine.l3_caches(half, range(2))
+    assert caches == [(96 * 2**20, 1), (32 * 2**20, 1)]
+    assert machine.vcache("AuthenticAMD", caches)
+    assert not machine.vcache("AuthenticAMD", machine.l3_caches(half, [1]))  # bound to the die without it
+    assert not machine.vcache("GenuineIntel", [(96 * 2**20, 8)])
+    assert not machine.vcache("AuthenticAMD", [(96 * 2**20, 64)])  # a virtual machine's one L3 for all
+
+
+def test_cores_are_physical_and_within_affinity_and_quota(tmp_path: Path) -> None:
+    tree = cpu_tree(tmp_path / "cpu", [("32768K", "0-3")] * 4, ["0,2", "1,3", "0,2", "1,3"])
+    free = tmp_path / "free"
+    free.mkdir()
+    assert machine.cores(tree, free, range(4)) == 2
+    assert machine.cores(tree, free, [0, 2]) == 1
+    (free / "cpu.max").write_text("50000 100000\n")
+    assert machine.cores(tree, free, range(4)) == 1
+
+
+@pytest.mark.parametrize(
+    "files, membership, expected",
+    [
+        ({"cpu.max": "max 100000"}, "0::/\n", 0.0),
+        ({"cpu.max": "350000 100000"}, "0::/\n", 3.5),
+        ({"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "1:cpu:/\n", 0.0),
+        (
+            {"cpu/j/cpu.cfs_quota_us": "150000", "cpu/j/cpu.cfs_period_us": "100000"},
+            "1:cpu,cpuacct:/j\n",
+            1.5,
+        ),
+        ({"cpu.max": "100000 100000"}, "0::/not/in/this/container\n", 1.0),
+    ],
+)
+def test_quota_of_both_cgroup_versions(
+    tmp_path: Path, files: dict[str, str], membership: str, expected: float
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "membership").write_text(membership)
+    assert machine.quota(tmp_path, tmp_path / "membership") == expected
+
+
+def test_memory_is_limited_by_the_cgroup(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1048576\n")
+    (tmp_path / "membership").write_text("0::/\n")
+    assert machine.memory(tmp_path, tmp_path / "membership") == 2**20
+    assert machine.memory(tmp_path / "none", tmp_path / "membership") > 2**27

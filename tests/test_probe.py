@@ -1,0 +1,39 @@
+"""What the probe notebook shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from matrixlib.hardware import machine, probe
+from matrixlib.hardware import runtime as runtimes
+
+
+def test_the_policy_table_names_every_machine() -> None:
+    table = probe.policy_table()
+    assert list(table.index) == list(probe.MACHINES)
+    assert table.loc["T4", ["dtype", "scaler", "workers"]].tolist() == ["fp16", "yes", 3]
+    assert table.loc["MacBook M3", ["device", "dtype", "scaler"]].tolist() == ["mps", "bf16", "no"]
+    assert table.loc["Zen 4 laptop", ["compile", "workers"]].tolist() == ["no", 1], "1 is no yes"
+
+
+def test_the_probe_describes_this_machine_and_is_kept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
+    result = probe.measure(seconds=0.1)
+    probe.save(result)
+    assert json.loads((reports / "probe" / "summary.json").read_text()) == json.loads(json.dumps(result))
+    assert result["device"] == "cpu"
+    assert result["measured"]["fp32"] > 0 < result["measured"]["copy"]
+    assert result["facts"]["rates"]["matrix_fp32"] > 0
+    assert result["environment"]["torch"] == torch.__version__
+    assert {"cuda", "cudnn", "nccl", "mkl", "onednn"} <= set(result["environment"])
+    suggestions = runtimes.suggest(machine.facts(), "cpu")
+    text = probe.report(result)
+    assert (
+        result["suggested"].keys() == suggestions.keys() == {"threads", "workers", "prefetch", "micro_batch"}
+    )
+    for name, (value, _) in suggestions.items():
+        assert f"{name} = {value} (" in text

@@ -1,0 +1,50 @@
+"""What times and measures the machine: calls in turns, matrices of the right size, threads left as they were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from matrixlib.hardware import speed
+
+
+def test_calls_take_turns_after_one_that_warms_up() -> None:
+    order: list[str] = []
+    medians = speed.turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 0.0)
+    assert order == ["a", "b"] * (1 + speed.FEWEST)
+    assert set(medians) == {"a", "b"}
+
+
+def test_the_median_is_of_calls_without_the_first() -> None:
+    waits = iter([0.05, 0.0, 0.0, 0.0])
+    assert speed.turns({"a": lambda: time.sleep(next(waits))}, 0.0)["a"] < 0.04
+
+
+def test_measuring_leaves_the_threads_alone() -> None:
+    before = torch.get_num_threads()
+    rates = speed.core_rates(bf16=False, seconds=0.05)
+    assert rates.matrix_fp32 > 0 < rates.conv_fp32_last
+    assert rates.matrix_bf16 == rates.conv_bf16 == 0
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops", "side"),
+    [("cpu", 1e3, 2048), ("cuda", 4, 2048), ("cuda", 20, 4096), ("cuda", 400, 8192)],
+)
+def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
+    monkeypatch: pytest.MonkeyPatch, device: str, tflops: float, side: int
+) -> None:
+    sides: list[int] = []
+
+    def product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
+        sides.append(n)
+        return 1.0, lambda: None
+
+    monkeypatch.setattr(speed, "_product", product)
+    monkeypatch.setattr(speed, "_best", lambda kinds, seconds: dict.fromkeys(kinds, tflops * 1e3))
+    assert speed.matrix_rate(device, "fp32", 1, seconds=0.3) == tflops * 1e3
+    assert sides[-1] == side
