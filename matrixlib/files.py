@@ -13,12 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PARAMS = Path(__file__).resolve().parents[1] / "params"
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent
+"""The checkout that the package runs from; None where it is installed, with presets and notebooks inside of it."""
+PARAMS = (CHECKOUT or PACKAGE) / "params"
+NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
 
 
 def reports_root() -> Path:
-    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ beside the package."""
-    return Path(os.environ.get("MATRIXLIB_REPORTS", PARAMS.parent / "reports"))
+    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout, or in the working folder without one."""
+    return Path(os.environ.get("MATRIXLIB_REPORTS", (CHECKOUT or Path.cwd()) / "reports"))
 
 
 def cache_root() -> Path:

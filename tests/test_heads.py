@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import matrixlib
 from matrixlib.config import Config
 from matrixlib.engine.task import Batch
-from matrixlib.files import PARAMS
+from matrixlib.files import NOTEBOOKS
 from matrixlib.runs import run as runs
 from matrixlib.tasks import spec as subject
 from matrixlib.tasks.chess import records
@@ -26,7 +26,7 @@ from matrixlib.tasks.chess.evaluate import ssl_heads as heads
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask
 
-NOTEBOOK = PARAMS.parent / "notebooks" / "ssl.ipynb"
+NOTEBOOK = NOTEBOOKS / "ssl.ipynb"
 SMALL: dict[str, Any] = {
     "model": {"channels": 24, "blocks": 2, "ssl": ["threat", "fork", "control"]},
     "loss": {"ssl": {"threat": 1.0, "control": 1.0}},

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 
@@ -85,7 +86,7 @@ def test_the_shell_command_trains_and_ends_with_the_report(
     assert report.startswith("report: ")
     named = re.findall(r"\w+\.ipynb", look)
     assert look.startswith("next: ")
-    assert [notebook for notebook in named if not (launch.NOTEBOOKS / notebook).exists()] == []
+    assert [notebook for notebook in named if not (files.NOTEBOOKS / notebook).exists()] == []
     assert play.endswith(f"--checkpoint {reports / name}")
     assert (reports / name / "train.ipynb").exists()
     assert (reports / name / "report.html").exists()

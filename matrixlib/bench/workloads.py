@@ -217,7 +217,7 @@ ON_GPU: Sequence[str] = ("updates", "options", "scaling", "inference")
 
 def first_update(device: str) -> float:
     """Seconds from starting papermill to the first line of metrics.jsonl."""
-    notebook = files.PARAMS.parent / "notebooks" / "train.ipynb"
+    notebook = files.NOTEBOOKS / "train.ipynb"
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "papermill", str(notebook), str(Path(folder) / "out.ipynb")]
         for name, value in {"preset": "quick", "device": device, "run": "first"}.items():

@@ -23,8 +23,6 @@ from tqdm import tqdm
 from matrixlib import files
 from matrixlib.runs import run as runs
 
-NOTEBOOKS = files.PARAMS.parent / "notebooks"
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the notebook; returns the exit code."""
@@ -81,7 +79,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     watcher.start()
     try:
         papermill.execute_notebook(
-            NOTEBOOKS / "train.ipynb",
+            files.NOTEBOOKS / "train.ipynb",
             folder / "train.ipynb",
             parameters,
             kernel_name="python3",

@@ -16,6 +16,7 @@ from typing import Any
 
 from IPython import get_ipython
 
+from matrixlib import files
 from matrixlib.config import nearest
 from matrixlib.runs.report import add_verdict, figure_rows
 
@@ -232,7 +233,7 @@ def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """`warning: text` for what this package or a cell warns about; others with the place that they come from."""
-    if "ipykernel" in filename or Path(filename).is_relative_to(Path(__file__).parent):
+    if "ipykernel" in filename or Path(filename).is_relative_to(files.PACKAGE):
         return f"warning: {message}\n"
     return _FORMAT_OF_OTHERS(message, category, filename, lineno, line)
 

@@ -737,10 +737,13 @@ def _write_new(
 
 def git_commit() -> str:
     """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere."""
-    root = files.PARAMS.parent
+    if files.CHECKOUT is None:
+        return ""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:

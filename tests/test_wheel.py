@@ -1,0 +1,86 @@
+"""The built wheel, installed without a checkout: presets, notebooks, sample set and commands come along."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("matrixlib", "params", "notebooks", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a command of an environment that has the wheel, and our dependencies but not this checkout, in an empty
+    folder; returns what it printed."""
+    for builder in ("pip", "setuptools"):
+        pytest.importorskip(builder)
+    folder = tmp_path_factory.mktemp("wheel")
+    source, empty = folder / "source", folder / "empty"
+    source.mkdir()
+    empty.mkdir()
+    for name in SOURCES:  # a build leaves folders behind
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
+        else:
+            shutil.copy(ROOT / name, source)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MATRIXLIB_", "PYTHON", "JPY_"))}
+    environment |= {"MATRIXLIB_DEVICE": "cpu", "MATRIXLIB_LIVE": "0"}
+    if cache := os.environ.get("MATRIXLIB_CACHE"):
+        environment["MATRIXLIB_CACHE"] = cache
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            list(map(str, command)), cwd=empty, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    bin_folder = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    run(*pip, "--python", bin_folder / "python", "install", "--no-deps", wheel)
+    where = run(bin_folder / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # A line of a .pth leads to the packages of this environment, but follows no .pth of it: none to the checkout
+    (Path(where) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    environment["PATH"] = f"{bin_folder}{os.pathsep}{environment['PATH']}"
+    return run
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_a_checkout(run: Run) -> None:
+    code = (
+        "import matrixlib.files as f, pathlib; print(pathlib.Path().resolve(), f.PACKAGE, f.reports_root())"
+    )
+    empty, package, reports = run("python", "-c", code).split()
+    assert not Path(package).is_relative_to(ROOT)
+    assert Path(reports) == Path(empty) / "reports"
+    assert sorted(p.name for p in Path(package, "notebooks").iterdir()) == sorted(
+        p.name for p in (ROOT / "notebooks").glob("*.ipynb")
+    )
+    assert {p.relative_to(package).as_posix() for p in Path(package, "params").rglob("*.yaml")} == {
+        p.relative_to(ROOT).as_posix() for p in (ROOT / "params").rglob("*.yaml")
+    }
+    run("python", "-m", "matrixlib.runs.launch", "--preset", "demo", "--steps", "4", "--run", "first")
+    folder = Path(reports) / "first"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+    assert json.loads((folder / "run.json").read_text())["commit"] == "", "there is no checkout"
+    assert (folder / "train.ipynb").exists()
+    (folder / "report.html").unlink()
+    run("python", "-m", "matrixlib.runs.report", "first")
+    assert (folder / "report.html").exists()
+    assert "usage: matrixlib-uci" in run("matrixlib-uci", "--help")
+    assert "usage: python -m matrixlib.bench" in run("python", "-m", "matrixlib.bench", "--help")
