@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from matrixlib.tasks.chess.evaluate.net import Net
 
+def load(run: str | Path, **options: Any) -> Any:
+    """The trained network of a run of any task; see `matrixlib.tasks.load`."""
+    from matrixlib.tasks import load as load_network  # torch is heavy: only when it is needed
 
-def load(run: str | Path, **options: Any) -> Net:
-    """The trained network of a run; see `matrixlib.tasks.chess.evaluate.net.load`."""
-    from matrixlib.tasks.chess.evaluate.net import load as load_net  # torch is heavy: only when it is needed
-
-    return load_net(run, **options)
+    return load_network(run, **options)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -40,7 +41,7 @@ class Material(nn.Module):
 
 def random_net(**model: Any) -> Net:
     """A small network with random weights, in fp32 on the CPU."""
-    settings = configuration.load("demo", {"model": {"channels": 16, "blocks": 1, **model}, "runtime": CPU})
+    settings = load_config("demo", {"model": {"channels": 16, "blocks": 1, **model}, "runtime": CPU})
     task = ChessTask(settings)
     return Net(task.build_model(), task, resolve(settings.runtime, settings.train, settings.data))
 

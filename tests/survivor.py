@@ -20,6 +20,7 @@ from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs import planting as faults
 from matrixlib.runs import run as runs
+from matrixlib.tasks import load_config
 
 STEPS = {"toy": 300, "latin": 150}
 POISONED = range(100, 104)
@@ -54,7 +55,7 @@ def survive(folder: Path, compress: int, task: str = "toy") -> None:
 
 def toy(folder: Path, compress: int) -> Trainer:
     """The engine alone."""
-    config = configuration.load("demo", CHANGES)
+    config = load_config("demo", CHANGES)
     task = ToyTask(width=400, dropout=0.2, norm="batch")
     torch.manual_seed(1)
     trainer = Trainer(

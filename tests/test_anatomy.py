@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toy_task import ToyTask, toy_batch, toy_runtime
 
-from matrixlib.config import ModelConfig, dump, load, merge
+from matrixlib.config import dump, merge
 from matrixlib.engine.anatomy import (
     DEAD_ROWS,
     DeadUnits,
@@ -23,7 +23,9 @@ from matrixlib.engine.anatomy import (
     snapshot,
 )
 from matrixlib.engine.task import Batch
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.blocks import ResidualBlock
+from matrixlib.tasks.chess.config import ModelConfig
 from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
 
 

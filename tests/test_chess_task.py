@@ -16,9 +16,12 @@ import torch
 from test_task_contract import check_task
 from torch import Tensor, nn
 
-from matrixlib.config import ChessConfig, ConfigError, dump, load, merge, parse
+from matrixlib.config import ConfigError, dump, merge
 from matrixlib.engine.task import slice_batch
+from matrixlib.tasks import load_config as load
+from matrixlib.tasks import validate_config as parse
 from matrixlib.tasks.chess import losses, records
+from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.targets import target as ssl_target

@@ -21,7 +21,7 @@ import yaml
 import zstandard
 from pages import PAGES, ROOT, blocks, lines
 
-from matrixlib.config import load
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 

@@ -16,6 +16,7 @@ from matrixlib.files import write_json
 from matrixlib.runs import compare
 from matrixlib.runs import run as runs
 from matrixlib.runs.run import RunError
+from matrixlib.tasks import load_config
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},
@@ -40,7 +41,7 @@ def fake(
     """A run as it lies on disk: ten updates of 0.1 s, the first of 5 s, the last with `last` over it."""
     folder = root / name
     folder.mkdir()
-    asked = config.load("demo", config.merge({"train": {"steps": 10}, **(overrides or {})}, {"seed": seed}))
+    asked = load_config("demo", config.merge({"train": {"steps": 10}, **(overrides or {})}, {"seed": seed}))
     write_json(
         folder / "run.json", {"preset": "demo", "requested": config.dump(asked), "catalogue": catalogue}
     )

@@ -14,20 +14,12 @@ from hypothesis import strategies as st
 
 from matrixlib import config as configuration
 from matrixlib import files
-from matrixlib.config import (
-    TASKS,
-    Config,
-    ConfigError,
-    Section,
-    difference,
-    dump,
-    load,
-    load_cycle,
-    merge,
-    parse,
-    presets,
-    read_yaml,
-)
+from matrixlib.config import Config, ConfigError, Section, difference, dump, merge, presets, read_yaml
+from matrixlib.files import PARAMS
+from matrixlib.tasks import TASKS, get_task
+from matrixlib.tasks import load_config as load
+from matrixlib.tasks import validate_config as parse
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = (ROOT / "params" / "demo.yaml").read_text(encoding="utf-8")
@@ -150,20 +142,21 @@ def latin(**sections: Any) -> Config:
     return load("latin_quick", sections)
 
 
-EVERY = [("demo", path) for path in leaves(TASKS["chess"])]
-EVERY += [("latin_quick", path) for path in leaves(TASKS["latin"]) if path not in set(leaves(Config))]
-EVERY += [("tictactoe", path) for path in leaves(TASKS["tictactoe"]) if path not in set(leaves(Config))]
+@pytest.mark.parametrize("task", TASKS)
+def test_every_option_has_its_default_in_the_schema(task: str) -> None:
+    whole = parse({"task": task}, "config")
+    assert set(leaves(type(whole))) == {
+        tuple(key.split(".")) for key, _ in configuration._leaves(dump(whole))
+    }
 
 
-@pytest.mark.parametrize("preset, path", EVERY, ids=lambda value: ".".join(value) if value[0] else "")
-def test_every_key_must_be_present(preset: str, path: tuple[str, ...]) -> None:
-    data = dump(load_cycle(preset).network if preset == "tictactoe" else load(preset))
-    inside = data
-    for part in path[:-1]:
-        inside = inside[part]
-    del inside[path[-1]]
-    with pytest.raises(ConfigError, match=re.escape(f"key '{'.'.join(path)}' is missing")):
-        parse(data)
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_names_only_what_differs_from_the_defaults(name: str) -> None:
+    text = (PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
+    config = load(name)
+    differing = difference(config, parse({"task": config.task}, "defaults"))
+    named = {key for key, _ in configuration._leaves(read_yaml(text, name))} - {"task"}
+    assert named == set(differing)
 
 
 def test_overrides_merge_into_the_depth_and_beat_the_preset() -> None:
@@ -207,8 +200,8 @@ def test_a_preset_by_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_loads_and_comes_back_through_yaml(name: str) -> None:
     config = load(name)
-    assert parse(dump(config)) == config
-    assert parse(read_yaml(configuration.to_yaml(config), "back")) == config
+    assert parse(dump(config), "back") == config
+    assert parse(read_yaml(configuration.to_yaml(config), "back"), "back") == config
 
 
 def test_a_configuration_is_frozen() -> None:
@@ -221,7 +214,7 @@ CHANGES = {
     "seed": st.integers(0, 2**63 - 1),
     "data.workers": st.integers(0, 64) | st.just("auto"),
     "data.source": st.text(max_size=20),
-    "model.ssl": st.lists(st.sampled_from(sorted(configuration.SSL_CHANNELS)), unique=True),
+    "model.ssl": st.lists(st.sampled_from(sorted(SSL_CHANNELS)), unique=True),
     "model.droppath": st.floats(0, 1, exclude_max=True),
     "model.attention.every": st.integers(0, 9),
     "optim.learning_rate": st.floats(0, 1e300),
@@ -248,8 +241,8 @@ def test_valid_changes_survive_yaml_and_are_the_difference(changes: dict[str, An
         nested = merge(nested, inside)
     preset = load("demo")
     config = load("demo", nested)
-    assert parse(dump(config)) == config
-    assert parse(read_yaml(configuration.to_yaml(config), "back")) == config
+    assert parse(dump(config), "back") == config
+    assert parse(read_yaml(configuration.to_yaml(config), "back"), "back") == config
     assert set(difference(config, preset)) <= set(changes)
     for path, (_, new) in difference(config, preset).items():
         assert new == changes[path]
@@ -269,34 +262,35 @@ def used_words() -> set[str]:
     return words
 
 
-@pytest.mark.parametrize("schema", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("schema", [get_task(task).config for task in TASKS], ids=TASKS)
 def test_every_key_is_used_outside_config(schema: type[Config]) -> None:
     used = used_words()
     assert not [".".join(path) for path in leaves(schema) if not set(path) <= used]
 
 
-@pytest.mark.parametrize("schema", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("schema", [get_task(task).config for task in TASKS], ids=TASKS)
 def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) -> None:
-    rows = configuration.options_table(Config)
-    assert [row[0] for row in rows] == [".".join(path) for path in leaves(Config)]
-    own = configuration.own_options(schema)
-    assert {row[0] for row in rows + own} == {".".join(path) for path in leaves(schema)}
-    assert all(kind and meaning for _, kind, meaning in rows + own)
+    rows = configuration.options_table(schema)
+    assert [row[0] for row in rows] == [".".join(path) for path in leaves(schema)]
+    assert all(kind and (default or key == "task") and meaning for key, kind, default, meaning in rows)
 
 
 @pytest.mark.parametrize(
     "task, says",
     [
-        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe)"),
-        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe)"),
-        (3, "unknown task 3 (tasks: chess, latin, tictactoe)"),
-        ([], "unknown task [] (tasks: chess, latin, tictactoe)"),
+        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe;"),
+        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe;"),
+        ("no_such_module:TASK", "task 'no_such_module:TASK': cannot import 'no_such_module'"),
+        ("math:TASK", "task 'math:TASK': module 'math' has no 'TASK'"),
+        ("math:pi", "task 'math:pi': pi is float, not a matrixlib.tasks.spec.TaskSpec"),
+        (3, "key 'task' is 3; it is one of chess, latin, tictactoe"),
+        ([], "key 'task' is []; it is one of chess, latin, tictactoe"),
         (None, "key 'task' is missing; it is one of chess, latin, tictactoe"),
     ],
 )
 def test_the_task_decides_the_schema(task: Any, says: str) -> None:
-    assert type(load("demo")) is TASKS["chess"]
-    assert type(latin()) is TASKS["latin"]
+    assert type(load("demo")) is get_task("chess").config
+    assert type(latin()) is get_task("latin").config
     with pytest.raises(ConfigError, match=re.escape(says)):
         load("demo", {"task": task})
     with pytest.raises(ConfigError, match=r"unknown key 'data\.mirror'"):

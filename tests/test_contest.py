@@ -5,22 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from matrixlib import config
 from matrixlib.play import match as matches
 from matrixlib.play.game import uniform
 from matrixlib.play.search import SearchOptions
-from matrixlib.tasks import contest
+from matrixlib.runs.cycle_config import load_cycle
+from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.stockfish.packing import is_validation
+from matrixlib.tasks.tictactoe import spec as contest
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.solution import solve
 
 GAME = TicTacToe()
-SETTINGS = config.load_cycle("tictactoe").network
+SETTINGS = load_cycle("tictactoe").network
 
 
 @pytest.mark.parametrize("preset", ["demo", "tictactoe"])
 def test_every_game_has_an_id_of_its_own(preset: str) -> None:
-    judge = contest.of(config.load_cycle(preset).network)
+    judge = get_task(load_cycle(preset).network.task).game
     names = [("c", str(generation), str(number)) for generation in (1, 2) for number in range(40)]
     ids = [judge.game_id(name, held_out=number % 2 == 0) for number, name in enumerate(names)]
     assert len(set(ids)) == len(ids)
@@ -30,7 +31,7 @@ def test_every_game_has_an_id_of_its_own(preset: str) -> None:
 
 
 def test_nobody_knows_perfect_play_of_chess() -> None:
-    judge = contest.of(config.load_cycle("demo").network)
+    judge = get_task("chess").game
     assert not judge.solved
     assert judge.checks({}) == []
 
@@ -55,11 +56,13 @@ def test_the_truth_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing(
         priors = np.exp(10.0 * rows[np.repeat(np.arange(len(rows)), np.diff(offsets)), moves])
         return priors.astype(np.float32), rows.max(1).astype(np.float32)
 
-    judge = contest.of(SETTINGS)
-    best = judge.truth(oracle, matches.search_player(GAME, oracle, 8))
+    judge = get_task(SETTINGS.task).game
+    best = judge.perfection(oracle, matches.search_player(GAME, oracle, 8))
     assert list(best.values()) == [1.0, 1.0, 0.0, 0.0]
     assert [passed for _, passed, _ in judge.checks(best)] == [True]
-    worst = judge.truth(uniform, matches.search_player(GAME, uniform, 1, SearchOptions(look_ahead=False)))
+    worst = judge.perfection(
+        uniform, matches.search_player(GAME, uniform, 1, SearchOptions(look_ahead=False))
+    )
     assert worst["policy: move does not lose"] < 0.8
     assert worst["policy: games lost"] > 0.2
     assert [passed for _, passed, _ in judge.checks(worst)] == [False]

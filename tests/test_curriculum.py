@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matrixlib.config import CurriculumConfig, StagesConfig, load
+from matrixlib.config import CurriculumConfig, StagesConfig
 from matrixlib.engine.curriculum import Curriculum, Dimension, first_update, phases
+from matrixlib.tasks import load_config as load
 
 SIZE = Dimension("size", ((3, 5), (3, 8), (3, 12), (3, 16)), (0.25, 0.25, 0.25, 0.25))
 MODE = Dimension("mode", (("a",), ("a", "b"), ("a", "b", "c")), (0.5, 0.3, 0.2))

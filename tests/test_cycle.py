@@ -28,6 +28,7 @@ from matrixlib.data.shards import Shard
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
 from matrixlib.runs import cycle
+from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
 from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
 
@@ -521,23 +522,23 @@ def test_a_cycle_needs_a_game_for_two() -> None:
         (None, r"'network.task' is missing; it is one of chess, tictactoe"),
     ):
         with pytest.raises(config.ConfigError, match=says):
-            config.load_cycle("demo", {"network": {"task": task}})
+            load_cycle("demo", {"network": {"task": task}})
     with pytest.raises(
         config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"
     ):
-        config.load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
+        load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
 
 
 @pytest.mark.parametrize("name", config.presets(files.PARAMS / "cycle"))
 def test_presets_are_complete(name: str, tmp_path: Path) -> None:
     text = (files.PARAMS / "cycle" / f"{name}.yaml").read_text()
-    assert config.dump(config.load_cycle(name)) == json.loads(json.dumps(yaml.safe_load(text)))
+    assert config.dump(load_cycle(name)) == json.loads(json.dumps(yaml.safe_load(text)))
     data = yaml.safe_load(text)
     del data["arena"]["pairs"]
     path = tmp_path / "less.yaml"
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(config.ConfigError, match=r"key 'arena.pairs' is missing"):
-        config.load_cycle(str(path))
+        load_cycle(str(path))
 
 
 def test_the_table_and_the_curve_show_every_generation(opened: cycle.Cycle) -> None:

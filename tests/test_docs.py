@@ -22,7 +22,9 @@ from papermill.cli import papermill
 
 from matrixlib import config, files
 from matrixlib.bench import report as bench
-from matrixlib.tasks import spec as subject
+from matrixlib.runs.cycle_config import load_cycle
+from matrixlib.tasks import get_task, load_config
+from matrixlib.tasks.chess.config import ChessConfig
 
 README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
@@ -123,7 +125,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "performance": (README, performance),
     "commands": (OPTIONS, commands_help),
     "options": (OPTIONS, lambda: options_table(config.options_table(config.Config))),
-    "chess-options": (OPTIONS, lambda: options_table(config.own_options(config.ChessConfig))),
+    "chess-options": (OPTIONS, lambda: options_table(config.own_options(ChessConfig))),
     "latin-options": (OPTIONS, lambda: options_table(config.own_options(config.LatinConfig))),
     "tictactoe-options": (OPTIONS, lambda: options_table(config.own_options(config.TicTacToeConfig))),
     "cycle-options": (
@@ -156,7 +158,8 @@ def test_generated_tables_are_those_of_the_code(name: str) -> None:
 
 def test_measured_parameters_are_those_of_the_code() -> None:
     for name, found in json.loads(MEASURED.read_text(encoding="utf-8"))["presets"].items():
-        model = subject.of(config.load(name)).task.build_model()
+        config = load_config(name)
+        model = get_task(config.task).task(config).build_model()
         assert found["parameters"] == sum(p.numel() for p in model.parameters()), (
             "python tests/bench/bench_presets.py"
         )
@@ -313,10 +316,10 @@ def test_papermill_examples_would_be_accepted() -> None:
         for side in ("", "_a", "_b"):
             preset, overrides = given.get(f"preset{side}", "demo"), given.get(f"overrides{side}", {})
             if notebook.stem == "cycle":
-                config.load_cycle(preset, overrides)
+                load_cycle(preset, overrides)
             else:
                 device = {"runtime": {"device": given.get("device", "auto")}}
-                config.load(preset, config.merge(device, overrides))
+                load_config(preset, config.merge(device, overrides))
 
 
 def test_options_of_commands_exist() -> None:

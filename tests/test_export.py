@@ -17,9 +17,10 @@ from networks import CPU, random_net
 from packaging.requirements import Requirement
 from positions import hard_positions
 
-from matrixlib import config as configuration
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks import load_config
+from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import onnx as export
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
@@ -63,8 +64,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def shaken(preset: str, model: dict[str, Any]) -> Net:
     """A network in which no weight and no statistic is what it was drawn as, so that none may be left out."""
-    settings = configuration.load(preset, {"model": model, "runtime": CPU})
-    assert isinstance(settings, configuration.ChessConfig)
+    settings = load_config(preset, {"model": model, "runtime": CPU})
+    assert isinstance(settings, ChessConfig)
     task = ChessTask(settings)
     network, generator = task.build_model(), torch.Generator().manual_seed(3)
     with torch.no_grad():

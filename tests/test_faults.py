@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from matrixlib import config as configuration
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import BLOCK, DamagedBlock, Shard
 from matrixlib.runs import faults as proof
 from matrixlib.runs import planting as faults
+from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.latin.pool import LAYOUT as SQUARES
 
@@ -28,7 +28,7 @@ def test_faults_are_chosen_by_name() -> None:
 
 
 def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path) -> None:
-    config = configuration.load("demo", proof.overrides_of(40))
+    config = load_config("demo", proof.overrides_of(40))
     proof.take_data(config, tmp_path / "data")
     train, held_out = (Catalogue(tmp_path / "data").shards(split) for split in ("train", "validation"))
     assert (train[0].count, held_out[0].count) == (8 * BLOCK, 1024)
@@ -38,7 +38,7 @@ def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path)
     shard.gather(np.arange(100))
     with pytest.raises(DamagedBlock):
         shard.gather(np.array([BLOCK]))
-    small = configuration.load("demo", {"data": {"limit": 100}})
+    small = load_config("demo", {"data": {"limit": 100}})
     proof.take_data(small, tmp_path / "small")
     with pytest.raises(ValueError, match="8,192 training positions"):
         faults.flip_bytes(tmp_path / "small", LAYOUT)
@@ -47,7 +47,7 @@ def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path)
 def test_a_data_set_for_a_curriculum_keeps_its_sources_and_their_shares(tmp_path: Path) -> None:
     """Squares of size 3 repeat, so bytes that are searched for would be found in another block."""
     changes = proof.SMALLER["latin_demo"] | {"data": {"squares": 5 * BLOCK, "limit": 6 * BLOCK}}
-    proof.take_data(configuration.load("latin_demo", changes), tmp_path / "data")
+    proof.take_data(load_config("latin_demo", changes), tmp_path / "data")
     catalogue = Catalogue(tmp_path / "data")
     train, held_out = catalogue.shards("train"), catalogue.shards("validation")
     assert [(row.source, row.count) for row in train] == [("size 3", 3 * BLOCK), ("size 4", 3 * BLOCK)]

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import matrixlib
-from matrixlib.config import Config
 from matrixlib.engine.task import Batch
 from matrixlib.files import NOTEBOOKS
 from matrixlib.runs import run as runs
-from matrixlib.tasks import spec as subject
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.evaluate import oracle as readings
 from matrixlib.tasks.chess.evaluate import ssl_heads as heads
 from matrixlib.tasks.chess.model import PolicyValueNet
+from matrixlib.tasks.chess.spec import ChessSpec
 from matrixlib.tasks.chess.task import ChessTask
 
 NOTEBOOK = NOTEBOOKS / "ssl.ipynb"
@@ -75,11 +74,8 @@ def trained(root: Path, name: str, monkeypatch: pytest.MonkeyPatch, overrides: d
 
 @pytest.mark.slow
 def test_planted_faults_are_named_by_the_notebook(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plant(config: Config) -> subject.Subject:
-        return subject.Chess(Planted(config))  # type: ignore[arg-type]
-
     with monkeypatch.context() as context:
-        context.setattr(subject, "of", plant)
+        context.setattr(ChessSpec, "task", lambda self, config: Planted(config))
         trained(root, "planted", monkeypatch, SMALL)
     out = root / "ssl.ipynb"
     with pytest.raises(papermill.PapermillExecutionError, match="VerdictFailed"):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from matrixlib.config import ModelConfig, dump, load, merge
+from matrixlib.config import dump, merge
 from matrixlib.engine.hooks import FiniteChecks, finite_checks, first_nonfinite
+from matrixlib.tasks import load_config as load
+from matrixlib.tasks.chess.config import ModelConfig
 from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
 
 Change = Callable[[Tensor], Tensor]

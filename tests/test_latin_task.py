@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from matrixlib.config import load, merge
+from matrixlib.config import merge
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import refuse_below_floor
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, pool, squares
 from matrixlib.tasks.latin.model import LatinNet, cell_relations
 from matrixlib.tasks.latin.task import LatinTask

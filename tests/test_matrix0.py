@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from matrixlib.config import load
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, matrix0_state
 from matrixlib.tasks.chess.model import PolicyValueNet, parameter_count
 

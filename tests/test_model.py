@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from matrixlib.config import SSL_CHANNELS, ModelConfig, dump, load, merge
+from matrixlib.config import dump, merge
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.model import (
     AUXILIARY_CHANNELS,
     MOVES,

@@ -19,9 +19,12 @@ import matrixlib
 from matrixlib import config as configuration
 from matrixlib.hardware.runtime import Serving, resolve
 from matrixlib.runs import run as runs
-from matrixlib.tasks.chess.evaluate.net import Net, find_run, load
+from matrixlib.tasks import load_config
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.records import from_boards, legal_indices
+from matrixlib.tasks.chess.spec import load as load_chess
 from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.spec import find_run
 
 CPU = {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False}
 KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1"
@@ -30,7 +33,7 @@ KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1
 @pytest.fixture(scope="module")
 def net() -> Net:
     """A network with random weights: what it says is nonsense, but it must be the same nonsense for equal positions."""
-    settings = configuration.load("demo", {"model": {"ssl": ["piece", "threat", "control"]}, "runtime": CPU})
+    settings = load_config("demo", {"model": {"ssl": ["piece", "threat", "control"]}, "runtime": CPU})
     task = ChessTask(settings)
     return Net(task.build_model(), task, resolve(settings.runtime, settings.train, settings.data))
 
@@ -269,6 +272,6 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
 
 
 def test_a_run_of_another_task_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(configuration.to_yaml(configuration.load("latin_demo")))
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(load_config("latin_demo")))
     with pytest.raises(ValueError, match="trains latin, not chess"):
-        load(tmp_path)
+        load_chess(tmp_path)

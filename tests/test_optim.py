@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyNet
 
-from matrixlib import config as configuration
 from matrixlib.config import OptimConfig
 from matrixlib.engine import optim
 from matrixlib.engine.optim import EMA, Schedule
+from matrixlib.tasks import load_config
 
 CPU = torch.device("cpu")
 
 
 def settings(**changes: object) -> OptimConfig:
-    return configuration.load("demo").optim.model_copy(update=changes)
+    return load_config("demo").optim.model_copy(update=changes)
 
 
 class Wrapper(nn.Module):

@@ -140,7 +140,7 @@ def test_the_rate_of_a_run_stands_beside_the_matrix_rate_of_its_device(reports: 
     current = train("share")
     summary = current.summary()
     share, gflops = summary["share_of_peak"], summary["peak_gflops"]
-    flops = current.subject.training_flops()
+    flops = current.spec.training_flops(current.config)
     assert flops is not None
     row = metrics.read(current.folder / "metrics.jsonl")[-1]
     assert row["share_of_peak"] == pytest.approx(row["throughput"] * flops / (gflops * 1e9), abs=1e-4)

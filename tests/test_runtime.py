@@ -76,7 +76,7 @@ def sections(
     }
     for section in values.values():
         section |= {name: value for name, value in options.items() if name in section}
-    config = configuration.load("demo", values)
+    config = configuration.load_shared("demo", values)
     return config.runtime, config.train, config.data
 
 

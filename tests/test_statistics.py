@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
-from matrixlib import config as configuration
 from matrixlib.engine.health import Health, Verdict
 from matrixlib.engine.statistics import (
     GradientNorms,
@@ -24,6 +23,7 @@ from matrixlib.engine.statistics import (
 )
 from matrixlib.engine.step import StepStats
 from matrixlib.engine.task import Batch
+from matrixlib.tasks import load_config
 
 
 def done(**changes: Any) -> StepStats:
@@ -109,7 +109,7 @@ def test_first_losses_beside_chance() -> None:
 
 
 def health(**changes: object) -> Health:
-    return Health(configuration.load("demo").health, **changes)
+    return Health(load_config("demo").health, **changes)
 
 
 def test_warnings_in_words() -> None:

@@ -22,6 +22,7 @@ from matrixlib.engine.optim import EMA, Schedule
 from matrixlib.engine.step import Step, gradient_report, place
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.tasks import load_config
 
 CPU = torch.device("cpu")
 CHANGES = {
@@ -29,7 +30,7 @@ CHANGES = {
     "health": {"skips": 3, "rollbacks": 0},
     "gating": {"warmup_steps": 0, "freeze_steps": 3},
 }
-CONFIG = configuration.load("demo", CHANGES)
+CONFIG = load_config("demo", CHANGES)
 OPTIM = CONFIG.optim
 
 
@@ -59,9 +60,7 @@ def build(
     torch.manual_seed(0)
     task = task or ToyTask()
     model = task.build_model().to(torch.float64 if double else torch.float32)
-    config = configuration.load(
-        "demo", configuration.merge(CHANGES, {"optim": changes, "gating": gating or {}})
-    )
+    config = load_config("demo", configuration.merge(CHANGES, {"optim": changes, "gating": gating or {}}))
     return Step(
         model,
         task,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_chess_task import ALL_SSL, positions, rng, stored, task, tensors
 from torch import Tensor
 
-from matrixlib.config import SSL_CHANNELS
 from matrixlib.tasks.chess import targets
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 
 DTYPES = [torch.uint8, torch.int16, torch.int64, torch.float16, torch.float32, torch.float64]
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
-from matrixlib.config import LatinConfig, load, load_cycle
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
 from matrixlib.play.game import uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.runs.cycle_config import load_cycle
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import pool, squares
+from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.task import LatinTask
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.records import UNKNOWN, training_batch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from matrixlib import config
 from matrixlib.config import ConfigError
 from matrixlib.data.shards import check
 from matrixlib.engine.network import Network
@@ -18,14 +18,15 @@ from matrixlib.hardware.runtime import Serving, resolve
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.tasks import spec as subjects
+from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
 from matrixlib.tasks.tictactoe.solution import best_moves, solve
+from matrixlib.tasks.tictactoe.spec import TASK as SPEC
 from matrixlib.tasks.tictactoe.task import SYMMETRIES, TicTacToeTask
 
 GAME = TicTacToe()
-SETTINGS = config.load_cycle("tictactoe").network
+SETTINGS = load_cycle("tictactoe").network
 TASK = TicTacToeTask(SETTINGS)
 
 
@@ -137,20 +138,21 @@ def test_a_network_that_says_nothing_passes_no_check(result: int) -> None:
     records["result"] = result
     tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
     batch = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    held_out = SimpleNamespace(sequential=lambda size: iter([batch]))
-    subject = subjects.TicTacToe(TASK)
+    held_out = SimpleNamespace(sequential=lambda size, sample: iter([batch]))
     runtime = replace(network().runtime, dtype="fp32")
-    figures = subject.evaluate(Blank(), runtime, held_out, None)  # type: ignore[arg-type]
+    net: Any = SimpleNamespace(task=TASK, model=Blank(), runtime=runtime)
+    loader: Any = held_out
+    figures = SPEC.evaluate(net, loader, None)  # type: ignore[arg-type]
     assert figures["top1"] == 1
     assert figures["baselines"]["uniform_top1"] == pytest.approx((1 + 2 / 7) / 2)
-    assert ("wdl_accuracy" in figures) == ("WDL" in subject.headline(figures)) == (result != UNKNOWN)
+    assert ("wdl_accuracy" in figures) == ("WDL" in SPEC.headline(figures)) == (result != UNKNOWN)
     records["policy"][1] = 0
     tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
     batch.update({name: torch.from_numpy(array) for name, array in tensors.items()})
-    figures = subject.evaluate(Blank(), runtime, held_out, None)  # type: ignore[arg-type]
-    assert [passed for _, passed, _ in subject.checks(figures)] == [False]
+    figures = SPEC.evaluate(net, loader, None)  # type: ignore[arg-type]
+    assert [passed for _, passed, _ in SPEC.checks(figures)] == [False]
 
 
 def test_it_has_no_data_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"'selfplay' is no folder; use a folder of shards"):
-        subjects.of(SETTINGS).folder()
+        SPEC.folder(SETTINGS)

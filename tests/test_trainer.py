@@ -28,6 +28,7 @@ from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch, Source, Task, slice_batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.tasks import load_config
 
 STEPS = 12
 CHANGES: dict[str, Any] = {
@@ -39,7 +40,7 @@ CHANGES: dict[str, Any] = {
 
 
 def settings(**sections: dict[str, Any]) -> Config:
-    return configuration.load("demo", configuration.merge(CHANGES, sections))
+    return load_config("demo", configuration.merge(CHANGES, sections))
 
 
 def held_out(kind: str) -> Iterable[Batch]:
@@ -710,7 +711,7 @@ def in_phases(
     folder: Path, kind: str = "fractions", source: type[ToySource] = ToySource, **more: Any
 ) -> Trainer:
     """A run whose second half (or whose phase after two good validations) gets other batches."""
-    config = configuration.load("latin_quick").curriculum.model_copy(
+    config = load_config("latin_quick").curriculum.model_copy(
         update={"kind": kind, "metric": "class/hits", "up": 0.2, "down": 0.0, "patience": 2, "dwell": 1}
     )
     halves = Dimension("half", ("first", "second"), (0.5, 0.5))

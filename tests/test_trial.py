@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
-from matrixlib import config as configuration
 from matrixlib.engine import autotune as trial
 from matrixlib.engine.task import Batch
+from matrixlib.tasks import load_config
 
-CONFIG = configuration.load("demo", {"train": {"batch_size": 48, "minutes": 0.05}})
+CONFIG = load_config("demo", {"train": {"batch_size": 48, "minutes": 0.05}})
 
 
 class Batches:
@@ -30,7 +30,7 @@ def test_steps_fit_the_minutes_and_random_streams_are_untouched(monkeypatch: pyt
     monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     before = torch.get_rng_state()
     loader: Any = Batches()
-    config = configuration.load("demo", {"train": {"batch_size": 48, "minutes": 2.0}})
+    config = load_config("demo", {"train": {"batch_size": 48, "minutes": 2.0}})
     assert trial.fit_steps(config, toy_runtime(8), ToyTask(), loader) == int(240 / trial.BESIDES)
     assert torch.equal(torch.get_rng_state(), before)
 

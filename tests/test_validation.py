@@ -10,10 +10,10 @@ import pytest
 import torch
 from toy_task import ToyTask, toy_batch, toy_runtime
 
-from matrixlib import config as configuration
 from matrixlib.config import ValidationConfig
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.validation import Cadence, attainable_floor, evaluating, refuse_below_floor, validate
+from matrixlib.tasks import load_config
 
 BOTH = frozenset({"class", "plane"})
 NAN = math.nan
@@ -28,7 +28,7 @@ def settings(**changes: object) -> ValidationConfig:
         "patience": 0,
         "min_delta": 0.1,
     }
-    return configuration.load("demo").validation.model_copy(update={**base, "target_loss": 0.0, **changes})
+    return load_config("demo").validation.model_copy(update={**base, "target_loss": 0.0, **changes})
 
 
 def run(cadence: Cadence, steps: int, losses: Iterator[float]) -> list[tuple[int, str]]:

@@ -26,7 +26,7 @@ from matrixlib import files
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.benchmark import Figure, Plan, Workload
 from matrixlib.hardware.speed import FEWEST, copy_rate, synchronize, turns
-from matrixlib.tasks import spec as subjects
+from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
@@ -65,20 +65,19 @@ class Update:
             "data": {"limit": 0, "workers": 0},
             "gating": {"warmup_steps": 0},
         }
-        config = configuration.load(preset, configuration.merge(base, changes))
-        subject = subjects.of(config)
-        self.flops = subject.training_flops()
+        config = load_config(preset, configuration.merge(base, changes))
+        spec = get_task(config.task)
+        self.flops = spec.training_flops(config)
         self.rows = rows
         if not rows:
             fits = UPDATE_FLOPS[runtime.device] / self.flops if self.flops else config.train.batch_size
             self.rows = min(config.train.batch_size, 1 << (max(1, int(fits)).bit_length() - 1))
-        config = configuration.parse(
-            configuration.merge(configuration.dump(config), {"train": {"batch_size": self.rows}})
-        )
+        config = changed(config, {"train": {"batch_size": self.rows}})
+        task = spec.task(config)
         self.runtime = runtimes.resolve(config.runtime, config.train, config.data)
         self._batch = next(iter(_loader(config, self.rows).batches(0, 1)))
         with torch.random.fork_rng(devices=[]):
-            self._step = make_step(subject.task, subject.task.build_model(), self.runtime, config, 1000)
+            self._step = make_step(task, task.build_model(), self.runtime, config, 1000)
         if foreach:
             groups = parameter_groups(self._step.model, config.optim.weight_decay)
             self._step.optimiser = torch.optim.AdamW(groups, foreach=True)
@@ -128,7 +127,7 @@ def scaling(plan: Plan) -> Iterator[Figure]:
 
 def loader(plan: Plan) -> Iterator[Figure]:
     """Positions a second that the loader makes ready, by its number of worker processes."""
-    config = configuration.load("quick")
+    config = load_config("quick")
     size = 1024
     bytes_a_row = sum(array.nbytes for array in _loader(config, size).records(0).values()) / size
     limit, of = copy_rate() / bytes_a_row, "copying their bytes once"
@@ -143,7 +142,7 @@ def loader(plan: Plan) -> Iterator[Figure]:
 
 def loader_rate(batch_size: int = 1024) -> dict[str, float]:
     """Rows a second that one process gathers and prepares for the demo preset, after a warm-up; and rows a batch."""
-    stream = _loader(configuration.load("demo"), batch_size).batches(0)
+    stream = _loader(load_config("demo"), batch_size).batches(0)
     return {
         "rows_per_second": batch_size * _batches_per_second(stream, 5, 0.1),
         "batch_size": batch_size,
@@ -157,7 +156,8 @@ def checkpoint(plan: Plan) -> Iterator[Figure]:
     from matrixlib.engine.checkpoint import Checkpoints
 
     preset = "demo" if plan.brief else LARGE
-    network = subjects.of(configuration.load(preset)).task.build_model()
+    config = load_config(preset)
+    network = get_task(config.task).task(config).build_model()
     model = {name: tensor.detach() for name, tensor in network.state_dict().items()}
     tensors = {"model": model}
     for kind in ("ema", "exp_avg", "exp_avg_sq"):
@@ -281,8 +281,7 @@ def _loader(config: configuration.Config, rows: int, workers: int = 0) -> Loader
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
 
-    subject = subjects.of(config)
-    shards = Catalogue(subject.folder()).shards("train")
-    return Loader(
-        shards, subject.layout, rows, config.seed, subject.task.prepare, workers=workers, prefetch=2
-    )
+    spec = get_task(config.task)
+    shards = Catalogue(spec.folder(config)).shards("train")
+    prepare = spec.task(config).prepare
+    return Loader(shards, spec.layout, rows, config.seed, prepare, workers=workers, prefetch=2)

@@ -59,7 +59,7 @@ def make_plan(device: str = "auto", seconds: float = 6.0, compile: bool = False,
 
     Raises ValueError where the device is absent.
     """
-    config = configuration.load("quick", {"runtime": {"device": device}})
+    config = configuration.load_shared("quick", {"runtime": {"device": device}})
     runtime = runtimes.resolve(config.runtime, config.train, config.data)
     runtime.apply()
     return Plan(runtime, seconds, compile or runtime.device == "cuda", brief)

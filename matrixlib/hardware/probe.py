@@ -90,7 +90,7 @@ def policy_table(preset: str = "small") -> pd.DataFrame:
     """What the policy decides for the machines of `MACHINES` with a preset, a row each; the same on every machine."""
     import pandas as pd
 
-    settings = configuration.load(preset)
+    settings = configuration.load_shared(preset)
     rows = {}
     for name, facts in MACHINES.items():
         runtime = runtimes.policy(facts, settings.runtime, settings.train, settings.data)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from matrixlib import config as configuration
 from matrixlib import files, progress
-from matrixlib.config import SSL_CHANNELS
 from matrixlib.engine import metrics
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
+from matrixlib.tasks import parse_config
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 
 if TYPE_CHECKING:
     import chess
@@ -291,9 +291,9 @@ def _rows(run: str) -> list[dict[str, Any]]:
 
 @lru_cache(NETS)
 def _net(run: str, checkpoint: str, device: str) -> Net:
-    from matrixlib.tasks.chess.evaluate import net as nets
+    from matrixlib.tasks.chess.spec import load
 
-    return nets.load(_folder(run), checkpoint, device)
+    return load(_folder(run), checkpoint, device)
 
 
 @cache
@@ -318,7 +318,7 @@ def _held_out(run: str, count: int) -> tuple[Position, ...]:
     if count < 1:
         raise ValueError(f"positions must be at least 1, not {count}")
     text = (_folder(run) / "config.yaml").read_text(encoding="utf-8")
-    loader = runs.held_out_data(configuration.parse(yaml.safe_load(text), "config.yaml"))
+    loader = runs.held_out_data(parse_config(yaml.safe_load(text), "config.yaml"))
     found: list[Position] = []
     for batch in loader.sequential(count, sample=count):
         index, weight = batch["policy_index"].numpy(), batch["policy_weight"].numpy()

@@ -26,6 +26,7 @@ from matrixlib.config import Config
 from matrixlib.engine import metrics
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
+from matrixlib.tasks import load_config, parse_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +83,7 @@ def train_pair(
         )
     sides = {"a": (preset_a, overrides_a or {}), "b": (preset_b, overrides_b or {})}
     for preset, overrides in sides.values():
-        configuration.load(preset, overrides)
+        load_config(preset, overrides)
     stem = run or f"compare-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     folders: dict[str, list[Path]] = {"a": [], "b": []}
     for number in range(seeds):
@@ -401,8 +402,8 @@ def _read(folder: Path) -> Result:
     return Result(
         folder.name,
         record["preset"],
-        configuration.parse(record["requested"], f"{folder.name}/run.json"),
-        configuration.parse(
+        parse_config(record["requested"], f"{folder.name}/run.json"),
+        parse_config(
             yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), f"{folder.name}/config.yaml"
         ),
         record["catalogue"],

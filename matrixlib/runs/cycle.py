@@ -33,15 +33,14 @@ from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
 from matrixlib import files
-from matrixlib.config import CycleConfig
 from matrixlib.files import end_with_parent, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play import elo, selfplay
 from matrixlib.play import match as matches
 from matrixlib.play.search import SearchOptions
-from matrixlib.tasks import contest as contests
-from matrixlib.tasks import spec as subjects
+from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.tasks import get_task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,7 +93,9 @@ class Cycle:
 
     def __init__(self, folder: Path, config: CycleConfig, runtime: Runtime) -> None:
         self.folder, self.config, self.runtime = folder, config, runtime
-        self.contest = contests.of(config.network)
+        self.spec = get_task(config.network.task)
+        assert self.spec.game is not None, "load_cycle has looked"
+        self.contest = self.spec.game
         self._nets: dict[int, Network] = {}
         self._lock = FileLock(folder / "lock")
 
@@ -203,7 +204,7 @@ class Cycle:
             return {}
         if not path.exists():
             write_json(
-                path, self.contest.truth(Evaluator(self.network(generation)), self._player(generation))
+                path, self.contest.perfection(Evaluator(self.network(generation)), self._player(generation))
             )
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
@@ -402,14 +403,15 @@ def open_cycle(
     preset: name in params/cycle/ or path of a YAML file. overrides: nested mapping, checked by the schema.
     Raises ConfigError, and CycleError where the cycle was begun with another configuration.
     """
-    config = configuration.load_cycle(preset, overrides)
+    config = load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
     if Path(name).name != name or name.startswith("."):
         raise CycleError(f"cycle name {name!r} must be a plain folder name, without slashes or a leading dot")
     settings = config.arena
     needed = max(settings.pairs, settings.anchor_pairs)  # of a small game there may be fewer: say so now
-    game = contests.of(config.network).game
-    matches.random_openings(game, needed, config.seed, settings.random_plies)
+    rules = get_task(config.network.task).game
+    assert rules is not None, "load_cycle has looked"
+    matches.random_openings(rules.game, needed, config.seed, settings.random_plies)
     folder = files.reports_root() / name
     for part in ("shards", "games", "matches"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -419,7 +421,7 @@ def open_cycle(
         if not path.exists():
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
-    stored = configuration.load_cycle(str(path))
+    stored = load_cycle(str(path))
     if stored.model_copy(update={"generations": config.generations, "workers": config.workers}) != config:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only generations and workers may "
@@ -486,7 +488,9 @@ class Chunk:
 
         runtime = replace(self.runtime, threads=1)
         runtime.apply()
-        contest, layout = contests.of(self.config.network), subjects.of(self.config.network).layout
+        spec = get_task(self.config.network.task)
+        contest, layout = spec.game, spec.layout
+        assert contest is not None
         options = _options(selfplay.SelfPlayOptions, self.config.selfplay)
         evaluator = Evaluator(_network(self.folder, self.config, self.by, runtime))
         seed = self.config.seed * 1_000_003 + self.generation
@@ -535,14 +539,15 @@ def _played(chunks: list[Chunk], workers: int) -> Iterator[Chunk]:
 def _network(folder: Path, config: CycleConfig, generation: int, runtime: Runtime) -> Network:
     from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.engine.network import GameTask, Network
-    from matrixlib.tasks.chess.evaluate import net
+    from matrixlib.tasks.spec import weights
 
-    task = subjects.of(config.network.model_copy(update={"seed": config.seed})).task
+    network = config.network.model_copy(update={"seed": config.seed})
+    task = get_task(network.task).task(network)
     model = task.build_model()
     if generation:
         run = folder.parent / f"{folder.name}-{generation:03d}"
         found = Checkpoints(run / "checkpoints", config.network.checkpoint.keep).pick("newest")
-        model.load_state_dict(net.weights(found.tensors), strict=True)
+        model.load_state_dict(weights(found.tensors), strict=True)
     return Network(model, cast(GameTask, task), runtime)
 
 

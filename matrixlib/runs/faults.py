@@ -40,7 +40,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
 from matrixlib.runs.planting import FILLER, Fault, chosen, faults_of, flip_bytes, small_disk
-from matrixlib.tasks import spec as subject
+from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -484,12 +484,12 @@ def prove(
             "a proof needs 2 seeds (a standard deviation), 20 updates (a middle) and 1 run at a time at least"
         )
     base = configuration.merge(overrides_of(steps), SMALLER.get(preset, {}))
-    asked = configuration.load(preset, configuration.merge(base, overrides or {}))
+    asked = load_config(preset, configuration.merge(base, overrides or {}))
     planted_faults = faults_of(asked.task)
     if device != "auto":
-        asked = _with(asked, {"runtime": {"device": device}})
+        asked = changed(asked, {"runtime": {"device": device}})
     if seed >= 0:
-        asked = _with(asked, {"seed": seed})
+        asked = changed(asked, {"seed": seed})
     # Decided once, as a measurement decides some of it: every run has the same.
     decided = runs.runtime_config(asked, runtimes.resolve(asked.runtime, asked.train, asked.data))
     stem = f"faults-{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
@@ -498,7 +498,7 @@ def prove(
     take_data(decided, folder / "data")
     if "corrupt_records" in names:
         shutil.copytree(folder / "data", folder / "damaged")
-        flip_bytes(folder / "damaged", subject.of(decided).layout)
+        flip_bytes(folder / "damaged", get_task(decided.task).layout)
     settings = configuration.merge(
         configuration.dump(decided), {"data": {"source": str(folder / "data"), "limit": 0}}
     )
@@ -538,8 +538,8 @@ def take_data(config: configuration.Config, folder: Path) -> None:
     A shard for each split and, where a curriculum chooses among them, for each source.
     """
     folder.mkdir()
-    chosen = subject.of(config)
-    catalogue, staged = Catalogue(chosen.folder()), chosen.curriculum() is not None
+    chosen = get_task(config.task)
+    catalogue, staged = Catalogue(chosen.folder(config)), chosen.curriculum(config) is not None
     for split, limit in (("train", config.data.limit), ("validation", config.validation.sample)):
         rows = catalogue.shards(split)
         counts = kept_rows([row.count for row in rows], [row.source for row in rows], limit)
@@ -553,10 +553,6 @@ def take_data(config: configuration.Config, folder: Path) -> None:
             name = f"{split}_{number}.npz" if number else f"{split}.npz"
             write_shard(folder / name, chosen.layout, concat(batches, chosen.layout), meta)
     Catalogue(folder)
-
-
-def _with(config: configuration.Config, changes: Mapping[str, Any]) -> configuration.Config:
-    return configuration.parse(configuration.merge(configuration.dump(config), changes))
 
 
 def _job(job: Job, name: str, changes: Mapping[str, Any]) -> Job:

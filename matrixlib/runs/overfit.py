@@ -1,35 +1,34 @@
-"""Overfit check: can this network learn 16 positions by heart? If not, why not?
+"""Overfit check: can this network learn 16 rows by heart? If not, why not?
 
 A network that cannot is broken, and no amount of data will show it as clearly. The check trains through the same run
-and trainer as everything else, then names the fault from what it saw.
+and trainer as everything else, then names the fault by what happened. What "by heart" means is the task's word:
+`TaskSpec.overfit`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from matrixlib.config import load, merge
+from matrixlib.config import merge
 from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.task import active_terms
 from matrixlib.runs import run as runs
 from matrixlib.runs.run import Run, RunError
+from matrixlib.tasks import get_task, load_config
+from matrixlib.tasks.spec import Check, Overfit
 
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.task import ChessTask
-
-POSITIONS = 16
+ROWS = 16
 STEPS = 100
-POLICY_GAP = 0.05  # nats above the entropy of the targets, the least that any network can reach
+GAP = 0.05  # nats above the least loss, where the task says nothing else
 VISITS = 8  # batches in which labels are compared between visits
 
 OVERRIDES: dict[str, Any] = {
-    "data": {"limit": POSITIONS, "mirror": False, "workers": 0},
-    "model": {"droppath": 0.0, "dropout": 0.0, "ssl": [], "value": {"kind": "wdl"}},
-    "loss": {"label_smoothing": 0.0},
+    "data": {"limit": ROWS, "workers": 0},
     "optim": {
         "schedule": "linear",
         "final_fraction": 0.1,
@@ -37,126 +36,138 @@ OVERRIDES: dict[str, Any] = {
         "weight_decay": 0.0,
         "ema_decay": 0.0,
     },
-    "train": {"steps": STEPS, "batch_size": POSITIONS, "micro_batch": POSITIONS, "statistics_interval": 20},
-    "validation": {"interval": STEPS, "sample": POSITIONS, "patience": 0, "plateau": 0, "target_loss": 0.0},
+    "train": {"steps": STEPS, "batch_size": ROWS, "micro_batch": ROWS, "statistics_interval": 20},
+    "validation": {"interval": STEPS, "sample": ROWS, "patience": 0, "plateau": 0, "target_loss": 0.0},
     "checkpoint": {"interval": STEPS},
 }
-"""Overrides that turn a preset into its overfit check: nothing that regularises, 16 positions, 100 updates."""
+"""Overrides that turn a preset into its overfit check: nothing that regularises, 16 rows, 100 updates."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After an update: how far each term's loss is above the least possible (nats), and the metrics to become 1."""
+
+    step: int
+    gaps: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Outcome of the check. losses: (update, policy loss above its floor, WDL accuracy)."""
+    """Outcome of the check. gaps: what is allowed of each term. problems: faults, in words. curve: all updates."""
 
-    step: int
-    policy_gap: float
-    accuracy: float
+    gaps: Mapping[str, float]
     problems: tuple[str, ...]
-    losses: tuple[tuple[int, float, float], ...]
+    curve: tuple[Progress, ...]
 
     @property
     def learned(self) -> bool:
-        """True when policy and value are learned by heart and nothing suspicious was seen."""
-        return self.policy_gap <= POLICY_GAP and self.accuracy >= 1.0 and not self.problems
+        """True when everything is learned by heart and nothing looks wrong."""
+        return all(passed for _, passed, _ in self.checks())
+
+    def checks(self) -> list[Check]:
+        """Name, whether it holds, what is demanded: each term, each metric, no fault."""
+        last = self.curve[-1] if self.curve else Progress(0, {}, {})
+        rows = [
+            (
+                f"{term} learned by heart",
+                last.gaps.get(term, np.inf) <= gap,
+                f"within {gap:g} nats of the least possible loss",
+            )
+            for term, gap in self.gaps.items()
+        ]
+        rows += [(f"{name} 100 %", value >= 1.0, "every row right") for name, value in last.metrics.items()]
+        faults = "; ".join(self.problems) or "labels, gradients, learning rate"
+        return [*rows, ("no fault", not self.problems, faults)]
 
 
 def open_run(preset: str, device: str, seed: int, run: str, steps: int, overrides: Mapping[str, Any]) -> Run:
-    """A run of `run.open_run` with OVERRIDES under the caller's own. RunError where the preset is not of chess."""
-    if (task := load(preset).task) != "chess":
-        raise RunError(f"the overfit check is for chess; preset '{preset}' trains {task}")
-    return runs.open_run(preset, device, seed, run, steps, merge(OVERRIDES, overrides), kind="overfit")
+    """A run of `run.open_run` with OVERRIDES and the task's own under the caller's."""
+    spec = get_task(load_config(preset).task)
+    base = merge(OVERRIDES, spec.overfit.overrides)
+    return runs.open_run(preset, device, seed, run, steps, merge(base, overrides), kind="overfit")
 
 
 def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagnosis:
-    """Train `run` (opened with OVERRIDES) and say whether it learned its positions, and if not, why.
+    """Train `run` (opened with `open_run`) and say whether it learned its rows, and if not, why.
 
-    watch: called with the stats of every update, for a live plot.
+    watch: called with the stats of every update, for a live plot. RunError for a run that has ended, and where the
+    configuration leaves nothing to judge.
     """
     if run.complete:
         raise RunError(f"run '{run.name}' has ended; leave `run` empty or give another name")
-    from matrixlib.tasks.chess.task import ChessTask
-
-    assert isinstance(run.task, ChessTask)
-    weights = run.config.loss
-    if not (weights.policy and weights.value) or run.config.model.value.kind != "wdl":
-        raise RunError(
-            "the overfit check needs loss.policy and loss.value above 0 and model.value.kind wdl; override them"
-        )
-    problems = _labels(run, run.task)
+    demands = run.spec.overfit
+    if needs := demands.needs(run.config):
+        raise RunError(f"the overfit check needs {needs}; override them")
+    gaps = demands.gaps or dict.fromkeys(sorted(active_terms(run.task)), GAP)
+    bounds = _bounds(run, sorted({*gaps, *(name.partition("/")[0] for name in demands.exact)}))
+    problems = [*run.spec.label_problems(run.task, run.training.batch(0)), *_restless_labels(run, demands)]
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    chance, floor = _bounds(run, run.training.batch(0))
-    curve: list[tuple[int, float, float]] = []
+    curve: list[Progress] = []
     failure = ""
     try:
         for stats in run.train():
             watch(stats)
-            curve.append((stats.step, stats.losses["policy"] - floor, stats.metrics["value/accuracy"]))
+            above = {term: stats.losses[term] - bounds[term][1] for term in gaps}
+            curve.append(Progress(stats.step, above, {name: stats.metrics[name] for name in demands.exact}))
     except TrainingHalted as error:  # the loss or the gradient stays non-finite
         failure = str(error)
-    step, gap, accuracy = curve[-1] if curve else (0, float("inf"), 0.0)
-    learned = gap <= POLICY_GAP and accuracy >= 1.0
-    if failure or not learned:
-        problems += _gradients(run) + _learning_rate(
-            run, before, [c[1] for c in curve], chance - floor, failure
-        )
-    if not problems and not learned:
+    diagnosis = Diagnosis(gaps, tuple(problems), tuple(curve))
+    if diagnosis.learned and not failure:
+        return diagnosis
+    start = {term: bounds[term][0] - bounds[term][1] for term in gaps}
+    problems += _gradients(run) + _learning_rate(run, before, curve, start, failure)
+    if not problems:
+        last = curve[-1]
+        figures = [f"{term} {gap:.3f} nats above the floor" for term, gap in last.gaps.items()]
+        figures += [f"{name} {value:.0%}" for name, value in last.metrics.items()]
         problems.append(
-            f"the network did not learn {POSITIONS} positions in {step} updates (policy {gap:.3f} nats "
-            f"above the floor, WDL accuracy {accuracy:.0%}) and no known fault was seen: "
-            "try more width or another learning rate"
+            f"the network did not learn {ROWS} rows in {last.step} updates ({', '.join(figures)}) and no known fault "
+            "was found: try more width or another learning rate"
         )
-    return Diagnosis(step, gap, accuracy, tuple(problems), tuple(curve))
+    return Diagnosis(gaps, tuple(problems), tuple(curve))
 
 
-def _labels(run: Run, task: ChessTask) -> list[str]:
-    """Faults of the targets: mass on illegal moves; labels of a position that change between visits."""
-    problems = []
-    seen: dict[bytes, bytes] = {}
-    changed = 0
+def _restless_labels(run: Run, demands: Overfit) -> list[str]:
+    """Labels of a row that change between visits, where the task says what a row and its label are."""
+    if not demands.inputs:
+        return []
+    known: dict[bytes, bytes] = {}
+    changes = 0
     for visit in range(VISITS):
         batch = run.training.batch(visit)
-        mass = task.illegal_mass(batch)
-        if (bad := int((mass > 0).sum())) and visit == 0:
-            problems.append(
-                f"{bad} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "
-                "the network can never give it: check the policy encoding of the source"
-            )
-        for row in range(len(mass)):
-            position = _digest(batch, ("pieces", "state"), row)
-            label = _digest(batch, ("policy_index", "policy_weight", "wdl", "result"), row)
-            changed += seen.setdefault(position, label) != label
-    if changed:
-        problems.append(
-            f"labels change between visits: {changed} times a position came back with other targets; "
-            "check the task's prepare for randomness that does not belong there"
-        )
-    return problems
+        for row in range(ROWS):
+            label = _digest(batch, demands.labels, row)
+            changes += known.setdefault(_digest(batch, demands.inputs, row), label) != label
+    if not changes:
+        return []
+    return [
+        f"labels change between visits: {changes} times a row came back with other targets; "
+        "check the task's prepare for randomness that does not belong there"
+    ]
 
 
-def _digest(batch: dict[str, np.ndarray], names: tuple[str, ...], row: int) -> bytes:
+def _digest(batch: dict[str, np.ndarray], names: Sequence[str], row: int) -> bytes:
     return hashlib.blake2b(b"".join(batch[name][row].tobytes() for name in names), digest_size=16).digest()
 
 
-def _bounds(run: Run, batch: dict[str, np.ndarray]) -> tuple[float, float]:
-    """(chance, floor) of the policy loss per position over the whole subset (one batch holds it)."""
+def _bounds(run: Run, terms: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """(chance, floor) of each term's mean loss over the whole subset (one batch holds it)."""
     import torch
 
-    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-    counts = run.task.counts(tensors)
-    if lacking := [term for term in ("policy", "value") if not counts[term]]:
+    batch = {name: torch.from_numpy(array) for name, array in run.training.batch(0).items()}
+    counts = run.task.counts(batch)
+    if missing := [term for term in terms if not counts[term]]:
         raise RunError(
-            f"none of the {POSITIONS} positions has a target for {' and '.join(lacking)}: take a data set that has them"
+            f"none of the {ROWS} rows has a target for {' and '.join(missing)}: take a data set that has them"
         )
-    count = counts["policy"]
-    chance, floor = run.task.bounds(tensors)["policy"]
-    return chance / count, floor / count
+    bounds = run.task.bounds(batch)
+    return {term: (bounds[term][0] / counts[term], bounds[term][1] / counts[term]) for term in terms}
 
 
 def _gradients(run: Run) -> list[str]:
     report = run.trainer.gradients
-    if report is None:
-        return []
-    dead = sorted({*report.missing, *report.zero})
+    dead = sorted({*report.missing, *report.zero}) if report is not None else []
     if not dead:
         return []
     layers = sorted({name.rsplit(".", 1)[0] for name in dead})
@@ -164,27 +175,29 @@ def _gradients(run: Run) -> list[str]:
 
 
 def _learning_rate(
-    run: Run, before: dict[str, Any], gaps: list[float], start: float, failure: str
+    run: Run,
+    before: dict[str, Any],
+    curve: Sequence[Progress],
+    start: Mapping[str, float],
+    failure: str,
 ) -> list[str]:
     """A learning rate of zero moves nothing; one far too large moves weights by more than their own size."""
     import torch
 
+    rate = run.config.optim.learning_rate
     if failure:
-        return [
-            f"learning rate far too large ({run.config.optim.learning_rate:g}) or a broken loss: {failure}"
-        ]
-    now = dict(run.model.named_parameters())
-    moved = max(float((now[name].detach().cpu() - old.cpu()).abs().max()) for name, old in before.items())
-    if moved == 0:
-        return [
-            f"no weight moved: the learning rate is zero (optim.learning_rate {run.config.optim.learning_rate:g})"
-        ]
+        return [f"learning rate far too large ({rate:g}) or a broken loss: {failure}"]
+    now = {name: value.detach().cpu() for name, value in run.model.named_parameters()}
+    if all(torch.equal(now[name], old.cpu()) for name, old in before.items()):
+        return [f"no weight moved: the learning rate is zero (optim.learning_rate {rate:g})"]
     old_norm = torch.stack([value.float().norm().cpu() for value in before.values()]).norm()
-    shift = torch.stack([(now[n].detach().cpu() - v.cpu()).float().norm() for n, v in before.items()]).norm()
-    if max(gaps, default=0.0) > 2 * start or shift > 2 * old_norm:
-        return [
-            f"learning rate far too large ({run.config.optim.learning_rate:g}): the policy loss rose to "
-            f"{max(gaps):.2f} nats above its floor (start {start:.2f}), the weights moved "
-            f"{shift / old_norm:.1f} times their norm"
-        ]
-    return []
+    shift = torch.stack([(now[name] - old.cpu()).float().norm() for name, old in before.items()]).norm()
+    worst = {term: max((update.gaps[term] for update in curve), default=0.0) for term in start}
+    rose = [term for term, gap in worst.items() if gap > 2 * start[term]]
+    if not rose and shift <= 2 * old_norm:
+        return []
+    losses = ", ".join(f"{term} rose to {worst[term]:.2f} nats (start {start[term]:.2f})" for term in worst)
+    return [
+        f"learning rate far too large ({rate:g}): above its floor the loss of {losses}, the weights moved "
+        f"{shift / old_norm:.1f} times their norm"
+    ]

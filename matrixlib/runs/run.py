@@ -28,7 +28,7 @@ from matrixlib.engine import autotune as trial
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware import speed
-from matrixlib.tasks import spec as subjects
+from matrixlib.tasks import changed, get_task, load_config, parse_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.task import Source, Task
     from matrixlib.engine.trainer import Stats, Trainer
     from matrixlib.runs.tensorboard import Events
-    from matrixlib.tasks.spec import Subject
+    from matrixlib.tasks.spec import Check, TaskSpec
 
 MAY_CHANGE = (
     "train.steps",
@@ -66,7 +66,8 @@ class Run:
     preset: str
     config: Config
     runtime: runtimes.Runtime
-    subject: Subject
+    spec: TaskSpec[Any]
+    task: Task
     catalogue: Catalogue
     training: Loader
     held_out: Loader
@@ -80,11 +81,6 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.name
-
-    @property
-    def task(self) -> Task:
-        """What the engine trains."""
-        return self.subject.task
 
     @property
     def complete(self) -> bool:
@@ -126,7 +122,7 @@ class Run:
             f"catalogue {self.catalogue.hash()[:12]}",
             self.runtime.table(),
         ]
-        changes = configuration.difference(self.requested, configuration.load(self.preset))
+        changes = configuration.difference(self.requested, load_config(self.preset))
         lines += (
             ["differences from the preset:"] if changes else [f"no differences from preset '{self.preset}'"]
         )
@@ -194,7 +190,7 @@ class Run:
         """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
         from matrixlib.data.shards import concat, write_shard
 
-        layout = self.subject.layout
+        layout = self.spec.layout
         rows = concat([source.records(raw) for raw in batches], layout)
         write_shard(
             folder / "records.npz",
@@ -240,7 +236,7 @@ class Run:
         """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json, also for
         when the run is resumed. Without memory for it nothing is a share of anything.
         """
-        flops = self.subject.training_flops()
+        flops = self.spec.training_flops(self.config)
         if not flops:
             return
         record = read_json(self.folder / "run.json")
@@ -266,9 +262,9 @@ class Run:
         spans = curriculum.spans(self.trainer.step) if curriculum is not None else []
         return "\n".join(f"update {start + 1:>6,} to {stop:>6,}: {phase}" for start, stop, phase in spans)
 
-    def checks(self) -> list[subjects.Check]:
+    def checks(self) -> list[Check]:
         """What must hold of the result, if the network has learned anything: name, whether, what it says."""
-        return self.subject.checks(self.summary()["evaluation"])
+        return self.spec.checks(self.summary()["evaluation"])
 
     def summary(self) -> dict[str, Any]:
         """Contents of summary.json; empty before the run has ended."""
@@ -281,7 +277,8 @@ class Run:
 
         rows = self.history()
         model = self.trainer.evaluation_model()
-        figures = self.subject.evaluate(model, self.runtime, self.held_out, self.catalogue)
+        net = self.spec.network(model, self.config, self.runtime)
+        figures = self.spec.evaluate(net, self.held_out, self.catalogue)
         rate = statistics.median(row["throughput"] for row in rows)
         summary = {
             "run": self.name,
@@ -298,7 +295,7 @@ class Run:
             "peak_gflops": read_json(self.folder / "run.json").get("peak", {}).get("gflops"),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "evaluation": figures,
-            "headline": self.subject.headline(figures),
+            "headline": self.spec.headline(figures),
             "runtime": self.runtime.to_dict(),
         }
         write_json(self.folder / "summary.json", summary)
@@ -333,7 +330,7 @@ def open_run(
     kind than "train" stands in its name, and evaluation does not pick it up by itself.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
-    requested = configuration.load(preset, _arguments(device, seed, steps, overrides or {}))
+    requested = load_config(preset, _arguments(device, seed, steps, overrides or {}))
     folder = _folder(preset, run, requested, kind)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
@@ -376,7 +373,7 @@ def finished_run(
     """
     root = files.reports_root()
     ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
-    task = configuration.load(preset).task
+    task = load_config(preset).task
     done = []
     for folder in ended:
         record = read_json(folder / "run.json")
@@ -401,13 +398,13 @@ def held_out_data(config: Config) -> Loader:
     """The held-out rows of the data set that a configuration names. RunError where it has none."""
     from matrixlib.data.catalogue import Catalogue
 
-    subject = subjects.of(config)
-    return _held_out(subject, config, Catalogue(subject.folder()))
+    spec = get_task(config.task)
+    return _held_out(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
 def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
     """The name that `open_run` would use for these parameters, without starting anything."""
-    return _folder(preset, run, configuration.load(preset, _arguments(device, seed, steps, {}))).name
+    return _folder(preset, run, load_config(preset, _arguments(device, seed, steps, {}))).name
 
 
 def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +458,8 @@ def _locked(folder: Path) -> bool:
 def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str) -> Run:
     from matrixlib.data.catalogue import Catalogue
 
-    catalogue = Catalogue(subjects.of(requested).folder())
+    spec = get_task(requested.task)
+    catalogue = Catalogue(spec.folder(requested))
     record = read_json(folder / "run.json")
     messages: list[str] = []
     if record:
@@ -473,21 +471,19 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         runtime = runtimes.resolve(requested.runtime, requested.train, requested.data)
         config = runtime_config(requested, runtime)
     runtime.apply()
-    subject = subjects.of(config)
-    _check_sources(subject, catalogue)
+    task = spec.task(config)
+    _check_sources(spec, task, config, catalogue)
     options = _loader_options(runtime, messages)
-    training = _training(config, runtime, subject, catalogue, subject.task, **options)
-    held_out = _held_out(subject, config, catalogue, pin=runtime.pin, on_damage=options["on_damage"])
+    training = _training(config, runtime, spec, catalogue, task, **options)
+    held_out = _held_out(spec, config, catalogue, task, pin=runtime.pin, on_damage=options["on_damage"])
     if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
-        tuning = trial.tune_micro_batch(config, runtime, subject.task, training)
+        tuning = trial.tune_micro_batch(config, runtime, task, training)
         runtime = replace(runtime, micro_batch=tuning.size)
         config = runtime_config(config, runtime)
         messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table()}")
     if config.train.steps == "auto":
-        steps = trial.fit_steps(config, runtime, subject.task, training)
-        config = configuration.parse(
-            configuration.merge(configuration.dump(config), {"train": {"steps": steps}})
-        )
+        steps = trial.fit_steps(config, runtime, task, training)
+        config = changed(config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if not record:
         _write_new(folder, preset, requested, config, runtime, catalogue.hash(), kind)
@@ -496,7 +492,8 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         preset,
         config,
         runtime,
-        subject,
+        spec,
+        task,
         catalogue,
         training,
         held_out,
@@ -510,10 +507,9 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
 
 def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
     """The stored resolved configuration with the permitted changes; anything else is refused by name."""
-    stored = configuration.parse(
-        yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
-    )
-    before = configuration.parse(record["requested"], "run.json")
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    stored = parse_config(yaml.safe_load(text), f"{folder.name}/config.yaml", requested.task)
+    before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
     changes = configuration.difference(requested, before)
     fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
     if fixed:
@@ -527,7 +523,7 @@ def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], m
         if key != "train.steps" or new != "auto":
             data[section][name] = new
             messages.append(f"changed on resume: {key} {old} -> {new}")
-    config = configuration.parse(data, "config.yaml")
+    config = parse_config(data, f"{folder.name}/config.yaml", requested.task)
     if changes:  # the next one to resume compares with this request
         write_text(folder / "config.yaml", configuration.to_yaml(config))
         write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
@@ -541,7 +537,7 @@ def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
         "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
         "train": {"micro_batch": runtime.micro_batch},
     }
-    return configuration.parse(configuration.merge(configuration.dump(config), resolved))
+    return changed(config, resolved)
 
 
 def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
@@ -573,7 +569,7 @@ def _loader_options(runtime: runtimes.Runtime, messages: list[str]) -> dict[str,
 def _training(
     config: Config,
     runtime: runtimes.Runtime,
-    subject: Subject,
+    spec: TaskSpec[Any],
     catalogue: Catalogue,
     task: Task,
     sources: Iterable[str] = (),
@@ -595,7 +591,7 @@ def _training(
         )
     return Loader(
         rows,
-        subject.layout,
+        spec.layout,
         config.train.batch_size,
         config.seed,
         task.prepare,
@@ -608,14 +604,14 @@ def _training(
 
 
 def _held_out(
-    subject: Subject,
+    spec: TaskSpec[Any],
     config: Config,
     catalogue: Catalogue,
-    task: Task | None = None,
+    task: Task,
     sources: Iterable[str] = (),
     **options: Any,
 ) -> Loader:
-    """The held-out rows of these sources (all without any), prepared by `task` (the subject's without one)."""
+    """The held-out rows of these sources (all without any), prepared by `task`."""
     from matrixlib.data.loader import Loader
 
     rows = _of_sources(catalogue.shards("validation"), sources)
@@ -624,21 +620,23 @@ def _held_out(
             f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
             "add data: about one game in twenty is held out"
         )
-    held, prepare = config.validation, (task or subject.task).prepare_plain
-    return Loader(rows, subject.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
+    held = config.validation
+    return Loader(
+        rows, spec.layout, held.batch_size, config.seed, task.prepare_plain, limit=held.limit, **options
+    )
 
 
-def _check_sources(subject: Subject, catalogue: Catalogue) -> None:
+def _check_sources(spec: TaskSpec[Any], task: Task, config: Config, catalogue: Catalogue) -> None:
     """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
     its own held-out positions needs some.
     """
-    curriculum = subject.curriculum()
+    curriculum = spec.curriculum(config)
     if curriculum is None:
         return
     there = {row.source for row in catalogue.shards("train")}
     held_out = {row.source for row in catalogue.shards("validation")}
     for phase in curriculum.phases:
-        sources = subject.staged(phase).sources
+        sources = spec.stage(task, phase).sources
         if lacking := [name for name in sources if name not in there]:
             raise RunError(
                 f"the curriculum's phase '{phase}' asks for source '{lacking[0]}', of which there is no healthy "
@@ -668,11 +666,11 @@ def _build_trainer(run: Run) -> Trainer:
         return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
 
     def enter(phase: Phase) -> tuple[Task, Source, Iterator[Any]]:
-        stage = run.subject.staged(phase)
+        stage = run.spec.stage(run.task, phase)
         training = _training(
             config,
             run.runtime,
-            run.subject,
+            run.spec,
             run.catalogue,
             stage.task,
             stage.sources,
@@ -682,7 +680,7 @@ def _build_trainer(run: Run) -> Trainer:
         )
 
         def kept() -> Iterator[Any]:  # opened where it is looked at: a source may hold nothing out
-            loader = _held_out(run.subject, config, run.catalogue, stage.task, stage.sources)
+            loader = _held_out(run.spec, config, run.catalogue, stage.task, stage.sources)
             yield from loader.sequential(size, sample=config.validation.sample)
 
         return stage.task, training, kept()
@@ -701,7 +699,7 @@ def _build_trainer(run: Run) -> Trainer:
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
-        curriculum=run.subject.curriculum(),
+        curriculum=run.spec.curriculum(config),
         enter=enter,
         evidence=run.keep_records,
         on_micro_batch=run.keep_micro_batch,

@@ -1,1 +1,119 @@
-"""One folder a task."""
+"""Tasks, one folder each: found by name, by an installed entry point, or by the import path of somebody's own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from matrixlib import config as configuration
+from matrixlib.config import Config, ConfigError, nearest
+from matrixlib.files import PARAMS
+from matrixlib.tasks.spec import TaskSpec, find_run, load_network
+
+if TYPE_CHECKING:
+    from matrixlib.engine.network import Network
+
+TASKS = ("chess", "latin", "tictactoe")
+"""The tasks that come with the package."""
+GROUP = "matrixlib.tasks"
+"""Entry points of this group are tasks, too."""
+
+
+def get_task(name: str) -> TaskSpec[Any]:
+    """A task by its name, that of an entry point, or an import path such as `my_package.my_module:TASK`.
+
+    An import path runs code: give one that the user has named, never one read from a run or a checkpoint.
+    Raises ConfigError for a name that nobody knows, and where a path leads to no task.
+    """
+    if name in TASKS:
+        path = f"matrixlib.tasks.{name}.spec:TASK"
+    else:
+        installed = {point.name: point.value for point in entry_points(group=GROUP)}
+        path = installed.get(name, name)
+        if ":" not in path:
+            known = [*TASKS, *sorted(installed)]
+            raise ConfigError(
+                f"unknown task {name!r}{nearest(name, known)} (tasks: {', '.join(known)}; one of your own by its "
+                "import path: 'my_package.my_module:TASK')"
+            )
+    module, _, attribute = path.partition(":")
+    try:
+        spec = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ConfigError(
+            f"task '{name}': cannot import '{module}' ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    except AttributeError:
+        raise ConfigError(f"task '{name}': module '{module}' has no '{attribute}'") from None
+    if not isinstance(spec, TaskSpec):
+        raise ConfigError(
+            f"task '{name}': {attribute} is {type(spec).__name__}, not a matrixlib.tasks.spec.TaskSpec"
+        )
+    return spec
+
+
+def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a preset by name, or a YAML file by path, and apply nested overrides.
+
+    Raises ConfigError: unknown preset (with the nearest name), unknown or mistyped keys, a task that is not there.
+    """
+    data, name = configuration.read_preset(preset, overrides)
+    return validate_config(data, name)
+
+
+def parse_config(data: Mapping[str, Any], name: str, task: str = "") -> Config:
+    """Validate a nested mapping that a run or a checkpoint holds by the schema of its task.
+
+    task: the import path that the user has named; no other is followed. Raises ConfigError naming every bad key.
+    """
+    stored = data.get("task")
+    if isinstance(stored, str) and ":" in stored and stored != task:
+        raise ConfigError(
+            f"{name}: it is of the task '{stored}', which is code of somebody's own: name it, if you trust it "
+            f"(parameter `task`, or a preset with `task: {stored}`)"
+        )
+    return validate_config(data, name)
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A configuration with a nested mapping over it; raises ConfigError."""
+    return validate_config(configuration.merge(configuration.dump(config), changes), "config")
+
+
+def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Config:
+    """Validate a nested mapping by the schema of its `task`, whatever it names; raises ConfigError.
+
+    name, prefix: stand in messages, before all and before each key.
+    """
+    task = data.get("task")
+    if not isinstance(task, str):
+        problem = "is missing" if task is None else f"is {task!r}"
+        raise ConfigError(
+            f"{name}: key '{prefix}task' {problem}; it is one of {', '.join(TASKS)}, or an import path"
+        )
+    try:
+        spec = get_task(task)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    config: Config = configuration.validated(spec.config, data, name, prefix)
+    return config
+
+
+def load(
+    run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto", task: str = ""
+) -> Network:
+    """The network of a run of any task, EMA weights where the run kept them; `run` as `find_run` takes it.
+
+    checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run`
+    names. compile: torch.compile for policy and value; `auto`: where it was measured to pay. task: the import path of
+    a task of somebody's own. Raises ValueError naming the run or checkpoint that is missing or damaged.
+    """
+    folder, named = find_run(run)
+    data = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = parse_config(data, f"{folder.name}/config.yaml", task)
+    return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile)

@@ -1,123 +1,238 @@
-"""What a run trains, beyond the engine's seam: a task's data, its phases and its figures.
+"""What the workspace asks of a task beyond the engine's seam: a TaskSpec, one object for each task.
 
-`engine.task.Task` is all that the engine asks. The composition also has to find the data, to go through a curriculum
-and to say how good the result is; that is a `Subject`, one for each task.
+A task's folder holds its configuration, its engine task, its data and all that is said of its results, and one
+`spec.py` with `TASK = MySpec()`. Only `config`, `layout` and `task` have to be written; the rest has defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from matrixlib.config import (
-    ChessConfig,
-    Config,
-    ConfigError,
-    LatinConfig,
-    SourceCurriculumConfig,
-    TicTacToeConfig,
-)
-from matrixlib.files import cache_root
+from matrixlib.config import Config, ConfigError, SourceCurriculumConfig
+from matrixlib.files import reports_root
 
 if TYPE_CHECKING:
-    from torch import nn
+    import numpy as np
+    from torch import Tensor, nn
 
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
-    from matrixlib.data.shards import Layout
+    from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.curriculum import Curriculum, Phase
+    from matrixlib.engine.network import Network
     from matrixlib.engine.task import Task
-    from matrixlib.hardware.runtime import Runtime
-    from matrixlib.tasks.chess.task import ChessTask
-    from matrixlib.tasks.latin.task import LatinTask
-    from matrixlib.tasks.tictactoe.task import TicTacToeTask
+    from matrixlib.hardware.runtime import Runtime, Serving
+    from matrixlib.play.game import Game, Trace
+    from matrixlib.play.match import Player
+    from matrixlib.play.search import Evaluate
 
 Check = tuple[str, bool, str]
 """Name, whether it holds, what it says."""
 
-LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
-
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase made concrete: its task, the sources of the shards that it is trained on (all where there is none),
-    and their shares of a batch where they are not those of their sizes."""
+    """A phase of a curriculum made concrete: its task, the sources of the shards that it is trained on (all where
+    there is none), and their shares of a batch where they are not those of their sizes."""
 
     task: Task
-    sources: Sequence[str]
+    sources: Sequence[str] = ()
     weights: Mapping[str, float] | None = None
 
 
-class Subject(Protocol):
-    """All that a run needs to know about one task."""
+@dataclass(frozen=True)
+class Overfit:
+    """When a network has learned a few rows by heart.
+
+    overrides: over a preset, beside those of every task. gaps: term -> how far its mean loss may be above the least
+    that any network can reach (nats). exact: metrics that have to be 1. inputs, labels: arrays of `prepare` that make
+    a row and its target, which must not change between visits; none: they are not compared. needs: what of the
+    configuration has to hold, in words, and whether it does.
+    """
+
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    gaps: Mapping[str, float] = field(default_factory=dict)
+    exact: Sequence[str] = ()
+    inputs: Sequence[str] = ()
+    labels: Sequence[str] = ()
+    needs: Callable[[Any], str] = lambda config: ""
+
+
+@dataclass(frozen=True)
+class Spoiler:
+    """A fault in what a network is trained on: of the batch, or of what a module makes of it.
+
+    title: in words. batch(batch): changes the batch in place. hook(model, when): spoils values on their way while
+    `when()` is true.
+    """
+
+    title: str
+    batch: Callable[[dict[str, Tensor]], object] | None = None
+    hook: Callable[[nn.Module, Callable[[], bool]], object] | None = None
+
+
+class GameSpec(Protocol):
+    """What a cycle asks of a game beyond its rules."""
 
     @property
-    def task(self) -> Task:
-        """What the engine trains."""
+    def game(self) -> Game:
+        """The rules."""
         ...
 
     @property
+    def ending(self) -> str:
+        """Of the name of a file that holds what `Game.write` gives."""
+        ...
+
+    def game_id(self, name: Sequence[str], held_out: bool) -> int:
+        """A 64-bit id of the game of this name, for its records."""
+        ...
+
+    def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
+        """What there is to learn from games; ids: number of a game -> its id."""
+        ...
+
+    @property
+    def solved(self) -> bool:
+        """Whether perfect play is known."""
+        ...
+
+    def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
+        """A network, and a player with it, beside perfect play: shares by name. Only of a game that is solved."""
+        ...
+
+    def checks(self, perfection: Mapping[str, float]) -> list[Check]:
+        """What must hold of the best network, by these figures."""
+        ...
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class TaskSpec(ABC, Generic[ConfigT]):
+    """One task, as runs, notebooks and benchmarks use it. It holds nothing: whatever it needs comes with a call."""
+
+    name: ClassVar[str]
+    config: ClassVar[type[Any]]
+    """The schema of its configuration, a subclass of `config.Config`."""
+    demo: ClassVar[str] = ""
+    """Name of its preset for demonstrations; empty where it has none."""
+    objective_options: ClassVar[Sequence[str]] = ()
+    """Keys of the configuration (a section with a dot at its end) that change what its losses mean."""
+    measured_on_options: ClassVar[Sequence[str]] = ()
+    """Keys that change what its held-out figures are measured on."""
+    overfit: ClassVar[Overfit] = Overfit()
+    spoilers: ClassVar[Mapping[str, Spoiler]] = {}
+    """Faults that are planted in its trainings: `nan_target`, `inf_input`, `no_policies`."""
+    small: ClassVar[Mapping[str, Any]] = {}
+    """Overrides that make its demo preset smaller still, for a dozen runs with planted faults."""
+    game: ClassVar[GameSpec | None] = None
+    """Where it is a game for two."""
+
+    @property
+    @abstractmethod
     def layout(self) -> Layout:
         """What a shard of it holds."""
-        ...
 
-    def folder(self) -> Path:
+    @abstractmethod
+    def task(self, config: ConfigT) -> Task:
+        """What the engine trains."""
+
+    def folder(self, config: ConfigT) -> Path:
         """Folder of its shards; a set that ships or is generated is made at first use. Raises ConfigError."""
-        ...
+        return given_folder(config.data.source)
 
-    def curriculum(self) -> Curriculum | None:
+    def curriculum(self, config: ConfigT) -> Curriculum | None:
         """The phases of its training; None where there is one."""
-        ...
+        section = getattr(config, "curriculum", None)
+        return source_curriculum(section) if isinstance(section, SourceCurriculumConfig) else None
 
-    def staged(self, phase: Phase) -> Stage:
-        """What a phase trains, and on what."""
-        ...
+    def stage(self, task: Task, phase: Phase) -> Stage:
+        """What a phase trains, and on what; by default, shares of sources."""
+        weights = phase.values["sources"]
+        return Stage(task, list(weights), weights)
 
-    def training_flops(self) -> float | None:
+    def training_flops(self, config: ConfigT) -> float | None:
         """Floating-point operations of training on one row; None where nobody has counted them."""
-        ...
+        return None
+
+    def network(
+        self, model: nn.Module, config: ConfigT, runtime: Runtime, serving: Serving | None = None
+    ) -> Network:
+        """A trained model for use."""
+        from matrixlib.engine.network import Network
+
+        return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
     def evaluate(
-        self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
+        self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0
     ) -> dict[str, Any]:
-        """Figures on held-out data, with their `baselines`; names as `report.figure_rows` shows them."""
-        ...
+        """Figures on held-out rows (sample: on so many, 0 = all), with their `baselines`.
+
+        By default the loss of each term beside its chance level, and every metric.
+        """
+        from matrixlib.engine.task import active_terms
+        from matrixlib.engine.validation import validate
+
+        task: Any = net.task
+        active = active_terms(task)
+        batches = list(held_out.sequential(task.config.validation.batch_size, sample=sample))
+        validation = validate(task, net.model, batches, net.runtime, active, "full")
+        if validation is None:
+            raise ValueError("nothing is held out to evaluate on")
+        chance = _chance(task, batches)
+        figures: dict[str, Any] = {f"{term}_loss": loss for term, loss in validation.losses.items()}
+        figures |= {name.replace("/", "_"): value for name, value in validation.metrics.items()}
+        return figures | {"baselines": {f"chance_{term}_loss": chance[term] for term in validation.losses}}
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         """The figures in one line."""
-        ...
+        return ", ".join(f"{name} {value:.3g}" for name, value in figures.items() if isinstance(value, float))
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
         """What must hold of any network that has learned something."""
-        ...
+        chance = figures["baselines"]
+        return [
+            (
+                f"held-out {name} below chance",
+                figures[name] < chance[f"chance_{name}"],
+                "the loss of a fresh network",
+            )
+            for name in figures
+            if f"chance_{name}" in chance
+        ]
+
+    def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
+        """What is wrong with the targets of a batch of `prepare`, in words."""
+        return []
+
+    def benchmarks(self) -> Mapping[str, Callable[[Any], Iterator[Any]]]:
+        """Workloads of its own for the benchmarks, by name."""
+        return {}
 
 
-def of(config: Config) -> Subject:
-    """The subject of a configuration."""
-    if isinstance(config, LatinConfig):
-        from matrixlib.tasks.latin.task import LatinTask
-
-        return Latin(LatinTask(config))
-    if isinstance(config, TicTacToeConfig):
-        from matrixlib.tasks.tictactoe.task import TicTacToeTask
-
-        return TicTacToe(TicTacToeTask(config))
-    assert isinstance(config, ChessConfig)
-    from matrixlib.tasks.chess.task import ChessTask
-
-    return Chess(ChessTask(config))
+def _chance(task: Task, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Mean loss of each term at chance level."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for batch in batches:
+        for term, (chance, _) in task.bounds(batch).items():
+            sums[term] = sums.get(term, 0.0) + chance
+            counts[term] = counts.get(term, 0) + task.counts(batch)[term]
+    return {term: total / counts[term] for term, total in sums.items() if counts[term]}
 
 
-def given_folder(source: str, known: str = "") -> Path:
-    """A folder of shards given by the user; ConfigError where there is none. known: the name that needs no folder."""
+def given_folder(source: str, name: str = "") -> Path:
+    """A folder of shards that `data.source` names; ConfigError where there is none. name: one that is no folder."""
     folder = Path(source).expanduser()
-    if not folder.is_dir():
-        also = f"'{known}' or " if known else ""
-        raise ConfigError(f"data.source '{source}' is no folder; use {also}a folder of shards")
+    if not source or not folder.is_dir():
+        either = f"'{name}' or " if name else ""
+        problem = f"'{source}' is no folder" if source else "is not set"
+        raise ConfigError(f"data.source {problem}; use {either}a folder of shards")
     return folder
 
 
@@ -125,214 +240,71 @@ def source_curriculum(config: SourceCurriculumConfig) -> Curriculum | None:
     """The phases of a curriculum over sources; None where all of the data are always used."""
     from matrixlib.engine.curriculum import Curriculum, Dimension
 
-    made = Curriculum(config, [Dimension.of("sources", config.sources)])
-    return made if len(made.phases) > 1 or made.values["sources"] else None
+    curriculum = Curriculum(config, [Dimension.of("sources", config.sources)])
+    return curriculum if len(curriculum.phases) > 1 or curriculum.values["sources"] else None
 
 
-@dataclass(frozen=True)
-class Chess:
-    """Chess: positions with moves and results."""
+def find_run(run: str | Path) -> tuple[Path, str]:
+    """(folder, checkpoint) of a run's folder, of its name under reports/, or of a checkpoint's folder in it.
 
-    task: ChessTask
-
-    @property
-    def layout(self) -> Layout:
-        from matrixlib.tasks.chess.records import LAYOUT
-
-        return LAYOUT
-
-    def folder(self) -> Path:
-        from matrixlib.tasks.chess.sample_set import unpack_sample
-
-        source = self.task.config.data.source
-        return unpack_sample() if source == "sample" else given_folder(source, "sample")
-
-    def curriculum(self) -> Curriculum | None:
-        return source_curriculum(self.task.config.curriculum)
-
-    def staged(self, phase: Phase) -> Stage:
-        weights = phase.values["sources"]
-        return Stage(self.task, list(weights), weights)
-
-    def training_flops(self) -> float:
-        from matrixlib.engine.task import active_terms
-        from matrixlib.tasks.chess.model import training_flops
-
-        return training_flops(self.task.config.model, active_terms(self.task))
-
-    def evaluate(
-        self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
-    ) -> dict[str, Any]:
-        from matrixlib.tasks.chess.evaluate import held_out as evaluation
-        from matrixlib.tasks.chess.evaluate.net import Net
-
-        return evaluation.held_out(Net(model, self.task, runtime), held_out)
-
-    def headline(self, figures: Mapping[str, Any]) -> str:
-        base = figures["baselines"]
-        parts = [
-            f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
-            f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}"
-        ]
-        if "wdl_accuracy" in figures:
-            parts.append(f"WDL {figures['wdl_accuracy']:.1%}")
-        if "value_correlation" in figures:
-            parts.append(f"value correlation {figures['value_correlation']:.2f}")
-        return ", ".join(parts)
-
-    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        base = figures["baselines"]
-        return [
-            (
-                "held-out policy better than uniform",
-                figures["policy_kl"] < base["uniform_kl"],
-                "KL to the teacher below that of a uniform guess",
-            ),
-            (
-                "held-out moves better than a random legal one",
-                figures["top1"] > base["uniform_top1"],
-                "top-1 agreement with the teacher above a random move's",
-            ),
-        ]
+    checkpoint: `best` unless one was named. ValueError where there is no run.
+    """
+    for folder in (Path(run), reports_root() / run):
+        if (folder / "config.yaml").exists():
+            return folder, "best"
+        if (folder / "state.json").exists() and (folder.resolve().parents[1] / "config.yaml").exists():
+            return folder.resolve().parents[1], folder.resolve().name
+    raise ValueError(
+        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, or one of its checkpoints"
+    )
 
 
-@dataclass(frozen=True)
-class Latin:
-    """Latin squares: puzzles of several sizes, modes and fills."""
+def load_network(
+    spec: TaskSpec[Any],
+    config: Config,
+    folder: Path,
+    checkpoint: str,
+    device: str = "auto",
+    compile: bool | str = "auto",
+) -> Network:
+    """The network of a run's folder, EMA weights where the run kept them, in what this machine computes best with.
 
-    task: LatinTask
+    Raises ValueError naming the checkpoint that is missing or damaged.
+    """
+    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.hardware import runtime as runtimes
 
-    @property
-    def layout(self) -> Layout:
-        from matrixlib.tasks.latin.pool import LAYOUT
-
-        return LAYOUT
-
-    def folder(self) -> Path:
-        source = self.task.config.data.source
-        if source != "generated":
-            return given_folder(source, "generated")
-        folder = cache_root() / self.task.pool_name
-        self.task.make_pool(folder)
-        return folder
-
-    def curriculum(self) -> Curriculum:
-        from matrixlib.engine.curriculum import Curriculum, Dimension
-
-        dimensions = [Dimension.of(name, section) for name, section in self.task.dimensions.items()]
-        return Curriculum(self.task.config.curriculum, dimensions)
-
-    def staged(self, phase: Phase) -> Stage:
-        from matrixlib.tasks.latin import pool
-
-        task = self.task.at(phase.values)
-        return Stage(task, [pool.source(size) for size in task.sizes])
-
-    def training_flops(self) -> None:
-        return None
-
-    def evaluate(
-        self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
-    ) -> dict[str, Any]:
-        from matrixlib.tasks.latin import pool, rates
-
-        squares = pool.read(row.path for row in catalogue.shards("validation"))
-        grids = max(LEAST_GRIDS, self.task.config.validation.sample // 10)
-        found = rates.measure(self.task, model, squares, grids=grids, seed=self.task.config.seed)
-        means = {
-            name: float(np.mean([getattr(rate, name) for rate in found]))
-            for name in ("valid", "accuracy", "iterative", "beam", "iterative_baseline", "beam_baseline")
-        }
-        return {
-            "puzzles": grids * len(found),
-            "one_pass_valid": means["valid"],
-            "cell_accuracy": means["accuracy"],
-            "iterative_valid": means["iterative"],
-            "beam_valid": means["beam"],
-            "baselines": {
-                "uniform_accuracy": float(np.mean([1 / rate.size for rate in found])),
-                "no_network_iterative": means["iterative_baseline"],
-                "no_network_beam": means["beam_baseline"],
-            },
-            "rates": [rate.to_dict() for rate in found],
-        }
-
-    def headline(self, figures: Mapping[str, Any]) -> str:
-        base = figures["baselines"]
-        return (
-            f"valid in one pass {figures['one_pass_valid']:.1%}, cells {figures['cell_accuracy']:.1%} "
-            f"(uniform {base['uniform_accuracy']:.1%}), iterative {figures['iterative_valid']:.1%} "
-            f"(no network {base['no_network_iterative']:.1%}), beam {figures['beam_valid']:.1%} "
-            f"(no network {base['no_network_beam']:.1%})"
-        )
-
-    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        return [
-            (
-                "held-out cells better than uniform",
-                figures["cell_accuracy"] > figures["baselines"]["uniform_accuracy"],
-                "the best digit is right more often than a random one",
-            )
-        ]
+    stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
+    model = spec.task(config).build_model()
+    model.load_state_dict(weights(stored.tensors), strict=True)
+    settings = {
+        "device": device,
+        "precision": "auto",
+        "threads": "auto",
+        "channels_last": "auto",
+        "compile": False,
+    }
+    runtime = runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
+    return spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
 
 
-@dataclass(frozen=True)
-class TicTacToe:
-    """Tic-tac-toe: positions of self-play."""
+def weights(tensors: Mapping[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint to evaluate with: the moving average where there is one."""
+    return tensors["ema"] if tensors.get("ema") else tensors["model"]
 
-    task: TicTacToeTask
 
-    @property
-    def layout(self) -> Layout:
-        from matrixlib.tasks.tictactoe.records import LAYOUT
+def spoil_output(value: float, when: Callable[[], bool]) -> Callable[..., None]:
+    """A forward hook that puts a value over all that a module makes of its first row in training."""
 
-        return LAYOUT
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training and when():
+            for tensor in _tensors(output):
+                tensor[0] = value  # in place, so that it is what is trained on
 
-    def folder(self) -> Path:
-        return given_folder(self.task.config.data.source)
+    return hook
 
-    def curriculum(self) -> Curriculum | None:
-        return source_curriculum(self.task.config.curriculum)
 
-    def staged(self, phase: Phase) -> Stage:
-        weights = phase.values["sources"]
-        return Stage(self.task, list(weights), weights)
-
-    def training_flops(self) -> None:
-        return None
-
-    def evaluate(
-        self, model: nn.Module, runtime: Runtime, held_out: Loader, catalogue: Catalogue
-    ) -> dict[str, Any]:
-        from matrixlib.engine.validation import validate
-        from matrixlib.tasks.tictactoe.losses import chances
-
-        batches = list(held_out.sequential(self.task.config.validation.batch_size))
-        seen = validate(self.task, model, batches, runtime, frozenset(self.task.weights), "full")
-        if seen is None or not seen.counts["policy"]:
-            raise ValueError("the held-out positions have no policy target to evaluate on; play more games")
-        uniform = sum(float(chances(batch["policy"], batch["squares"] == 0).sum()) for batch in batches)
-        figures: dict[str, Any] = {
-            "positions": sum(len(batch["squares"]) for batch in batches),
-            "top1": seen.metrics["policy/top1"],
-            "policy_kl": seen.metrics["policy/kl"],
-        }
-        if seen.counts["value"]:
-            figures["wdl_accuracy"] = seen.metrics["value/accuracy"]
-        return figures | {"baselines": {"uniform_top1": uniform / seen.counts["policy"]}}
-
-    def headline(self, figures: Mapping[str, Any]) -> str:
-        said = (
-            f"top-1 {figures['top1']:.1%} (uniform {figures['baselines']['uniform_top1']:.1%}), "
-            f"KL {figures['policy_kl']:.2f}"
-        )
-        return said + (f", WDL {figures['wdl_accuracy']:.1%}" if "wdl_accuracy" in figures else "")
-
-    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        return [
-            (
-                "held-out moves better than a random one",
-                figures["top1"] > figures["baselines"]["uniform_top1"],
-                "top-1 agreement with the search above that of a random move",
-            )
-        ]
+def _tensors(output: Any) -> Iterable[Tensor]:
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, (tuple, list)) else (output,)

@@ -14,7 +14,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import dump, load, merge
+from matrixlib.config import dump, merge
+from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
 
 CHANNELS, BLOCKS, ROWS, REPEATS = 96, 12, 64, 9

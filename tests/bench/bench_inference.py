@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from matrixlib import config as configuration
 from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate import onnx
 from matrixlib.tasks.chess.evaluate import throughput as inference
 from matrixlib.tasks.chess.evaluate.net import Net
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     for preset, sizes in (("quick", inference.SIZES), ("matrix0_53m", (32,))):
-        settings = configuration.load(preset, {"runtime": {"device": args.device, "compile": False}})
+        settings = load_config(preset, {"runtime": {"device": args.device, "compile": False}})
         runtime, task = resolve(settings.runtime, settings.train, settings.data), ChessTask(settings)
         runtime.apply()
         net = Net(task.build_model(), task, runtime)

@@ -25,13 +25,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from positions import random_positions
 
-from matrixlib import config as configuration
 from matrixlib.hardware import machine
 from matrixlib.hardware.runtime import resolve
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import States
 from matrixlib.play.search import Search, SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards
@@ -56,7 +56,7 @@ class Timed(Net):
 def network(preset: str, device: str, threads: int | str = "auto") -> Timed:
     """A network of a preset with random weights; torch's threads are set as for it."""
     chosen = {"device": device, "threads": threads, "compile": False}
-    settings = configuration.load(preset, {"runtime": chosen})
+    settings = load_config(preset, {"runtime": chosen})
     runtime = resolve(settings.runtime, settings.train, settings.data)
     runtime.apply()
     return Timed(ChessTask(settings).build_model(), ChessTask(settings), runtime)

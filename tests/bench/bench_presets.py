@@ -24,17 +24,16 @@ def measure(preset: str) -> dict[str, float]:
     """Figures of one preset, in this process."""
     import torch
 
-    from matrixlib import config
     from matrixlib.bench.workloads import Update
     from matrixlib.engine.memory import usage
     from matrixlib.hardware.benchmark import make_plan
     from matrixlib.hardware.speed import turns
-    from matrixlib.tasks import spec as subject
+    from matrixlib.tasks import get_task, load_config
 
-    batch = config.load(preset).train.batch_size
-    update = Update(make_plan("cpu", 1.0), preset, {}, rows=min(batch, ROWS))
+    config = load_config(preset)
+    update = Update(make_plan("cpu", 1.0), preset, {}, rows=min(config.train.batch_size, ROWS))
     seconds = turns({"": update}, 0.0)[""]
-    model = subject.of(config.load(preset)).task.build_model()
+    model = get_task(config.task).task(config).build_model()
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "rows_per_second": update.rows / seconds,
@@ -43,7 +42,6 @@ def measure(preset: str) -> dict[str, float]:
 
 
 def main(names: list[str]) -> None:
-    from matrixlib import config
     from matrixlib.bench import report as bench
 
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from matrixlib import config as configuration
-from matrixlib.config import ChessConfig
 from matrixlib.hardware.benchmark import Figure, Plan, Workload
 from matrixlib.hardware.speed import copy_rate, turns
+from matrixlib.tasks.chess.config import ChessConfig
 
 LARGE = "matrix0_53m"
 
@@ -85,9 +85,8 @@ BENCHMARKS: Mapping[str, Workload] = {"inference": inference, "targets": targets
 
 
 def _config(preset: str) -> ChessConfig:
-    config = configuration.load(preset)
-    assert isinstance(config, ChessConfig)
-    return config
+    data, name = configuration.read_preset(preset)
+    return configuration.validated(ChessConfig, data, name)
 
 
 def _records(rows: int) -> np.ndarray:

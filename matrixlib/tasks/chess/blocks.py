@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from matrixlib.config import ModelConfig
 from matrixlib.tasks.chess.attention import blended
+from matrixlib.tasks.chess.config import ModelConfig
 
 SQUARES = 64
 GROUP = 16  # channels in one GroupNorm group, as in Matrix0

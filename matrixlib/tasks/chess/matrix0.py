@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matrixlib.config import AttentionConfig, ModelConfig, NormConfig, PolicyHeadConfig, ValueHeadConfig
+from matrixlib.tasks.chess.config import (
+    AttentionConfig,
+    ModelConfig,
+    NormConfig,
+    PolicyHeadConfig,
+    ValueHeadConfig,
+)
 from matrixlib.tasks.chess.model import MOVES, PLANES, PolicyValueNet
 
 DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig

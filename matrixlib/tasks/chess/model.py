@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matrixlib.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.blocks import (
     ACTIVATIONS,
     SQUARES,
@@ -28,6 +27,7 @@ from matrixlib.tasks.chess.blocks import (
     recomputed,
     se_width,
 )
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 
 PLANES = 19
 MOVE_PLANES = 73

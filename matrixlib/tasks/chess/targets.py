@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from matrixlib.config import SSL_CHANNELS, nearest
+from matrixlib.config import nearest
 from matrixlib.engine.task import Batch
 from matrixlib.tasks.chess import ssl_targets as ssl
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 from matrixlib.tasks.chess.planes import unpack_maps, unpack_pieces
 
 BOARD = (8, 8)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import SSL_CHANNELS, ChessConfig
 from matrixlib.engine.task import Batch
 from matrixlib.tasks.chess import bitboard, losses, records, targets
 from matrixlib.tasks.chess import ssl_targets as ssl
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.chess.losses import Sums
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, planes, unpack_maps

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import LatinModelConfig
+from matrixlib.tasks.latin.config import LatinModelConfig
 from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS
 
 RELATIONS = 4  # between two cells: the same, same row, same column, neither

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import LatinConfig, StagesConfig
+from matrixlib.config import StagesConfig
 from matrixlib.engine.task import Batch
 from matrixlib.tasks.latin import augment, losses, pool
 from matrixlib.tasks.latin.augment import inside
+from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.losses import Sums
 from matrixlib.tasks.latin.model import LatinNet
 from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, SIDE, token_table

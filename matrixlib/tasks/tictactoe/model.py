@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matrixlib.config import TicTacToeModelConfig
+from matrixlib.tasks.tictactoe.config import TicTacToeModelConfig
 from matrixlib.tasks.tictactoe.game import SQUARES
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import TicTacToeConfig
 from matrixlib.engine.task import Batch
 from matrixlib.tasks.tictactoe import losses
+from matrixlib.tasks.tictactoe.config import TicTacToeConfig
 from matrixlib.tasks.tictactoe.game import SQUARES
 from matrixlib.tasks.tictactoe.model import TicTacToeNet
 

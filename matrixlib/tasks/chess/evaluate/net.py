@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chess
 import numpy as np
-import yaml
 
-from matrixlib import config as configuration
-from matrixlib import files
 from matrixlib.engine.network import Network
-from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
-    import torch
-
     from matrixlib.tasks.chess.task import ChessTask
 
 BATCH = 512  # boards turned into arrays at a time
@@ -100,62 +93,3 @@ class Net(Network):
     @staticmethod
     def _upright(maps: np.ndarray, board: chess.Board) -> np.ndarray:
         return maps if board.turn == chess.WHITE else maps[:, ::-1]
-
-
-def find_run(run: str | Path) -> tuple[Path, str]:
-    """(folder, checkpoint) of a run's folder, of its name under reports/, or of a checkpoint's folder in it.
-
-    checkpoint: `best` unless one was named. ValueError where there is no run.
-    """
-    for folder in (Path(run), files.reports_root() / run):
-        if (folder / "config.yaml").exists():
-            return folder, "best"
-        if (folder / "state.json").exists() and (folder.resolve().parents[1] / "config.yaml").exists():
-            return folder.resolve().parents[1], folder.resolve().name
-    raise ValueError(
-        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, or one of its checkpoints"
-    )
-
-
-def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto") -> Net:
-    """The network of a run, EMA weights where the run kept them; `run` as `find_run` takes it.
-
-    checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run` names.
-    compile: torch.compile for policy and value; `auto`: where it was measured to pay.
-    Raises ValueError naming the run or checkpoint that is missing or damaged.
-    """
-    from matrixlib.engine.checkpoint import Checkpoints
-
-    folder, named = find_run(run)
-    config = configuration.parse(
-        yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "config.yaml"
-    )
-    if not isinstance(config, configuration.ChessConfig):
-        raise ValueError(
-            f"run '{folder.name}' trains {config.task}, not chess; its own notebook evaluates it"
-        )
-    from matrixlib.tasks.chess.task import ChessTask
-
-    task = ChessTask(config)
-    found = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint or named)
-    model = task.build_model()
-    model.load_state_dict(weights(found.tensors), strict=True)
-    runtime = _runtime(config, device)
-    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
-
-
-def _runtime(config: configuration.Config, device: str) -> runtimes.Runtime:
-    """The policy's choice for this machine, whatever machine the network was trained on."""
-    settings = {
-        "device": device,
-        "precision": "auto",
-        "threads": "auto",
-        "channels_last": "auto",
-        "compile": False,
-    }
-    return runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
-
-
-def weights(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors to evaluate with: the moving average where there is one."""
-    return tensors["ema"] if tensors.get("ema") else tensors["model"]

@@ -12,8 +12,8 @@ import chess
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.config import SSL_CHANNELS
 from matrixlib.tasks.chess import ssl_targets as ssl
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 
 Maps = dict[str, NDArray[np.uint8]]
 

@@ -43,7 +43,7 @@ def load_player(
     options: SearchOptions | None = None,
 ) -> Player:
     """`network_player` of a run, a run's name or a checkpoint's folder; errors as of `net.load`."""
-    from matrixlib.tasks.chess.evaluate.net import load
+    from matrixlib.tasks.chess.spec import load
 
     return network_player(load(run, checkpoint, device), simulations, options)
 

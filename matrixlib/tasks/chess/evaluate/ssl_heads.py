@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.config import SSL_CHANNELS
 from matrixlib.runs import run as runs
+from matrixlib.tasks.chess.config import SSL_CHANNELS
 from matrixlib.tasks.chess.evaluate import ssl_verdicts as verdicts
 from matrixlib.tasks.chess.evaluate.ssl_verdicts import Finding, Seen
 
@@ -277,11 +277,11 @@ def table(findings: Sequence[Finding]) -> str:
 def progress(folder: Path, loader: Loader, device: str, positions: int = 512) -> str:
     """Text table: how much of the prior entropy each head saves at each checkpoint that the run has kept."""
     from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.tasks.chess.evaluate import net as nets
+    from matrixlib.tasks.chess.spec import load
 
     lines: list[str] = []
     for step in Checkpoints(folder / "checkpoints", keep=2).steps():
-        net = nets.load(folder, f"step_{step:08d}", device)
+        net = load(folder, f"step_{step:08d}", device)
         found = look(net, loader, positions)
         if not lines:
             lines.append(f"{'update':>8}" + "".join(f"{head:>10}" for head in found.seen))

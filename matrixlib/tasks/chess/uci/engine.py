@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
-from matrixlib.tasks.chess.evaluate.net import find_run, load
 from matrixlib.tasks.chess.game import ChessGame, open_tables
 from matrixlib.tasks.chess.records import from_boards, move_from_index, policy_index
+from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.uci import protocol
+from matrixlib.tasks.spec import find_run
 
 if TYPE_CHECKING:
     from matrixlib.tasks.chess.evaluate.net import Net

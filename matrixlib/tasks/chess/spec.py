@@ -1,0 +1,204 @@
+"""Chess as a task: where its data are, what its networks are measured by, and chess as a game of self-play."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from matrixlib.config import validated
+from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.loader import Loader
+    from matrixlib.data.shards import Batch, Layout
+    from matrixlib.hardware.runtime import Runtime, Serving
+    from matrixlib.play.game import Game, Trace
+    from matrixlib.play.match import Player
+    from matrixlib.play.search import Evaluate
+    from matrixlib.tasks.chess.evaluate.net import Net
+    from matrixlib.tasks.chess.task import ChessTask
+
+
+def _overfit_needs(config: ChessConfig) -> str:
+    if config.loss.policy and config.loss.value and config.model.value.kind == "wdl":
+        return ""
+    return "loss.policy and loss.value above 0 and model.value.kind wdl"
+
+
+def _infinite_plane(model: nn.Module, when: Any) -> None:
+    """One number of the planes is infinite; the packed positions could not hold it."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and when():
+            args[0].view(-1)[0] = math.inf
+
+    model.register_forward_pre_hook(hook)
+
+
+class ChessGameSpec:
+    """Chess as a game of self-play."""
+
+    ending, solved = ".pgn", False
+
+    @property
+    def game(self) -> Game:
+        from matrixlib.tasks.chess.game import ChessGame
+
+        return ChessGame()
+
+    def game_id(self, name: Sequence[str], held_out: bool) -> int:
+        """One by which every other tool holds the game out, or does not."""
+        from matrixlib.tasks.chess.importers.parsing import game_id
+        from matrixlib.tasks.chess.stockfish.packing import is_validation
+
+        ids = (game_id(*name, str(draw)) for draw in itertools.count())
+        return next(i for i in ids if bool(is_validation(np.array([i], np.uint64))[0]) == held_out)
+
+    def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
+        from matrixlib.tasks.chess.game import training_batch
+        from matrixlib.tasks.chess.importers.parsing import SOURCES
+
+        return training_batch(traces, ids, SOURCES["selfplay"])
+
+    def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
+        raise NotImplementedError("nobody knows perfect play")
+
+    def checks(self, perfection: Mapping[str, float]) -> list[Check]:
+        return []
+
+
+class ChessSpec(TaskSpec[ChessConfig]):
+    """Positions with moves and results."""
+
+    name, demo = "chess", "demo"
+    config = ChessConfig
+    objective_options = ("loss.", "model.value.kind", "model.ssl")
+    measured_on_options = ("validation.limit",)
+    overfit = Overfit(
+        overrides={
+            "data": {"mirror": False},
+            "model": {"droppath": 0.0, "dropout": 0.0, "ssl": [], "value": {"kind": "wdl"}},
+            "loss": {"label_smoothing": 0.0},
+        },
+        gaps={"policy": 0.05},
+        exact=("value/accuracy",),
+        inputs=("pieces", "state"),
+        labels=("policy_index", "policy_weight", "wdl", "result"),
+        needs=_overfit_needs,
+    )
+    spoilers = {
+        "nan_target": Spoiler("NaN in a target", lambda batch: batch["wdl"][0].fill_(math.nan)),
+        "inf_input": Spoiler("Inf in an input", hook=_infinite_plane),
+        "no_policies": Spoiler("no policy in a batch", lambda batch: batch["policy_weight"].zero_()),
+    }
+    small = {
+        "model": {
+            "channels": 8,
+            "blocks": 1,
+            "policy": {"channels": 8},
+            "value": {"channels": 8, "hidden": 16},
+        },
+        "optim": {"learning_rate": 0.01},
+        "train": {"batch_size": 64},
+        "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
+    }
+    game = ChessGameSpec()
+
+    @property
+    def layout(self) -> Layout:
+        from matrixlib.tasks.chess.records import LAYOUT
+
+        return LAYOUT
+
+    def task(self, config: ChessConfig) -> ChessTask:
+        from matrixlib.tasks.chess.task import ChessTask
+
+        return ChessTask(config)
+
+    def folder(self, config: ChessConfig) -> Path:
+        from matrixlib.tasks.chess.sample_set import unpack_sample
+
+        source = config.data.source
+        return unpack_sample() if source == "sample" else given_folder(source, "sample")
+
+    def training_flops(self, config: ChessConfig) -> float:
+        from matrixlib.engine.task import active_terms
+        from matrixlib.tasks.chess.model import training_flops
+
+        return training_flops(config.model, active_terms(self.task(config)))
+
+    def network(
+        self, model: nn.Module, config: ChessConfig, runtime: Runtime, serving: Serving | None = None
+    ) -> Net:
+        from matrixlib.tasks.chess.evaluate.net import Net
+
+        return Net(model, self.task(config), runtime, serving)
+
+    def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
+        from matrixlib.tasks.chess.evaluate import held_out as figures
+
+        return figures.held_out(net, held_out, sample)
+
+    def headline(self, figures: Mapping[str, Any]) -> str:
+        base = figures["baselines"]
+        parts = [
+            f"top-1 {figures['top1']:.1%} (best capture {base['best_capture_top1']:.1%}, "
+            f"uniform {base['uniform_top1']:.1%}), top-3 {figures['top3']:.1%}, KL {figures['policy_kl']:.2f}"
+        ]
+        if "wdl_accuracy" in figures:
+            parts.append(f"WDL {figures['wdl_accuracy']:.1%}")
+        if "value_correlation" in figures:
+            parts.append(f"value correlation {figures['value_correlation']:.2f}")
+        return ", ".join(parts)
+
+    def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
+        mass = task.illegal_mass(batch)
+        bad = int((mass > 0).sum())
+        if not bad:
+            return []
+        return [
+            f"{bad} of {len(mass)} positions have target mass on illegal moves (up to {mass.max():.1%}); "
+            "the network can never give it: check the policy encoding of the source"
+        ]
+
+    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
+        base = figures["baselines"]
+        return [
+            (
+                "held-out policy better than uniform",
+                figures["policy_kl"] < base["uniform_kl"],
+                "KL to the teacher below that of a uniform guess",
+            ),
+            (
+                "held-out moves better than a random legal one",
+                figures["top1"] > base["uniform_top1"],
+                "top-1 agreement with the teacher above a random move's",
+            ),
+        ]
+
+
+TASK = ChessSpec()
+
+
+def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto") -> Net:
+    """The network of a run of chess; arguments and errors as of `matrixlib.tasks.load`."""
+    from matrixlib.tasks.chess.evaluate.net import Net
+
+    folder, named = find_run(run)
+    data = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    if data.get("task") != TASK.name:
+        raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
+    config = validated(TASK.config, data, "config.yaml")
+    net = load_network(TASK, config, folder, checkpoint or named, device, compile)
+    assert isinstance(net, Net)
+    return net

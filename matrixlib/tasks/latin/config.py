@@ -1,0 +1,139 @@
+"""Options of a training on Latin squares: data, network, losses, curriculum."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from matrixlib.config import (
+    Config,
+    Count,
+    CurriculumConfig,
+    DataConfig,
+    Fraction,
+    NonNegative,
+    Real,
+    Section,
+    StagesConfig,
+)
+
+LatinMode = Literal["standard", "zero_inclusive", "negative"]
+LatinSize = Annotated[int, Field(ge=3, le=16)]
+
+
+class LatinDataConfig(DataConfig):
+    source: str = Field(
+        default="generated",
+        description="`generated` (made at first use, kept in the cache), or a folder of shards with a catalogue",
+    )
+    squares: Count = Field(
+        default=20000, description="squares made for each size, before one in eight is held out"
+    )
+    augment: bool = Field(
+        default=True, description="permute rows, columns and digits of each training square at random"
+    )
+    easy_share: Fraction = Field(
+        default=0.25, description="share of the training puzzles whose fill is drawn from all stages' range"
+    )
+
+
+class SizeStages(StagesConfig):
+    stages: tuple[tuple[LatinSize, LatinSize], ...] = Field(
+        default=((3, 3), (3, 4), (3, 5)), description="smallest and largest grid of a stage"
+    )
+    fractions: tuple[Fraction, ...] = Field(
+        default=(0.1, 0.2, 0.7), description="share of the updates that each stage lasts; sum is 1"
+    )
+
+
+class ModeStages(StagesConfig):
+    stages: tuple[tuple[LatinMode, ...], ...] = Field(
+        default=(("standard",), ("standard", "zero_inclusive"), ("standard", "zero_inclusive", "negative")),
+        description="digit sets of a stage; the first is drawn half of the time, the others share the rest",
+    )
+    fractions: tuple[Fraction, ...] = Field(
+        default=(0.4, 0.2, 0.4), description="share of the updates that each stage lasts; sum is 1"
+    )
+
+
+class FillStages(StagesConfig):
+    stages: tuple[tuple[Fraction, Fraction], ...] = Field(
+        default=((0.5, 0.7), (0.3, 0.7), (0.0, 0.7)),
+        description="least and greatest probability that a cell is revealed",
+    )
+    fractions: tuple[Fraction, ...] = Field(
+        default=(0.3, 0.3, 0.4), description="share of the updates that each stage lasts; sum is 1"
+    )
+
+
+class LatinCurriculumConfig(CurriculumConfig):
+    metric: str = Field(
+        default="constraint/valid",
+        description="what `adaptive` looks at, as validation names it (`term/name`)",
+    )
+    up: Real = Field(default=0.8, description="`adaptive`: go on when the metric is at least this ...")
+    down: Real = Field(
+        default=0.4, description="`adaptive`: go back below this, as often in a row; must be below `up`"
+    )
+    size: SizeStages = SizeStages()
+    mode: ModeStages = ModeStages()
+    fill: FillStages = FillStages()
+
+    @model_validator(mode="after")
+    def _ranges(self) -> LatinCurriculumConfig:
+        if bad := [pair for pair in (*self.size.stages, *self.fill.stages) if pair[0] > pair[1]]:
+            raise ValueError(f"a range runs from low to high, not {list(bad[0])}")
+        if not all(self.mode.stages):
+            raise ValueError("a stage of `mode` needs at least one digit set")
+        lows, highs = zip(*self.size.stages, strict=True)
+        if (lows[-1], highs[-1]) != (min(lows), max(highs)):
+            raise ValueError(
+                f"the last stage of `size`, {list(self.size.stages[-1])}, must hold the sizes of all others: "
+                "validation asks for all of them"
+            )
+        return self
+
+
+class LatinModelConfig(Section):
+    width: Count = Field(default=64, description="width of the transformer; a multiple of `heads`")
+    layers: Count = Field(default=4, description="transformer blocks")
+    heads: Count = Field(default=4, description="attention heads")
+    feedforward: Count = Field(default=4, description="inner width of a block's two-layer network, in widths")
+    repeats: Count = Field(default=1, description="times that the stack of blocks is run over its own output")
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="dropout in attention and blocks"
+    )
+    causal: bool = Field(
+        default=False,
+        description="a cell sees only cells before it, as in the specification; worse, for comparison",
+    )
+    relations: bool = Field(
+        default=True, description="learned attention bias for cells of the same row and the same column"
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> LatinModelConfig:
+        if self.width % self.heads:
+            raise ValueError(f"heads {self.heads} does not divide width {self.width}")
+        return self
+
+
+class LatinLossConfig(Section):
+    cell: NonNegative = Field(default=1.0, description="weight of the cross-entropy of hidden cells")
+    constraint: NonNegative = Field(
+        default=0.1, description="weight of the penalty on digits expected more than once in a row or column"
+    )
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="share of a cell's target spread over the digits of its puzzle"
+    )
+
+
+class LatinConfig(Config):
+    """One run's whole configuration, where Latin squares are completed."""
+
+    task: Literal["latin"]
+    data: LatinDataConfig = LatinDataConfig()
+    model: LatinModelConfig = LatinModelConfig()
+    loss: LatinLossConfig = LatinLossConfig()
+    curriculum: LatinCurriculumConfig = LatinCurriculumConfig()

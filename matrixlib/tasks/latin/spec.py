@@ -1,0 +1,163 @@
+"""Latin squares as a task: puzzles of several sizes, modes and fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matrixlib.files import cache_root
+from matrixlib.tasks.latin.config import LatinConfig
+from matrixlib.tasks.spec import Check, Overfit, Spoiler, Stage, TaskSpec, given_folder, spoil_output
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.loader import Loader
+    from matrixlib.data.shards import Layout
+    from matrixlib.engine.curriculum import Curriculum, Phase
+    from matrixlib.tasks.latin.task import LatinTask
+
+LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
+BLOCK = 4096
+
+
+def _nan_output(model: nn.Module, when: Any) -> None:
+    model.register_forward_hook(spoil_output(math.nan, when))
+
+
+def _infinite_embedding(model: nn.Module, when: Any) -> None:
+    """What the network first makes of one row of its input is infinite: the inputs are whole numbers."""
+    from torch import nn
+
+    first = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    first.register_forward_hook(spoil_output(math.inf, when))
+
+
+class LatinSpec(TaskSpec[LatinConfig]):
+    """Completing Latin squares."""
+
+    name, demo = "latin", "latin_demo"
+    config = LatinConfig
+    objective_options = ("loss.",)
+    measured_on_options = (
+        "validation.limit",
+        "curriculum.size.stages",
+        "curriculum.mode.stages",
+        "curriculum.fill.stages",
+    )
+    overfit = Overfit(
+        overrides={
+            "data": {"augment": False, "easy_share": 0.0},
+            "model": {"dropout": 0.0},
+            "loss": {"label_smoothing": 0.0},
+            "curriculum": {
+                "size": {"enabled": False, "stages": [[4, 4]], "fractions": [1.0]},
+                "mode": {"enabled": False, "stages": [["standard"]], "fractions": [1.0]},
+                "fill": {"enabled": False, "stages": [[0.8, 0.8]], "fractions": [1.0]},
+            },
+        },
+        gaps={"cell": 0.05},
+        exact=("cell/accuracy",),
+    )
+    spoilers = {
+        "nan_target": Spoiler("NaN in an output", hook=_nan_output),
+        "inf_input": Spoiler("Inf in an embedding", hook=_infinite_embedding),
+        "no_policies": Spoiler("no cell hidden", lambda batch: batch["hidden"].zero_()),
+    }
+    small = {
+        "data": {"squares": 5 * BLOCK},
+        "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
+        "curriculum": {  # a phase long enough before the fault that its band is known, and one after it
+            "size": {"fractions": [0.2, 0.8]},
+            "mode": {"fractions": [0.8, 0.2]},
+            "fill": {"fractions": [0.2, 0.6, 0.2]},
+        },
+        "optim": {"learning_rate": 0.01},
+        "train": {"batch_size": 64},
+        "health": {"window": 32},
+        "validation": {"sample": 256},  # sixteen puzzles of each kind to decode, not a hundred
+        "runtime": {"precision": "fp32", "threads": 1},
+    }
+
+    @property
+    def layout(self) -> Layout:
+        from matrixlib.tasks.latin.pool import LAYOUT
+
+        return LAYOUT
+
+    def task(self, config: LatinConfig) -> LatinTask:
+        from matrixlib.tasks.latin.task import LatinTask
+
+        return LatinTask(config)
+
+    def folder(self, config: LatinConfig) -> Path:
+        if config.data.source != "generated":
+            return given_folder(config.data.source, "generated")
+        task = self.task(config)
+        folder = cache_root() / task.pool_name
+        task.make_pool(folder)
+        return folder
+
+    def curriculum(self, config: LatinConfig) -> Curriculum:
+        from matrixlib.engine.curriculum import Curriculum, Dimension
+
+        dimensions = self.task(config).dimensions.items()
+        return Curriculum(config.curriculum, [Dimension.of(name, section) for name, section in dimensions])
+
+    def stage(self, task: Any, phase: Phase) -> Stage:
+        from matrixlib.tasks.latin import pool
+
+        staged = task.at(phase.values)
+        return Stage(staged, [pool.source(size) for size in staged.sizes])
+
+    def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
+        """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
+        from matrixlib.tasks.latin import pool, rates
+
+        task = net.task
+        squares = pool.read(row.path for row in catalogue.shards("validation"))
+        grids = max(LEAST_GRIDS, (sample or task.config.validation.sample) // 10)
+        by_kind = rates.measure(task, net.model, squares, grids=grids, seed=task.config.seed)
+        means = {
+            name: float(np.mean([getattr(rate, name) for rate in by_kind]))
+            for name in ("valid", "accuracy", "iterative", "beam", "iterative_baseline", "beam_baseline")
+        }
+        return {
+            "puzzles": grids * len(by_kind),
+            "one_pass_valid": means["valid"],
+            "cell_accuracy": means["accuracy"],
+            "iterative_valid": means["iterative"],
+            "beam_valid": means["beam"],
+            "baselines": {
+                "uniform_accuracy": float(np.mean([1 / rate.size for rate in by_kind])),
+                "no_network_iterative": means["iterative_baseline"],
+                "no_network_beam": means["beam_baseline"],
+            },
+            "rates": [rate.to_dict() for rate in by_kind],
+        }
+
+    def headline(self, figures: Mapping[str, Any]) -> str:
+        base = figures["baselines"]
+        return (
+            f"valid in one pass {figures['one_pass_valid']:.1%}, cells {figures['cell_accuracy']:.1%} "
+            f"(uniform {base['uniform_accuracy']:.1%}), iterative {figures['iterative_valid']:.1%} "
+            f"(no network {base['no_network_iterative']:.1%}), beam {figures['beam_valid']:.1%} "
+            f"(no network {base['no_network_beam']:.1%})"
+        )
+
+    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
+        return [
+            (
+                "held-out cells better than uniform",
+                figures["cell_accuracy"] > figures["baselines"]["uniform_accuracy"],
+                "the best digit is right more often than a random one",
+            )
+        ]
+
+
+TASK = LatinSpec()
