@@ -27,7 +27,7 @@ from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
-from matrixlib.runs import cycle
+from matrixlib.runs import cycle, cycle_config
 from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
 from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
@@ -446,7 +446,8 @@ def test_two_networks_are_kept(opened: cycle.Cycle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "options"), [(config.SelfPlayConfig, SelfPlayOptions), (config.SearchConfig, SearchOptions)]
+    ("section", "options"),
+    [(cycle_config.SelfPlayConfig, SelfPlayOptions), (config.SearchConfig, SearchOptions)],
 )
 def test_sections_have_the_fields_of_the_options_they_become(section: Any, options: Any) -> None:
     assert [options.RENAMED.get(name, name) for name in section.model_fields] == list(options.model_fields)

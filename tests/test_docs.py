@@ -22,9 +22,8 @@ from papermill.cli import papermill
 
 from matrixlib import config, files
 from matrixlib.bench import report as bench
-from matrixlib.runs.cycle_config import load_cycle
-from matrixlib.tasks import get_task, load_config
-from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.tasks import TASKS, get_task, load_config
 
 README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
@@ -41,12 +40,12 @@ def first_cells(text: str) -> list[str]:
 # Generated tables
 
 
-def options_table(rows: list[tuple[str, str, str]]) -> str:
-    lines = ["| Option | Type | Meaning |", "|---|---|---|"]
-    for key, kind, meaning in rows:
+def options_table(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| Option | Type | Default | Meaning |", "|---|---|---|---|"]
+    for key, kind, default, meaning in rows:
         shown = re.sub(r"'(\w+)'", r"`\1`", kind)
         assert "|" not in kind + meaning, f"{key}: a '|' would end the cell"
-        lines.append(f"| `{key}` | {shown} | {meaning} |")
+        lines.append(f"| `{key}` | {shown} | {f'`{default}`' if default else ''} | {meaning} |")
     return "\n".join(lines)
 
 
@@ -58,7 +57,7 @@ def presets_table() -> str:
     ]
     for name in config.presets():
         text = (files.PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
-        data = yaml.safe_load(text)
+        data = config.dump(load_config(name))
         model, train = data["model"], data["train"]
         steps = train["steps"]
         updates = f"updates for {train['minutes']:g} minutes," if steps == "auto" else f"{steps:,} updates"
@@ -119,18 +118,25 @@ def performance() -> str:
     return f"Measured on {words}:\n\n{bench.markdown(record)}"
 
 
+def own_options(task: str) -> list[tuple[str, str, str, str]]:
+    """The options of a task that are not those of every task, or have another default."""
+    shared = config.options_table(config.Config)
+    own = config.options_table(get_task(task).config)
+    return [row for row in own if row not in shared and row[0] != "task"]
+
+
 OPTIONS = GUIDES / "options.md"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "presets": (README, presets_table),
     "performance": (README, performance),
     "commands": (OPTIONS, commands_help),
     "options": (OPTIONS, lambda: options_table(config.options_table(config.Config))),
-    "chess-options": (OPTIONS, lambda: options_table(config.own_options(ChessConfig))),
-    "latin-options": (OPTIONS, lambda: options_table(config.own_options(config.LatinConfig))),
-    "tictactoe-options": (OPTIONS, lambda: options_table(config.own_options(config.TicTacToeConfig))),
+    "chess-options": (OPTIONS, lambda: options_table(own_options("chess"))),
+    "latin-options": (OPTIONS, lambda: options_table(own_options("latin"))),
+    "tictactoe-options": (OPTIONS, lambda: options_table(own_options("tictactoe"))),
     "cycle-options": (
         GUIDES / "selfplay.md",
-        lambda: options_table(config.options_table(config.CycleConfig)),
+        lambda: options_table([row for row in config.options_table(CycleConfig) if "network." not in row[0]]),
     ),
 }
 
@@ -342,7 +348,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    keys = {key for schema in config.TASKS.values() for key, _, _ in config.options_table(schema)}
+    keys = {key for schema in [get_task(task).config for task in TASKS] for key, _, _ in config.options_table(schema)}
     sections = {key.partition(".")[0] for key in keys}
     words = {word for span in spans() for word in re.findall(r"^[a-z]+(?:\.[a-z_0-9]+)+$", span)}
     files = (".py", ".yaml", ".json", ".ipynb", ".html", ".jsonl", ".log")

@@ -109,7 +109,7 @@ class CycleConfig(Section):
     chunk: Count = Field(description="games of a shard; what a killed process loses at most")
     window: Count = Field(description="latest generations that are trained on")
     workers: Count = Field(description="processes of self-play, each of which computes on one thread")
-    network: SerializeAsAny[Config]
+    network: SerializeAsAny[Config] = Field(description="the network and its training, as in a preset")
     selfplay: SelfPlayConfig
     search: SearchConfig
     arena: ArenaConfig
