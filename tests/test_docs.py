@@ -348,7 +348,11 @@ def test_environment_variables_are_those_of_the_code() -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    keys = {key for schema in [get_task(task).config for task in TASKS] for key, _, _ in config.options_table(schema)}
+    keys = {
+        key
+        for schema in [get_task(task).config for task in TASKS]
+        for key, _, _ in config.options_table(schema)
+    }
     sections = {key.partition(".")[0] for key in keys}
     words = {word for span in spans() for word in re.findall(r"^[a-z]+(?:\.[a-z_0-9]+)+$", span)}
     files = (".py", ".yaml", ".json", ".ipynb", ".html", ".jsonl", ".log")

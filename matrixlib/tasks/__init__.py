@@ -12,7 +12,6 @@ import yaml
 
 from matrixlib import config as configuration
 from matrixlib.config import Config, ConfigError, nearest
-from matrixlib.files import PARAMS
 from matrixlib.tasks.spec import TaskSpec, find_run, load_network
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ def measure(preset: str) -> dict[str, float]:
 
 
 def main(names: list[str]) -> None:
+    from matrixlib import config
     from matrixlib.bench import report as bench
 
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
