@@ -274,7 +274,7 @@ def test_a_game_whose_positions_were_all_merged_away_is_not_imported_again(tmp_p
 
 FEW_FILES = """
 import resource, sys
-from matrixlib.merging import deduplicate
+from matrixlib.tasks.chess.importers.duplicates import deduplicate
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 print(deduplicate(sys.argv[1]).left)

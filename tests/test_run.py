@@ -49,7 +49,7 @@ LATIN: dict[str, Any] = {
 
 PROGRAM = """
 import json, sys, time
-from matrixlib import run as runs
+from matrixlib.runs import run as runs
 current = runs.open_run(run=sys.argv[1], overrides=json.loads(sys.argv[2]))
 for stats in current.train():
     print(stats.step, flush=True)

@@ -133,7 +133,7 @@ def test_the_cache_can_be_chosen(monkeypatch, tmp_path):
 UNPACK = """
 import sys
 from pathlib import Path
-from matrixlib.tasks.chess.shipped import damage, read_manifest, unpack_sample
+from matrixlib.tasks.chess.sample_set import damage, read_manifest, unpack_sample
 print("ready", flush=True)
 sys.stdin.readline()
 cache, package = map(Path, sys.argv[1:])

@@ -85,8 +85,8 @@ def test_positions_are_those_of_the_game(work):
 
 
 KILLED = """
-from matrixlib.tasks.chess.games import Parameters
-from matrixlib.tasks.chess.sources import generate
+from matrixlib.tasks.chess.stockfish.games import Parameters
+from matrixlib.tasks.chess.stockfish.generator import generate
 if __name__ == "__main__":
     generate({folder!r}, 4, Parameters(**{parameters!r}), workers=1, progress=False)
 """

@@ -23,7 +23,13 @@ from pathlib import Path
 from matrixlib.bench.workloads import end
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTS = ("pass", "import matrixlib", "import numpy", "import torch", "from matrixlib import run, notebook")
+IMPORTS = (
+    "pass",
+    "import matrixlib",
+    "import numpy",
+    "import torch",
+    "from matrixlib.runs import run, notebook",
+)
 
 
 def seconds(command: Sequence[str]) -> float:
