@@ -1,4 +1,4 @@
-"""A/B comparison: fair order, pairs of seeds, intervals, and a verdict that claims no more than the numbers."""
+"""A/B comparison: fair order, pairs of seeds, intervals, and a conclusion that claims no more than the numbers."""
 
 from __future__ import annotations
 
@@ -41,17 +41,19 @@ def fake(
     """A run as it lies on disk: ten updates of 0.1 s, the first of 5 s, the last with `last` over it."""
     folder = root / name
     folder.mkdir()
-    asked = load_config("demo", config.merge({"train": {"steps": 10}, **(overrides or {})}, {"seed": seed}))
-    write_json(
-        folder / "run.json", {"preset": "demo", "requested": config.dump(asked), "catalogue": catalogue}
+    requested = load_config(
+        "demo", config.merge({"train": {"steps": 10}, **(overrides or {})}, {"seed": seed})
     )
-    (folder / "config.yaml").write_text(config.to_yaml(asked))
-    found = {"kind": "full", "loss": loss, "losses": {"policy": loss - 1, "value": 1.0}}
+    write_json(
+        folder / "run.json", {"preset": "demo", "requested": config.dump(requested), "catalogue": catalogue}
+    )
+    (folder / "config.yaml").write_text(config.to_yaml(requested))
+    validation = {"kind": "full", "loss": loss, "losses": {"policy": loss - 1, "value": 1.0}}
     with MetricsLog(folder / "metrics.jsonl") as log:
         for step in range(1, 11):
             row: dict[str, Any] = {"step": step, "loss": 4.0, "grad_norm": 1.0, "clip_share": 0.25}
             row |= {"skipped": 0, "overflows": 0, "seconds": 5.0 if step == 1 else 0.1}
-            log.write(row | ({"validation": found} | (last or {}) if step == 10 else {}))
+            log.write(row | ({"validation": validation} | (last or {}) if step == 10 else {}))
     if complete:
         evaluation = {
             "positions": 100,
@@ -81,40 +83,41 @@ def test_the_interval_is_students() -> None:
 
 def test_pairs_of_seeds_show_what_lies_below_the_spread_of_seeds(reports: Path) -> None:
     """Seeds differ by whole nats, the sides by 0.1 in every pair: the spread of the seeds must drop out."""
-    found = sides(reports, [3.0, 4.0, 5.0], [2.91, 3.90, 4.89])
-    headline = found.figures[0]
+    comparison = sides(reports, [3.0, 4.0, 5.0], [2.91, 3.90, 4.89])
+    headline = comparison.figures[0]
     assert headline.name == "validation loss"
     assert headline.difference == pytest.approx(-0.1)
     low, high = headline.interval
     assert -0.13 < low < high < -0.07
-    assert "3 seeds" in found.verdict
-    assert "lower" in found.verdict
-    assert "more than chance at this length on this data" in found.verdict
-    assert "4.0000 ± 1.0000" in found.table()
-    assert "95 % interval" in found.table()
+    assert "3 seeds" in comparison.conclusion
+    assert "lower" in comparison.conclusion
+    assert "more than chance at this length on this data" in comparison.conclusion
+    row = comparison.table().loc["validation loss"]
+    assert list(row.index) == ["A", "B", "B - A", "95 % interval of B - A"]
+    assert row["A"] == "4.0000 ± 1.0000"
 
 
 def test_an_interval_with_0_in_it_establishes_nothing(reports: Path) -> None:
-    found = sides(reports, [3.0, 3.1], [2.9, 3.1])
-    assert "no difference can be told from chance" in found.verdict
+    comparison = sides(reports, [3.0, 3.1], [2.9, 3.1])
+    assert "no difference can be told from chance" in comparison.conclusion
 
 
 def test_one_seed_claims_nothing(reports: Path) -> None:
-    found = sides(reports, [3.0], [2.0])
-    assert found.figures[0].interval is None
-    assert found.verdict == (
+    comparison = sides(reports, [3.0], [2.0])
+    assert comparison.figures[0].interval is None
+    assert comparison.conclusion == (
         "After 10 updates B's validation loss is 1.0000 lower than A's (2.0000 against 3.0000); "
         "one seed gives no interval, so this may be chance."
     )
-    assert "interval" not in found.table()
+    assert list(comparison.table().columns) == ["A", "B", "B - A"]
 
 
 def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
     a = [fake(reports, "a0", 0), fake(reports, "a1", 1)]
-    found = compare.compare(a, [fake(reports, "b2", 2, 2.0), fake(reports, "b3", 3, 2.1)])
-    assert found.figures[0].interval is None
-    assert not found.same_data
-    assert "without pairs of seeds there is no interval" in found.verdict
+    comparison = compare.compare(a, [fake(reports, "b2", 2, 2.0), fake(reports, "b3", 3, 2.1)])
+    assert comparison.figures[0].interval is None
+    assert not comparison.same_data
+    assert "without pairs of seeds there is no interval" in comparison.conclusion
 
 
 @pytest.mark.parametrize(
@@ -128,18 +131,20 @@ def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
         ({"train": {"batch_size": 64, "steps": 10}}, False),
     ],
 )
-def test_same_data_is_said_only_when_it_is_true(reports: Path, overrides: dict[str, Any], same: bool) -> None:
-    found = sides(reports, [3.0], [2.0], overrides)
-    assert found.same_data is same
-    assert ("same seed, same data order" in found.describe()) is same
-    assert "B differs from A in:" in found.describe()
+def test_same_data_is_claimed_only_when_it_is_true(
+    reports: Path, overrides: dict[str, Any], same: bool
+) -> None:
+    comparison = sides(reports, [3.0], [2.0], overrides)
+    assert comparison.same_data is same
+    assert ("same seed, same data order" in comparison.describe()) is same
+    assert "B differs from A in:" in comparison.describe()
 
 
 def test_a_rollback_changes_the_order_of_the_data(reports: Path) -> None:
     b = fake(reports, "b", last={"rollbacks": 1})
-    found = compare.compare([fake(reports, "a")], [b])
-    assert not found.same_data
-    assert not found.b[0].stable
+    comparison = compare.compare([fake(reports, "a")], [b])
+    assert not comparison.same_data
+    assert not comparison.b[0].stable
 
 
 @pytest.mark.parametrize(
@@ -147,47 +152,47 @@ def test_a_rollback_changes_the_order_of_the_data(reports: Path) -> None:
     [{"loss": {"value": 2.0}}, {"model": {"value": {"kind": "scalar"}}}, {"model": {"ssl": ["piece"]}}],
 )
 def test_losses_of_other_weights_are_not_compared(reports: Path, overrides: dict[str, Any]) -> None:
-    found = sides(reports, [3.0], [2.0], overrides)
-    assert found.figures[0].name == "top1"
-    assert "validation loss" not in found.table()
-    assert "their losses do not mean the same, so the verdict is on the top1" in found.describe()
+    comparison = sides(reports, [3.0], [2.0], overrides)
+    assert comparison.figures[0].name == "top1"
+    assert "validation loss" not in comparison.table().index
+    assert "their losses do not mean the same, so the conclusion is on the top1" in comparison.describe()
 
 
 def test_equal_sides_end_the_same(reports: Path) -> None:
-    found = sides(reports, [3.0, 3.1], [3.0, 3.1], {})
-    assert found.verdict == "Both sides end with the same validation loss, 3.0500."
-    assert "B is configured exactly as A" in found.describe()
+    comparison = sides(reports, [3.0, 3.1], [3.0, 3.1], {})
+    assert comparison.conclusion == "Both sides end with the same validation loss, 3.0500."
+    assert "B is configured exactly as A" in comparison.describe()
 
 
-def test_a_run_that_did_not_end_gives_no_verdict_on_the_loss(reports: Path) -> None:
+def test_a_run_that_did_not_end_gives_no_conclusion_on_the_loss(reports: Path) -> None:
     b = fake(reports, "b", complete=False, last={"skipped": 4, "loss": math.nan, "messages": ["x"]})
-    found = compare.compare([fake(reports, "a")], [b])
-    assert found.verdict == "No verdict on the loss: b did not reach the end."
-    assert (found.a[0].stable, found.b[0].stable) == (True, False)
-    assert found.b[0].events == {"skipped": 4, "overflows": 0, "rollbacks": 0, "not finite": 1}
-    assert found.stability().splitlines()[-1].split()[-4:] == ["1", "did", "not", "end"], "one warning"
+    comparison = compare.compare([fake(reports, "a")], [b])
+    assert comparison.conclusion == "No conclusion on the loss: b did not reach the end."
+    assert (comparison.a[0].stable, comparison.b[0].stable) == (True, False)
+    assert comparison.b[0].events == {"skipped": 4, "overflows": 0, "rollbacks": 0, "not finite": 1}
+    assert comparison.stability().loc["B seed 0", ["warnings", "complete"]].tolist() == [1, "no"]
 
 
-def test_a_loss_that_is_not_finite_gives_no_verdict(reports: Path) -> None:
-    assert sides(reports, [3.0], [math.nan]).verdict.startswith(
-        "No verdict: the validation loss is not finite"
+def test_a_loss_that_is_not_finite_gives_no_conclusion(reports: Path) -> None:
+    assert sides(reports, [3.0], [math.nan]).conclusion.startswith(
+        "No conclusion: the validation loss is not finite"
     )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_one_bad_seed_of_several_is_shown_and_gives_no_verdict(reports: Path, bad: float) -> None:
-    found = sides(reports, [3.0, 3.1, bad], [bad, 2.9, 2.8])
-    assert found.verdict.startswith("No verdict")
-    assert "+nan to +nan" in found.table()
+def test_one_bad_seed_of_several_is_shown_and_gives_no_conclusion(reports: Path, bad: float) -> None:
+    comparison = sides(reports, [3.0, 3.1, bad], [bad, 2.9, 2.8])
+    assert comparison.conclusion.startswith("No conclusion")
+    assert "+nan to +nan" in comparison.table().loc["validation loss"].tolist()
 
 
 def test_a_side_that_did_not_end_is_still_shown(reports: Path) -> None:
     a = [fake(reports, "a0", 0), fake(reports, "a1", 1)]
     b = [fake(reports, "b0", 0), fake(reports, "b1", 1, complete=False)]
-    found = compare.compare(a, b)
-    assert found.verdict == "No verdict on the loss: b1 did not reach the end."
-    assert [figure.name for figure in found.figures] == ["validation loss", "updates/s", "positions/s"]
-    assert "nan" in found.table()
+    comparison = compare.compare(a, b)
+    assert comparison.conclusion == "No conclusion on the loss: b1 did not reach the end."
+    assert [figure.name for figure in comparison.figures] == ["validation loss", "updates/s", "positions/s"]
+    assert "nan" in comparison.table().loc["validation loss", "B"]
 
 
 def test_speeds_are_those_of_the_median_update(reports: Path) -> None:
@@ -237,22 +242,24 @@ def test_the_figure_has_both_sides(reports: Path) -> None:
 
 @pytest.mark.slow
 def test_training_pairs_alternates_and_goes_on_under_its_name(reports: Path) -> None:
-    said: list[str] = []
-    options: dict[str, Any] = {"seeds": 2, "seed": 3, "steps": 3, "run": "pair", "say": said.append}
+    lines: list[str] = []
+    options: dict[str, Any] = {"seeds": 2, "seed": 3, "steps": 3, "run": "pair", "log": lines.append}
     a, b = compare.train_pair("demo", "demo", TINY, TINY, **options)
-    assert [line.split(":")[0] for line in said] == ["A seed 3", "B seed 3", "B seed 4", "A seed 4"]
+    assert [line.split(":")[0] for line in lines] == ["A seed 3", "B seed 3", "B seed 4", "A seed 4"]
     assert [folder.name for folder in (*a, *b)] == ["pair-a3", "pair-a4", "pair-b3", "pair-b4"]
-    found = compare.compare(a, b)
-    assert found.same_data
-    assert [r.stable for r in found.runs] == [True] * 4
-    assert found.figures[0].a == found.figures[0].b, "one configuration, one seed: the same bits on the CPU"
-    assert found.figures[0].a[0] != found.figures[0].a[1], "another seed, another network"
+    comparison = compare.compare(a, b)
+    assert comparison.same_data
+    assert [r.stable for r in comparison.runs] == [True] * 4
+    assert comparison.figures[0].a == comparison.figures[0].b, (
+        "one configuration, one seed: the same bits on the CPU"
+    )
+    assert comparison.figures[0].a[0] != comparison.figures[0].a[1], "another seed, another network"
     records = [json.loads((folder / "run.json").read_text()) for folder in (*a, *b)]
     assert {record["kind"] for record in records} == {"compare"}
 
-    said.clear()
+    lines.clear()
     assert compare.train_pair("demo", "demo", TINY, TINY, **options) == (a, b)
-    assert all(line.endswith("already complete") for line in said)
+    assert all(line.endswith("already complete") for line in lines)
 
 
 def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,14 +277,14 @@ def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_side_that_blows_up_is_a_result(reports: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     wild = config.merge(TINY, {"optim": {"learning_rate": 1e30, "warmup_steps": 0}})
-    a, b = compare.train_pair("demo", "demo", TINY, wild, steps=60, say=said.append)
-    assert ", halted: " in said[1]
-    found = compare.compare(a, b)
-    assert (found.a[0].complete, found.b[0].complete) == (True, False)
-    assert found.verdict.startswith("No verdict on the loss")
-    found.figure()
+    a, b = compare.train_pair("demo", "demo", TINY, wild, steps=60, log=lines.append)
+    assert ", halted: " in lines[1]
+    comparison = compare.compare(a, b)
+    assert (comparison.a[0].complete, comparison.b[0].complete) == (True, False)
+    assert comparison.conclusion.startswith("No conclusion on the loss")
+    comparison.figure()
 
 
 def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:

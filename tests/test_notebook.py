@@ -170,13 +170,13 @@ def test_figures_stand_beside_their_baselines() -> None:
             "majority_wdl": 0.4,
         },
     }
-    assert figures_table(figures) == (
-        "figure         value  baselines\n"
-        "positions     12,345\n"
-        "top1           27.1%  uniform 5.7%, best capture 17.1%\n"
-        "policy kl      1.160  uniform 2.500\n"
-        "wdl accuracy   82.0%  majority 40.0%\n"
-    )
+    table = figures_table(figures)
+    assert table.to_dict("index") == {
+        "positions": {"value": "12,345", "baselines": ""},
+        "top1": {"value": "27.1%", "baselines": "uniform 5.7%, best capture 17.1%"},
+        "policy kl": {"value": "1.160", "baselines": "uniform 2.500"},
+        "wdl accuracy": {"value": "82.0%", "baselines": "majority 40.0%"},
+    }
 
 
 # Real papermill
@@ -272,6 +272,15 @@ def test_an_interrupt_that_says_how_to_go_on_is_one_line(tmp_path: Path) -> None
     assert code == 1
     assert error_of(cells[2])["traceback"] == ["KeyboardInterrupt: stopped after 7 updates; the same goes on"]
     assert cells[3]["outputs"] == []
+
+
+def test_tables_are_shown_whole(tmp_path: Path) -> None:
+    source = "import pandas\npandas.DataFrame({name: ['x' * 70] * 99 for name in 'abc'})"
+    _, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source])
+    (output,) = cells[2]["outputs"]
+    for text in ("".join(output["data"][kind]) for kind in ("text/plain", "text/html")):
+        assert text.count("x" * 70) == 3 * 99
+    assert len("".join(output["data"]["text/plain"]).splitlines()) == 100
 
 
 def test_warnings_name_no_cell_and_no_path(tmp_path: Path) -> None:

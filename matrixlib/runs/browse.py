@@ -15,7 +15,7 @@ import yaml
 
 from matrixlib import files, progress
 from matrixlib.engine import metrics
-from matrixlib.runs import figures
+from matrixlib.runs import figures, report
 from matrixlib.runs import run as runs
 from matrixlib.tasks import parse_config
 from matrixlib.tasks.chess.config import SSL_CHANNELS
@@ -23,6 +23,7 @@ from matrixlib.tasks.chess.config import SSL_CHANNELS
 if TYPE_CHECKING:
     import chess
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 
@@ -139,18 +140,15 @@ def checkpoints(run: str) -> tuple[str, ...]:
     return ("best", "newest", *steps) if steps else ()
 
 
-def table(names: Sequence[str]) -> str:
-    """A line a run: verdict, name, updates and result."""
-    lines = [f"{'verdict':13}{'run':32}{'updates':>8}  result"]
+def table(names: Sequence[str]) -> DataFrame:
+    """A row a run: verdict, updates and result."""
+    import pandas
+
+    rows = {}
     for name in names:
         summary = files.read_json(_folder(name) / "summary.json")
-        passed = summary.get("verdict", {}).get("passed")
-        word = {True: "PASS", False: "FAIL"}.get(
-            passed, "no verdict" if summary.get("complete") else "not finished"
-        )
-        updates = f"{summary['steps']:,}" if "steps" in summary else "?"
-        lines.append(f"{word:13}{name:32}{updates:>8}  {summary.get('headline', '')}".rstrip())
-    return "\n".join(lines)
+        rows[name] = (report.outcome(summary), summary.get("steps", "?"), summary.get("headline", ""))
+    return pandas.DataFrame.from_dict(rows, orient="index", columns=["verdict", "updates", "result"])
 
 
 # Pictures

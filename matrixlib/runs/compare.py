@@ -1,7 +1,7 @@
 """A/B dry run: train two configurations alike, or take finished runs, and say what their difference is worth.
 
 Both sides get the same seeds, so the runs are pairs: what a seed does to both drops out of their difference. One pair
-is an anecdote; from two pairs on there is an interval, and the verdict never says more than it.
+is an anecdote; from two pairs on there is an interval, and the conclusion never says more than it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import yaml
 
 from matrixlib import config as configuration
 from matrixlib import files, progress
-from matrixlib.config import Config
 from matrixlib.engine import metrics
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
@@ -30,25 +29,20 @@ from matrixlib.tasks import load_config, parse_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 LOSS = "validation loss"
-OBJECTIVE = ("task", "loss.", "model.value.kind", "model.ssl")
-"""Options that change what the loss means."""
 ORDER = ("task", "data.", "curriculum.", "train.batch_size")
 """Options that change which positions an update sees, but for LOADING."""
-LOADING = (
-    "data.source",
-    "data.workers",
-    "data.prefetch",
-)  # data sets are compared by the hash of their catalogue
-
+LOADING = ("data.source", "data.workers", "data.prefetch")
+"""Data sets are compared by the hash of their catalogue."""
+OBJECTIVE = ("task", "loss.", "model.value.kind", "model.ssl")
 MEASURED_ON = (
     "validation.limit",
     "curriculum.size.stages",
     "curriculum.mode.stages",
     "curriculum.fill.stages",
 )
-"""Options that change what the held-out figures are measured on: how many rows, which puzzles are made of them."""
 
 # 97.5 % quantiles of Student's t with 1, 2, 3 ... degrees of freedom; the last also stands for more (a bit too wide)
 T_QUANTILES = [
@@ -67,14 +61,14 @@ def train_pair(
     seeds: int = 1,
     steps: int = 0,
     run: str = "",
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> tuple[list[Path], list[Path]]:
     """Train A and B with the seeds `seed`, `seed` + 1 ...; returns the run folders of both, in order of the seeds.
 
     The order is A B, B A, A B ..., so that a machine that slows down does not favour one side. The runs are named
     `<run>-a0`, `<run>-b0` ... by side and seed, where an empty `run` means `compare-<UTC time>`; under a name that
     exists the comparison goes on where it was interrupted. steps: updates, 0 as the presets say. A run that is
-    halted for instability stays as it is: that is a result. say: is told of each run that ended.
+    halted for instability stays as it is: that is a result. log: is told of each run that ended.
     Raises what `run.open_run` raises, for a misspelt option of B before A is trained.
     """
     if seeds < 1 or seed < 0:
@@ -92,8 +86,7 @@ def train_pair(
             name = f"{stem}-{side}{seed + number}"
             current = runs.open_run(preset, device, seed + number, name, steps, overrides, kind="compare")
             folders[side].append(current.folder)
-            ended = _train(current)
-            say(f"{side.upper()} seed {seed + number}: run {name}, {ended}")
+            log(f"{side.upper()} seed {seed + number}: run {name}, {_train(current)}")
             del current
             gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
     return folders["a"], folders["b"]
@@ -113,29 +106,26 @@ def compare(runs_a: Sequence[Path], runs_b: Sequence[Path]) -> Comparison:
     Raises ValueError where a comparison would mislead: no runs, a run without updates, a seed twice on a side, runs of
     a side that differ in more than the seed, sides that were measured on different held-out games.
     """
-    a, b = (
-        sorted((_read(Path(folder)) for folder in side), key=attrgetter("seed")) for side in (runs_a, runs_b)
-    )
+    a, b = (sorted(map(_read, side), key=attrgetter("seed")) for side in (runs_a, runs_b))
     for label, side in (("A", a), ("B", b)):
         if not side:
             raise ValueError(f"side {label} has no runs")
         if len({result.seed for result in side}) < len(side):
             raise ValueError(f"side {label} has two runs of one seed; a seed counts once")
-        odd = {key for r in side for key in configuration.difference(r.requested, side[0].requested)}
-        if odd := odd - {"seed"}:
+        if odd := {key for result in side for key in _difference(result.requested, side[0].requested)}:
             raise ValueError(f"runs of side {label} differ in more than the seed: {', '.join(sorted(odd))}")
     if len({result.catalogue for result in (*a, *b)}) > 1:
         raise ValueError(
             "the runs were trained on different data sets, so their held-out games differ; "
             "measure them on one set with the eval notebook"
         )
-    found = Comparison(tuple(a), tuple(b))
-    if other := [key for key in found.changes if key in MEASURED_ON]:
+    comparison = Comparison(tuple(a), tuple(b), OBJECTIVE)
+    if other := [key for key in comparison.changes if key.startswith(MEASURED_ON)]:
         raise ValueError(
             f"the sides differ in {', '.join(other)}, so they were measured on other held-out rows or puzzles; train "
             "them with the same"
         )
-    return found
+    return comparison
 
 
 def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
@@ -154,24 +144,27 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One run as its folder tells it. rows: of metrics.jsonl. summary: empty where the run did not end well."""
+class RunResult:
+    """One run as its folder tells it.
+
+    requested, options: dotted key -> value of the configuration before and after `auto` was resolved. rows: of
+    metrics.jsonl. summary: empty where the run did not end well.
+    """
 
     name: str
     preset: str
-    requested: Config
-    config: Config
+    requested: dict[str, Any]
+    options: dict[str, Any]
     catalogue: str
     rows: tuple[dict[str, Any], ...]
     summary: dict[str, Any]
 
     @property
     def seed(self) -> int:
-        return self.config.seed
+        return int(self.options["seed"])
 
     @property
     def updates(self) -> int:
-        """Updates made."""
         return int(self.rows[-1]["step"])
 
     @property
@@ -182,10 +175,9 @@ class Result:
     @property
     def events(self) -> dict[str, int]:
         """How often training was disturbed; what the metrics do not count is 0."""
-        last = self.rows[-1]
+        counts = {name: int(self.rows[-1].get(name, 0)) for name in ("skipped", "overflows", "rollbacks")}
         not_finite = sum(not math.isfinite(row["loss"] + row["grad_norm"]) for row in self.rows)
-        counted = {name: int(last.get(name, 0)) for name in ("skipped", "overflows", "rollbacks")}
-        return counted | {"not finite": not_finite}
+        return counts | {"not finite": not_finite}
 
     @property
     def stable(self) -> bool:
@@ -203,18 +195,20 @@ class Result:
     @property
     def held_out(self) -> dict[str, float]:
         """Figures on all held-out positions, which no weight of a loss changes."""
-        found = self.summary.get("evaluation", {})
-        return {name.replace("_", " "): value for name, value in found.items() if isinstance(value, float)}
+        evaluation = self.summary.get("evaluation", {})
+        return {
+            name.replace("_", " "): value for name, value in evaluation.items() if isinstance(value, float)
+        }
 
     @property
     def speeds(self) -> dict[str, float]:
         """Of the median update: validation and checkpoints left out."""
         rate = 1 / statistics.median(row["seconds"] for row in self.rows)
-        return {"updates/s": rate, "positions/s": rate * self.config.train.batch_size}
+        return {"updates/s": rate, "positions/s": rate * self.options["train.batch_size"]}
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One figure of every run of both sides. interval: 95 %, of B - A by pairs of one seed; None without two pairs."""
 
     name: str
@@ -230,64 +224,66 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides, each the runs of one configuration in order of their seeds."""
+    """Two sides, each the runs of one configuration in order of their seeds.
 
-    a: tuple[Result, ...]
-    b: tuple[Result, ...]
+    objective: keys of options (sections with a dot at their end) that change what the losses mean.
+    """
+
+    a: tuple[RunResult, ...]
+    b: tuple[RunResult, ...]
+    objective: tuple[str, ...]
 
     @property
-    def runs(self) -> tuple[Result, ...]:
+    def runs(self) -> tuple[RunResult, ...]:
         return self.a + self.b
 
     @property
     def paired(self) -> bool:
         """Whether both sides have the same seeds."""
-        return [r.seed for r in self.a] == [r.seed for r in self.b]
+        return [result.seed for result in self.a] == [result.seed for result in self.b]
 
     @cached_property
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """Options of the resolved configurations that differ, the seed apart: key -> (A's, B's)."""
-        found: dict[str, tuple[Any, Any]] = {}
+        changes: dict[str, tuple[Any, Any]] = {}
         for x, y in zip(self.a, self.b, strict=False):
-            found |= configuration.difference(y.config, x.config)
-        found.pop("seed", None)
-        return found
+            changes |= _difference(y.options, x.options)
+        return changes
 
     @property
     def same_data(self) -> bool:
-        """Whether update by update both sides saw the same positions in the same order."""
+        """Whether update by update both sides trained on the same positions in the same order."""
         other = [key for key in self.changes if key.startswith(ORDER) and key not in LOADING]
-        return self.paired and not other and not any(r.events["rollbacks"] for r in self.runs)
+        return self.paired and not other and not any(result.events["rollbacks"] for result in self.runs)
 
     @property
     def same_objective(self) -> bool:
         """Whether the losses of both sides mean the same: terms, weights, smoothing."""
-        return not any(key.startswith(OBJECTIVE) for key in self.changes)
+        return not any(key.startswith(self.objective) for key in self.changes)
 
     @cached_property
-    def figures(self) -> tuple[Measured, ...]:
+    def figures(self) -> tuple[Measurement, ...]:
         """What is compared. The first is the headline: the validation loss where it means the same on both sides,
         else the first of the held-out figures."""
         values = [(r.losses if self.same_objective else {}) | r.held_out | r.speeds for r in self.runs]
-        split = len(self.a)
-        out = []
+        measurements = []
         for name in values[0]:
-            if all(name in found for found in values):
-                column = tuple(found[name] for found in values)
-                a, b = column[:split], column[split:]
+            if all(name in figures for figures in values):
+                column = tuple(figures[name] for figures in values)
+                a, b = column[: len(self.a)], column[len(self.a) :]
                 pairs = [y - x for x, y in zip(a, b, strict=True)] if self.paired else []
-                out.append(Measured(name, a, b, t_interval(pairs)))
-        return tuple(out)
+                measurements.append(Measurement(name, a, b, t_interval(pairs)))
+        return tuple(measurements)
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
         """What the headline figure shows, in one sentence that claims no more."""
-        if bad := [r.name for r in self.runs if not r.complete]:
-            return f"No verdict on the loss: {', '.join(bad)} did not reach the end."
+        if bad := [result.name for result in self.runs if not result.complete]:
+            return f"No conclusion on the loss: {', '.join(bad)} did not reach the end."
         first = self.figures[0]
         a, b, difference = statistics.fmean(first.a), statistics.fmean(first.b), first.difference
         if not math.isfinite(difference):
-            return f"No verdict: the {first.name} is not finite (A {a:.4f}, B {b:.4f})."
+            return f"No conclusion: the {first.name} is not finite (A {a:.4f}, B {b:.4f})."
         if first.a == first.b:
             return f"Both sides end with the same {first.name}, {a:.4f}."
         text = f"After {self._updates()} B's {first.name} is {abs(difference):.4f} "
@@ -301,13 +297,13 @@ class Comparison:
         text += f"; over {len(first.a)} seeds the 95 % interval of B - A is {low:+.4f} to {high:+.4f}"
         if low <= 0 <= high:
             return f"{text}, which includes 0: no difference can be told from chance."
-        return f"{text}: more than chance at this length on this data, and nothing is said of longer runs."
+        return f"{text}: more than chance at this length on this data, and nothing is known of longer runs."
 
     def describe(self) -> str:
         """What was compared: presets, seeds, differences of the resolved configurations, order of the data."""
         lines = []
         for label, side in (("A", self.a), ("B", self.b)):
-            seeds = ", ".join(str(r.seed) for r in side)
+            seeds = ", ".join(str(result.seed) for result in side)
             lines.append(f"{label}: preset {side[0].preset}, seed{'s' if len(side) > 1 else ''} {seeds}")
         lines.append("B differs from A in:" if self.changes else "B is configured exactly as A")
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in self.changes.items()]
@@ -316,71 +312,68 @@ class Comparison:
             if self.same_data
             else "the sides did not see the same positions in the same order"
         )
-        if len({r.updates for r in self.runs}) > 1:
+        if len({result.updates for result in self.runs}) > 1:
             lines.append(f"the runs differ in length: {self._updates()}")
         if not self.same_objective:
             lines.append(
-                f"their losses do not mean the same, so the verdict is on the {self.figures[0].name}"
+                f"their losses do not mean the same, so the conclusion is on the {self.figures[0].name}"
             )
         return "\n".join(lines)
 
-    def table(self) -> str:
-        """Mean and standard deviation over the seeds, difference and its interval, a line for each figure."""
-        lines = [f"{'figure':17}{'A':>20}{'B':>20}{'B - A':>11}"]
-        if self.figures[0].interval:
-            lines[0] += "   95 % interval of B - A"
-        for found in self.figures:
-            digits = 1 if found.name.endswith("/s") else 4
-            cells = "".join(f"{_spread(values, digits):>20}" for values in (found.a, found.b))
-            lines.append(f"{found.name:17}{cells}{found.difference:>+11.{digits}f}")
-            if found.interval:
-                lines[-1] += "   " + " to ".join(f"{end:+.{digits}f}" for end in found.interval)
-        return "\n".join(lines)
+    def table(self) -> DataFrame:
+        """A row for each figure: mean and standard deviation over the seeds, difference and its interval, as text."""
+        import pandas
 
-    def stability(self) -> str:
-        """What disturbed training, a line for each run; the warnings themselves stand in its metrics.jsonl."""
-        head = ("updates", *self.runs[0].events, "clipped", "worst gradient norm", "warnings")
-        lines = [f"{'':11}" + "".join(f"{name:>{len(name) + 2}}" for name in head)]
+        rows = {}
+        for figure in self.figures:
+            digits = 1 if figure.name.endswith("/s") else 4
+            row = {"A": _spread(figure.a, digits), "B": _spread(figure.b, digits)}
+            row["B - A"] = f"{figure.difference:+.{digits}f}"
+            if figure.interval:
+                row["95 % interval of B - A"] = " to ".join(f"{end:+.{digits}f}" for end in figure.interval)
+            rows[figure.name] = row
+        return pandas.DataFrame.from_dict(rows, orient="index")
+
+    def stability(self) -> DataFrame:
+        """What disturbed training, a row for each run; the warnings themselves stand in its metrics.jsonl."""
+        import pandas
+
+        rows = {}
         for label, side in (("A", self.a), ("B", self.b)):
-            for r in side:
-                worst = max(row["grad_norm"] for row in r.rows)
-                told = sum(len(row.get("messages", ())) for row in r.rows)
-                cells = [
-                    r.updates,
-                    *r.events.values(),
-                    f"{r.rows[-1]['clip_share']:.1%}",
-                    f"{worst:.3g}",
-                    told,
-                ]
-                text = "".join(f"{cell!s:>{len(name) + 2}}" for name, cell in zip(head, cells, strict=True))
-                lines.append(f"{f'{label} seed {r.seed}':11}{text}{'' if r.complete else '   did not end'}")
-        return "\n".join(lines)
+            for result in side:
+                rows[f"{label} seed {result.seed}"] = {
+                    "updates": result.updates,
+                    **result.events,
+                    "clipped": f"{result.rows[-1]['clip_share']:.1%}",
+                    "worst gradient norm": f"{max(row['grad_norm'] for row in result.rows):.3g}",
+                    "warnings": sum(len(row.get("messages", ())) for row in result.rows),
+                    "complete": "yes" if result.complete else "no",
+                }
+        return pandas.DataFrame.from_dict(rows, orient="index")
 
     def figure(self) -> Figure:
         """Curves of both sides with a band over the seeds, gradient norm, speed."""
-
-        sides = {label: [r.rows for r in side] for label, side in (("A", self.a), ("B", self.b))}
+        sides = {label: [result.rows for result in side] for label, side in (("A", self.a), ("B", self.b))}
         label = "loss [nat]" if self.same_objective else "loss [nat], not the same on both sides"
         return figures.comparison_figure(sides, label)
 
     def _updates(self) -> str:
-        made = sorted({r.updates for r in self.runs})
-        return f"{' to '.join(f'{n:,}' for n in dict.fromkeys((made[0], made[-1])))} updates"
+        counts = [result.updates for result in self.runs]
+        return f"{' to '.join(f'{n:,}' for n in dict.fromkeys((min(counts), max(counts))))} updates"
 
 
 def _train(current: runs.Run) -> str:
     """Train to the end; returns how it ended. A live panel is shown in JupyterLab."""
     from matrixlib.engine.health import TrainingHalted
-    from matrixlib.runs import live as plots
+    from matrixlib.runs.live import LivePlot
 
     if current.complete:
         return "already complete"
-    panel = plots.LivePlot(current.steps, title=current.name) if progress.interactive() else None
+    panel = LivePlot(current.steps, title=current.name) if progress.interactive() else None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", r"update \d+: "
-            )  # they are in the metrics, and `stability` counts them
+            # they are in the metrics, and `stability` counts them
+            warnings.filterwarnings("ignore", r"update \d+: ")
             for stats in current.train():
                 if panel:
                     panel.update(stats)
@@ -393,23 +386,33 @@ def _train(current: runs.Run) -> str:
     return f"{current.trainer.step} updates"
 
 
-def _read(folder: Path) -> Result:
+def _read(folder: Path) -> RunResult:
     record = files.read_json(folder / "run.json")
     path = folder / "metrics.jsonl"
     rows = metrics.read(path) if path.exists() else []
     if not (record and rows):
         raise ValueError(f"'{folder.name}' is no run, or has made no update yet")
-    return Result(
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    return RunResult(
         folder.name,
         record["preset"],
-        parse_config(record["requested"], f"{folder.name}/run.json"),
-        parse_config(
-            yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), f"{folder.name}/config.yaml"
-        ),
+        _options(record["requested"]),
+        _options(config),
         record["catalogue"],
         tuple(rows),
         files.read_json(folder / "summary.json"),
     )
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value; the configuration is not validated, so that runs of older versions can be compared."""
+    return {key.replace("/", "."): value for key, value in metrics.flatten(config)}
+
+
+def _difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options that differ, the seed apart: key -> (old, new); None where one has no such key."""
+    keys = [key for key in dict.fromkeys((*old, *new)) if key != "seed"]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

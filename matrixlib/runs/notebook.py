@@ -12,13 +12,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython import get_ipython
 
 from matrixlib import files
 from matrixlib.config import nearest
 from matrixlib.runs.report import add_verdict, figure_rows
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _INJECTED = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
 _FORMAT_OF_OTHERS = warnings.formatwarning
@@ -85,11 +88,16 @@ def clean_errors() -> None:
 
     These are the errors that this package defines, every ValueError that it raises, and the interrupt of a training,
     which says how to go on. The cell still fails, so papermill stops with a non-zero exit code; `%tb` and `%debug`
-    still reach the traceback. Warnings of this package and of cells are shortened likewise. Outside IPython nothing
-    happens.
+    still reach the traceback. Warnings of this package and of cells are shortened likewise, and tables are shown whole.
+    Outside IPython nothing happens.
     """
+    import pandas
+
     shell = get_ipython()
     if shell is not None:
+        for option in ("max_rows", "max_columns", "max_colwidth"):
+            pandas.set_option(f"display.{option}", None)
+        pandas.set_option("display.expand_frame_repr", False)
         shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
         warnings.formatwarning = _warning_line
 
@@ -143,11 +151,12 @@ class Verdict:
             raise VerdictFailed("failed: " + "; ".join(failed) if failed else "no check was made")
 
 
-def figures_table(figures: Mapping[str, Any]) -> str:
-    """Text table of an evaluation: each figure beside its baselines (see `report.figure_rows`)."""
-    rows = [("figure", "value", "baselines"), *figure_rows(figures)]
-    name, value = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "".join(f"{a:{name}}  {b:>{value}}  {c}".rstrip() + "\n" for a, b, c in rows)
+def figures_table(figures: Mapping[str, Any]) -> DataFrame:
+    """An evaluation as a table: each figure beside its baselines, as text (see `report.figure_rows`)."""
+    import pandas
+
+    rows = {name: (value, baselines) for name, value, baselines in figure_rows(figures)}
+    return pandas.DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 
 
 def _declared(history: Sequence[str]) -> dict[str, tuple[str, ...]]:
