@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from matrixlib import config as configuration
 from matrixlib import files, progress
 from matrixlib.engine import metrics
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
-from matrixlib.tasks import load_config, parse_config
+from matrixlib.tasks import get_task, load_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,13 +35,6 @@ ORDER = ("task", "data.", "curriculum.", "train.batch_size")
 """Options that change which positions an update sees, but for LOADING."""
 LOADING = ("data.source", "data.workers", "data.prefetch")
 """Data sets are compared by the hash of their catalogue."""
-OBJECTIVE = ("task", "loss.", "model.value.kind", "model.ssl")
-MEASURED_ON = (
-    "validation.limit",
-    "curriculum.size.stages",
-    "curriculum.mode.stages",
-    "curriculum.fill.stages",
-)
 
 # 97.5 % quantiles of Student's t with 1, 2, 3 ... degrees of freedom; the last also stands for more (a bit too wide)
 T_QUANTILES = [
@@ -100,9 +92,10 @@ def finished(run_a: str, run_b: str) -> tuple[list[Path], list[Path]]:
     return [runs.finished_run(name) for name in a], [runs.finished_run(name) for name in b]
 
 
-def compare(runs_a: Sequence[Path], runs_b: Sequence[Path]) -> Comparison:
+def compare(runs_a: Sequence[Path], runs_b: Sequence[Path], presets: Sequence[str] = ()) -> Comparison:
     """Compare the runs of two sides, each side one configuration with any seeds.
 
+    presets: by the user's choice; a task that is somebody's own code is loaded where one of them names it.
     Raises ValueError where a comparison would mislead: no runs, a run without updates, a seed twice on a side, runs of
     a side that differ in more than the seed, sides that were measured on different held-out games.
     """
@@ -119,8 +112,14 @@ def compare(runs_a: Sequence[Path], runs_b: Sequence[Path]) -> Comparison:
             "the runs were trained on different data sets, so their held-out games differ; "
             "measure them on one set with the eval notebook"
         )
-    comparison = Comparison(tuple(a), tuple(b), OBJECTIVE)
-    if other := [key for key in comparison.changes if key.startswith(MEASURED_ON)]:
+    task = a[0].options["task"]
+    if ":" in task and task not in {load_config(preset).task for preset in presets}:
+        raise ValueError(
+            f"run '{a[0].name}' is of the task '{task}', somebody's own code: name a preset of it, if you trust it"
+        )
+    spec = get_task(task)
+    comparison = Comparison(tuple(a), tuple(b), ("task", *spec.objective_options))
+    if other := [key for key in comparison.changes if key.startswith(tuple(spec.measured_on_options))]:
         raise ValueError(
             f"the sides differ in {', '.join(other)}, so they were measured on other held-out rows or puzzles; train "
             "them with the same"
