@@ -24,7 +24,7 @@ from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
 from matrixlib.tasks.chess.planes import planes
-from matrixlib.tasks.chess.targets import target as ssl_target
+from matrixlib.tasks.chess.ssl_targets import target as ssl_target
 from matrixlib.tasks.chess.task import ChessTask
 
 ALL_SSL = ["piece", "threat", "pin", "fork", "control"]

@@ -1,4 +1,4 @@
-"""Self-supervised targets of the numba core against definitions written out with python-chess (readings.py)."""
+"""Self-supervised targets of the numba core against definitions written out with python-chess (oracle.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from positions import hard_positions, random_positions
 
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess import ssl_targets as ssl
-from matrixlib.tasks.chess.evaluate import oracle as readings
+from matrixlib.tasks.chess.evaluate import oracle
 
 
 def truth(board: chess.Board) -> np.ndarray:
     """(5, 64) bool by oriented square, straight from the definitions."""
-    maps = readings.maps(board)
+    maps = oracle.maps(board)
     control = maps["control"]
     every = (maps["threat"], maps["pin"], maps["fork"], control == 2, control == 0)
     return np.stack(every).reshape(5, 64).astype(bool)
@@ -97,8 +97,8 @@ def test_pawns_attack_in_the_right_direction(turn: str) -> None:
 )
 def test_known_forks(fen: str, expected: set[str]) -> None:
     board = chess.Board(fen)
-    oracle = {chess.square_name(s if board.turn else s ^ 56) for s in np.flatnonzero(truth(board)[2])}
-    assert oracle == expected, "the oracle"
+    by_oracle = {chess.square_name(s if board.turn else s ^ 56) for s in np.flatnonzero(truth(board)[2])}
+    assert by_oracle == expected, "the oracle"
     assert squares(fen, "fork") == expected
 
 

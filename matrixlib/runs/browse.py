@@ -310,8 +310,8 @@ def _of_game(path: str) -> tuple[Position, ...]:
 @cache
 def _held_out(run: str, count: int) -> tuple[Position, ...]:
     """The same held-out positions for every run of a data set, with the teacher's moves."""
-    from matrixlib.tasks.chess.evaluate import ssl_heads as heads
     from matrixlib.tasks.chess.records import move_from_index
+    from matrixlib.tasks.chess.task import boards_of
 
     if count < 1:
         raise ValueError(f"positions must be at least 1, not {count}")
@@ -320,7 +320,7 @@ def _held_out(run: str, count: int) -> tuple[Position, ...]:
     found: list[Position] = []
     for batch in loader.sequential(count, sample=count):
         index, weight = batch["policy_index"].numpy(), batch["policy_weight"].numpy()
-        for row, board in enumerate(heads.boards_of(batch)):
+        for row, board in enumerate(boards_of(batch)):
             known = (index[row] >= 0) & (weight[row] > 0)
             total = weight[row][known].sum()
             chosen = {

@@ -11,12 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import chess
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from matrixlib.engine.task import Batch
-from matrixlib.tasks.chess import bitboard, losses, records, targets
+from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.chess.losses import Sums
@@ -155,7 +156,7 @@ class ChessTask:
         name = term.removeprefix("ssl_")
         # Outputs are turned to the oriented board, where the targets are.
         logits, squares = self._oriented(out["ssl"][name], batch, name), _squares(batch, name)
-        wanted = targets.target(batch, name)
+        wanted = ssl.target(batch, name)
         if SSL_CHANNELS[name] > 1:
             return losses.class_loss(logits, wanted, squares)
         return losses.binary_loss(logits, wanted, squares, self._positive(name))
@@ -178,7 +179,7 @@ class ChessTask:
             if classes > 1:
                 out[f"ssl_{name}"] = (counts[f"ssl_{name}"] * math.log(classes), 0.0)
             else:
-                wanted = targets.target(batch, name)
+                wanted = ssl.target(batch, name)
                 out[f"ssl_{name}"] = losses.binary_bounds(wanted, squares, self._positive(name))
         return out
 
@@ -263,6 +264,15 @@ class ChessTask:
         if name == "piece":
             return torch.where(black, maps[:, _swapped(str(maps.device))], maps.flip(2))
         return torch.where(black, maps, maps.flip(2))
+
+
+def boards_of(batch: Batch) -> list[chess.Board]:
+    """The positions of a prepared batch, whole."""
+    rows = np.zeros(len(batch["pieces"]), records.LAYOUT.record)
+    rows["pieces"] = batch["pieces"].numpy()
+    for column, name in enumerate(STATE):
+        rows[name] = batch["state"][:, column].numpy().astype(rows[name].dtype)
+    return [records.to_board(row) for row in rows]
 
 
 def _plain_rows(batch: Batch) -> Tensor:

@@ -12,8 +12,8 @@ import chess
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS
+from matrixlib.tasks.chess.ssl_targets import SWAPPED
 
 Maps = dict[str, NDArray[np.uint8]]
 
@@ -50,34 +50,32 @@ def maps(board: chess.Board, backwards: bool = False) -> Maps:
     return {head: value.reshape(8, 8) for head, value in out.items()}
 
 
-def readings(boards: Sequence[chess.Board]) -> dict[str, Maps]:
-    """Head -> name -> (N, 8, 8) uint8: the exact targets of N boards, and what may be taken for them.
+def alternatives(boards: Sequence[chess.Board]) -> dict[str, Maps]:
+    """Head -> name -> (N, 8, 8) uint8: the exact targets of N boards, and what may be mistaken for them.
 
-    Readings that differ from the exact target nowhere are left out.
+    Mistakes that differ from the exact target nowhere are left out.
     """
-    exact = _stacked([maps(board) for board in boards])
-    wrong = _stacked([maps(board, backwards=True) for board in boards])
+    exact, wrong = (
+        {name: np.stack([one[name] for one in every]) for name in every[0]}
+        for every in ([maps(board, backwards) for board in boards] for backwards in (False, True))
+    )
     piece = exact["piece"]
-    found: dict[str, Maps] = {}
+    named: dict[str, Maps] = {}
     for head in SSL_CHANNELS:
         true = exact[head]
-        found[head] = {EXACT: true, "upside down": true[:, ::-1], "left for right": true[:, :, ::-1]}
+        named[head] = {EXACT: true, "upside down": true[:, ::-1], "left for right": true[:, :, ::-1]}
         if head in ("threat", "fork", "control"):
-            found[head][BACKWARDS] = wrong[head]
+            named[head][BACKWARDS] = wrong[head]
         if head in ("threat", "pin", "fork"):
-            found[head][COPY] = (piece != EMPTY).astype(np.uint8)
-    found["threat"]["attacked by the side to move"] = exact["ours"]
-    found["piece"][EXCHANGED] = ssl.SWAPPED[piece]
-    found["control"][EXCHANGED] = 2 - exact["control"]
-    found["control"][COPY] = np.where(piece == EMPTY, 1, np.where(piece < 6, 2, 0)).astype(np.uint8)
+            named[head][COPY] = (piece != EMPTY).astype(np.uint8)
+    named["threat"]["attacked by the side to move"] = exact["ours"]
+    named["piece"][EXCHANGED] = SWAPPED[piece]
+    named["control"][EXCHANGED] = 2 - exact["control"]
+    named["control"][COPY] = np.where(piece == EMPTY, 1, np.where(piece < 6, 2, 0)).astype(np.uint8)
     return {
         head: {name: value for name, value in every.items() if name == EXACT or (value != every[EXACT]).any()}
-        for head, every in found.items()
+        for head, every in named.items()
     }
-
-
-def _stacked(every: Sequence[Maps]) -> Maps:
-    return {name: np.stack([one[name] for one in every]) for name in every[0]}
 
 
 def _attacked(board: chess.Board, square: chess.Square, backwards: bool) -> int:

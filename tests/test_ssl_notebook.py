@@ -19,10 +19,11 @@ from matrixlib.engine.task import Batch
 from matrixlib.files import NOTEBOOKS
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.evaluate import oracle as readings
-from matrixlib.tasks.chess.evaluate import ssl_heads as heads
+from matrixlib.tasks.chess.evaluate import oracle, ssl_diagnosis, ssl_gradients
+from matrixlib.tasks.chess.evaluate.ssl_outputs import head_outputs
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.spec import ChessSpec
+from matrixlib.tasks.chess.ssl_targets import MAPS
 from matrixlib.tasks.chess.task import ChessTask
 
 NOTEBOOK = NOTEBOOKS / "ssl.ipynb"
@@ -52,10 +53,12 @@ class Planted(ChessTask):
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         boards = [records.to_board(row) for row in batch["records"]]
-        wrong = np.stack([readings.maps(board, backwards=True)["threat"] for board in boards])
-        copied = readings.readings(boards)["control"][readings.COPY]
-        planted = {"target_threat": wrong.astype(np.float32), "target_control": copied.astype(np.int64)}
-        return super().prepare_plain(batch, rng) | planted
+        wrong = np.stack([oracle.maps(board, backwards=True)["threat"] for board in boards])
+        copied = oracle.alternatives(boards)["control"][oracle.COPY]
+        out = super().prepare_plain(batch, rng)
+        for name, bits in (("threat", wrong), ("control_ours", copied == 2), ("control_theirs", copied == 0)):
+            out["maps"][:, MAPS.index(name)] = np.packbits(bits, axis=2, bitorder="little")[..., 0]
+        return out
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +90,13 @@ def test_planted_faults_are_named_by_the_notebook(root: Path, monkeypatch: pytes
             progress_bar=False,
         )
     cells = nbformat.read(out, as_version=4).cells
-    said = "".join(o.get("text", "") for c in cells if c.cell_type == "code" for o in c.outputs)
-    assert "threat   harmful: it has learned another target, pawns attack backwards" in said
-    assert "control  trivial: it is a copy of what stands on the square" in said
-    assert "fork     dead: it says the same of every position" in said
-    assert "FAIL  fork is learning" in said
+    text = "".join(o.get("text", "") for c in cells if c.cell_type == "code" for o in c.outputs)
+    assert "threat   harmful: it has learned another target, pawns attack backwards" in text
+    assert "control  trivial: it is a copy of what stands on the square" in text
+    assert "fork     dead: it says the same of every position" in text
+    assert "FAIL  fork is learning" in text
     # The plant is in the run; the product's own targets are right.
-    assert "pass  targets are those of python-chess" in said
+    assert "pass  targets are those of python-chess" in text
 
 
 @pytest.mark.slow
@@ -102,15 +105,16 @@ def test_heads_that_learn_are_said_to_learn(root: Path, monkeypatch: pytest.Monk
     folder = trained(root, "sound", monkeypatch, settings)
     net = matrixlib.load(folder, device="cpu")
     held_out = runs.held_out_data(net.task.config)
-    found = heads.look(net, held_out, 512)
-    assert heads.wrong_targets(found) == {"threat": 0, "control": 0}
-    findings = heads.judge(net, found)
-    assert [(one.head, one.word) for one in findings] == [("threat", "learning"), ("control", "learning")]
-    for one in findings:
+    outputs = head_outputs(net, held_out, 512)
+    assert outputs.wrong_targets() == {"threat": 0, "control": 0}
+    diagnoses = ssl_diagnosis.diagnose_all(net, outputs)
+    assert [(one.head, one.word) for one in diagnoses] == [("threat", "learning"), ("control", "learning")]
+    for one in diagnoses:
         assert one.loss < one.table < one.prior <= one.uniform
         assert 0 < one.calibration < 0.2
-    lines = heads.progress(folder, held_out, "cpu", 64).splitlines()
-    assert [line.split()[0] for line in lines] == ["update", "75", "150"]
+    table = ssl_diagnosis.progress(folder, held_out, "cpu", 64)
+    assert (list(table.index), list(table)) == ([75, 150], ["threat", "control"])
+    assert (table.loc[150] > table.loc[75]).all()
 
 
 # Gradients
@@ -131,7 +135,7 @@ def test_conflicts_are_those_of_the_true_gradients(cosine: float) -> None:
     """Noise of 3 times the gradient, half of it shared, would pull every cosine of one batch towards one half."""
     hits = 0
     for seed in range(20):
-        found = heads.compared(gradients(cosine, 3.0, seed=seed), 1, {"policy": 0}, [2.0, 0.5])
+        found = ssl_gradients.conflict(gradients(cosine, 3.0, seed=seed), 1, {"policy": 0}, [2.0, 0.5])
         angle, effect = found.cosine["policy"], found.effect["policy"]
         assert angle is not None
         assert effect is not None
@@ -146,7 +150,7 @@ def test_pure_noise_is_not_told() -> None:
     for seed in range(20):
         noise = gradients(1.0, 3.0, seed=seed)
         noise[:, :, 0] -= 1
-        told += heads.compared(noise, 1, {"policy": 0}, [1.0, 1.0]).cosine["policy"] is not None
+        told += ssl_gradients.conflict(noise, 1, {"policy": 0}, [1.0, 1.0]).cosine["policy"] is not None
     assert told <= 2
 
 
@@ -172,13 +176,13 @@ def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.Monke
     folder = trained(root, "contrary", monkeypatch, settings)
     net = matrixlib.load(folder, device="cpu")
     net.task = Contrary(net.task.config)
-    found = heads.conflicts(net, runs.held_out_data(net.task.config), batches=4)["threat"]
+    found = ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), batches=4)["threat"]
     cosine, effect = found.cosine["policy"], found.effect["policy"]
     assert cosine is not None
     assert effect is not None
     assert cosine == (pytest.approx(-1, abs=1e-4), pytest.approx(0, abs=1e-3))
     assert effect[0] == pytest.approx(-1 / 3, abs=1e-4)
-    assert "-1.00 +- 0.00" in heads.conflict_table({"threat": found})
+    assert ssl_gradients.table({"threat": found}).loc["threat", "cosine with policy"] == "-1.00 +- 0.00"
     assert not any(value.requires_grad for value in net.model.parameters())
 
 
@@ -188,19 +192,19 @@ def test_a_network_without_heads_is_named(root: Path, monkeypatch: pytest.Monkey
     )
     net = matrixlib.load(folder, device="cpu")
     with pytest.raises(ValueError, match=r"no self-supervised heads: name some in model\.ssl"):
-        heads.look(net, runs.held_out_data(net.task.config), 8)
-    assert heads.conflicts(net, runs.held_out_data(net.task.config), 4) == {}
+        head_outputs(net, runs.held_out_data(net.task.config), 8)
+    assert ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), 4) == {}
 
 
 def test_too_few_positions_for_gradients_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SMALL | {"model": SMALL["model"] | {"ssl": ["threat"]}, "train": {"steps": 1}}
     net = matrixlib.load(trained(root, "few", monkeypatch, settings), device="cpu")
     with pytest.raises(ValueError, match="take 4 at least"):
-        heads.conflicts(net, runs.held_out_data(net.task.config), 3)
+        ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), 3)
 
 
 def test_a_head_without_weight_is_not_judged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = SMALL | {"loss": {"ssl": {"threat": 0.0}}, "train": {"steps": 1}}
     net = matrixlib.load(trained(root, "unweighed", monkeypatch, settings), device="cpu")
-    findings = heads.judge(net, heads.look(net, runs.held_out_data(net.task.config), 64))
-    assert {one.head: one.why for one in findings}["threat"].startswith("its weight loss.ssl.threat is 0")
+    diagnoses = ssl_diagnosis.diagnose_all(net, head_outputs(net, runs.held_out_data(net.task.config), 64))
+    assert {one.head: one.reason for one in diagnoses}["threat"].startswith("its weight loss.ssl.threat is 0")

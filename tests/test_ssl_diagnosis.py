@@ -1,0 +1,193 @@
+"""Diagnoses of made-up heads: each mistake is named, and a head that is fine or merely young is not accused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from positions import hard_positions, random_positions
+
+from matrixlib.tasks.chess.evaluate import oracle, ssl_diagnosis
+from matrixlib.tasks.chess.evaluate.ssl_diagnosis import Diagnosis
+from matrixlib.tasks.chess.evaluate.ssl_outputs import HeadOutput
+
+BOARDS = (*hard_positions(), *random_positions(1000, 5))
+ROWS = len(BOARDS)
+ALTERNATIVES = oracle.alternatives(BOARDS)
+CONTENT = ALTERNATIVES["piece"][oracle.EXACT]
+EVERYWHERE = np.ones((ROWS, 8, 8), bool)
+SURE = {"threat": 0.97, "control": 0.97, "piece": 0.97, "pin": 0.9995, "fork": 0.9995}
+CLASSES = {"threat": 2, "control": 3, "piece": 13, "pin": 2, "fork": 2}
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def head_output(head: str, probability: np.ndarray, squares: np.ndarray = EVERYWHERE) -> HeadOutput:
+    """A head that says `probability` (N, c, 8, 8) of the boards."""
+    log_p = np.log(np.maximum(probability, 1e-12)).astype(np.float32)
+    content = np.where(squares, oracle.EMPTY, CONTENT) if head == "piece" else CONTENT
+    return HeadOutput(log_p, ALTERNATIVES[head][oracle.EXACT], squares, content.astype(np.uint8))
+
+
+def probabilities(value: np.ndarray, sure: float, classes: int = 2) -> np.ndarray:
+    """Probabilities of a head that gives about `sure` to the classes (N, 8, 8), the rest to the others."""
+    one_hot = np.eye(classes)[value].transpose(0, 3, 1, 2)
+    share = sure + rng().uniform(-0.5, 0.5, value.shape)[:, None] * (1 - sure)
+    return np.asarray(one_hot * share + (1 - one_hot) * (1 - share) / (classes - 1))
+
+
+def maps(p: np.ndarray) -> np.ndarray:
+    return np.stack([1 - p, p], axis=1)
+
+
+def diagnosis(head: str, probability: np.ndarray, squares: np.ndarray = EVERYWHERE) -> Diagnosis:
+    wrong = {name: value for name, value in ALTERNATIVES[head].items() if name != oracle.EXACT}
+    return ssl_diagnosis.diagnose(head, head_output(head, probability, squares), wrong)
+
+
+def hidden() -> np.ndarray:
+    return rng(7).random((ROWS, 8, 8)) < 0.3
+
+
+@pytest.mark.parametrize("head, name", [(head, name) for head in ALTERNATIVES for name in ALTERNATIVES[head]])
+def test_each_mistake_is_named(head: str, name: str) -> None:
+    squares = hidden() if head == "piece" else EVERYWHERE
+    one = diagnosis(head, probabilities(ALTERNATIVES[head][name], SURE[head], CLASSES[head]), squares)
+    if name == oracle.EXACT:
+        assert one.word == "learning", one.reason
+    elif name == oracle.COPY:
+        assert one.word == "trivial"
+        assert name in one.reason
+    else:
+        assert one.word == "harmful", one.reason
+        assert name in one.reason
+
+
+def test_a_head_that_has_not_learned_pawns_yet_is_not_accused_of_turning_them_round() -> None:
+    """It knows what other pieces attack: on most squares where pawns matter it agrees with both readings by chance."""
+    exact, backwards = (ALTERNATIVES["threat"][name] for name in (oracle.EXACT, oracle.BACKWARDS))
+    one = diagnosis("threat", probabilities(exact & backwards, 0.9))  # attacked however pawns attack
+    assert one.word == "learning", one.reason
+
+
+def test_a_head_that_says_the_base_rate_is_dead() -> None:
+    exact = ALTERNATIVES["threat"][oracle.EXACT]
+    one = diagnosis("threat", maps(np.clip(exact.mean() + rng(1).normal(0, 0.01, exact.shape), 0.01, 0.99)))
+    assert (one.word, one.reason[:8]) == ("dead", "it saves")
+    assert diagnosis("threat", maps(np.full(exact.shape, 0.5))).reason == "it says the same of every position"
+
+
+def test_a_piece_head_that_says_empty_everywhere_is_dead() -> None:
+    """It copies the hidden squares as they look, and knows no more than that most are empty."""
+    shown = np.full((ROWS, 8, 8), oracle.EMPTY)
+    one = diagnosis("piece", probabilities(shown, 0.7, 13), hidden())
+    assert one.word == "dead", one.reason
+
+
+def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
+    """Of what stands on which square: it saves a fifth of the entropy of threats, and no network is needed for it."""
+    exact = ALTERNATIVES["threat"][oracle.EXACT]
+    one = diagnosis(
+        "threat", ssl_diagnosis.square_table(head_output("threat", maps(np.full(exact.shape, 0.5))), exact)
+    )
+    assert one.word == "trivial"
+    assert "a table of what stands on which square does as well" in one.reason
+    assert one.gain[0] > 0.1
+
+
+def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None:
+    """Positive weights shift a young head's probabilities; that is bad calibration, and no ignorance."""
+    exact = ALTERNATIVES["pin"][oracle.EXACT]
+    odds = math.log(1e-3) + 8 * exact + rng(2).normal(0, 0.7, exact.shape)
+    for slope, offset in ((1, 0), (1, 4), (0.4, 0), (2.5, -1)):
+        one = diagnosis("pin", maps(1 / (1 + np.exp(-(slope * odds + offset)))))
+        assert one.word == "learning", (slope, offset, one.reason)
+        assert one.average_precision > 0.9
+
+
+def test_too_few_squares_are_undecided() -> None:
+    exact = ALTERNATIVES["fork"][oracle.EXACT]
+    some = slice(0, 40)
+    wrong: dict[str, np.ndarray] = {}
+    few = HeadOutput(
+        np.log(maps(np.where(exact[some] == 1, 0.9, 0.001 + rng().random(exact[some].shape) / 1e4))).astype(
+            np.float32
+        ),
+        exact[some],
+        EVERYWHERE[some],
+        CONTENT[some],
+    )
+    assert ssl_diagnosis.diagnose("fork", few, wrong).word == "undecided"
+    one = HeadOutput(few.log_p[:1], few.truth[:1], few.squares[:1], few.content[:1])
+    assert ssl_diagnosis.diagnose("fork", one, wrong).reason == "one position says nothing"
+
+
+def test_a_class_that_never_occurs_is_undecided() -> None:
+    never = np.zeros((ROWS, 8, 8), np.uint8)
+    head = HeadOutput(
+        np.log(maps(0.01 + rng().random(never.shape) / 100)).astype(np.float32), never, EVERYWHERE, CONTENT
+    )
+    one = ssl_diagnosis.diagnose("pin", head, {})
+    assert (one.word, one.rate) == ("undecided", 0)
+    assert math.isnan(one.average_precision)
+
+
+def test_a_head_that_is_asked_nothing_is_undecided() -> None:
+    one = diagnosis("piece", probabilities(ALTERNATIVES["piece"][oracle.EXACT], 0.9, 13), EVERYWHERE & False)
+    assert (one.word, one.reason) == ("undecided", "it is asked about no square (see data.hidden_squares)")
+    assert math.isnan(one.gain[0])
+
+
+def test_figures_are_those_of_their_definitions() -> None:
+    truth = np.zeros((ROWS, 8, 8), np.uint8)
+    truth[:, 0, :2] = 1  # 2 of 64 squares
+    p = np.full((ROWS, 8, 8), 0.05)
+    p[:, 0, 0], p[:, 0, 2] = 0.8, 0.7
+    p[:, 0, 1] = 0.06
+    p[:, 7, 7] += np.linspace(0, 0.001, ROWS)
+    head = HeadOutput(np.log(maps(p)).astype(np.float32), truth, EVERYWHERE, CONTENT)
+    one = ssl_diagnosis.diagnose("pin", head, {})
+    assert (one.precision, one.recall, one.f1) == (0.5, 0.5, 0.5)
+    assert one.rate == 2 / 64
+    assert one.uniform == math.log(2)
+    assert one.prior == pytest.approx(-(2 * math.log(2 / 64) + 62 * math.log(62 / 64)) / 64)
+    assert one.loss == pytest.approx(-np.where(truth == 1, np.log(p), np.log(1 - p)).mean(), rel=1e-5)
+    assert ssl_diagnosis.confusion(head).tolist() == [[61 * ROWS, ROWS], [ROWS, ROWS]]
+    # Half of the ones come first, then as many zeros, then the other half: precision 1, and 2 of 3.
+    assert one.average_precision == pytest.approx((1 + 2 / 3) / 2)
+    said_wrong = (abs(0.8 - 1) + abs(0.7 - 0)) / 64 + abs((0.06 + 61 * 0.05) / 62 - 1 / 62) * 62 / 64
+    assert one.calibration == pytest.approx(said_wrong, abs=1e-3)
+
+
+def test_equal_probabilities_count_together() -> None:
+    """The order of the squares is no knowledge: a constant head has the base rate as its average precision."""
+    truth = np.zeros((ROWS, 8, 8), np.uint8)
+    truth[:, 0] = 1
+    head = HeadOutput(np.log(maps(np.full(truth.shape, 0.3))).astype(np.float32), truth, EVERYWHERE, CONTENT)
+    assert ssl_diagnosis.average_precision(head) == pytest.approx(1 / 8)
+
+
+def test_calibrating_anew_finds_slope_and_offset_on_other_positions() -> None:
+    truth = (rng(4).random((ROWS, 8, 8)) < 0.2).astype(np.uint8)
+    right = np.log(0.2 / 0.8) + (truth - 0.2) * 3 + rng(5).normal(0, 1, truth.shape)
+    probability = 1 / (1 + np.exp(-right))
+    best = ssl_diagnosis.calibrated(
+        HeadOutput(np.log(maps(probability)).astype(np.float32), truth, EVERYWHERE, CONTENT)
+    )
+    bent = 1 / (1 + np.exp(-(0.3 * right - 2)))
+    again = ssl_diagnosis.calibrated(
+        HeadOutput(np.log(maps(bent)).astype(np.float32), truth, EVERYWHERE, CONTENT)
+    )
+    assert again.nats(truth).mean() == pytest.approx(best.nats(truth).mean(), rel=1e-3)
+
+
+def test_standard_errors_take_a_positions_squares_together() -> None:
+    """Forty positions of 64 equal squares are forty numbers, not 2,560."""
+    values = np.repeat(rng(3).normal(size=40), 64).reshape(40, 8, 8)
+    mean, error = ssl_diagnosis.mean_and_error(values, np.ones((40, 8, 8), bool))
+    rows = values[:, 0, 0]
+    assert mean == pytest.approx(rows.mean())
+    assert error == pytest.approx(rows.std(ddof=1) / math.sqrt(40))
