@@ -1,4 +1,4 @@
-"""Verdicts on updates from numbers alone."""
+"""Actions on updates from numbers alone; the warnings about them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from matrixlib.config import HealthConfig
-from matrixlib.engine.health import Health, Measured, Verdict
+from matrixlib.engine.health import Health
+from matrixlib.engine.stats import Action, Stats
 
 NAN, INF = math.nan, math.inf
-OK, SKIP, ROLLBACK, HALT = Verdict.OK, Verdict.SKIP, Verdict.ROLLBACK, Verdict.HALT
+OK, SKIP, ROLLBACK, HALT = Action
 GOOD, BAD, HIGH = (1.0, 1.0), (NAN, 1.0), (9.0, 1.0)
 
 
@@ -35,8 +37,12 @@ def options(**changes: object) -> HealthConfig:
     return HealthConfig.model_validate(values | changes)
 
 
-def run(health: Health, updates: Iterable[tuple[float, float]]) -> list[Verdict]:
-    return [health.judge(Measured(health.updates, loss, norm)) for loss, norm in updates]
+def stats(update: int = 0, loss: float = 1.0, norm: float = 1.0, **more: Any) -> Stats:
+    return Stats(update + 1, loss, norm, main_loss=loss, **more)
+
+
+def run(health: Health, updates: Iterable[tuple[float, float]]) -> list[Action]:
+    return [health.judge(stats(health.updates, loss, norm)) for loss, norm in updates]
 
 
 def settled(**changes: object) -> Health:
@@ -50,7 +56,7 @@ def settled(**changes: object) -> Health:
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "finite", "verdict"),
+    ("loss", "norm", "finite", "action"),
     [
         (1.0, 0.5, True, OK),
         (0.0, 0.0, True, OK),
@@ -63,15 +69,15 @@ def settled(**changes: object) -> Health:
         (1.0, 0.5, False, SKIP),  # inf - inf in two terms, say
     ],
 )
-def test_one_update(loss: float, norm: float, finite: bool, verdict: Verdict) -> None:
+def test_one_update(loss: float, norm: float, finite: bool, action: Action) -> None:
     health = Health(options())
-    assert health.judge(Measured(0, loss, norm, finite)) is verdict
-    assert health.skipped == (verdict is SKIP)
+    assert health.judge(stats(0, loss, norm, finite=finite)) is action
+    assert health.skipped == (action is SKIP)
     assert health.updates == 1
 
 
 @pytest.mark.parametrize(
-    ("updates", "verdicts"),
+    ("updates", "actions"),
     [
         ([BAD] * 3, [SKIP, SKIP, ROLLBACK]),
         ([BAD, BAD, GOOD, BAD, BAD], [SKIP, SKIP, OK, SKIP, SKIP]),
@@ -80,14 +86,14 @@ def test_one_update(loss: float, norm: float, finite: bool, verdict: Verdict) ->
         ([HIGH] * 9, [OK] * 9),  # no band is known yet: high is not too high
     ],
 )
-def test_non_finite_updates_in_a_row(updates: list[tuple[float, float]], verdicts: list[Verdict]) -> None:
+def test_non_finite_updates_in_a_row(updates: list[tuple[float, float]], actions: list[Action]) -> None:
     health = Health(options())
-    assert run(health, updates) == verdicts
-    assert health.skipped == sum(verdict is not OK for verdict in verdicts)
+    assert run(health, updates) == actions
+    assert health.skipped == sum(action is not OK for action in actions)
 
 
 @pytest.mark.parametrize(
-    ("updates", "verdicts"),
+    ("updates", "actions"),
     [
         ([HIGH] * 3, [OK, OK, ROLLBACK]),
         ([HIGH, HIGH, (2.0, 1.0), HIGH, HIGH], [OK] * 5),  # it came back by itself
@@ -97,10 +103,10 @@ def test_non_finite_updates_in_a_row(updates: list[tuple[float, float]], verdict
         ([(2.4, 2.0)] * 9, [OK] * 9),  # a little worse is no spike
     ],
 )
-def test_outliers_in_a_row(updates: list[tuple[float, float]], verdicts: list[Verdict]) -> None:
+def test_outliers_in_a_row(updates: list[tuple[float, float]], actions: list[Action]) -> None:
     health = settled()
-    assert run(health, updates) == verdicts
-    if ROLLBACK in verdicts:
+    assert run(health, updates) == actions
+    if ROLLBACK in actions:
         assert "median" in health.last
 
 
@@ -141,7 +147,7 @@ def around(level: float, updates: int, seed: int = 2) -> list[tuple[float, float
 
 
 @pytest.mark.parametrize(
-    ("level", "verdict"),
+    ("level", "action"),
     [
         (2.0, OK),
         (1.7, OK),
@@ -149,15 +155,15 @@ def around(level: float, updates: int, seed: int = 2) -> list[tuple[float, float
         (2.2, ROLLBACK),  # inside the band of the single losses, but not where they were
     ],
 )
-def test_a_short_spike_is_rolled_back_if_the_loss_settles_worse(level: float, verdict: Verdict) -> None:
+def test_a_short_spike_is_rolled_back_if_the_loss_settles_worse(level: float, action: Action) -> None:
     health = settled(window=40)
     run(health, around(2.0, 30))
     assert run(health, [HIGH, HIGH]) == [OK, OK]
     assert run(health, around(level, 9, seed=3)) == [OK] * 9
     assert not health.steady, "what comes of it is not known yet"
-    assert run(health, around(level, 1)) == [verdict]
+    assert run(health, around(level, 1)) == [action]
     assert health.steady
-    if verdict is ROLLBACK:
+    if action is ROLLBACK:
         assert health.onset == 50
         assert "settled at 2.2" in health.last
         assert "after a spike, from" in health.last
@@ -189,39 +195,39 @@ def test_gradients_of_the_warm_up_are_not_judged_and_not_counted_as_clipped() ->
     health = Health(options())
     for update in range(40):
         norm = 1.0 * 1.3**update  # grows by design
-        assert health.judge(Measured(update, 2.0, norm, clipped=True, warming_up=True)) is OK
+        assert health.judge(stats(update, 2.0, norm, clipped=True, warming_up=True)) is OK
     assert health.clip_share == 0
     assert health.norms == []
-    health.judge(Measured(40, 2.0, 1.0, clipped=True))
-    health.judge(Measured(41, 2.0, 1.0))
+    health.judge(stats(40, 2.0, 1.0, clipped=True))
+    health.judge(stats(41, 2.0, 1.0))
     assert health.clip_share == 0.5
 
 
 def test_the_share_of_clipped_gradients_forgets() -> None:
     health = Health(options())
     for update in range(1000):
-        health.judge(Measured(update, 2.0, 1.0, clipped=update < 500))
+        health.judge(stats(update, 2.0, 1.0, clipped=update < 500))
     assert health.clip_share == 0
 
 
 def test_an_overflow_of_the_loss_scale_never_counts_towards_a_rollback() -> None:
     health = Health(options())
     for update in range(50):
-        assert health.judge(Measured(update, 2.0, INF, finite=False, overflow=True)) is SKIP
+        assert health.judge(stats(update, 2.0, INF, finite=False, overflow=True)) is SKIP
     assert (health.overflows, health.skipped, health.nonfinite) == (50, 0, 0)
     assert health.steady
     assert health.scale_falls
     for update in range(50, 149):
-        health.judge(Measured(update, 2.0, 1.0))
-    health.judge(Measured(149, 2.0, INF, finite=False, overflow=True))
+        health.judge(stats(update, 2.0, 1.0))
+    health.judge(stats(149, 2.0, INF, finite=False, overflow=True))
     assert not health.scale_falls, "one fall in the last 100 updates is normal"
 
 
 def test_an_overflow_within_a_row_of_skips_does_not_end_it() -> None:
     health = Health(options())
     run(health, [BAD, BAD])
-    health.judge(Measured(2, 2.0, INF, finite=False, overflow=True))
-    assert health.judge(Measured(3, NAN, 1.0)) is ROLLBACK
+    health.judge(stats(2, 2.0, INF, finite=False, overflow=True))
+    assert health.judge(stats(3, NAN, 1.0)) is ROLLBACK
 
 
 def test_rolled_back_too_often_is_halt_with_a_diagnosis() -> None:
@@ -292,3 +298,34 @@ def test_the_state_survives_json() -> None:
 def test_no_tensors_are_needed() -> None:
     code = "import sys, matrixlib.engine.health, matrixlib.engine.gating; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_warnings_in_words() -> None:
+    well, ill = Health(options()), Health(options(), last="update 7: loss nan", overflowed=[1, 2, 3])
+    assert well.warnings(stats()) == []
+    empty = stats(empty=("plane",))
+    assert "no valid target of plane" in well.warnings(empty)[0]
+    assert well.warnings(empty, known=("plane",)) == []
+    skipped = stats(metrics={"class/skipped": 0.3}, counts={"class": 10})
+    assert well.warnings(skipped) == ["3 items without a usable target of class were skipped"]
+    assert "update 7: loss nan" in ill.warnings(stats(action=SKIP))[0]
+    assert "loss scale" in well.warnings(stats(action=SKIP, overflow=True))[0]
+    assert "fell 3 times" in ill.warnings(stats(action=SKIP, overflow=True))[1]
+
+
+@pytest.mark.parametrize(
+    ("clipped", "of", "before", "share"),
+    [
+        (99, 99, 0.0, ""),
+        (10, 100, 0.0, ""),
+        (11, 100, 0.0, "11%"),
+        (22, 100, 0.11, ""),
+        (23, 100, 0.11, "23%"),
+    ],
+)
+def test_too_many_clipped_gradients_are_told_at_twice_the_share(
+    clipped: int, of: int, before: float, share: str
+) -> None:
+    health = Health(options(), clips=[True] * clipped + [False] * (of - clipped))
+    messages = health.clip_warning(before)
+    assert [share in text for text in messages] == ([True] if share else [])

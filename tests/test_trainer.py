@@ -6,16 +6,18 @@ import errno
 import json
 import math
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_task import ToySource, ToyTask, toy_batch, toy_runtime
+from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_held_out, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
@@ -23,10 +25,11 @@ from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.task import Batch, Source, Task, slice_batch
-from matrixlib.engine.trainer import Trainer
+from matrixlib.engine.stats import Stats
+from matrixlib.engine.task import Batch
+from matrixlib.engine.trainer import Heartbeat, Trainer
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import load_config
 
@@ -43,20 +46,16 @@ def settings(**sections: dict[str, Any]) -> Config:
     return load_config("demo", configuration.merge(CHANGES, sections))
 
 
-def held_out(kind: str) -> Iterable[Batch]:
-    batch = toy_batch(24 if kind == "sample" else 50, seed=77)
-    return (slice_batch(batch, start, start + 16) for start in range(0, len(batch["x"]), 16))
-
-
 def build(
     folder: Path,
     task: ToyTask | None = None,
     config: Config | None = None,
     source: ToySource = ToySource(20),  # noqa: B008 - frozen
-    validation: Callable[[str], Iterable[Batch]] = held_out,
+    validation: Callable[[str], Iterable[Batch]] = toy_held_out,
     runtime: Runtime | None = None,
     steps: int = STEPS,
     model: nn.Module | None = None,
+    data: ToyData | None = None,
     **more: Any,
 ) -> Trainer:
     task = task or ToyTask(dropout=0.3, norm="batch")
@@ -67,17 +66,27 @@ def build(
         model=model or task.build_model(),
         runtime=runtime or toy_runtime(8),
         config=config,
-        source=source,
-        validation=validation,
+        data=data or ToyData(task, source, validation),
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-        evidence=lambda source, batches, where: (where / "batches.txt").write_text(str(list(batches))),
-        on_micro_batch=lambda size: (folder / "micro_batch.txt").write_text(str(size)),
         metrics=MetricsLog(folder / "metrics.jsonl"),
         steps=steps,
         state_extra={"config": {"name": "toy"}},
         **more,
     )
+
+
+def killed(trainer: Trainer, updates: Iterator[Stats], copy: Path) -> Path:
+    """The run's folder as a process leaves it that is killed now, with every checkpoint written that was begun."""
+    trainer.checkpoints.join()
+    shutil.copytree(trainer.metrics.path.parent, copy)
+    updates.close()
+    return copy
+
+
+def state(trainer: Trainer) -> dict[str, Any]:
+    """That of the newest checkpoint."""
+    return trainer.checkpoints.newest().state
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -159,19 +168,18 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, wh
 
 def test_a_crash_loses_what_came_after_the_checkpoint_and_nothing_else(tmp_path: Path, whole: Any) -> None:
     """Rows after the checkpoint are cut and written again."""
-    trainer = build(tmp_path)
+    trainer = build(tmp_path / "run")
     updates = trainer.train()
     for _ in range(8):
         next(updates)
-    trainer._save_if_new = lambda: None  # type: ignore[method-assign] # as if killed
-    updates.close()
-    assert len(history(tmp_path)) == 8
-    again = build(tmp_path)
+    folder = killed(trainer, updates, tmp_path / "killed")
+    assert len(history(folder)) == 8
+    again = build(folder)
     assert again.resume() == 6  # best full validation; the interval's is 5
-    assert len(history(tmp_path)) == 6
+    assert len(history(folder)) == 6
     list(again.train())
     assert equal(weights(again), whole[0])
-    assert history(tmp_path) == whole[1]
+    assert history(folder) == whole[1]
 
 
 def test_leaving_the_loop_saves(tmp_path: Path, whole: Any) -> None:
@@ -272,30 +280,60 @@ def test_an_error_in_an_update_leaves_an_emergency_checkpoint_from_before_it(
     assert equal(weights(again), whole[0])
 
 
-def test_an_error_while_weights_move_saves_nothing_half_made(tmp_path: Path) -> None:
-    trainer = build(tmp_path)
-    move = trainer._step._move
+def failing_at(trainer: Trainer, update: int, patch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of `update` (from 0): the weights have moved and their averages have not."""
+    average = trainer.ema.update
 
-    def failing(rate: float) -> None:
-        move(rate)
-        if trainer.step == 7:
+    def failing(model: nn.Module) -> None:
+        average(model)
+        if trainer.step == update:
+            patch.undo()
             raise RuntimeError("half-way")
 
-    trainer._step._move = failing  # type: ignore[method-assign]
+    patch.setattr(trainer.ema, "update", failing)
+
+
+def test_an_error_while_weights_move_saves_nothing_half_made(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same trainer is entered again, as a notebook's cell is: what was half-made is not trained on."""
+    trainer = build(tmp_path)
+    failing_at(trainer, 7, monkeypatch)
     with pytest.raises(RuntimeError, match="half-way") as caught:
         list(trainer.train())
     assert "checkpoint of update 6" in caught.value.__notes__[0]
     assert trainer.checkpoints.newest().step == 6
+    assert next(iter(trainer.train())).step == 7
+    list(trainer.train())
+    assert equal(weights(trainer), whole[0])
+    assert history(tmp_path) == whole[1]
 
 
-def test_a_failing_emergency_checkpoint_does_not_hide_the_error(tmp_path: Path) -> None:
+def test_what_was_half_made_before_the_first_checkpoint_is_never_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(tmp_path)
+    failing_at(trainer, 2, monkeypatch)
+    with pytest.raises(RuntimeError, match="half-way"):
+        list(trainer.train())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no checkpoint yet: open the run anew"):
+            list(trainer.train())
+
+
+def test_a_failing_emergency_checkpoint_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = Failing()
     task.error, task.trainer = RuntimeError("a bug"), (trainer := build(tmp_path, task))
+    save = trainer.checkpoints.save
 
-    def failing() -> None:
-        raise CheckpointError("the disk is full")
+    def failing(step: int, *arguments: Any, **more: Any) -> Path:
+        if step == 7:
+            raise CheckpointError("the disk is full")
+        return save(step, *arguments, **more)
 
-    trainer._save_if_new = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer.checkpoints, "save", failing)
     with pytest.raises(RuntimeError, match="a bug") as caught:
         list(trainer.train())
     assert caught.value.__notes__[0] == "the disk is full"
@@ -312,10 +350,10 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     def train() -> None:
         for stats in trainer.train():
             if stats.step == 7:
-                monkeypatch.setattr(trainer.metrics._file, "flush", full, raising=False)
-                monkeypatch.setattr(trainer._heartbeat, "beat", full)
+                monkeypatch.setattr(MetricsLog, "write", full)
+                monkeypatch.setattr(Heartbeat, "beat", full)
 
-    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl") as caught:
+    with pytest.raises(OSError, match="No space left on device") as caught:
         train()
     first, last = caught.value.__notes__
     assert (
@@ -323,6 +361,7 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
         == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
     )
     assert "heartbeat.json could not be written" in last
+    monkeypatch.undo()
     again = build(tmp_path)
     assert again.resume() == 6
     list(again.train())
@@ -353,7 +392,7 @@ def test_stats_say_what_happened(tmp_path: Path) -> None:
     assert [s.step for s in stats if s.statistics] == [4, 8, 12]
     assert set(stats[3].statistics["outputs"]) == {"class", "plane"}
     assert set(stats[3].statistics["gradient_norm"]) == {"median", "p95"}
-    assert all(s.throughput > 0 and s.seconds > 0 and s.verdict == "ok" for s in stats)
+    assert all(s.throughput > 0 and s.seconds > 0 and s.action == "ok" for s in stats)
     assert stats[0].learning_rate == pytest.approx(0.01 / 3)
     rows = history(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -404,14 +443,14 @@ def test_validation_uses_the_averaged_weights_and_gives_the_raw_ones_back(tmp_pa
 
 
 def test_the_sample_is_made_once(tmp_path: Path) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     def validation(kind: str) -> Iterable[Batch]:
-        asked.append(kind)
-        return held_out(kind)
+        requests.append(kind)
+        return toy_held_out(kind)
 
     list(build(tmp_path, validation=validation).train())
-    assert asked == ["sample", "full", "full"]
+    assert requests == ["sample", "full", "full"]
 
 
 def test_best_is_kept_across_a_resume(tmp_path: Path) -> None:
@@ -479,13 +518,13 @@ def poison(first: int, last: int) -> ToySource:
 def test_a_non_finite_update_is_skipped_and_reported(tmp_path: Path) -> None:
     trainer = build(tmp_path, source=poison(4, 5))
     stats = list(trainer.train())
-    assert [s.verdict for s in stats[3:7]] == ["ok", "skip", "skip", "ok"]
+    assert [s.action for s in stats[3:7]] == ["ok", "skip", "skip", "ok"]
     assert stats[-1].skipped == 2
     assert any("no weight moved" in message for message in trainer.messages)
     assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
-    again = build(tmp_path)
+    again = build(tmp_path, steps=STEPS + 1)
     again.resume()
-    assert again._step.health.skipped == 2
+    assert next(iter(again.train())).skipped == 2
 
 
 def test_a_term_without_targets_is_told_when_that_begins(tmp_path: Path) -> None:
@@ -501,13 +540,13 @@ def test_a_term_without_targets_is_told_when_that_begins(tmp_path: Path) -> None
 def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path: Path) -> None:
     trainer = build(tmp_path, source=poison(6, 15), steps=40)
     stats = list(trainer.train())
-    assert [s.verdict for s in stats].count("rollback") == 1
-    back = next(i for i, s in enumerate(stats) if s.verdict == "rollback")
+    assert [s.action for s in stats].count("rollback") == 1
+    back = next(i for i, s in enumerate(stats) if s.action == "rollback")
     assert stats[back].step == 16
     assert "checkpoint of update 6" in stats[back].messages[-1]
     assert "batches 6 to 15 are left out" in stats[back].messages[-1]
     assert stats[back + 1].step == 7
-    assert stats[back + 1].verdict == "ok"
+    assert stats[back + 1].action == "ok"
     assert stats[back + 1].learning_rate == pytest.approx(0.5 * stats[6].learning_rate)
     assert (stats[-1].step, stats[-1].rollbacks, stats[-1].skipped) == (40, 1, 10)
     assert [row["step"] for row in history(tmp_path)] == list(range(1, 41)), (
@@ -527,7 +566,6 @@ def test_a_run_that_was_rolled_back_equals_one_that_never_saw_the_batches(tmp_pa
     trainer = build(tmp_path / "bad", source=poison(6, 15), config=config, steps=40)
     list(trainer.train())
     clean = build(tmp_path / "clean", source=ToySource(20, skip=((6, 16),)), config=config, steps=40)
-    clean._skip_batches([(6, 16)])
     list(clean.train())
     assert equal(weights(trainer), weights(clean))
 
@@ -540,13 +578,12 @@ def test_a_run_with_a_rollback_resumes_bit_for_bit(tmp_path: Path, stop: int) ->
     updates = first.train()
     for _ in range(stop):
         next(updates)
-    first._save_if_new = lambda: None  # type: ignore[method-assign] # as if killed
-    updates.close()
-    second = build(tmp_path / "part", source=poison(6, 15), steps=30)
+    folder = killed(first, updates, tmp_path / "killed")
+    second = build(folder, source=poison(6, 15), steps=30)
     second.resume()
     list(second.train())
     assert equal(weights(second), weights(whole))
-    assert history(tmp_path / "part") == history(tmp_path / "whole")
+    assert history(folder) == history(tmp_path / "whole")
 
 
 SPIKES: dict[str, Any] = {
@@ -569,8 +606,8 @@ def spiking(first: int, last: int) -> ToySource:
 def test_a_loss_spike_is_rolled_back(tmp_path: Path) -> None:
     trainer = build(tmp_path, source=spiking(31, 36), config=settings(**SPIKES), steps=60)
     stats = list(trainer.train())
-    assert [s.verdict for s in stats].count("rollback") == 2, "three bad batches are left out at a time"
-    first = next(s for s in stats if s.verdict == "rollback")
+    assert [s.action for s in stats].count("rollback") == 2, "three bad batches are left out at a time"
+    first = next(s for s in stats if s.action == "rollback")
     assert first.step == 34
     assert "loss above" in first.messages[-1]
     assert "checkpoint of update 30" in first.messages[-1]
@@ -593,25 +630,26 @@ def test_a_short_spike_that_leaves_damage_is_rolled_back(tmp_path: Path, interva
         )
     )
     trainer = build(tmp_path, source=ToySource(20, change=change), config=config, steps=45)
-    back = [s for s in trainer.train() if s.verdict != "ok"]
-    assert "settled" in trainer._step.health.last
+    back = [s for s in trainer.train() if s.action != "ok"]
+    assert "settled" in state(trainer)["health"]["last"]
     if interval == 5:
-        assert back[0].verdict == "rollback"
+        assert back[0].action == "rollback"
         assert "checkpoint of update 30" in back[0].messages[-1]
     else:
-        assert [s.verdict for s in back] == ["skip"], "nowhere to go back to: no reason to stop"
+        assert [s.action for s in back] == ["skip"], "nowhere to go back to: no reason to stop"
 
 
 def test_the_checkpoint_of_the_interval_waits_while_the_loss_is_up(tmp_path: Path) -> None:
     config = settings(**configuration.merge(SPIKES, {"health": {"patience": 9}}))
     trainer = build(tmp_path, source=spiking(33, 35), config=config, steps=60)
     for stats in trainer.train():
+        newest = trainer.checkpoints.steps()[-1:]
         if stats.step == 36:
-            trainer.checkpoints.join()
-            assert trainer.checkpoints.steps()[-1] == 30, "35 was in the middle of it"
-        if trainer._step.health.steady and stats.step > 36:
+            assert newest == [30], "35 was in the middle of it"
+        if stats.step > 36 and newest > [30]:
             break
-    assert trainer.checkpoints.steps()[-1] == stats.step < 45, "the first steady update makes up for it"
+    assert newest[0] < 45, "the first steady update makes up for it"
+    assert not any(state(trainer)["health"][name] for name in ("outliers", "nonfinite", "before"))
 
 
 def test_trouble_without_end_halts_with_evidence(tmp_path: Path) -> None:
@@ -647,10 +685,13 @@ def test_a_smaller_micro_batch_is_stored_with_the_run(tmp_path: Path) -> None:
             return super().losses(model, batch, active)
 
     stats = list(build(tmp_path, Hungry()).train())
-    assert (tmp_path / "micro_batch.txt").read_text() == "4"
     assert stats[0].micro_step == 5
     assert any("micro-batch of 8" in message for message in stats[0].messages)
+    again = build(tmp_path, Hungry(), steps=STEPS + 1)
+    again.resume()
+    stats += again.train()
     assert not any("out of memory" in message for s in stats[1:] for message in s.messages)
+    assert stats[-1].micro_step == 5 * (STEPS + 1)
 
 
 def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path) -> None:
@@ -709,35 +750,35 @@ def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
 
 def in_phases(
     folder: Path, kind: str = "fractions", source: type[ToySource] = ToySource, **more: Any
-) -> Trainer:
+) -> tuple[Trainer, ToyData]:
     """A run whose second half (or whose phase after two good validations) gets other batches."""
     config = load_config("latin_quick").curriculum.model_copy(
         update={"kind": kind, "metric": "class/hits", "up": 0.2, "down": 0.0, "patience": 2, "dwell": 1}
     )
     halves = Dimension("half", ("first", "second"), (0.5, 0.5))
 
-    def enter(phase: Phase) -> tuple[Task, Source, Iterable[Batch]]:
-        entered.append(phase.values["half"])
-        return ToyTask(dropout=0.3, norm="batch"), source(20, seed=phase.number), held_out("sample")
+    def stages(phase: Phase) -> tuple[ToyTask, ToySource]:
+        return ToyTask(dropout=0.3, norm="batch"), source(20, seed=phase.number)
 
-    entered: list[str] = []
-    trainer = build(folder, curriculum=Curriculum(config, [halves]), enter=enter, **more)
-    trainer.entered = entered  # type: ignore[attr-defined]
-    return trainer
+    task = ToyTask(dropout=0.3, norm="batch")
+    data = ToyData(task, source(20), stages=stages)
+    return build(folder, task, curriculum=Curriculum(config, [halves]), data=data, **more), data
 
 
 @pytest.mark.parametrize("kind", ["fractions", "adaptive"])
 @pytest.mark.parametrize("stop", [5, 6, 7, 10])
 def test_phases_change_at_their_update_and_resume_bit_for_bit(tmp_path: Path, kind: str, stop: int) -> None:
-    whole = in_phases(tmp_path / "whole", kind)
+    whole, data = in_phases(tmp_path / "whole", kind)
     stats = list(whole.train())
     assert [s.phase for s in stats] == [0] * 6 + [1] * 6
-    assert whole.entered == ["first", "second"]
-    assert whole._step.health.losses == [s.loss for s in stats[6:]], "the band starts anew with the phase"
+    assert [phase.values["half"] for phase in data.entered] == ["first", "second"]
+    assert state(whole)["health"]["losses"] == [s.loss for s in stats[6:]], (
+        "the band starts anew with the phase"
+    )
     part = tmp_path / "part"
-    first = in_phases(part, kind)
+    first, _ = in_phases(part, kind)
     list(first.train(stop))
-    again = in_phases(part, kind)
+    again, _ = in_phases(part, kind)
     assert again.resume() == stop
     list(again.train())
     assert equal(weights(again), weights(whole))
@@ -754,34 +795,12 @@ def test_a_rollback_over_a_phase_change_goes_back_to_the_old_phase(tmp_path: Pat
                 yield batch
 
     config = settings(health={"skips": 2, "rollbacks": 9}, checkpoint={"interval": 5, "keep": 2})
-    trainer = in_phases(tmp_path, source=Bad, config=config)
+    trainer, _ = in_phases(tmp_path, source=Bad, config=config)
     stats = list(trainer.train())
-    assert [s.verdict for s in stats].count("rollback") == 3
+    assert [s.action for s in stats].count("rollback") == 3
     assert stats[-1].step == STEPS
     assert stats[-1].phase == 1
-    assert trainer._skip == [(6, 8), (8, 10), (10, 12)]
-
-
-def test_a_run_broken_off_in_the_middle_of_a_move_goes_on_from_the_checkpoint(
-    tmp_path: Path, whole: Any
-) -> None:
-    """The same trainer is entered again, as a notebook's cell is: what was half-made is not trained on."""
-    trainer = build(tmp_path)
-    move = trainer._step._move
-
-    def failing(rate: float) -> None:
-        move(rate)
-        if trainer.step == 7:
-            trainer._step._move = move  # type: ignore[method-assign]
-            raise RuntimeError("half-way")
-
-    trainer._step._move = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="half-way"):
-        list(trainer.train())
-    assert next(iter(trainer.train())).step == 7
-    list(trainer.train())
-    assert equal(weights(trainer), whole[0])
-    assert history(tmp_path) == whole[1]
+    assert state(trainer)["skip"] == [[6, 8], [8, 10], [10, 12]]
 
 
 def test_an_earlier_save_that_failed_does_not_stop_the_emergency_checkpoint(tmp_path: Path) -> None:
@@ -802,23 +821,29 @@ def test_an_earlier_save_that_failed_does_not_stop_the_emergency_checkpoint(tmp_
     assert trainer.checkpoints.newest().step == 7
 
 
-def test_tight_memory_cuts_the_chunk_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
-    """R103: the chunk of the self-supervised terms follows the memory, and a resumed run goes on with it."""
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is nearly full."""
     figures = {"rss_mib": 95.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
+    monitor = partial(Monitor, read=lambda device: figures)
+    monkeypatch.setattr("matrixlib.engine.trainer.Monitor", monitor)
+
+
+@pytest.mark.usefixtures("tight")
+def test_tight_memory_cuts_the_chunk_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
+    """The chunk of the self-supervised terms follows the memory, and a resumed run goes on with it."""
     trainer = build(tmp_path, ToyTask(gate_plane=True))
-    trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
-    said = [message for stats in trainer.train() for message in stats.messages]
-    assert any("the self-supervised heads work on 4 of 8 rows at once after update 10" in m for m in said)
+    messages = [message for stats in trainer.train() for message in stats.messages]
+    words = "the self-supervised heads work on 4 of 8 rows at once after update 10"
+    assert any(words in message for message in messages)
     assert trainer.model.chunk == 4
     again = build(tmp_path, ToyTask(gate_plane=True), steps=STEPS + 1)
     again.resume()
     assert again.model.chunk == 4
 
 
+@pytest.mark.usefixtures("tight")
 def test_without_gated_terms_there_is_no_chunk(tmp_path: Path) -> None:
-    figures = {"rss_mib": 95.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
     trainer = build(tmp_path)
-    trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
-    for _ in trainer.train():
-        pass
-    assert trainer._chunk == Chunk()
+    list(trainer.train())
+    assert state(trainer)["chunk"] == {"rows": 0, "calm": 0}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine.task import Batch
+from matrixlib.engine.curriculum import Phase
+from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.hardware.runtime import Runtime
 
 FEATURES, CLASSES = 6, 3
@@ -155,6 +157,35 @@ class ToySource:
 
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> ToySource:
         return replace(self, skip=tuple(ranges))
+
+
+def toy_held_out(kind: str) -> Iterator[Batch]:
+    """24 rows of the sample, 50 of the full set, by 16."""
+    batch = toy_batch(24 if kind == "sample" else 50, seed=77)
+    return (slice_batch(batch, start, start + 16) for start in range(0, len(batch["x"]), 16))
+
+
+@dataclass
+class ToyData:
+    """The data of a toy run. stages: task, source by phase, of a run with a curriculum; entered: those asked for."""
+
+    task: ToyTask
+    source: ToySource
+    validation: Callable[[str], Iterable[Batch]] = toy_held_out
+    stages: Callable[[Phase], tuple[ToyTask, ToySource]] | None = None
+    entered: list[Phase] = field(default_factory=list)
+
+    def batches(self, phase: Phase | None = None) -> tuple[ToyTask, ToySource]:
+        if phase is None or self.stages is None:
+            return self.task, self.source
+        self.entered.append(phase)
+        return self.stages(phase)
+
+    def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Batch]:
+        return self.validation(kind)
+
+    def records(self, source: ToySource, batches: Sequence[int], folder: Path) -> None:
+        (folder / "batches.txt").write_text(str(list(batches)))
 
 
 def toy_runtime(micro_batch: int = 8, **changes: Any) -> Runtime:

@@ -51,7 +51,7 @@ class Update:
         import torch
 
         from matrixlib.engine.optim import parameter_groups
-        from matrixlib.engine.step import make_step
+        from matrixlib.engine.step import Step
 
         runtime = plan.runtime
         base = {
@@ -77,7 +77,7 @@ class Update:
         self.runtime = runtimes.resolve(config.runtime, config.train, config.data)
         self._batch = next(iter(_loader(config, self.rows).batches(0, 1)))
         with torch.random.fork_rng(devices=[]):
-            self._step = make_step(task, task.build_model(), self.runtime, config, 1000)
+            self._step = Step(task, task.build_model(), self.runtime, config, 1000)
         if foreach:
             groups = parameter_groups(self._step.model, config.optim.weight_decay)
             self._step.optimiser = torch.optim.AdamW(groups, foreach=True)

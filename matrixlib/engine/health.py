@@ -1,4 +1,4 @@
-"""Verdict on an update, from numbers alone: may the weights move, must the run go back? No tensors here.
+"""The action on an update, from numbers alone: may the weights move, must the run go back? No tensors here.
 
 OK moves the weights. SKIP moves none: the loss or a gradient is not finite. ROLLBACK goes back to the last good
 checkpoint: loss or gradient norm stayed far above its running band, or came back from there to a worse loss, or
@@ -11,13 +11,13 @@ it do not widen it. It has an upper edge only: a falling loss is no fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from statistics import median
 from typing import Any
 
 from matrixlib.config import HealthConfig
+from matrixlib.engine.stats import Action, Stats
 
 NORMAL = 1.4826
 """Standard deviation of a normal distribution by its median absolute deviation."""
@@ -31,50 +31,19 @@ SETTLED_BAND = 1.25
 evenly by itself gets no further: its deviation is 0.37 windows of drift, the medians are 0.375 windows apart."""
 CLIP_WINDOW = 500
 """Updates after the warm-up that the share of clipped gradients looks back on."""
+CLIP_SHARE = 0.1
+"""Share of clipped updates after the warm-up above which the learning rate is probably too high."""
 OVERFLOW_WINDOW, OVERFLOWS = 100, 3
 """A loss scale that fell so often in so many updates is reported."""
-
-
-class Verdict(StrEnum):
-    """What becomes of an update."""
-
-    OK = "ok"
-    SKIP = "skip"
-    ROLLBACK = "rollback"
-    HALT = "halt"
 
 
 class TrainingHalted(ArithmeticError):
     """Training was stopped because it could not be kept stable; the message is the diagnosis."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a verdict is made of. All are numbers on the host.
-
-    update: index, from 0. loss: weighted mean without the self-supervised terms (their weights change). grad_norm:
-    global norm before clipping. finite: False if any part (a term, a gradient) is not finite. overflow: not finite,
-    but the loss is and a loss scale explains the rest. clipped: the norm was above the threshold. warming_up: the
-    learning rate has not reached its peak. detail: what is not finite, in words.
-    """
-
-    update: int
-    loss: float
-    grad_norm: float
-    finite: bool = True
-    overflow: bool = False
-    clipped: bool = False
-    warming_up: bool = False
-    detail: str = ""
-
-    def __str__(self) -> str:
-        text = f"update {self.update + 1}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
-        return f"{text}; {self.detail}" if self.detail else text
-
-
 @dataclass
 class Health:
-    """Counts of a run and its verdicts. Its whole state but `config` goes into the checkpoint (`to_dict`).
+    """Counts of a run, and what it does about each update. All but `config` goes into the checkpoint (`to_dict`).
 
     updates: updates judged. skipped: those with a non-finite loss or gradient. overflows: fp16 gradients beyond the
     range at the current loss scale; the scaler halves the scale, which is normal, so they count apart and never
@@ -103,63 +72,61 @@ class Health:
     cut_at: int = -1
     last: str = ""
 
-    def judge(self, seen: Measured) -> Verdict:
-        """Verdict on one update, counted. After SKIP, ROLLBACK and HALT no weight may move."""
+    def judge(self, stats: Stats) -> Action:
+        """What becomes of one update, which is counted. After SKIP, ROLLBACK and HALT no weight may move."""
         self.updates += 1
-        finite = seen.finite and math.isfinite(seen.loss) and math.isfinite(seen.grad_norm)
-        if not finite and seen.overflow:
+        finite = stats.finite and math.isfinite(stats.main_loss) and math.isfinite(stats.grad_norm)
+        if not finite and stats.overflow:
             self.overflows += 1
-            self.overflowed = [u for u in self.overflowed if u > seen.update - OVERFLOW_WINDOW] + [
-                seen.update
-            ]
-            return Verdict.SKIP
-        why = "not finite" if not finite else self._outlier(seen)
+            recent = [update for update in self.overflowed if update > stats.update - OVERFLOW_WINDOW]
+            self.overflowed = [*recent, stats.update]
+            return Action.SKIP
+        why = "not finite" if not finite else self._outlier(stats)
         if not why:
             self.nonfinite = self.outliers = 0
-            self._accept(seen)
-            return Verdict.ROLLBACK if self._settled_worse(seen) else Verdict.OK
+            self._accept(stats)
+            return Action.ROLLBACK if self._settled_worse(stats) else Action.OK
         if self.steady:
-            self.onset = seen.update
-        self.last = f"{seen}" if not finite else f"{seen}; {why}"
+            self.onset = stats.update
+        self.last = _words(stats) if not finite else f"{_words(stats)}; {why}"
         if finite:
             self.nonfinite, self.outliers = 0, self.outliers + 1
             self.before = self.before or self.losses
         else:
             self.skipped, self.nonfinite = self.skipped + 1, self.nonfinite + 1
         if self.nonfinite >= self.config.skips or self.outliers >= self.config.patience:
-            return Verdict.ROLLBACK if self.rollbacks < self.config.rollbacks else Verdict.HALT
-        return Verdict.OK if finite else Verdict.SKIP
+            return Action.ROLLBACK if self.rollbacks < self.config.rollbacks else Action.HALT
+        return Action.OK if finite else Action.SKIP
 
-    def _outlier(self, seen: Measured) -> str:
+    def _outlier(self, stats: Stats) -> str:
         """Which value lies above its band, in words; "" where none does or the band is not known yet.
 
         Gradient norms are judged after the warm-up only: during it they grow by design.
         """
-        found = []
+        reasons = []
         for name, value, band, floor in (
-            ("loss", seen.loss, self.losses, LOSS_FLOOR),
-            ("gradient norm", seen.grad_norm, self.norms, NORM_FLOOR),
+            ("loss", stats.main_loss, self.losses, LOSS_FLOOR),
+            ("gradient norm", stats.grad_norm, self.norms, NORM_FLOOR),
         ):
             if len(band) >= self.config.window // 4 and value > (edge := self._edge(band, floor)):
-                found.append(f"{name} above {edge:.4g}, the band's edge (median {median(band):.4g})")
-        return "; ".join(found)
+                reasons.append(f"{name} above {edge:.4g}, the band's edge (median {median(band):.4g})")
+        return "; ".join(reasons)
 
-    def _settled_worse(self, seen: Measured) -> bool:
+    def _settled_worse(self, stats: Stats) -> bool:
         """Whether the losses after a short spike have settled above those before it: the weights were damaged.
 
         Known once as many losses have come in as make a band. Such a run is not lost, so it is never halted for it.
         """
         if not self.before:
             return False
-        self.after = [*self.after, seen.loss]
+        self.after = [*self.after, stats.main_loss]
         if len(self.after) < self.config.window // 4:
             return False
         level, now = median(self.before[len(self.before) // 2 :]), median(self.after)
         worse = now > level + max(SETTLED_BAND * _deviation(self.before), SETTLED_FLOOR * abs(level))
         if worse:
-            self.last = (
-                f"{seen}; the median loss has settled at {now:.4g} after a spike, from {level:.4g} before it"
-            )
+            drift = f"the median loss has settled at {now:.4g} after a spike, from {level:.4g} before it"
+            self.last = f"{_words(stats)}; {drift}"
         self.before, self.after = [], []
         return worse and self.rollbacks < self.config.rollbacks
 
@@ -167,11 +134,11 @@ class Health:
         middle = median(band)
         return middle + self.config.band * max(_deviation(band), floor * abs(middle))
 
-    def _accept(self, seen: Measured) -> None:
-        self.losses = [*self.losses, seen.loss][-self.config.window :]
-        if not seen.warming_up:
-            self.norms = [*self.norms, seen.grad_norm][-self.config.window :]
-            self.clips = [*self.clips, seen.clipped][-CLIP_WINDOW:]
+    def _accept(self, stats: Stats) -> None:
+        self.losses = [*self.losses, stats.main_loss][-self.config.window :]
+        if not stats.warming_up:
+            self.norms = [*self.norms, stats.grad_norm][-self.config.window :]
+            self.clips = [*self.clips, stats.clipped][-CLIP_WINDOW:]
 
     @property
     def steady(self) -> bool:
@@ -249,6 +216,41 @@ class Health:
             "that were kept as evidence for bad targets."
         )
 
+    def warnings(self, stats: Stats, known: Container[str] = ()) -> list[str]:
+        """About an update with items or terms without targets, or one that was skipped.
+
+        known: terms without targets that need no further word. A task counts items without a target in the metric
+        "<term>/skipped".
+        """
+        empty = [term for term in stats.empty if term not in known]
+        messages = [f"no valid target of {', '.join(empty)} in this update"] if empty else []
+        for name, share in stats.metrics.items():
+            term, _, what = name.rpartition("/")
+            if what == "skipped" and share > 0:
+                count = share * stats.counts[term]
+                messages.append(f"{count:.0f} items without a usable target of {term} were skipped")
+        if stats.action is Action.SKIP:
+            cause = "the loss scale was too large" if stats.overflow else self.last
+            messages.append(f"update skipped, no weight moved: {cause}")
+        if stats.overflow and self.scale_falls:
+            messages.append(
+                f"the loss scale fell {len(self.overflowed)} times in {OVERFLOW_WINDOW} updates: normal at the start, "
+                "later a sign that gradients are about to blow up"
+            )
+        return messages
+
+    def clip_warning(self, before: float = 0.0) -> list[str]:
+        """A warning when too many of at least 100 gradients after the warm-up were clipped.
+
+        before: share of the last warning; there is another one at twice as much.
+        """
+        if len(self.clips) < 100 or self.clip_share <= max(CLIP_SHARE, 2 * before):
+            return []
+        return [
+            f"{self.clip_share:.0%} of the gradients after the warm-up were clipped; above {CLIP_SHARE:.0%} "
+            "the learning rate is probably too high"
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the checkpoint; Health.from_dict(h.config, h.to_dict()) == h."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
@@ -260,6 +262,11 @@ class Health:
         if odd := sorted(known ^ set(data)):
             raise ValueError(f"health state of the checkpoint is of another version: {', '.join(odd)}")
         return cls(config, **data)
+
+
+def _words(stats: Stats) -> str:
+    text = f"update {stats.step}: loss {stats.main_loss:.6g}, gradient norm {stats.grad_norm:.6g}"
+    return f"{text}; {stats.detail}" if stats.detail else text
 
 
 def _deviation(values: Sequence[float]) -> float:

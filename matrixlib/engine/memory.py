@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import nn
 
 from matrixlib.config import MemoryConfig
+from matrixlib.engine.diagnostics import hooked
 from matrixlib.hardware.runtime import machine
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MEBI = 2**20
 FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
@@ -45,14 +50,14 @@ def usage(device: torch.device) -> Figures:
     `reserved_mib` (tensors and the allocator's cache).
     """
     info = psutil.Process().memory_info()
-    found = {
+    figures = {
         "rss_mib": info.rss,
         "rss_peak_mib": max(info.rss, _rss_peak(info)),
         "total_mib": machine.memory(),
     }
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        found |= {
+        figures |= {
             "allocated_mib": torch.cuda.memory_allocated(device),
             "allocated_peak_mib": torch.cuda.max_memory_allocated(device),
             "reserved_mib": torch.cuda.memory_reserved(device),
@@ -60,12 +65,12 @@ def usage(device: torch.device) -> Figures:
             "device_total_mib": total,
         }
     elif device.type == "mps":
-        found |= {
+        figures |= {
             "allocated_mib": torch.mps.current_allocated_memory(),
             "driver_mib": torch.mps.driver_allocated_memory(),
             "device_total_mib": torch.mps.recommended_max_memory(),
         }
-    return {name: round(value / MEBI, 1) for name, value in found.items()}
+    return {name: round(value / MEBI, 1) for name, value in figures.items()}
 
 
 def _rss_peak(info: Any) -> int:
@@ -148,6 +153,57 @@ def sampled(device: torch.device, read: Callable[[torch.device], Figures] = usag
         look()
 
 
+def by_part(update: Callable[[], object], model: nn.Module, optimiser: torch.optim.Optimizer) -> pd.DataFrame:
+    """Where the memory of one update goes: what each part of `model` keeps from its forward pass, in MiB.
+
+    update: makes one with the model and optimiser; it is called twice, the first time to warm up. What is kept is
+    there until the backward pass. Weights, gradients and the optimiser's state are a row each.
+    """
+    import pandas as pd
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    on_device = next(model.parameters()).is_cuda
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    parts = set(_parts(model))
+    running: list[Any] = []
+    names: list[str] = []
+
+    def enter(name: str, *_: Any) -> None:
+        if name in parts:
+            names.append(name)
+            running.append(record_function(name).__enter__())
+
+    def leave(name: str, *_: Any) -> None:
+        if name in parts:
+            running.pop().__exit__(None, None, None)
+
+    update()
+    with hooked(model, enter, leave), profile(activities=activities, profile_memory=True) as profiler:
+        update()
+    used = {
+        event.key: event.device_memory_usage if on_device else event.cpu_memory_usage
+        for event in profiler.key_averages()
+    }
+    weights = _bytes(model.parameters())
+    state = _bytes(value for entry in optimiser.state.values() for value in entry.values())
+    table = {name: used[name] for name in names if name in used}
+    table |= {"weights": weights, "their gradients": weights, "optimiser": state}
+    return pd.DataFrame({"MiB": table}).div(MEBI).round(2)
+
+
+def _parts(model: nn.Module) -> Iterator[str]:
+    """Names of the network's parts: its children, and those of its lists and dicts of modules."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from (f"{name}.{inner}" for inner, _ in child.named_children())
+        else:
+            yield name
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+
+
 class Threshold:
     """A level that is crossed once, and again only after the value fell to `FALL` below it."""
 
@@ -200,7 +256,7 @@ class Monitor:
         self.needed = 0.0  # `needed` at the last check
 
     def apply_limit(self) -> str:
-        """Let the allocator refuse more than `memory.limit`; what was done, in words, "" where none is asked for."""
+        """Let the allocator refuse more than `memory.limit`; what was done, in words, "" without one."""
         if not self._limit:
             return ""
         if self._device.type == "cpu":
@@ -246,10 +302,10 @@ class Monitor:
     def interval(self) -> Figures:
         """`usage` with three more, for the time since the last call: `peak_mib`, `clears`; and `share` now.
 
-        peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has seen.
+        peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
         """
         figures = self._look()
-        found = figures | {
+        figures |= {
             "share": round(share(figures, self._limit), 4),
             "peak_mib": figures.get("allocated_peak_mib", self._peak),
             "clears": self._clears,
@@ -257,7 +313,7 @@ class Monitor:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak, self._clears = 0.0, 0
-        return found
+        return figures
 
     def _look(self) -> Figures:
         figures = self._read(self._device)

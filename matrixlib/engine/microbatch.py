@@ -11,14 +11,24 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from matrixlib.engine import memory
+from matrixlib.engine.task import rows
+from matrixlib.hardware.speed import synchronize
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from matrixlib.engine.step import Step
+    from matrixlib.engine.task import Batch
 
 PRECISION = 8  # the search ends when the gap between what fits and what does not is 1/8 of the former
 TOLERANCE = 0.03  # sizes this near to the best rate are as good: the smallest of them leaves most memory
 REPEATS = 2  # timed updates of a trial, after one that warms up
+SECONDS = 30.0  # of all trials
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,20 @@ class Tuning:
     size: int
     trials: tuple[Trial, ...]
 
-    def table(self) -> str:
-        """Plain text, smallest size first; the chosen one is marked."""
-        lines = [f"{'rows':>8} {'rows/s':>10} {'peak MiB':>10}"]
-        for trial in sorted(self.trials, key=lambda trial: trial.size):
-            rate = f"{trial.size / trial.seconds:,.1f}" if trial.seconds is not None else "-"
-            peak = f"{trial.peak_mib:,.0f}" if trial.peak_mib is not None else "-"
-            note = trial.problem or ("<- chosen" if trial.size == self.size else "fits")
-            lines.append(f"{trial.size:>8,} {rate:>10} {peak:>10}  {note}")
-        return "\n".join(lines)
+    def table(self) -> pd.DataFrame:
+        """A row a size, smallest first: rows, rows/s, peak MiB, and what came of it."""
+        import pandas as pd
+
+        table = [
+            {
+                "rows": f"{trial.size:,}",
+                "rows/s": f"{trial.size / trial.seconds:,.1f}" if trial.seconds is not None else "-",
+                "peak MiB": f"{trial.peak_mib:,.0f}" if trial.peak_mib is not None else "-",
+                "result": trial.problem or ("best" if trial.size == self.size else "fits"),
+            }
+            for trial in sorted(self.trials, key=lambda trial: trial.size)
+        ]
+        return pd.DataFrame(table).set_index("rows")
 
 
 def sizes(most: int, batch: int | None = None) -> Sequence[int]:
@@ -101,6 +116,20 @@ def best(tried: dict[int, float | None]) -> int:
     """The smallest size whose rows/s are within `TOLERANCE` of the most."""
     rates = {size: size / seconds for size, seconds in tried.items() if seconds is not None}
     return min(size for size, rate in rates.items() if rate >= (1 - TOLERANCE) * max(rates.values()))
+
+
+def tune_step(step: Step, batch: Batch, limit: float) -> Tuning:
+    """The best micro-batch of a throwaway step, for updates of all rows of `batch`. limit: as `memory.limit`."""
+    size, start = rows(batch), step.micro_batch
+
+    def update(count: int) -> None:
+        step.micro_batch = count
+        step({name: tensor[:count] for name, tensor in batch.items()})
+        if step.micro_batch < count:  # the step has helped itself
+            raise torch.OutOfMemoryError(f"{count} rows do not fit")
+
+    device = step.runtime.torch_device
+    return tune(update, size, device, SECONDS, start=min(start, size), most=size, limit=limit)
 
 
 def tune(
@@ -169,7 +198,7 @@ def _timed(
             for number in range(1 + REPEATS):
                 began = clock()
                 step_of_size(size)
-                _wait(device)
+                synchronize(device.type)
                 if number:
                     seconds = min(clock() - began, seconds or float("inf"))
     except (RuntimeError, MemoryError) as error:
@@ -179,10 +208,3 @@ def _timed(
     if seconds is None:
         gc.collect()  # what the failed update left in reference cycles
     return seconds, peak
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

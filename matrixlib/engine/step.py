@@ -1,4 +1,4 @@
-"""One update: micro-batches to the device, backward, one host read, verdict, optimiser step."""
+"""One update: forward and backward over micro-batches, judge by one host read, apply or skip."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import math
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from matrixlib.config import Config
-from matrixlib.engine import rng
+from matrixlib.engine import optim, rng
+from matrixlib.engine.checkpoint import Checkpoint
+from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
 from matrixlib.engine.gating import Gate
-from matrixlib.engine.health import Health, Measured, Verdict
-from matrixlib.engine.hooks import first_nonfinite
+from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import EMA, Schedule, unwrap
-from matrixlib.engine.optim import optimiser as build_optimiser
+from matrixlib.engine.stats import Action, Stats
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
 from matrixlib.files import cache_root
+from matrixlib.hardware.speed import synchronize
 
 if TYPE_CHECKING:
     from matrixlib.hardware.runtime import Runtime
@@ -53,75 +56,14 @@ def compiled(model: nn.Module, dynamic: bool | None = None) -> nn.Module:
     return forward
 
 
-@dataclass(frozen=True)
-class GradientReport:
-    """Parameters whose gradient looks wrong, by name; asked for at the first update.
-
-    missing: no gradient at all (cut off from every active loss). nonfinite: NaN or infinity in it. zero: all
-    zero. Some are rightly so: heads of inactive terms are missing, a layer behind one that starts at zero is
-    zero.
-    """
-
-    missing: tuple[str, ...] = ()
-    nonfinite: tuple[str, ...] = ()
-    zero: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """One line, at most five names a kind; empty when nothing looks wrong."""
-        parts = []
-        for kind, names in (
-            ("no", self.missing),
-            ("a non-finite", self.nonfinite),
-            ("an all-zero", self.zero),
-        ):
-            if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                parts.append(f"{kind} gradient: {', '.join(names[:5])}{more}")
-        return "; ".join(parts)
-
-
-def gradient_report(model: nn.Module) -> GradientReport:
-    """Look at `.grad` of every trainable parameter; one host read."""
-    named = [(name, p.grad) for name, p in unwrap(model).named_parameters() if p.requires_grad]
-    present = [(name, grad) for name, grad in named if grad is not None]
-    flags: list[list[bool]] = []
-    if present:
-        tests = [torch.stack((grad.isfinite().all(), (grad != 0).any())) for _, grad in present]
-        flags = torch.stack(tests).tolist()
-    names = [name for name, _ in present]
-    return GradientReport(
-        missing=tuple(name for name, grad in named if grad is None),
-        nonfinite=tuple(name for name, (finite, _) in zip(names, flags, strict=True) if not finite),
-        zero=tuple(name for name, (_, any_) in zip(names, flags, strict=True) if not any_),
-    )
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """Numbers of one update, all on the host.
-
-    update: its index, from 0. loss: weighted total of `losses`, the means over items by term. metrics: means
-    by "term/name". counts: items by term; a term without items is in `empty` and not in `losses`; one that is
-    gated out is in neither. grad_norm: global norm before clipping (unscaled). overflow: skipped because the
-    loss scale was too large. micro_batches: forward passes made. gate: factor on the weights of the
-    self-supervised terms. messages: what a person should know.
-    """
-
-    update: int
-    loss: float
-    losses: dict[str, float]
-    metrics: dict[str, float]
-    counts: dict[str, int]
-    empty: tuple[str, ...]
-    grad_norm: float
-    clipped: bool
-    learning_rate: float
-    verdict: Verdict
-    overflow: bool
-    micro_batches: int
-    gate: float = 1.0
-    report: GradientReport | None = None
-    messages: tuple[str, ...] = ()
+@contextlib.contextmanager
+def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
+    """A step with a fresh network, for updates before a run; random streams are afterwards as they were."""
+    streams = rng.capture(runtime.torch_device)
+    try:
+        yield Step(task, task.build_model(), runtime, config, steps=1000)
+    finally:
+        rng.restore(streams, runtime.torch_device)
 
 
 @dataclass(frozen=True)
@@ -137,31 +79,24 @@ class _Plan:
 
 
 class Step:
-    """Makes one update from one batch.
+    """Makes one update from one batch: forward and backward over micro-batches, judge, apply or skip.
 
-    State: `update` (index of the next one), `micro_batch` (halved when memory runs out), scaler, health, gate.
-    `moving` is True while weights and counters are being changed: an error then leaves them half-changed.
+    Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
+    pass, halved when memory runs out), gradients (the report that was asked for last), active (terms that are
+    computed at all), gated (those that may be left out for a while), whole (False while weights and counters are
+    being changed: an error then leaves them half-changed until `load_state_dict`).
+    The random streams are its own: what others draw between two updates changes nothing here.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        optimiser: torch.optim.AdamW,
-        schedule: Schedule,
-        runtime: Runtime,
-        config: Config,
-        micro_batch: int,
-        ema: EMA | None,
-        health: Health,
-        gate: Gate,
-    ) -> None:
-        """model: on the device, may be compiled. micro_batch: rows of one forward pass."""
-        if micro_batch < 1:
-            raise ValueError(f"micro_batch must be at least 1, got {micro_batch}")
-        self.model, self.task, self.optimiser, self.schedule = model, task, optimiser, schedule
-        self.runtime, self.config, self.micro_batch, self.ema = runtime, config, micro_batch, ema
-        self.health, self.gate = health, gate
+    def __init__(self, task: Task, model: nn.Module, runtime: Runtime, config: Config, steps: int) -> None:
+        """A step of a run of `steps` updates; the model goes to the device and into training mode."""
+        plain, self.model = place(model, runtime)
+        plain.train()
+        self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
+        self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
+        self.schedule = Schedule.of(config.optim, steps)
+        self.ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
+        self.health, self.gate = Health(config.health), Gate(config.gating)
         self.active = active_terms(task)
         if not self.active:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
@@ -169,32 +104,81 @@ class Step:
         self.gated = task.gated & self.active if self.active - task.gated else frozenset()
         self.scaler = runtime.grad_scaler()
         self.clock = Clock(runtime.torch_device)
+        self.gradients: GradientReport | None = None
         self.update = 0
-        self.moving = self._unscaled = False
+        self.whole, self._unscaled = True, False
         self._untried = True  # until an update has gone through the model, which may fail to compile
-        self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
-        self._buffers = [b for b in unwrap(model).buffers() if b is not None]
+        self._streams = rng.seeded(config.seed, runtime.torch_device)
+        self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        self._buffers = [b for b in plain.buffers() if b is not None]
 
-    def __call__(self, batch: Batch, report: bool = False) -> StepStats:
+    def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
 
         Each term's sum is divided by its count in the whole batch, so the micro-batch size does not change
-        the gradient. Where memory runs out, the update is repeated with half the micro-batch, from the same
-        random state and buffers. report: also look at every gradient (a second host read). Raises ValueError
-        when no parameter receives a gradient. After any error but one while `moving` the state is as before.
+        the gradient. report: also look at every gradient (a second host read). Raises ValueError
+        when no parameter receives a gradient. After any error while `whole` the state is as before.
         """
-        streams, before = rng.capture(self.runtime.torch_device), [b.clone() for b in self._buffers]
-        messages: list[str] = []
+        before = [b.clone() for b in self._buffers]
         try:
-            plan, sums = self._sums(batch, streams, before, messages)
-            self._untried = False
-            return self._judged(batch, plan, sums, streams, before, messages, report)
+            plan, sums, messages = self._forward_backward(batch, before)
+            stats, norm = self._judge(batch, plan, sums, before, report)
+            messages += self._apply_or_skip(stats, norm, before)
         except BaseException:
-            if not self.moving:
+            if self.whole:
                 with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
-                    self._restore(before)
+                    self._restore_buffers(before)
             self._keep_scale()
             raise
+        return replace(stats, messages=tuple(messages))
+
+    def train_on(self, task: Task) -> None:
+        """Go on with another task of the same terms: the data of another phase."""
+        self.task = task
+
+    def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """(tensors by group, plain data) of a checkpoint between two updates."""
+        assert self.whole, "a half-made update cannot be saved"
+        tensors = {
+            "model": optim.named_tensors(self.model),
+            "optimiser": optim.optimiser_tensors(self.optimiser, self.model),
+            "rng": self._streams.tensors(),
+        }
+        state: dict[str, Any] = {
+            "micro_batch": self.micro_batch,
+            "health": self.health.to_dict(),
+            "gate": self.gate.to_dict(),
+            "rng": self._streams.plain(),
+        }
+        if self.ema is not None:
+            tensors["ema"] = self.ema.state_dict()
+            state["ema_averages"] = self.ema.averages
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        return tensors, state
+
+    def load_state_dict(self, checkpoint: Checkpoint) -> None:
+        """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is."""
+        tensors, state = checkpoint.tensors, checkpoint.state
+        self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
+        optim.load_tensors(self.model, tensors["model"])
+        optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"])
+        if self.ema is not None:
+            self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.health = Health.from_dict(self.config.health, state["health"])
+        self.gate = Gate.from_dict(self.config.gating, state["gate"])
+        self._streams = rng.from_saved(tensors["rng"], state["rng"])
+        self.update, self.whole = checkpoint.step, True
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Load an earlier state, with a smaller learning rate and the counts of the run as they are."""
+        health = self.health
+        self.load_state_dict(checkpoint)
+        self.health = health.rolled_back(checkpoint.step, self.health)
+        if self.task.gated:
+            self.gate.freeze(checkpoint.step - 1)
 
     def _plan(self, batch: Batch) -> _Plan:
         factor = self.gate.factor(self.update)
@@ -207,115 +191,116 @@ class Step:
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
         return _Plan(weights, {t: counts[t] for t in active}, active - gated, until)
 
-    def _sums(
-        self, batch: Batch, streams: rng.Streams, before: list[Tensor], messages: list[str]
-    ) -> tuple[_Plan, dict[str, Tensor]]:
-        """Gradients of the whole batch in `.grad`; what was computed, sums of losses and metrics on the device."""
+    def _forward_backward(
+        self, batch: Batch, before: list[Tensor]
+    ) -> tuple[_Plan, dict[str, Tensor], list[str]]:
+        """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
+
+        Where memory runs out, or a compiled model fails at its first update, it is repeated with half the
+        micro-batch, or without the compiler, from the same random state and buffers.
+        """
+        messages: list[str] = []
         while True:
+            rng.restore(self._streams, self.runtime.torch_device)
             self.optimiser.zero_grad(set_to_none=True)
             plan = self._plan(batch)
             try:
-                return plan, self._accumulate(batch, plan)
+                sums = self._accumulate(batch, plan)
+                self._untried = False
+                return plan, sums, messages
             except (RuntimeError, MemoryError) as error:
-                short, said = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
+                short, text = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
                 untried = not short and self._untried and unwrap(self.model) is not self.model
                 if not untried and (self.micro_batch == 1 or not short):
                     raise
             # Outside of the except block: the traceback would keep the activations alive.
+            self._restore_buffers(before)
             if untried:  # an error of the model's own comes back without the compiler
                 self.model = unwrap(self.model)
-                messages.append(f"torch.compile failed, going on without it: {said[:200]}")
-                self._restore(before)
-                rng.restore(streams, self.runtime.torch_device)
+                messages.append(f"torch.compile failed, going on without it: {text[:200]}")
                 continue
             size = min(self.micro_batch, rows(batch))
             self.micro_batch = -(-size // 2)
             messages.append(
-                f"out of memory with a micro-batch of {size} ({said}); the update is repeated with "
+                f"out of memory with a micro-batch of {size} ({text}); the update is repeated with "
                 f"{self.micro_batch}, which the run keeps from now on"
             )
-            self._restore(before)
-            rng.restore(streams, self.runtime.torch_device)
 
-    def _judged(
-        self,
-        batch: Batch,
-        plan: _Plan,
-        sums: dict[str, Tensor],
-        streams: rng.Streams,
-        before: list[Tensor],
-        messages: list[str],
-        report: bool,
-    ) -> StepStats:
-        """Read the numbers, decide, and move the weights or put the buffers back."""
+    def _judge(
+        self, batch: Batch, plan: _Plan, sums: dict[str, Tensor], before: list[Tensor], report: bool
+    ) -> tuple[Stats, Tensor]:
+        """Read the numbers and decide; the stats and the gradients' norm. From here on counters and weights change
+        together.
+        """
         if self.scaler is not None:
             self._unscaled = True
             self.scaler.unscale_(self.optimiser)
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         with self.clock.phase("read"):
             values = _read({"": norm, **sums})
-
         grad_norm, counts = values.pop(""), plan.counts
         losses = {t: values[t] / counts[t] for t in sorted(counts) if counts[t]}
         finite = all(math.isfinite(values[term]) for term in counts)
         healthy = finite and math.isfinite(grad_norm)
         overflow = not healthy and finite and self.scaler is not None and self.scaler.get_scale() > 1
-        found = gradient_report(self.model) if report or not healthy else None
+        gradients = gradient_report(self.model) if report or not healthy else None
+        self.gradients = gradients if report else self.gradients
         detail = ""
         if not healthy:
-            detail = _culprits({t: values[t] for t in counts}, found)
+            detail = _culprits({t: values[t] for t in counts}, str(gradients))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
-                detail += self._first_nonfinite(batch, plan, streams, before)
-        clipped = grad_norm > self.config.optim.clip_norm
-        rate = self.schedule(self.update) * self.health.rate_scale(self.update)
-        self.moving = True  # from here on counters and weights change together
-        verdict = self.health.judge(
-            Measured(
-                self.update,
-                sum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
-                grad_norm,
-                healthy,
-                overflow,
-                clipped,
-                self.update < self.schedule.warmup,
-                detail,
-            )
-        )
-        if verdict is Verdict.OK:
-            if clipped:
-                clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
-            with self.clock.phase("optimiser"):
-                self._move(rate)
-        else:
-            self._restore(before)
-            unstable = not overflow and self.gated
-            if unstable and self.gate.freeze(self.update):
-                messages.append(
-                    f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
-                )
-        if self.scaler is not None and (verdict is Verdict.OK or overflow):
-            self.scaler.update()
-            self._unscaled = False
-        self._keep_scale()
-        self.update += 1
-        self.moving = False
-        return StepStats(
-            update=self.update - 1,
+                detail += self._first_nonfinite(batch, plan, before)
+        stats = Stats(
+            step=self.update + 1,
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
+            main_loss=sum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
             losses=losses,
             metrics=_means({k: v for k, v in values.items() if k not in counts}, counts),
             counts=counts,
             empty=tuple(term for term in sorted(counts) if not counts[term]),
             grad_norm=grad_norm,
-            clipped=clipped,
-            learning_rate=rate,
-            verdict=verdict,
+            finite=healthy,
             overflow=overflow,
-            micro_batches=-(-rows(batch) // self.micro_batch),
-            gate=self.gate.factor(self.update - 1),
-            report=found,
-            messages=tuple(messages),
+            detail=detail,
+            clipped=grad_norm > self.config.optim.clip_norm,
+            warming_up=self.update < self.schedule.warmup,
+            learning_rate=self.schedule(self.update) * self.health.rate_scale(self.update),
+            passes=-(-rows(batch) // self.micro_batch),
+            gate=self.gate.factor(self.update) if self.gated else None,
         )
+        self.whole = False
+        action, health = self.health.judge(stats), self.health
+        return replace(
+            stats,
+            action=action,
+            clip_share=health.clip_share,
+            skipped=health.skipped,
+            overflows=health.overflows,
+            rollbacks=health.rollbacks,
+        ), norm
+
+    def _apply_or_skip(self, stats: Stats, norm: Tensor, before: list[Tensor]) -> list[str]:
+        """Move the weights, or put the buffers back; messages."""
+        messages = []
+        if stats.action is Action.OK:
+            if stats.clipped:
+                clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
+            with self.clock.phase("optimiser"):
+                self._move(stats.learning_rate)
+        else:
+            self._restore_buffers(before)
+            if not stats.overflow and self.gated and self.gate.freeze(self.update):
+                messages.append(
+                    f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
+                )
+        if self.scaler is not None and (stats.action is Action.OK or stats.overflow):
+            self.scaler.update()
+            self._unscaled = False
+        self._keep_scale()
+        self._streams = rng.capture(self.runtime.torch_device)
+        self.update += 1
+        self.whole = True
+        return messages
 
     def _keep_scale(self) -> None:
         """Close an update whose gradients were unscaled and not used, with the loss scale as it is: a bad batch says
@@ -335,17 +320,16 @@ class Step:
             with self.clock.phase("copy"):
                 part = to_device(part, self.runtime.torch_device)
             with self.clock.phase("forward"):
-                total, found = self._forward(part, plan, active)
+                total, values = self._forward(part, plan, active)
             if not total.requires_grad:
                 raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
             with self.clock.phase("backward"):
                 (total if self.scaler is None else self.scaler.scale(total)).backward()
-            for name, value in found.items():
+            for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
             stop = start + self.micro_batch
             if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
-                if self.runtime.device != "cpu":
-                    torch.accelerator.synchronize()  # else the clock would see launches alone
+                synchronize(self.runtime.device)  # else the clock would see launches alone
                 self.gate.took(time.monotonic() - started, plan.until)
         return sums
 
@@ -353,7 +337,7 @@ class Step:
         """Weighted loss of one micro-batch on the device, its share of the update's, and detached sums by name."""
         with self.runtime.autocast():
             losses, metrics = self.task.losses(self.model, part, active)
-        assert losses.keys() == active, f"task gave {sorted(losses)}, asked for {sorted(active)}"
+        assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
         # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
         total = torch.stack(
             [
@@ -363,14 +347,14 @@ class Step:
         ).sum()
         return total, {name: value.detach() for name, value in (losses | metrics).items()}
 
-    def _first_nonfinite(self, batch: Batch, plan: _Plan, streams: rng.Streams, before: list[Tensor]) -> str:
+    def _first_nonfinite(self, batch: Batch, plan: _Plan, before: list[Tensor]) -> str:
         """Replay the update with a check on every module; the first that went bad, in words. Gradients and buffers
         are left as the replay makes them: the update moves nothing.
         """
         compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
-        self._restore(before)
+        self._restore_buffers(before)
         after = rng.capture(self.runtime.torch_device)
-        rng.restore(streams, self.runtime.torch_device)
+        rng.restore(self._streams, self.runtime.torch_device)
         try:
             name = first_nonfinite(lambda: self._accumulate(batch, plan, timed=False), self.model)
         except (RuntimeError, MemoryError) as error:
@@ -382,7 +366,7 @@ class Step:
             rng.restore(after, self.runtime.torch_device)
         return f"; first: {name}" if name else ""
 
-    def _restore(self, before: list[Tensor]) -> None:
+    def _restore_buffers(self, before: list[Tensor]) -> None:
         with torch.no_grad():
             for buffer, old in zip(self._buffers, before, strict=True):
                 buffer.copy_(old)
@@ -396,17 +380,6 @@ class Step:
             self.scaler.step(self.optimiser)
         if self.ema is not None:
             self.ema.update(self.model)
-
-
-def make_step(task: Task, model: nn.Module, runtime: Runtime, config: Config, steps: int) -> Step:
-    """The step of a run of `steps` updates: model on the device in training mode, optimiser, averages."""
-    plain, forward = place(model, runtime)
-    plain.train()
-    adamw = build_optimiser(plain, config.optim, runtime.torch_device)
-    schedule = Schedule.of(config.optim, steps)
-    ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
-    health, gate = Health(config.health), Gate(config.gating)
-    return Step(forward, task, adamw, schedule, runtime, config, runtime.micro_batch, ema, health, gate)
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:
@@ -423,7 +396,7 @@ def _means(sums: dict[str, float], counts: dict[str, int]) -> dict[str, float]:
     return {name: value / counts[terms[name]] for name, value in sums.items() if counts[terms[name]]}
 
 
-def _culprits(sums: dict[str, float], found: GradientReport | None) -> str:
+def _culprits(sums: dict[str, float], gradients: str) -> str:
     terms = sorted(term for term, value in sums.items() if not math.isfinite(value))
-    parts = [f"not finite: loss of {', '.join(terms)}"] if terms else []
-    return "; ".join([*parts, str(found)] if found and str(found) else parts)
+    loss = f"not finite: loss of {', '.join(terms)}" if terms else ""
+    return "; ".join(filter(None, [loss, gradients]))

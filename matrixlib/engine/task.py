@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from matrixlib.engine.curriculum import Phase
 
 Batch = dict[str, Tensor]
 """Name -> tensor; every tensor has the same leading dimension B (rows)."""
@@ -110,6 +114,22 @@ class Source(Protocol):
 
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> Source:
         """The same stream without the batches of these raw ranges (start, stop)."""
+        ...
+
+
+class Data(Protocol):
+    """What a run trains on and is judged by. phase: of its curriculum; the whole data without one."""
+
+    def batches(self, phase: Phase | None = None) -> tuple[Task, Source]:
+        """The task that prepares and scores the training batches, and where these come from."""
+        ...
+
+    def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Batch]:
+        """Host batches of the fixed "sample" of the held-out rows or of the "full" set; empty where there are none."""
+        ...
+
+    def records(self, source: Source, batches: Sequence[int], folder: Path) -> None:
+        """Keep the stored rows of these raw batch numbers in `folder`, after a blow-up."""
         ...
 
 

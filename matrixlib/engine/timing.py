@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
+
+from matrixlib.engine.stats import Stats
 
 PHASES = ("wait", "copy", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
 """wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
@@ -23,16 +27,51 @@ STARVED_SHARE, STARVED_UPDATES = 0.2, 100
 """The loader is late when it took this share of so many updates."""
 FIRST_UPDATES = 20
 """In these the workers start, and nothing is held against them."""
+WARM_UPDATES, LEAST_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 20, 100, 6.0
+"""Updates before a run that are not timed, and bounds of those that are."""
+PRECISE = 0.02
+"""Timed updates end when their median is known to this share of it."""
+SHORTEST = 20
+"""Updates of a run, where they are slow."""
+BESIDES = 1.1
+"""A run's update in timed ones: moving average, metrics, validation, checkpoints."""
 
 
-class HasStep(Protocol):
-    """What is said of an update: its number, from 1."""
+def fit_steps(update: Callable[[int], object], minutes: float) -> int:
+    """Updates that fit in `minutes`, by timing a few. update(i): makes update i of a throwaway step."""
+    times: list[float] = []
+    # The first updates are slow: kernels are compiled and memory is claimed.
+    for i in range(WARM_UPDATES + MOST_UPDATES):
+        started = time.perf_counter()
+        update(i)
+        if i >= WARM_UPDATES:
+            times.append(time.perf_counter() - started)
+        if sum(times) > TRIAL_SECONDS or _settled(times):
+            break
+    return max(SHORTEST, int(minutes * 60 / (BESIDES * statistics.median(times))))
 
-    @property
-    def step(self) -> int: ...
+
+def _settled(times: Sequence[float]) -> bool:
+    """Whether the median is known well enough: the 95 % interval of order statistics, n / 2 -+ sqrt(n)."""
+    count = len(times)
+    if count < LEAST_UPDATES:
+        return False
+    ordered, half = sorted(times), math.ceil(math.sqrt(count))
+    low, high = ordered[count // 2 - half], ordered[count // 2 + half]
+    return high - low <= 2 * PRECISE * ordered[count // 2]
 
 
-Traced = TypeVar("Traced", bound=HasStep)
+class Throughput:
+    """Rows per second over the last updates: waiting for data counts, validation and checkpoints do not."""
+
+    def __init__(self, window: int = 20) -> None:
+        self._updates: deque[tuple[int, float]] = deque(maxlen=window)
+
+    def add(self, rows: int, seconds: float) -> float:
+        """Take in one update; the rate over the window."""
+        self._updates.append((rows, seconds))
+        total = sum(seconds for _, seconds in self._updates)
+        return sum(rows for rows, _ in self._updates) / total if total > 0 else 0.0
 
 
 class Clock:
@@ -65,8 +104,8 @@ class Clock:
         while self._events and self._events[0][2].query():
             name, start, stop = self._events.popleft()
             self._add(name, start.elapsed_time(stop) / 1000)
-        taken, self._seconds = self._seconds, {}
-        return {name: round(taken[name], 6) for name in PHASES if name in taken}
+        seconds, self._seconds = self._seconds, {}
+        return {name: round(seconds[name], 6) for name in PHASES if name in seconds}
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -78,7 +117,7 @@ class Starvation:
     def __init__(self, workers: int, prefetch: int) -> None:
         self._workers, self._prefetch = workers, prefetch
         self._last: deque[tuple[float, float]] = deque(maxlen=STARVED_UPDATES)
-        self._quiet = STARVED_UPDATES  # updates to come in which nothing is said
+        self._quiet = STARVED_UPDATES  # updates to come without a warning
         self._first = FIRST_UPDATES  # to come that do not count
 
     def look(self, waited: float, seconds: float) -> str:
@@ -88,7 +127,7 @@ class Starvation:
             return ""
         self._last.append((waited, seconds))
         self._quiet = max(0, self._quiet - 1)
-        total = sum(taken for _, taken in self._last)
+        total = sum(seconds for _, seconds in self._last)
         share = sum(late for late, _ in self._last) / total if total else 0.0
         if self._quiet or len(self._last) < STARVED_UPDATES or share <= STARVED_SHARE:
             return ""
@@ -103,7 +142,7 @@ class Starvation:
         return f"waiting for data took {share:.0%} of the last {STARVED_UPDATES} updates; {remedy}"
 
 
-def traced(updates: Iterator[Traced], after: int, path: Path) -> Iterator[Traced]:
+def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
     """The same updates; the `TRACED` that follow update `after`, fewer where they end before, are recorded as a Chrome
     trace. after: 0 = none."""
     recorder: torch.profiler.profile | None = None
@@ -133,14 +172,14 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Phase -> its seconds (n,) in the updates where it happened, from rows of metrics.jsonl; `other` is the rest of
     `seconds`, which spans waiting and the update. Saving stands in the row of the update after it, so that after the
     last one is missing."""
-    found: dict[str, list[float]] = {}
+    phases: dict[str, list[float]] = {}
     for row in rows:
         times = row.get("times", {})
         inside = _inside({name: times[name] for name in times if name not in BETWEEN}, row["seconds"])
         for name, seconds in {**times, **inside}.items():
-            found.setdefault(name, []).append(seconds)
-        found.setdefault("other", []).append(max(row["seconds"] - sum(inside.values()), 0.0))
-    return {name: np.array(found[name]) for name in (*PHASES, "other") if name in found}
+            phases.setdefault(name, []).append(seconds)
+        phases.setdefault("other", []).append(max(row["seconds"] - sum(inside.values()), 0.0))
+    return {name: np.array(phases[name]) for name in (*PHASES, "other") if name in phases}
 
 
 def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
@@ -148,7 +187,7 @@ def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
 
     They are more only where a GPU worked while the host did something else. `read` then is the host's wait for phases
     that are counted themselves, and what is still too much, as the optimiser's work runs on into the next update, is
-    taken from all alike.
+    subtracted from all alike.
     """
     times = dict(times)
     if "read" in times and sum(times.values()) > whole:

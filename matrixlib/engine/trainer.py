@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,20 +16,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from matrixlib.config import Config
-from matrixlib.engine import anatomy, optim, rng, statistics
+from matrixlib.engine import diagnostics, optim, signals
 from matrixlib.engine import metrics as metrics_log
-from matrixlib.engine import signals as interrupt
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from matrixlib.engine.curriculum import Curriculum, Phase
-from matrixlib.engine.gating import Gate
-from matrixlib.engine.health import Health, TrainingHalted, Verdict
+from matrixlib.engine.curriculum import Curriculum
+from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.statistics import Stats
-from matrixlib.engine.step import GradientReport, StepStats, make_step
-from matrixlib.engine.task import Batch, Source, Task, rows, slice_batch
-from matrixlib.engine.timing import Starvation
+from matrixlib.engine.stats import WINDOW, Action, Stats, norm_quantiles
+from matrixlib.engine.step import Step
+from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
+from matrixlib.engine.timing import Starvation, Throughput
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
 from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
@@ -42,9 +41,9 @@ EVIDENCE = 16
 class Trainer:
     """Trains one model to its last update. Build, `resume`, then iterate over `train`.
 
-    Attributes: model (plain module, raw weights), step (updates done), stop_reason ("" or why training
-    ended early), gradients (report of the first update, None in a resumed process), initial (the first
-    losses beside chance level), messages (warnings so far).
+    Attributes: model (plain module, raw weights), ema (its averages, or None), step (updates done), initial (the first
+    losses beside chance level), messages (warnings so far), peak (rows a second that would take the device's whole
+    matrix rate, where that is known), curriculum.
     """
 
     def __init__(
@@ -54,59 +53,51 @@ class Trainer:
         model: nn.Module,
         runtime: Runtime,
         config: Config,
-        source: Source,
-        validation: Callable[[str], Iterable[Batch]],
+        data: Data,
         folder: Path,
         checkpoints: Checkpoints,
         metrics: MetricsLog,
         steps: int,
         state_extra: Mapping[str, Any] | None = None,
         curriculum: Curriculum | None = None,
-        enter: Callable[[Phase], tuple[Task, Source, Iterable[Batch]]] | None = None,
-        evidence: Callable[[Source, Sequence[int], Path], None] = lambda source, batches, folder: None,
-        on_micro_batch: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Nothing is read or trained yet.
 
-        source: where the batches of the updates come from. validation(kind): host batches of the fixed
-        "sample" or the "full" set; empty where there is none. folder: gets heartbeat.json and evidence/.
+        data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/.
         steps: updates of the whole run. state_extra: JSON data that every checkpoint also holds (config, ...).
-        curriculum, enter: where training goes through phases, enter(phase) gives the task, the source and the
-        held-out batches of one; `task`, `source` and `validation` then are those of the whole.
-        evidence(source, batches, folder): keeps the records of these raw batch numbers, after a blow-up.
-        on_micro_batch(size): called when memory ran out and a smaller micro-batch is used from now on.
         """
         self.task, self.runtime, self.config, self.steps = task, runtime, config, steps
-        self.checkpoints, self.metrics = checkpoints, metrics
+        self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
         self.state_extra = state_extra if state_extra is not None else {}
-        self._source, self._validation, self._skip = source, validation, list[tuple[int, int]]()
-        self.curriculum, self._enter, self._phase_held_out = curriculum, enter, list[Batch]()
-        self._evidence, self._on_micro_batch = evidence, on_micro_batch
-        self._device, self._folder = runtime.torch_device, Path(folder)
-        self._memory = Monitor(self._device, config.memory)
-        self._chunk = Chunk()
-        said = self._memory.apply_limit()
-        self.messages: list[str] = [said] if said else []
-        self._step = make_step(task, model, runtime, config, steps)
+        self._data, self._source = data, data.batches()[1]
+        self._skip, self._phase_held_out = list[tuple[int, int]](), list[Batch]()
+        self._folder = Path(folder)
+        self._memory, self._chunk = Monitor(runtime.torch_device, config.memory), Chunk()
+        limit = self._memory.apply_limit()
+        self.messages: list[str] = [limit] if limit else []
+        self._step = Step(task, model, runtime, config, steps)
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
         self._cadence = Cadence(config.validation)
-        self._norms, self._throughput = statistics.GradientNorms(), statistics.Throughput()
+        self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
         self._starvation = Starvation(runtime.workers, runtime.prefetch)
         seconds = config.train.heartbeat_seconds
-        self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, self._device)
-        self.peak: float | None = None  # rows a second that would take the device's whole matrix rate
-        self._streams = rng.seeded(config.seed, self._device)
+        self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, runtime.torch_device)
+        self.peak: float | None = None
         self._sample: list[Batch] | None = None
         self.step = self.micro_step = 0
-        self.gradients: GradientReport | None = None
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
-        self._fresh = True  # False where the weights were given
-        self._clipped = 0.0  # share of clipped gradients that was last warned about
+        self._fresh = True  # False where training begins with weights of another run
+        self._clipped = 0.0  # share of clipped gradients of the last warning
         self._saved = -1  # update count of the newest checkpoint
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
+
+    @property
+    def gradients(self) -> diagnostics.GradientReport | None:
+        """Parameters whose gradient looked wrong at the first update; None in a resumed process."""
+        return self._step.gradients
 
     @property
     def stop_reason(self) -> str:
@@ -115,7 +106,7 @@ class Trainer:
 
     @property
     def _between_updates(self) -> bool:
-        return self._whole and not self._step.moving and self._step.update == self.step
+        return self._whole and self._step.whole and self._step.update == self.step
 
     @property
     def left_behind(self) -> bool:
@@ -128,20 +119,21 @@ class Trainer:
         metrics.jsonl is cut back to it. Raises CheckpointError when every checkpoint is damaged or the newest
         whole one is of another model.
         """
-        found = self.checkpoints.newest()
-        if found is None:
+        checkpoint = self.checkpoints.newest()
+        if checkpoint is None:
             self.metrics.truncate_to(0)
             return 0
         try:
-            self._restore(found)
-            self._chunk = Chunk(**found.state["chunk"])  # a rollback keeps the one that memory needs now
+            self._step.load_state_dict(checkpoint)
+            self._restore(checkpoint)
+            self._chunk = Chunk(**checkpoint.state["chunk"])  # a rollback keeps the one that memory needs now
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{found.path.name} does not fit this run ({error}); give the run another name, or bring "
+                f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring "
                 "back the configuration it was made with"
             ) from error
         self.task.set_chunk(self.model, self._chunk.rows)
-        return found.step
+        return checkpoint.step
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin with these weights (names of the model's state) instead of random ones, the averaged ones too.
@@ -155,42 +147,34 @@ class Trainer:
         if self.ema is not None:
             self.ema.load_state_dict(optim.named_tensors(self.model), 0)
 
-    def _restore(self, found: Checkpoint) -> None:
-        """The whole state of a checkpoint; metrics.jsonl is cut back to it."""
-        tensors, state, step = found.tensors, found.state, self._step
-        optim.load_tensors(self.model, tensors["model"])
-        optim.load_optimiser(step.optimiser, self.model, tensors["optimiser"])
-        if self.ema is not None:
-            self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
-        if step.scaler is not None:
-            step.scaler.load_state_dict(state["scaler"])
-        step.health = Health.from_dict(self.config.health, state["health"])
-        step.gate = Gate.from_dict(self.config.gating, state["gate"])
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """The state of a checkpoint but for the step's; metrics.jsonl is cut back to it."""
+        state = checkpoint.state
         self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
-        self._streams = rng.from_saved(tensors["rng"], state["rng"])
-        self._norms = statistics.GradientNorms(state["gradient_norms"])
-        self._skip = [(start, stop) for start, stop in state["skip"]]
+        self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
+        skip = [(start, stop) for start, stop in state["skip"]]
         if self.curriculum is not None:
-            curriculum = self.curriculum
-            self.curriculum = Curriculum.from_dict(
-                curriculum.config, curriculum.dimensions, state["curriculum"]
-            )
+            dimensions, config = self.curriculum.dimensions, self.curriculum.config
+            self.curriculum = Curriculum.from_dict(config, dimensions, state["curriculum"])
             self._enter_phase()
-        self._skip_batches(self._skip)
+        self._skip_batches(skip)
         self.micro_step, self.initial = state["micro_step"], state["initial"]
-        self.step = step.update = self._saved = found.step
-        self.metrics.truncate_to(found.step)
+        self.step = self._saved = checkpoint.step
+        self._whole = True
+        self.metrics.truncate_to(checkpoint.step)
 
     def _skip_batches(self, ranges: list[tuple[int, int]]) -> None:
         self._skip, self._source = ranges, self._source.skipping(ranges)
 
     def _enter_phase(self) -> None:
         """Task, source and held-out batches of the curriculum's phase in force."""
-        assert self.curriculum is not None and self._enter is not None  # noqa: PT018
+        assert self.curriculum is not None
         phase = self.curriculum.phases[self.curriculum.phase]
-        self._step.task, source, held_out = self._enter(phase)
+        task, source = self._data.batches(phase)
+        self._step.train_on(task)
         self._source = source.skipping(self._skip)
-        self._phase_held_out = list(held_out) if self.curriculum.config.kind == "adaptive" else []
+        adaptive = self.curriculum.config.kind == "adaptive"
+        self._phase_held_out = list(self._data.held_out("sample", phase)) if adaptive else []
 
     def _advance(self) -> bool:
         """Go on to the phase of the next update; True where it is another one than before."""
@@ -209,7 +193,7 @@ class Trainer:
         However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error in an update or the caller's
         leaving the loop, the state after the last whole update has been saved. TrainingHalted leaves the last good
         checkpoint, an error after the weights moved (in a validation, say) the last one on disk. After a rollback
-        (`verdict`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
+        (`action`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
         be reached, and TrainingHalted (with a diagnosis) when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
@@ -222,28 +206,16 @@ class Trainer:
         best: the validation loss that makes it the best one.
         """
         assert self._between_updates, "a half-made update cannot be saved"
-        tensors = {
-            "model": optim.named_tensors(self.model),
-            "optimiser": optim.optimiser_tensors(self._step.optimiser, self.model),
-            "rng": self._streams.tensors(),
-        }
-        state: dict[str, Any] = {
+        tensors, state = self._step.state_dict()
+        state |= {
             "micro_step": self.micro_step,
-            "health": self._step.health.to_dict(),
-            "gate": self._step.gate.to_dict(),
             "chunk": asdict(self._chunk),
             "skip": self._skip,
             "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
-            "rng": self._streams.plain(),
-            "gradient_norms": self._norms.to_list(),
+            "gradient_norms": list(self._norms),
             "initial": self.initial,
         }
-        if self.ema is not None:
-            tensors["ema"] = self.ema.state_dict()
-            state["ema_averages"] = self.ema.averages
-        if self._step.scaler is not None:
-            state["scaler"] = self._step.scaler.state_dict()
         assert not state.keys() & self.state_extra.keys(), "state_extra uses a name of the trainer's"
         path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best)
         self._saved = self.step
@@ -257,22 +229,20 @@ class Trainer:
         return model.requires_grad_(False).eval()
 
     def _updates(self, stop: int) -> Generator[Stats]:
-        if not self._between_updates:  # an earlier call was broken off half-way
-            self._step.moving, self._whole = False, True
-            if not self.resume():
-                raise ValueError(
-                    "an update was broken off half-way and there is no checkpoint yet: open the run anew"
-                )
+        if not self._between_updates and not self.resume():  # an earlier call was broken off half-way
+            raise ValueError(
+                "an update was broken off half-way and there is no checkpoint yet: open the run anew"
+            )
         self.model.train()
         self._beat("training", force=True)
         self._advance()
         # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
         # while a picture is drawn would else end this generator from outside, and nobody would hear what was saved.
-        with interrupt.termination() as termination, interrupt.deferred() as interruption:
+        with signals.termination() as termination, signals.deferred() as interruption:
             yield from self._loop(stop, termination, interruption)
 
     def _loop(
-        self, stop: int, termination: interrupt.Termination, interruption: interrupt.Interruption
+        self, stop: int, termination: signals.Termination, interruption: signals.Interruption
     ) -> Iterator[Stats]:
         source = self._open(stop)
         try:
@@ -280,7 +250,7 @@ class Trainer:
                 termination.check()
                 interruption.check()
                 stats = self._one(source)
-                if self._advance() or stats.verdict == Verdict.ROLLBACK:
+                if self._advance() or stats.action is Action.ROLLBACK:
                     source.close()  # with the batches that it has made ahead
                     source = self._open(stop)
                 termination.check()
@@ -289,9 +259,7 @@ class Trainer:
             self._save_if_new()
             self.checkpoints.join()
         except BaseException as error:
-            if not isinstance(
-                error, TrainingHalted
-            ):  # its state is not worth keeping: the last good one is there
+            if not isinstance(error, TrainingHalted):  # whose state is not worth keeping
                 self._rescue(error)
             try:
                 self._beat("stopped", force=True)
@@ -330,52 +298,36 @@ class Trainer:
             batch = next(source, None)
         if batch is None:
             raise ValueError(f"the loader ended after {self.step} of {self.steps} updates")
-        # The step's random streams are its own: whatever the loader, validation or the caller draw in between
-        # changes nothing here, and a resumed run goes on with the same bits.
-        rng.restore(self._streams, self._device)
-        micro_batch = self._step.micro_batch
         at_interval = (self.step + 1) % self.config.train.statistics_interval == 0
-        weights = anatomy.snapshot(self.model) if at_interval else None
-        done = self._step(batch, report=self.step == 0)
+        weights = diagnostics.snapshot(self.model) if at_interval else None
+        stats = self._step(batch, report=self.step == 0)
         self._whole = False
-        self._streams = rng.capture(self._device)
         self._seconds = time.perf_counter() - started
-        self.step += 1
-        self.micro_step += done.micro_batches
-        self._norms.add(done.grad_norm)
+        self.step, self.micro_step = stats.step, self.micro_step + stats.passes
+        if math.isfinite(stats.grad_norm):  # health counts the others, and one would poison the quantiles
+            self._norms.append(stats.grad_norm)
         messages = [
-            *done.messages,
-            *statistics.unusual(done, self._step.health, self._empty),
+            *stats.messages,
+            *self._step.health.warnings(stats, self._empty),
             *(self._watch_memory() if self.step % MEMORY_UPDATES == 0 else ()),
         ]
-        self._empty = done.empty
-        if self._step.micro_batch != micro_batch:
-            self._on_micro_batch(self._step.micro_batch)
+        self._empty = stats.empty
         if self.step == 1:
-            messages += self._first(batch, done)
-        verdict, target = self._verdict(done)
-        moved = verdict in (Verdict.OK, Verdict.SKIP)
-        figures = self._statistics(batch, weights, messages) if weights and verdict is Verdict.OK else None
-        validation = self._validate(messages) if moved else None
+            messages += self._first(batch, stats)
+        action, target = self._decide(stats.action)
+        ended = action not in (Action.OK, Action.SKIP)
+        figures = self._statistics(batch, weights, messages) if weights and action is Action.OK else None
+        validation = self._validate(messages) if not ended else None
         times = self._step.clock.take()
         if late := self._starvation.look(times["wait"], self._seconds):
             messages.append(late)
         throughput = self._throughput.add(rows(batch), self._seconds)
-        stats = Stats(
-            step=self.step,
+        nothing_to_return_to = stats.action is not Action.HALT
+        stats = replace(
+            stats,
+            action=action,
             micro_step=self.micro_step,
-            loss=done.loss,
-            losses=done.losses,
-            metrics=done.metrics,
-            learning_rate=done.learning_rate,
-            grad_norm=done.grad_norm,
-            clip_share=self._step.health.clip_share,
-            verdict=str(verdict),
-            gate=done.gate if self._step.gated else None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
-            skipped=self._step.health.skipped,
-            overflows=self._step.health.overflows,
-            rollbacks=self._step.health.rollbacks,
             memory=self._memory.interval() if validation else None,
             seconds=self._seconds,
             times=times,
@@ -387,9 +339,9 @@ class Trainer:
             messages=tuple(messages),
         )
         self.metrics.write(stats.row())
-        if verdict is Verdict.HALT:
-            diagnosis = self._step.health.diagnosis(nothing_to_return_to=done.verdict is not Verdict.HALT)
-            raise TrainingHalted(f"{diagnosis} Evidence: {self._keep(verdict)}")
+        if action is Action.HALT:
+            diagnosis = self._step.health.diagnosis(nothing_to_return_to)
+            raise TrainingHalted(f"{diagnosis} Evidence: {self._keep_evidence(action)}")
         if target is not None:
             stats = replace(stats, messages=(*stats.messages, self._roll_back(target)))
         self.messages += stats.messages
@@ -412,18 +364,18 @@ class Trainer:
                 )
         return messages
 
-    def _verdict(self, done: StepStats) -> tuple[Verdict, int | None]:
-        """The verdict, and where a rollback goes to; without a good checkpoint the run has to halt.
+    def _decide(self, action: Action) -> tuple[Action, int | None]:
+        """The action in force, and where a rollback goes to; without a good checkpoint the run has to halt.
 
         Not where the loss is back from a spike and merely worse: then this update is left out.
         """
-        if done.verdict is not Verdict.ROLLBACK:
-            return done.verdict, None
+        if action is not Action.ROLLBACK:
+            return action, None
         self.checkpoints.join()
         target = self._step.health.target(self.checkpoints.steps())
         if target is None:
-            return (Verdict.SKIP if self._step.health.steady else Verdict.HALT), None
-        return Verdict.ROLLBACK, target
+            return (Action.SKIP if self._step.health.steady else Action.HALT), None
+        return Action.ROLLBACK, target
 
     def _roll_back(self, target: int) -> str:
         """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
@@ -432,35 +384,35 @@ class Trainer:
         health = self._step.health
         window = self._source.raw(health.onset), self._source.raw(self.step - 1) + 1
         skip = sorted([*self._skip, window])  # also those that a checkpoint from before them does not know
-        where = self._keep(Verdict.ROLLBACK)
-        found = self.checkpoints.newest(before=target)
-        assert found is not None, "newest raises where every checkpoint is damaged"
-        self._restore(found)
+        where = self._keep_evidence(Action.ROLLBACK)
+        checkpoint = self.checkpoints.newest(before=target)
+        assert checkpoint is not None, "newest raises where every checkpoint is damaged"
+        self._step.roll_back(checkpoint)
+        self._restore(checkpoint)
         self._skip_batches(skip)
-        self._step.health = health.rolled_back(found.step, self._step.health)
-        if self.task.gated:
-            self._step.gate.freeze(found.step - 1)
-        self.checkpoints.discard_after(found.step)
+        self.checkpoints.discard_after(checkpoint.step)
         return (
-            f"rolled back to the checkpoint of update {found.step} ({health.last}); batches {window[0]} to "
+            f"rolled back to the checkpoint of update {checkpoint.step} ({health.last}); batches {window[0]} to "
             f"{window[1] - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}"
         )
 
-    def _keep(self, verdict: Verdict) -> Path:
-        """Write down what led to `verdict`: the rows of the updates in question, the batch numbers, their records."""
+    def _keep_evidence(self, action: Action) -> Path:
+        """Write down what led to `action`: the rows of the updates in question, the batch numbers, their records."""
         health = self._step.health
-        folder = self._folder / "evidence" / f"{verdict}_{health.rollbacks + 1}_update_{self.step:08d}"
+        folder = self._folder / "evidence" / f"{action}_{health.rollbacks + 1}_update_{self.step:08d}"
         batches = [self._source.raw(i) for i in range(max(health.onset, self.step - EVIDENCE), self.step)]
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in metrics_log.read(self.metrics.path) if row["step"] > health.onset - EVIDENCE]
         record = {
-            "verdict": str(verdict),
+            "verdict": action,
             "last": health.last,
             "batches": batches,
             "health": health.to_dict(),
+            "rows": [
+                row for row in metrics_log.read(self.metrics.path) if row["step"] > health.onset - EVIDENCE
+            ],
         }
-        write_json(folder / "evidence.json", record | {"rows": rows})
-        self._evidence(self._source, batches, folder)
+        write_json(folder / "evidence.json", record)
+        self._data.records(self._source, batches, folder)
         return folder
 
     def _checkpoint(self, validation: Validation | None) -> None:
@@ -484,56 +436,55 @@ class Trainer:
             return self._measure(kind, messages)
 
     def _measure(self, kind: str, messages: list[str]) -> Validation | None:
+        active, beat = self._step.active, partial(self._beat, "validation")
         with self.ema.applied(self.model) if self.ema is not None else nullcontext():
-            batches, beat = self._held_out(kind), partial(self._beat, "validation")
-            found = validate(self.task, self.model, batches, self.runtime, self._step.active, kind, beat)
-        if found is None:
-            return None
-        if not math.isfinite(found.loss):
-            messages.append(f"{kind} validation loss is {found.loss} after update {self.step}")
-        self._cadence.record(self.step, kind, found.loss)
-        if self._phase_held_out and self.curriculum is not None:
-            task, active = self._step.task, self._step.active
-            with self.ema.applied(self.model) if self.ema is not None else nullcontext():
-                measured = validate(task, self.model, self._phase_held_out, self.runtime, active, "phase")
-            assert measured is not None
-            self.curriculum.record(measured.metrics)
-        return found
+            batches = self._held_out(kind)
+            validation = validate(self.task, self.model, batches, self.runtime, active, kind, beat)
+            if validation is None:
+                return None
+            if self._phase_held_out and self.curriculum is not None:
+                task, held_out = self._step.task, self._phase_held_out
+                phase = validate(task, self.model, held_out, self.runtime, active, "phase")
+                assert phase is not None
+                self.curriculum.record(phase.metrics)
+        if not math.isfinite(validation.loss):
+            messages.append(f"{kind} validation loss is {validation.loss} after update {self.step}")
+        self._cadence.record(self.step, kind, validation.loss)
+        return validation
 
     def _held_out(self, kind: str) -> Iterable[Batch]:
         """Validation batches; the sample is made once and kept on the host."""
         if kind == "full":
-            return self._validation(kind)
+            return self._data.held_out(kind)
         if self._sample is None:
-            self._sample = list(self._validation(kind))
+            self._sample = list(self._data.held_out(kind))
         return self._sample
 
-    def _first(self, batch: Batch, done: StepStats) -> list[str]:
+    def _first(self, batch: Batch, stats: Stats) -> list[str]:
         """At the first update: gradients that look wrong, losses far from chance level."""
-        self.gradients = done.report
-        self.initial, messages = statistics.compare_with_chance(self.task, batch, done)
-        messages = messages if self._fresh else []  # weights that were given have learned something
-        return [f"first update: {done.report}", *messages] if str(done.report or "") else messages
+        self.initial, messages = diagnostics.compare_with_chance(self.task, batch, stats)
+        messages = messages if self._fresh else []  # weights of another run have learned something
+        gradients = str(self.gradients or "")
+        return [f"first update: {gradients}", *messages] if gradients else messages
 
     def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:
         """Outputs, gradient norms, blocks and dead units after an update; `before`: the weights before it."""
-        blocks = anatomy.block_statistics(self.model, before)
-        dead = anatomy.dead_units(self.task, self.model, self._held_out("sample"), self.runtime)
+        blocks = diagnostics.block_statistics(self.model, before)
+        dead = diagnostics.dead_units(self.task, self.model, self._held_out("sample"), self.runtime)
         part = slice_batch(batch, 0, min(rows(batch), self._step.micro_batch))
-        found: dict[str, Any] = {
-            "outputs": statistics.output_statistics(self.task, self.model, part, self.runtime),
-            "gradient_norm": self._norms.quantiles(),
-            "blocks": blocks,
-            "dead_units": dead.shares,
-        }
-        messages += anatomy.block_warnings(blocks, warming_up=self.step <= self._step.schedule.warmup)
+        messages += diagnostics.block_warnings(blocks, warming_up=self.step <= self._step.schedule.warmup)
         messages += dead.warnings()
-        if self._step.scaler is not None:
-            found["loss_scale"] = self._step.scaler.get_scale()
-        if clipped := statistics.clip_warning(self._step.health, self._clipped):
+        if clipped := self._step.health.clip_warning(self._clipped):
             self._clipped = self._step.health.clip_share
             messages += clipped
-        return found
+        scaler = self._step.scaler
+        return {
+            "outputs": diagnostics.output_statistics(self.task, self.model, part, self.runtime),
+            "gradient_norm": norm_quantiles(self._norms),
+            "blocks": blocks,
+            "dead_units": dead.shares,
+            **({"loss_scale": scaler.get_scale()} if scaler is not None else {}),
+        }
 
     def _save_if_new(self) -> None:
         if self._between_updates and self.step and self._saved != self.step:

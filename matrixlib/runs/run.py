@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,20 +24,22 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.engine import autotune as trial
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware import speed
+from matrixlib.runs.data import RunData, RunError, held_out_loader
 from matrixlib.tasks import changed, get_task, load_config, parse_config
 
 if TYPE_CHECKING:
-    from torch import nn
+    import numpy as np
+    import pandas as pd
+    from torch import Tensor, nn
 
-    from matrixlib.data.catalogue import Catalogue, ShardRow
+    from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
-    from matrixlib.engine.curriculum import Phase
-    from matrixlib.engine.task import Source, Task
-    from matrixlib.engine.trainer import Stats, Trainer
+    from matrixlib.engine.stats import Stats
+    from matrixlib.engine.task import Task
+    from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
     from matrixlib.tasks.spec import Check, TaskSpec
 
@@ -54,10 +56,6 @@ MAY_CHANGE = (
 ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 
 
-class RunError(ValueError):
-    """A run that cannot be opened or continued; the message says what to do."""
-
-
 @dataclass
 class Run:
     """One run: made by `open_run`; `train` yields its updates, everything else looks at it."""
@@ -68,19 +66,25 @@ class Run:
     runtime: runtimes.Runtime
     spec: TaskSpec[Any]
     task: Task
-    catalogue: Catalogue
-    training: Loader
-    held_out: Loader
+    data: RunData
     requested: Config
     resumed: bool
     lock: FileLock
-    options: dict[str, Any]
     messages: list[str] = field(default_factory=list)
     _trainer: Trainer | None = None
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self.data.catalogue
+
+    @property
+    def training(self) -> Loader:
+        """The training rows of all sources."""
+        return self.data.training
 
     @property
     def complete(self) -> bool:
@@ -156,7 +160,7 @@ class Run:
                 for stats in profile.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
                         self._say(f"update {stats.step}: {text}")
-                    if events is not None and stats.verdict == "rollback":
+                    if events is not None and stats.action == "rollback":
                         events.close()  # the metrics were cut back, so they are made anew
                         events = self._events()
                     elif events is not None:
@@ -186,30 +190,6 @@ class Run:
         self.messages.append(text)
         warnings.warn(text, stacklevel=3)
 
-    def keep_records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
-        """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
-        from matrixlib.data.shards import concat, write_shard
-
-        layout = self.spec.layout
-        rows = concat([source.records(raw) for raw in batches], layout)
-        write_shard(
-            folder / "records.npz",
-            layout,
-            rows,
-            {
-                "source": f"evidence of run {self.name}",
-                "generator": "training",
-                "seed": self.config.seed,
-                "split": "train",
-                "batches": list(batches),
-            },
-        )
-
-    def keep_micro_batch(self, size: int) -> None:
-        """Store a smaller micro-batch, so that the run goes on with it when it is resumed."""
-        record = read_json(self.folder / "run.json")
-        write_json(self.folder / "run.json", record | {"runtime": record["runtime"] | {"micro_batch": size}})
-
     def history(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl up to where the run goes on."""
         from matrixlib.engine import metrics
@@ -231,6 +211,14 @@ class Run:
             f"share of peak: {share:.0%} of {peak['gflops']:,.0f} GFLOP/s, the matrix rate measured in {peak['dtype']} "
             f"as this run began; {peak['position_flops'] / 1e9:.3g} GFLOP a position, forward and backward"
         )
+
+    def memory_table(self) -> pd.DataFrame:
+        """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
+        from matrixlib.engine import memory, step
+
+        with step.throwaway(self.task, self.runtime, self.config) as updates:
+            batch = _tensors(self.training.batch(0))
+            return memory.by_part(lambda: updates(batch), updates.model, updates.optimiser)
 
     def _measure_peak(self) -> None:
         """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json, also for
@@ -278,7 +266,7 @@ class Run:
         rows = self.history()
         model = self.trainer.evaluation_model()
         net = self.spec.network(model, self.config, self.runtime)
-        figures = self.spec.evaluate(net, self.held_out, self.catalogue)
+        figures = self.spec.evaluate(net, self.data.validation, self.catalogue)
         rate = statistics.median(row["throughput"] for row in rows)
         summary = {
             "run": self.name,
@@ -399,7 +387,7 @@ def held_out_data(config: Config) -> Loader:
     from matrixlib.data.catalogue import Catalogue
 
     spec = get_task(config.task)
-    return _held_out(spec, config, Catalogue(spec.folder(config)), spec.task(config))
+    return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
 def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
@@ -472,17 +460,12 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         config = runtime_config(requested, runtime)
     runtime.apply()
     task = spec.task(config)
-    _check_sources(spec, task, config, catalogue)
-    options = _loader_options(runtime, messages)
-    training = _training(config, runtime, spec, catalogue, task, **options)
-    held_out = _held_out(spec, config, catalogue, task, pin=runtime.pin, on_damage=options["on_damage"])
+    data = RunData(config, runtime, spec, task, catalogue, messages)
     if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
-        tuning = trial.tune_micro_batch(config, runtime, task, training)
-        runtime = replace(runtime, micro_batch=tuning.size)
+        runtime = _tune_micro_batch(data)
         config = runtime_config(config, runtime)
-        messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table()}")
     if config.train.steps == "auto":
-        steps = trial.fit_steps(config, runtime, task, training)
+        steps = _fit_steps(data)
         config = changed(config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if not record:
@@ -494,15 +477,40 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         runtime,
         spec,
         task,
-        catalogue,
-        training,
-        held_out,
+        data,
         requested,
         bool(record),
         lock,
-        options,
         messages,
     )
+
+
+def _tune_micro_batch(data: RunData) -> runtimes.Runtime:
+    """The runtime with the best micro-batch of those that fit in memory, by trying."""
+    from matrixlib.engine.microbatch import tune_step
+    from matrixlib.engine.step import throwaway
+
+    with throwaway(data.task, data.runtime, data.config) as step:
+        tuning = tune_step(step, _tensors(data.training.batch(0)), data.config.memory.limit)
+    data.messages.append(
+        f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}"
+    )
+    return replace(data.runtime, micro_batch=tuning.size)
+
+
+def _fit_steps(data: RunData) -> int:
+    """Updates that fit in `train.minutes`."""
+    from matrixlib.engine.step import throwaway
+    from matrixlib.engine.timing import fit_steps
+
+    with throwaway(data.task, data.runtime, data.config) as step:
+        return fit_steps(lambda i: step(_tensors(data.training.batch(i))), data.config.train.minutes)
+
+
+def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
@@ -551,147 +559,18 @@ def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
     }
 
 
-def _loader_options(runtime: runtimes.Runtime, messages: list[str]) -> dict[str, Any]:
-    """What every training loader of a run shares: how it pins memory, and how it says what went wrong."""
-    from matrixlib.data.loader import WHOLE
-
-    def say(text: str) -> None:
-        messages.append(text)
-        warnings.warn(text, stacklevel=2)
-
-    def damaged(name: str, block: int, reason: str) -> None:
-        where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
-        say(f"{where}: {reason}; its rows are replaced by others")
-
-    return {"pin": runtime.pin, "on_damage": damaged, "on_loss": say}
-
-
-def _training(
-    config: Config,
-    runtime: runtimes.Runtime,
-    spec: TaskSpec[Any],
-    catalogue: Catalogue,
-    task: Task,
-    sources: Iterable[str] = (),
-    **options: Any,
-) -> Loader:
-    """The training rows of these sources (all without any), prepared by `task`. RunError where there is none."""
-    from matrixlib.data.loader import Loader
-
-    rows = _of_sources(catalogue.shards("train"), sources)
-    if not rows:
-        bad = [
-            f"{row.name}: {row.reason}" for row in catalogue.shards(state="quarantined")
-        ] + catalogue.messages
-        raise RunError(
-            f"data set '{config.data.source}' has no healthy training shard left"
-            + (f" of {', '.join(sources)}" if sources else "")
-            + (f" ({'; '.join(bad[:3])})" if bad else "")
-            + "; restore the shards or import the data again"
-        )
-    return Loader(
-        rows,
-        spec.layout,
-        config.train.batch_size,
-        config.seed,
-        task.prepare,
-        limit=config.data.limit,
-        window_blocks=config.data.window_blocks,
-        workers=runtime.workers,
-        prefetch=runtime.prefetch,
-        **options,
-    )
-
-
-def _held_out(
-    spec: TaskSpec[Any],
-    config: Config,
-    catalogue: Catalogue,
-    task: Task,
-    sources: Iterable[str] = (),
-    **options: Any,
-) -> Loader:
-    """The held-out rows of these sources (all without any), prepared by `task`."""
-    from matrixlib.data.loader import Loader
-
-    rows = _of_sources(catalogue.shards("validation"), sources)
-    if not rows:
-        raise RunError(
-            f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
-            "add data: about one game in twenty is held out"
-        )
-    held = config.validation
-    return Loader(
-        rows, spec.layout, held.batch_size, config.seed, task.prepare_plain, limit=held.limit, **options
-    )
-
-
-def _check_sources(spec: TaskSpec[Any], task: Task, config: Config, catalogue: Catalogue) -> None:
-    """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
-    its own held-out positions needs some.
-    """
-    curriculum = spec.curriculum(config)
-    if curriculum is None:
-        return
-    there = {row.source for row in catalogue.shards("train")}
-    held_out = {row.source for row in catalogue.shards("validation")}
-    for phase in curriculum.phases:
-        sources = spec.stage(task, phase).sources
-        if lacking := [name for name in sources if name not in there]:
-            raise RunError(
-                f"the curriculum's phase '{phase}' asks for source '{lacking[0]}', of which there is no healthy "
-                f"training shard; {catalogue.folder} has {', '.join(sorted(there)) or 'none'}"
-            )
-        if curriculum.config.kind == "adaptive" and sources and held_out.isdisjoint(sources):
-            raise RunError(
-                f"the curriculum's phase '{phase}' is to end by what is measured on its sources, of which nothing is "
-                f"held out ({', '.join(sources)}): take curriculum.kind fractions, or bring in more games"
-            )
-
-
-def _of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:
-    wanted = set(sources)
-    return [row for row in rows if not wanted or row.source in wanted]
-
-
 def _build_trainer(run: Run) -> Trainer:
     from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.engine.metrics import MetricsLog
     from matrixlib.engine.trainer import Trainer
 
-    config, held_out = run.config, run.held_out
-    size = config.validation.batch_size
-
-    def validation(kind: str) -> Iterator[Any]:
-        return held_out.sequential(size, sample=config.validation.sample if kind == "sample" else 0)
-
-    def enter(phase: Phase) -> tuple[Task, Source, Iterator[Any]]:
-        stage = run.spec.stage(run.task, phase)
-        training = _training(
-            config,
-            run.runtime,
-            run.spec,
-            run.catalogue,
-            stage.task,
-            stage.sources,
-            phase=phase.number,
-            weights=stage.weights,
-            **run.options,
-        )
-
-        def kept() -> Iterator[Any]:  # opened where it is looked at: a source may hold nothing out
-            loader = _held_out(run.spec, config, run.catalogue, stage.task, stage.sources)
-            yield from loader.sequential(size, sample=config.validation.sample)
-
-        return stage.task, training, kept()
-
+    config = run.config
     trainer = Trainer(
         task=run.task,
         model=run.task.build_model(),
         runtime=run.runtime,
         config=config,
-        source=run.training,
-        validation=validation,
+        data=run.data,
         folder=run.folder,
         checkpoints=Checkpoints(
             run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress
@@ -700,9 +579,6 @@ def _build_trainer(run: Run) -> Trainer:
         steps=run.steps,
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
         curriculum=run.spec.curriculum(config),
-        enter=enter,
-        evidence=run.keep_records,
-        on_micro_batch=run.keep_micro_batch,
     )
     trainer.resume()
     return trainer

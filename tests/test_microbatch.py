@@ -6,11 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import memory
 from matrixlib.engine.memory import Figures
-from matrixlib.engine.microbatch import PRECISION, TOLERANCE, Tuning, best, largest, sizes, tune
+from matrixlib.engine.microbatch import PRECISION, TOLERANCE, Tuning, best, largest, sizes, tune, tune_step
+from matrixlib.engine.step import throwaway
+from matrixlib.engine.task import Batch
+from matrixlib.tasks import load_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -112,38 +116,38 @@ class Machine:
 
 def test_headroom_is_measured_and_what_would_overrun_the_memory_is_not_run() -> None:
     """On the CPU an update that is too large does not fail: the machine swaps, or the process is killed."""
-    made = Machine()
-    found = made.tune(batch=960, headroom=0.2)
-    assert found.size == 480  # the next is 960
-    assert max(made.runs) == 480
+    machine = Machine()
+    tuning = machine.tune(batch=960, headroom=0.2)
+    assert tuning.size == 480  # the next is 960
+    assert max(machine.runs) == 480
     assert Machine().tune(batch=2800, headroom=0.15).size == 700  # the next are 560 and 1,400
     assert Machine().tune(batch=2800, headroom=0.25).size == 560
-    assert [t.problem for t in found.trials if t.size == 960] == ["too little memory, by the smaller sizes"]
+    assert [t.problem for t in tuning.trials if t.size == 960] == ["too little memory, by the smaller sizes"]
 
 
 def test_running_out_on_an_accelerator_is_a_trial_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     cleared = []
     monkeypatch.setattr(memory, "clear_cache", cleared.append)
-    made = Machine(on_cuda=True)
-    found = made.tune(2048, CUDA, headroom=0.0)
-    assert found.size == 512
-    problems = {trial.size: trial.problem for trial in found.trials}
+    machine = Machine(on_cuda=True)
+    tuning = machine.tune(2048, CUDA, headroom=0.0)
+    assert tuning.size == 512
+    problems = {trial.size: trial.problem for trial in tuning.trials}
     assert problems == {32: "", 64: "", 128: "", 256: "", 512: "", 1024: "out of memory"}
     assert len(cleared) == len(
-        found.trials
+        tuning.trials
     )  # before each trial, or the driver's count would be of an earlier one
-    tight = made.tune(2048, CUDA, headroom=0.5)
+    tight = machine.tune(2048, CUDA, headroom=0.5)
     assert tight.size == 256
     assert {t.size: t.problem for t in tight.trials}[512] == "61% of the memory, more than 50%"
 
 
 def test_time_is_bounded() -> None:
-    made = Machine()
-    found = made.tune(batch=512, budget=20.0)
-    assert made.now <= 20.0 + 3 * 0.5
-    assert {t.problem for t in found.trials} == {"", "too little time left"}
-    assert found.size == max(t.size for t in found.trials if not t.problem)
+    machine = Machine()
+    tuning = machine.tune(batch=512, budget=20.0)
+    assert machine.now <= 20.0 + 3 * 0.5
+    assert {t.problem for t in tuning.trials} == {"", "too little time left"}
+    assert tuning.size == max(t.size for t in tuning.trials if not t.problem)
 
 
 def test_other_errors_are_passed_on() -> None:
@@ -155,28 +159,47 @@ def test_other_errors_are_passed_on() -> None:
 
 
 def test_the_first_update_of_a_trial_is_not_timed() -> None:
-    made = Machine()
-    plain = made.step
+    machine = Machine()
+    plain = machine.step
 
     def step(size: int) -> None:
-        if size not in made.runs:
-            made.now += 100.0  # a warm-up: kernels chosen, memory taken from the system
+        if size not in machine.runs:
+            machine.now += 100.0  # a warm-up: kernels chosen, memory taken from the system
         plain(size)
 
-    found = tune(step, 64, CPU, 1e6, read=made.read, clock=lambda: made.now)
-    assert [trial.seconds for trial in found.trials] == pytest.approx([0.5 + 0.32, 0.5 + 0.64])
+    tuning = tune(step, 64, CPU, 1e6, read=machine.read, clock=lambda: machine.now)
+    assert [trial.seconds for trial in tuning.trials] == pytest.approx([0.5 + 0.32, 0.5 + 0.64])
 
 
 def test_table() -> None:
-    assert Machine().tune(batch=960, headroom=0.2).table().splitlines() == [
-        "    rows     rows/s   peak MiB",
-        "      32       39.0        132  fits",
-        "      64       56.1        164  fits",
-        "     120       70.6        220  fits",
-        "     240       82.8        340  fits",
-        "     480       90.6        580  <- chosen",
-        "     960          -          -  too little memory, by the smaller sizes",
+    table = Machine().tune(batch=960, headroom=0.2).table().reset_index()
+    assert table.to_numpy().tolist() == [
+        ["32", "39.0", "132", "fits"],
+        ["64", "56.1", "164", "fits"],
+        ["120", "70.6", "220", "fits"],
+        ["240", "82.8", "340", "fits"],
+        ["480", "90.6", "580", "best"],
+        ["960", "-", "-", "too little memory, by the smaller sizes"],
     ]
+    assert list(table) == ["rows", "rows/s", "peak MiB", "result"]
+
+
+def test_the_micro_batch_of_a_step_fits_and_divides_the_update() -> None:
+    class Hungry(ToyTask):
+        def losses(
+            self, model: nn.Module, batch: Batch, active: frozenset[str]
+        ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            if len(batch["x"]) > 13:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().losses(model, batch, active)
+
+    with throwaway(Hungry(), toy_runtime(8), load_config("demo")) as step:
+        tuning = tune_step(step, toy_batch(48), 0.0)
+    assert 48 % tuning.size == 0
+    assert tuning.size <= 12
+    problems = {trial.size: trial.problem for trial in tuning.trials}
+    assert problems[8] == ""
+    assert problems[16] == "out of memory"
 
 
 def test_a_real_network_on_the_cpu() -> None:
@@ -189,7 +212,7 @@ def test_a_real_network_on_the_cpu() -> None:
         net(torch.rand(size, 4, 8, 8)).square().sum().backward()
         adamw.step()
 
-    found = tune(step, 48, CPU, 20.0, start=4, most=24)
-    assert [trial.size for trial in found.trials] == [4, 8, 16, 24]
-    assert found.size in (4, 8, 16, 24)
-    assert all(trial.seconds > 0 and trial.peak_mib > 10 and not trial.problem for trial in found.trials)
+    tuning = tune(step, 48, CPU, 20.0, start=4, most=24)
+    assert [trial.size for trial in tuning.trials] == [4, 8, 16, 24]
+    assert tuning.size in (4, 8, 16, 24)
+    assert all(trial.seconds > 0 and trial.peak_mib > 10 and not trial.problem for trial in tuning.trials)

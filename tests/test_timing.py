@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Starvation, table, totals, traced
+from matrixlib.engine import timing
+from matrixlib.engine.stats import Stats
+from matrixlib.engine.timing import (
+    STARVED_UPDATES,
+    TRACED,
+    Clock,
+    Starvation,
+    Throughput,
+    fit_steps,
+    table,
+    totals,
+    traced,
+)
 from matrixlib.runs import figures
 
 ROWS = [
@@ -96,27 +109,26 @@ def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
 
 def test_starvation_is_told_once_with_what_to_do() -> None:
     late = Starvation(2, 4)
-    said = [late.look(0.4, 1.0) for _ in range(3 * STARVED_UPDATES)]
-    told = [text for text in said if text]
-    assert len(told) == 1
-    assert "took 40% of the last 100 updates; raise data.workers (now 2)" in told[0]
-    assert not any(said[:STARVED_UPDATES])
+    messages = [late.look(0.4, 1.0) for _ in range(3 * STARVED_UPDATES)]
+    (warning,) = filter(None, messages)
+    assert "took 40% of the last 100 updates; raise data.workers (now 2)" in warning
+    assert not any(messages[:STARVED_UPDATES])
     alone = Starvation(0, 2)
     assert "data.workers is 0" in "".join(alone.look(1.0, 2.0) for _ in range(2 * STARVED_UPDATES))
 
 
 def test_the_first_updates_and_a_loader_in_time_say_nothing() -> None:
-    """R063: with prefetching the first updates always wait."""
+    """With prefetching the first updates always wait."""
     fine = Starvation(2, 4)
     said = [fine.look(10.0 if i < 5 else 0.0, 11.0 if i < 5 else 1.0) for i in range(3 * STARVED_UPDATES)]
     assert not any(said)
 
 
 def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path) -> None:
-    def updates() -> object:
+    def updates() -> Iterator[Stats]:
         for step in range(1, 9):
             torch.ones(step, 100) @ torch.ones(100, 3)
-            yield SimpleNamespace(step=step)
+            yield Stats(step, 1.0, 1.0)
 
     path = tmp_path / "trace.json"
     assert [stats.step for stats in traced(updates(), 2, path)] == list(range(1, 9))
@@ -133,3 +145,38 @@ def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path) -> None:
             break
     stopped.close()  # an interrupted training leaves no profiler running
     assert not (tmp_path / "cut.json").exists()
+
+
+def test_throughput_over_a_window() -> None:
+    throughput = Throughput(window=2)
+    assert throughput.add(10, 1.0) == 10
+    assert throughput.add(30, 1.0) == 20
+    assert throughput.add(30, 1.0) == 30
+    assert Throughput().add(5, 0.0) == 0
+
+
+@pytest.mark.parametrize(("seconds", "minutes", "steps"), [(0.5, 2.0, 218), (60.0, 0.05, timing.SHORTEST)])
+def test_steps_fit_the_minutes_and_a_slow_machine_makes_a_short_run(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, minutes: float, steps: int
+) -> None:
+    clock = iter(seconds * k for k in range(10_000))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert fit_steps(lambda i: None, minutes) == steps
+
+
+@pytest.mark.parametrize(("spread", "updates"), [(0.0, 24), (0.01, 24), (0.3, 104)])
+def test_steady_updates_are_timed_briefly_and_unsteady_ones_longer(
+    monkeypatch: pytest.MonkeyPatch, spread: float, updates: int
+) -> None:
+    """A run of steady updates begins five seconds earlier."""
+    rng, now, made = np.random.default_rng(0), 0.0, []
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.01 * (1 + spread * rng.standard_normal())
+        return now
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=clock))
+    steps = fit_steps(made.append, 0.05)
+    assert made == list(range(updates))
+    assert steps == pytest.approx(3.0 / timing.BESIDES / 0.01, rel=max(spread, 0.01))

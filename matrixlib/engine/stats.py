@@ -1,0 +1,102 @@
+"""What happened in one update: the one object that the step measures, health judges and the trainer yields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+WINDOW = 500
+"""Updates that gradient statistics look back on."""
+UNLOGGED: Any = {"logged": False}
+
+
+class Action(StrEnum):
+    """What becomes of an update."""
+
+    OK = "ok"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+    HALT = "halt"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Numbers of one update, all on the host.
+
+    step: updates done, this one included. micro_step: forward passes done. loss: weighted total of `losses`, the
+    means over items by term, in training mode, before the update; metrics: means by "term/name".
+    grad_norm: global norm before clipping (unscaled). clip_share: share of clipped
+    gradients among the last after the warm-up. action: what became of the update ("verdict" in metrics.jsonl).
+    skipped, overflows: updates that moved no weight so far, for a
+    blow-up or for the loss scale. rollbacks: rollbacks so far, before this update.
+    seconds: waiting for data and updating; times: seconds
+    of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late.
+    throughput: rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known.
+    gate: factor on the weights of the self-supervised terms, where there are any.
+    phase: of the curriculum. validation: fields of `Validation`, where one was
+    made. memory: use since the last validation. statistics: "outputs", "gradient_norm", "blocks" and
+    "dead_units", at their interval. initial: at the first update, by term "loss", "chance" and "floor".
+    messages: what a person should know.
+
+    Not logged: main_loss: `loss` without the self-supervised terms, whose weights change. counts: items by term; one
+    without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if any part (a
+    term, a gradient) is not finite; detail: which, in words. overflow: not finite, but the loss is and a loss scale
+    explains the rest. clipped: the norm was above the threshold. warming_up: the learning rate has not reached its
+    peak. passes: forward passes of this update.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    micro_step: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    learning_rate: float = 0.0
+    clip_share: float = 0.0
+    action: Action = field(default=Action.OK, metadata={"key": "verdict"})
+    skipped: int = 0
+    overflows: int = 0
+    rollbacks: int = 0
+    seconds: float = 0.0
+    throughput: float = 0.0
+    times: dict[str, float] = field(default_factory=dict)
+    share_of_peak: float | None = None
+    gate: float | None = None
+    phase: int | None = None
+    validation: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
+    statistics: dict[str, Any] | None = None
+    initial: dict[str, dict[str, float]] | None = None
+    messages: tuple[str, ...] = ()
+    main_loss: float = field(default=0.0, metadata=UNLOGGED)
+    counts: dict[str, int] = field(default_factory=dict, metadata=UNLOGGED)
+    empty: tuple[str, ...] = field(default=(), metadata=UNLOGGED)
+    finite: bool = field(default=True, metadata=UNLOGGED)
+    overflow: bool = field(default=False, metadata=UNLOGGED)
+    clipped: bool = field(default=False, metadata=UNLOGGED)
+    warming_up: bool = field(default=False, metadata=UNLOGGED)
+    detail: str = field(default="", metadata=UNLOGGED)
+    passes: int = field(default=1, metadata=UNLOGGED)
+
+    @property
+    def update(self) -> int:
+        """Its index, from 0."""
+        return self.step - 1
+
+    def row(self) -> dict[str, Any]:
+        """The row of metrics.jsonl: what this update has nothing of is left out."""
+        logged = [f for f in fields(self) if f.metadata.get("logged", True)]
+        values = {f.metadata.get("key", f.name): getattr(self, f.name) for f in logged}
+        return {key: value for key, value in values.items() if value is not None and value != ()}
+
+
+def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:
+    """median and p95 (nearest rank) of gradient norms; empty without values."""
+    if not norms:
+        return {}
+    ordered = sorted(norms)
+    return {"median": median(ordered), "p95": ordered[math.ceil(0.95 * len(ordered)) - 1]}

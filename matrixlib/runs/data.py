@@ -1,0 +1,157 @@
+"""The data of a run: loaders of each phase, held-out batches, the records of a blow-up. The trainer asks it alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matrixlib.config import Config
+from matrixlib.data.loader import WHOLE, Loader, Tensors
+from matrixlib.data.shards import concat, write_shard
+from matrixlib.hardware.runtime import Runtime
+
+if TYPE_CHECKING:
+    from matrixlib.data.catalogue import Catalogue, ShardRow
+    from matrixlib.engine.curriculum import Phase
+    from matrixlib.engine.task import Task
+    from matrixlib.tasks.spec import TaskSpec
+
+
+class RunError(ValueError):
+    """A run that cannot be opened or continued; the message says what to do."""
+
+
+@dataclass
+class RunData:
+    """What one run trains on and is judged by. messages: what a person should know of it, so far. config, runtime: as
+    resolved, but maybe for the number of updates and the micro-batch.
+
+    training, validation: loaders of the whole data. Raises RunError where there is none of either, or of a phase.
+    """
+
+    config: Config
+    runtime: Runtime
+    spec: TaskSpec[Any]
+    task: Task
+    catalogue: Catalogue
+    messages: list[str]
+
+    def __post_init__(self) -> None:
+        self._check_sources()
+        self.training = self._training(self.task)
+        self.validation = self._validation(self.task)
+
+    def batches(self, phase: Phase | None = None) -> tuple[Task, Loader]:
+        """The task of a phase and the loader of its training rows; the whole's without one."""
+        if phase is None:
+            return self.task, self.training
+        stage = self.spec.stage(self.task, phase)
+        loader = self._training(stage.task, stage.sources, phase=phase.number, weights=stage.weights)
+        return stage.task, loader
+
+    def held_out(self, kind: str, phase: Phase | None = None) -> Iterator[Tensors]:
+        """Host batches of the fixed "sample" of the held-out rows (of a phase's) or of the "full" set."""
+        loader = self.validation
+        if phase is not None:
+            stage = self.spec.stage(self.task, phase)
+            loader = self._validation(stage.task, stage.sources)
+        held = self.config.validation
+        yield from loader.sequential(held.batch_size, sample=held.sample if kind == "sample" else 0)
+
+    def records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
+        """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
+        layout, batches = self.spec.layout, list(batches)
+        meta = {"source": "evidence", "generator": "training", "seed": self.config.seed, "split": "train"}
+        rows = concat([source.records(raw) for raw in batches], layout)
+        write_shard(folder / "records.npz", layout, rows, {**meta, "batches": batches})
+
+    def _training(self, task: Task, sources: Iterable[str] = (), **options: Any) -> Loader:
+        """The training rows of these sources (all without any), prepared by `task`."""
+        rows = of_sources(self.catalogue.shards("train"), sources)
+        if not rows:
+            quarantined = self.catalogue.shards(state="quarantined")
+            reasons = [f"{row.name}: {row.reason}" for row in quarantined] + self.catalogue.messages
+            raise RunError(
+                f"data set '{self.config.data.source}' has no healthy training shard left"
+                + (f" of {', '.join(sources)}" if sources else "")
+                + (f" ({'; '.join(reasons[:3])})" if reasons else "")
+                + "; restore the shards or import the data again"
+            )
+        data = self.config.data
+        return Loader(
+            rows,
+            self.spec.layout,
+            self.config.train.batch_size,
+            self.config.seed,
+            task.prepare,
+            limit=data.limit,
+            window_blocks=data.window_blocks,
+            workers=self.runtime.workers,
+            prefetch=self.runtime.prefetch,
+            pin=self.runtime.pin,
+            on_damage=self._damaged,
+            on_loss=self._say,
+            **options,
+        )
+
+    def _validation(self, task: Task, sources: Iterable[str] = ()) -> Loader:
+        options = {"pin": self.runtime.pin, "on_damage": self._damaged}
+        return held_out_loader(self.spec, self.config, self.catalogue, task, sources, **options)
+
+    def _check_sources(self) -> None:
+        """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
+        its own held-out positions needs some.
+        """
+        curriculum = self.spec.curriculum(self.config)
+        if curriculum is None:
+            return
+        training = {row.source for row in self.catalogue.shards("train")}
+        held_out = {row.source for row in self.catalogue.shards("validation")}
+        for phase in curriculum.phases:
+            sources = self.spec.stage(self.task, phase).sources
+            if lacking := [name for name in sources if name not in training]:
+                raise RunError(
+                    f"the curriculum's phase '{phase}' asks for source '{lacking[0]}', of which there is no healthy "
+                    f"training shard; {self.catalogue.folder} has {', '.join(sorted(training)) or 'none'}"
+                )
+            if curriculum.config.kind == "adaptive" and sources and held_out.isdisjoint(sources):
+                raise RunError(
+                    f"the curriculum's phase '{phase}' is to end by what is measured on its sources, of which nothing "
+                    f"is held out ({', '.join(sources)}): take curriculum.kind fractions, or bring in more games"
+                )
+
+    def _damaged(self, name: str, block: int, reason: str) -> None:
+        where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
+        self._say(f"{where}: {reason}; its rows are replaced by others")
+
+    def _say(self, text: str) -> None:
+        self.messages.append(text)
+        warnings.warn(text, stacklevel=2)
+
+
+def held_out_loader(
+    spec: TaskSpec[Any],
+    config: Config,
+    catalogue: Catalogue,
+    task: Task,
+    sources: Iterable[str] = (),
+    **options: Any,
+) -> Loader:
+    """The held-out rows of these sources (all without any), prepared by `task`."""
+    rows = of_sources(catalogue.shards("validation"), sources)
+    if not rows:
+        raise RunError(
+            f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
+            "add data: about one game in twenty is held out"
+        )
+    held, prepare = config.validation, task.prepare_plain
+    return Loader(rows, spec.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
+
+
+def of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:
+    """Those rows of the catalogue whose source is one of `sources`; all without any."""
+    names = set(sources)
+    return [row for row in rows if not names or row.source in names]

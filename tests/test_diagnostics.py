@@ -1,0 +1,601 @@
+"""Blocks with their gradients and updates; outputs; dead units, planted and found exactly; what went bad first."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from toy_task import ToyTask, toy_batch, toy_runtime
+
+from matrixlib.config import dump, merge
+from matrixlib.engine.diagnostics import (
+    DEAD_ROWS,
+    DeadUnits,
+    FiniteChecks,
+    block_of,
+    block_statistics,
+    block_warnings,
+    compare_with_chance,
+    dead_units,
+    finite_checks,
+    first_nonfinite,
+    output_statistics,
+    snapshot,
+)
+from matrixlib.engine.stats import Stats
+from matrixlib.engine.task import Batch
+from matrixlib.tasks import load_config
+from matrixlib.tasks.chess.blocks import ResidualBlock
+from matrixlib.tasks.chess.config import ModelConfig
+from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
+
+
+def chess_net(**changes: Any) -> PolicyValueNet:
+    small = {"channels": 16, "blocks": 2, "policy": {"channels": 16}, "value": {"channels": 16, "hidden": 16}}
+    model = merge(dump(load_config("demo"))["model"], merge(small, changes))
+    torch.manual_seed(0)
+    net = PolicyValueNet(ModelConfig.model_validate(model))
+    blocks = [block for block in net.tower if isinstance(block, ResidualBlock)]
+    for layer in (net.value_head.fc1, net.value_head.fc2, *(block.se.reduce for block in blocks)):
+        # Behind an average over the board, noise alone does not excite every unit.
+        nn.init.constant_(layer.bias, 5.0)
+        nn.init.uniform_(layer.weight)
+    return net
+
+
+class Outputs(ToyTask):
+    """`outputs` of any model over rows of `x`."""
+
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        assert not model.training
+        out = model(batch["x"])
+        return out if isinstance(out, dict) else {"out": out}
+
+
+def normal(shape: tuple[int, ...], batches: int = 1) -> Iterator[Batch]:
+    stream = torch.Generator().manual_seed(1)
+    for _ in range(batches):
+        yield {"x": torch.randn(shape, generator=stream)}
+
+
+def blocks(model: nn.Module) -> list[str]:
+    return list(dict.fromkeys(block_of(model, name) for name, _ in model.named_parameters()))
+
+
+def test_blocks_of_a_chess_network() -> None:
+    net = chess_net(
+        blocks=3, ssl=["piece", "pin"], chess_features=True, auxiliary=True, attention={"every": 2}
+    )
+    tower = [f"tower.{index}" for index in range(4)]
+    heads = ["policy_head", "value_head", "ssl_heads.piece", "ssl_heads.pin"]
+    auxiliary = ["auxiliary.from_square", "auxiliary.move_type"]
+    assert blocks(net) == ["stem", "features", *tower, *heads, *auxiliary]
+    assert list(block_statistics(net)) == ["stem", "features", *tower, *heads]  # the frozen ones do not count
+
+
+def test_blocks_of_other_models() -> None:
+    assert blocks(ToyTask().build_model()) == ["inner", "norm", "classes", "plane"]
+    assert blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))) == ["0", "2.0"]
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.offsets = nn.ParameterList([torch.ones(1), torch.ones(1)])
+
+    assert blocks(Odd()) == ["scale", "offsets"]
+    assert block_statistics(nn.ReLU()) == {}
+
+
+def test_norms_and_ratio_of_one_update() -> None:
+    model = ToyTask().build_model()
+    model.plane.requires_grad_(False)
+    before = snapshot(model)
+    assert set(before) == {name for name, p in model.named_parameters() if p.requires_grad}
+    x = torch.randn(8, 6)
+    model(x)["class"].logsumexp(1).sum().backward()
+    model.norm.bias.grad = None
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            model.inner.get_parameter(name).mul_(1.03)
+        model.classes.weight.fill_(0.5)
+    found = block_statistics(model, before)
+    assert set(found) == {"inner", "norm", "classes"}
+    flat = torch.cat([before["inner.weight"].flatten(), before["inner.bias"]])
+    gradient = torch.cat([model.inner.weight.grad.flatten(), model.inner.bias.grad])
+    assert found["inner"]["ratio"] == pytest.approx(0.03, rel=1e-4)
+    assert found["inner"]["update"] == pytest.approx(0.03 * flat.norm().item(), rel=1e-4)
+    assert found["inner"]["weight"] == pytest.approx(1.03 * flat.norm().item(), rel=1e-4)
+    assert found["inner"]["gradient"] == pytest.approx(gradient.norm().item(), rel=1e-5)
+    assert found["norm"]["gradient"] == pytest.approx(model.norm.weight.grad.norm().item())
+    assert "ratio" not in found["classes"]  # it starts at zero
+    assert found["classes"]["update"] == pytest.approx(0.5 * math.sqrt(36))
+    assert all(set(row) <= {"gradient", "weight"} for row in block_statistics(model).values())
+    model.zero_grad()
+    assert all(set(row) == {"weight"} for row in block_statistics(model).values())
+    assert len(block_statistics(torch.compile(model), snapshot(torch.compile(model)))) == 3
+
+
+def test_warnings_about_blocks_that_stand_still_or_jump() -> None:
+    row = {"weight": 1.0, "gradient": 1.0, "update": 0.01, "ratio": 0.01}
+    still, jump = row | {"update": 0.0, "ratio": 0.0}, row | {"ratio": 0.2}
+    assert block_warnings({"a": row}) == []
+    assert block_warnings({"a": {"weight": 1.0}, "b": {"weight": 1.0, "gradient": 1.0}}) == []  # not measured
+    assert block_warnings({"a": still | {"gradient": 0.0}}) == []
+    messages = block_warnings({"a": row, "b": still, "c": jump})
+    assert len(messages) == 2
+    assert "move b," in messages[0]
+    assert "c (20%)" in messages[1]
+    assert block_warnings({"c": jump}, warming_up=True) == []
+    many = block_warnings({str(i): jump for i in range(8)})
+    assert "4 (20%) and 3 more" in many[0]
+
+
+def test_a_weight_that_the_optimiser_does_not_hold_is_named() -> None:
+    model = ToyTask().build_model()
+    optimiser = torch.optim.AdamW(model.inner.parameters(), lr=1e-3)
+    before = snapshot(model)
+    model(torch.randn(8, 6))["class"].logsumexp(1).sum().backward()
+    optimiser.step()
+    assert any("classes" in message for message in block_warnings(block_statistics(model, before)))
+
+
+def plant_relu(norm: nn.Module, channels: tuple[int, ...]) -> None:
+    with torch.no_grad():
+        norm.get_parameter("weight")[list(channels)] = 0
+        norm.get_parameter("bias")[list(channels)] = -1e3
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_dead_relu_channels_are_found_exactly(norm: str) -> None:
+    value = {"activation": "relu"}
+    net = chess_net(activation="relu", norm={"blocks": norm, "stem_heads": norm}, value=value).train()
+    plant_relu(net.policy_head.input.norm, (2, 5))
+    plant_relu(net.tower[1].norms[1], (0, 7, 11))  # the second activation of this block
+    with torch.no_grad():
+        net.value_head.fc1.weight[3], net.value_head.fc1.bias[3] = 0, -1e3
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()]
+    found = dead_units(Outputs(), net, normal((256, PLANES, 8, 8), 3), toy_runtime(), minimum=512)
+    assert found.rows == 512
+    assert {name: units for name, units in found.dead.items() if units} == {
+        "policy_head.input.relu": (2, 5),
+        "tower.1.relu.2": (0, 7, 11),
+        "value_head.relu": (3,),
+    }
+    assert found.widths["policy_head.input.relu"] == 16
+    assert found.widths["tower.0.se.relu"] == 8
+    assert found.shares["policy_head.input.relu"] == 2 / 16
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()] == hooks
+    assert net.training
+    if norm == "batch":
+        assert net.stem.norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "mish"])
+def test_dead_smooth_channels_are_found_exactly(name: str) -> None:
+    net = chess_net(activation=name)
+    with torch.no_grad():
+        net.stem.norm.weight[[1, 9]] = 0
+        net.stem.norm.bias[9] = 3.0  # constant, and far from 0: a difference of squares would miss it
+        net.stem.norm.weight[4] = 1e-3  # weak, not dead
+    for dtype in ("fp32", "bf16"):
+        runtime = toy_runtime(dtype=dtype)
+        found = dead_units(Outputs(), net, normal((32, PLANES, 8, 8), 3), runtime, minimum=96)
+        assert {key: units for key, units in found.dead.items() if units} == {f"stem.{name}": (1, 9)}
+        assert set(found.widths) >= {f"tower.0.{name}", f"tower.0.{name}.2", f"tower.0.se.{name}"}
+
+
+def test_small_deviations_beside_a_large_mean() -> None:
+    """A unit is dead below a deviation of 1e-4, also where fp32 sums of squares could not tell."""
+    deviations = torch.tensor([0.0, 0.5e-4, 2e-4, 1.0])
+    drift = iter(torch.tensor([0.0, 0.0, 0.0, 1e-3]))
+
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            values = 20 + deviations * x / x.std(0)
+            values[:, 0] += next(drift)  # constant within a batch, but not over them
+            return F.silu(values)
+
+    batches = list(normal((2000, 4), 4))
+    found = dead_units(Outputs(), Fixed(), batches[:3], toy_runtime())
+    assert found.dead == {"silu": (0, 1)}
+    drift = iter(torch.tensor([0.0, 0.0, 1e-3]))
+    assert dead_units(Outputs(), Fixed(), batches[:3], toy_runtime()).dead == {"silu": (1,)}
+
+
+def test_a_single_batch_counts_too_many() -> None:
+    """A unit that only one row in a thousand excites is alive; over a few rows it looks dead."""
+
+    class Rare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x - torch.tensor([0.0, 2.5]))
+
+    few = dead_units(Outputs(), Rare(), normal((64, 2), 1), toy_runtime())
+    assert few.dead == {"relu": (1,)}
+    assert few.rows == 64
+    assert few.warnings() == []  # too few rows to tell
+    many = dead_units(Outputs(), Rare(), normal((64, 2), 100), toy_runtime())
+    assert many.rows == DEAD_ROWS
+    assert many.dead == {"relu": ()}
+
+
+def test_every_way_of_writing_an_activation_and_every_layout() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x).relu() + torch.relu_(x[:, :4] + 0)
+            tokens = nn.functional.relu6(x[:, None, :].expand(-1, 7, -1))  # (B, tokens, C)
+            return F.gelu(tokens).sum((1, 2)).relu()  # a vector over rows has no units
+
+    found = dead_units(Outputs(), Mixed(), normal((16, 6)), toy_runtime())
+    assert found.widths == {"inner.1.relu": 4, "relu": 4, "relu.2": 4, "relu6": 4, "gelu": 4}
+
+
+def test_models_without_activations_and_models_that_fail() -> None:
+    found = dead_units(Outputs(), nn.Linear(6, 2), normal((4, 6)), toy_runtime())
+    assert found == DeadUnits(4, {}, {})
+    assert dead_units(Outputs(), nn.Linear(6, 2), [], toy_runtime()).rows == 0
+    model = nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(3, 1)).train()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        dead_units(Outputs(), model, normal((4, 6)), toy_runtime())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.training
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_the_toy_task_and_a_compiled_model() -> None:
+    model = torch.compile(ToyTask(norm="batch").build_model(), backend="eager")
+    found = dead_units(ToyTask(), model, [toy_batch(64)], toy_runtime())
+    assert found.widths == {"relu": 12}
+
+
+def test_dead_warning_names_the_worst() -> None:
+    widths = {"a": 100, "b": 100, "c": 100}
+    units = {"a": tuple(range(5)), "b": tuple(range(6)), "c": tuple(range(50))}
+    assert DeadUnits(DEAD_ROWS - 1, widths, units).warnings() == []
+    assert DeadUnits(DEAD_ROWS, widths, units).warnings() == [
+        "more than 5% of the units are dead over 4096 rows: c (50 of 100), b (6 of 100)"
+    ]
+
+
+# Outputs, first losses
+
+
+def test_masked_entries_do_not_count_and_infinities_do() -> None:
+    values = torch.tensor([1.0, -5.0, torch.nan, 2.0, torch.inf, torch.nan])
+
+    class Fixed(ToyTask):
+        def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            assert not model.training
+            nothing = torch.full((3,), torch.nan)
+            return {"head": values, "half": values[:2].half(), "none": nothing, "empty": values[:0]}
+
+    table = output_statistics(Fixed(), ToyTask().build_model(), toy_batch(4), toy_runtime())
+    finite = np.array([1.0, -5.0, 2.0])
+    assert set(table) == {"head", "half"}
+    assert table["head"]["mean"] == pytest.approx(finite.mean())
+    assert table["head"]["std"] == pytest.approx(finite.std())
+    assert table["head"]["max"] == 5.0
+    assert table["head"]["infinite"] == pytest.approx(1 / 4)
+    assert table["half"]["infinite"] == 0
+
+
+def test_outputs_leave_batchnorm_and_streams_alone() -> None:
+    task = ToyTask(norm="batch", dropout=0.5)
+    model = task.build_model().train()
+    mean, stream = model.norm.running_mean.clone(), torch.get_rng_state()
+    table = output_statistics(task, model, toy_batch(16), toy_runtime())
+    assert set(table) == {"class", "plane"}
+    assert torch.equal(model.norm.running_mean, mean)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert model.training
+
+
+def test_first_losses_beside_chance() -> None:
+    task, batch = ToyTask(), toy_batch(64)
+    counts = task.counts(batch)
+    chance = task.bounds(batch)["plane"][0] / counts["plane"]
+    losses = {"class": 1.2, "plane": chance * 1.1}
+    table, messages = compare_with_chance(task, batch, Stats(1, 1.0, 1.0, losses=losses, counts=counts))
+    assert messages == []
+    assert table["class"] == {"loss": 1.2, "chance": pytest.approx(math.log(3)), "floor": 0.0}
+    for bad in (math.log(3) * 1.16, math.log(3) * 0.84, 8.45, math.nan):
+        stats = Stats(1, bad, 1.0, losses={"class": bad}, counts=counts)
+        _, messages = compare_with_chance(task, batch, stats)
+        assert len(messages) == 1
+        assert "class" in messages[0]
+        assert "1.0986" in messages[0]
+
+
+# The first module that went bad
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Head(nn.Module):
+    """Two linear layers; `between` is a function of its own, `after` another."""
+
+    def __init__(self, between: Change = torch.relu, after: Change = torch.clone) -> None:
+        super().__init__()
+        self.linear1, self.norm, self.linear2 = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+        self.between, self.after = between, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.linear2(self.norm(self.between(self.linear1(x)))))
+
+
+class Net(nn.Module):
+    """A trunk, in place activations, two heads, a dictionary of outputs."""
+
+    def __init__(self, checkpointing: bool = False, **functions: Change) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Tanh())
+        self.policy, self.value = Head(), Head(**functions)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor, heads: tuple[str, ...] = ("policy", "value")) -> dict[str, Any]:
+        x = x * self.scale
+        y = checkpoint(self.trunk, x, use_reentrant=False) if self.checkpointing else self.trunk(x)
+        return {"heads": [self.get_submodule(head)(y) for head in heads]}
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options).train()
+
+
+def inputs() -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+
+
+def square(outputs: list[Tensor]) -> Tensor:
+    return torch.stack([output.float().square().sum() for output in outputs]).sum()
+
+
+def fault(
+    model: nn.Module,
+    x: Tensor | None = None,
+    loss: Callable[[list[Tensor]], Tensor] = square,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    def replay() -> None:
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            outputs = model(inputs() if x is None else x)["heads"]
+        loss(outputs).backward()
+
+    return first_nonfinite(replay, model)
+
+
+OPTIONS = [{}, {"checkpointing": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_weight_that_is_nan(options: dict[str, Any], dtype: torch.dtype | None) -> None:
+    for name in ("trunk.0", "trunk.2", "policy.linear2", "value.norm", "value.linear2"):
+        model = net(**options)
+        assert fault(model, dtype=dtype) is None
+        with torch.no_grad():
+            model.get_submodule(name).get_parameter("bias")[0] = torch.nan
+        assert fault(model, dtype=dtype) == f"{name} (forward output; its bias is not finite)"
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_parameter_outside_of_layers() -> None:
+    model = net()
+    with torch.no_grad():
+        model.scale[2] = torch.inf
+    # The network hands infinities on to its trunk, and is the one that made them.
+    assert fault(model) == "the network (forward output; its scale is not finite)"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_input_that_is_not_finite(bad: float, options: dict[str, Any]) -> None:
+    x = inputs()
+    x[3, 2] = bad
+    assert fault(net(**options), x) == "the input is already not finite"
+    model = net(**options)
+
+    def masked() -> None:  # the outputs are finite again, but the gradient of the first layer is not
+        torch.where(torch.arange(5)[:, None] == 3, 0.0, model(x)["heads"][0]).sum().backward()
+
+    assert first_nonfinite(masked, model) == "the input is already not finite"
+
+
+def test_a_function_between_two_layers_is_its_modules_fault() -> None:
+    assert fault(net(between=lambda x: x.abs().neg().log())) == "value (forward output)"
+    assert fault(net(after=lambda x: x / 0)) == "value (forward output)"
+
+
+def root(x: Tensor) -> Tensor:
+    return (x * 0).sqrt()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_in_the_backward_pass_alone(options: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """The square root of 0 has an infinite slope."""
+    assert fault(net(after=root, **options), dtype=dtype, loss=total) == "value (gradient, SqrtBackward0)"
+    assert fault(net(between=root, **options), dtype=dtype) == "value (gradient, SqrtBackward0)"
+
+
+def total(outputs: list[Tensor]) -> Tensor:
+    return torch.stack([output.float().sum() for output in outputs]).sum()
+
+
+def test_a_weights_gradient_alone() -> None:
+    """What overflows on the way to a weight passes no module boundary."""
+    model = net()
+    with torch.no_grad():
+        model.trunk[0].weight.zero_()
+        model.trunk[0].bias.fill_(1.0)
+    text = fault(model, torch.full((5, 6), 3e38), loss=lambda outputs: 1e3 * square(outputs))
+    assert text == "trunk.0 (gradient, AddmmBackward0)"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_in_the_loss_itself(options: dict[str, Any]) -> None:
+    def broken(outputs: list[Tensor]) -> Tensor:
+        return square(outputs[:1]) + (outputs[1] * 0).sqrt().sum()
+
+    assert fault(net(**options), loss=broken) == "the loss (the gradient that it gives value)"
+    target = torch.tensor(torch.nan)
+    assert "the loss" in str(fault(net(**options), loss=lambda outputs: square(outputs) * target))
+    # An infinite loss with a finite gradient: nothing in the network is to blame.
+    assert fault(net(**options), loss=lambda outputs: square(outputs) + torch.inf) is None
+
+
+def test_the_first_of_several_passes() -> None:
+    """Micro-batches run one after the other: a fault in the second one's input comes after the first's."""
+    model = net()
+
+    def replay() -> None:
+        for scale in (1.0, torch.nan):
+            square(model(inputs() * scale)["heads"]).backward()
+
+    assert first_nonfinite(replay, model) == "the input is already not finite"
+
+
+def test_parts_that_are_called_from_outside() -> None:
+    model = net()
+
+    def replay() -> None:
+        with torch.no_grad():
+            y = model.trunk(inputs())
+        model.value(y / 0)
+
+    assert first_nonfinite(replay, model) == "the input of value is already not finite"
+
+
+def test_fp16_gradients_that_overflow() -> None:
+    """A loss scale too large: finite forward, and the layer whose gradient overflows is named."""
+    model = net()
+    text = fault(model, loss=lambda outputs: outputs[1].float().sum() * 6e4, dtype=torch.float16)
+    assert text is not None
+    assert "gradient" in text
+
+
+def test_numbers_stay_as_they_are() -> None:
+    """Same bits with and without checks, under checkpointing and dropout too; and no hook is left."""
+    results = []
+    for checked in (False, True):
+        for options in OPTIONS:
+            model = net(**options)
+            model.trunk.append(nn.Dropout(0.5))
+            torch.manual_seed(3)
+            if checked:
+                with finite_checks(model) as checks:
+                    square(model(inputs())["heads"]).backward()
+                assert checks.first() is None
+            else:
+                square(model(inputs())["heads"]).backward()
+            results.append([p.grad for p in model.parameters()])
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_hooks_go_when_the_pass_fails() -> None:
+    model = net()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        first_nonfinite(lambda: model.trunk[2](torch.randn(2, 5)), model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_each_operation_is_watched_once_and_none_is_kept() -> None:
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()
+
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def save(tensor: Tensor) -> Saved:
+        alive.add(saved := Saved(tensor))
+        return saved
+
+    model = net()
+    with finite_checks(model) as checks:
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
+            loss = square(model(inputs())["heads"])
+        assert alive
+        del loss
+        assert not alive  # a pass that is thrown away leaves no activations behind
+        square(model(inputs())["heads"]).backward()
+    backward = [e for e in checks.events if e.what not in ("input", "output")]
+    names = [event.module for event in backward if event.what == "NativeLayerNormBackward0"]
+    assert sorted(names) == ["policy.norm", "value.norm"]
+    relu = [event.module for event in backward if event.what == "ReluBackward0"]
+    assert sorted(relu) == ["policy", "trunk.1", "value"]
+    assert [event.module for event in backward if event.what == "MulBackward0"] == [""]
+
+
+def test_nothing_is_read_before_the_end() -> None:
+    """The checks wait for no device: on the meta device a read would raise."""
+    model = net().to("meta")
+    with finite_checks(model):
+        square(model(torch.empty(5, 6, device="meta"))["heads"]).backward()
+
+
+def test_compiled_models_are_refused() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="not compiled"), finite_checks(compiled):
+        pass
+    inner = net()
+    inner.trunk.compile(backend="eager")
+    with pytest.raises(ValueError, match="not compiled"), finite_checks(inner):
+        pass
+
+
+def test_a_replay_that_does_not_run_the_model() -> None:
+    with pytest.raises(ValueError, match="never called"):
+        first_nonfinite(lambda: None, net())
+    with pytest.raises(ValueError, match="never called"):
+        FiniteChecks(net()).first()
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_chess_network(every: int) -> None:
+    options = {
+        "channels": 16,
+        "blocks": 2,
+        "checkpoint_every": every,
+        "norm": {"blocks": "batch"},
+        "policy": {"channels": 16},
+        "value": {"channels": 16, "hidden": 16},
+        "attention": {"every": 2},
+        "ssl": ["pin"],
+    }
+    torch.manual_seed(0)
+    model = PolicyValueNet(
+        ModelConfig.model_validate(merge(dump(load_config("demo"))["model"], options))
+    ).train()
+    x = torch.rand(4, PLANES, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def replay() -> None:
+        out = model(x, frozenset({"policy", "value", "ssl_pin"}))
+        (out["policy"].sum() + out["value"].sum() + out["ssl"]["pin"].sum()).backward()
+
+    assert first_nonfinite(replay, model) is None
+    for name, key in (("tower.1.convs.0", "weight"), ("ssl_heads.pin.out", "weight"), ("tower.2", "bias")):
+        weight = model.get_submodule(name).get_parameter(key)
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.view(-1)[0] = torch.nan
+        assert first_nonfinite(replay, model) == f"{name} (forward output; its {key} is not finite)"
+        with torch.no_grad():
+            weight.copy_(before)
