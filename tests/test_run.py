@@ -333,7 +333,7 @@ def test_the_records_of_batches_are_kept_as_a_shard_that_can_be_read(reports: Pa
     from matrixlib.tasks.chess.records import LAYOUT
 
     current = runs.open_run(run="one", overrides=TINY)
-    current.keep_records(current.training, [2, 5], tmp_path)
+    current.data.records(current.training, [2, 5], tmp_path)
     current.close()
     kept = Shard(tmp_path / "records.npz", LAYOUT)
     expected = concat([current.training.records(2), current.training.records(5)], LAYOUT)

@@ -83,7 +83,7 @@ def test_a_run_that_went_back_has_every_update_once(reports: Path, monkeypatch: 
     faults.spoil((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
     current = runs.open_run(run="r", overrides={**TINY, "health": {"skips": 2}})
     stats = list(current.train(tensorboard=True))
-    assert [s.step for s in stats if s.verdict == "rollback"] == [5]
+    assert [s.step for s in stats if s.action == "rollback"] == [5]
     found = scalars(reports / "r" / "events")
     assert [step for name, step in sorted(found) if name == "loss"] == [1, 2, 3, 4, 5, 6]
     for row in current.history():
