@@ -17,6 +17,7 @@ from matrixlib.files import reports_root
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.figure import Figure
     from torch import Tensor, nn
 
     from matrixlib.data.catalogue import Catalogue
@@ -110,6 +111,20 @@ class GameSpec(Protocol):
         ...
 
 
+class Viewer(Protocol):
+    """Rows to look through one after the other."""
+
+    def __len__(self) -> int: ...
+
+    def figure(self, net: Any, item: int) -> Figure:
+        """What a network makes of one row."""
+        ...
+
+    def check(self, net: Any) -> Check:
+        """What must hold of all that it makes of them."""
+        ...
+
+
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
@@ -132,6 +147,8 @@ class TaskSpec(ABC, Generic[ConfigT]):
     """Overrides that make its demo preset smaller still, for a dozen runs with planted faults."""
     game: ClassVar[GameSpec | None] = None
     """Where it is a game for two."""
+    viewer_overrides: ClassVar[Mapping[str, Any]] = {}
+    """Overrides of its demo preset by which a viewer has all that there is to show."""
 
     @property
     @abstractmethod
@@ -205,6 +222,13 @@ class TaskSpec(ABC, Generic[ConfigT]):
             for name in figures
             if f"chance_{name}" in chance
         ]
+
+    def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> Viewer | None:
+        """`count` held-out rows to look through, or what a file of the user's holds; None: there is nothing to see.
+
+        held_out: opens the data set. Raises ValueError for a file that does not fit.
+        """
+        return None
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
         """What is wrong with the targets of a batch of `prepare`, in words."""

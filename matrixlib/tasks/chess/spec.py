@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from matrixlib.config import validated
-from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
     from matrixlib.tasks.chess.evaluate.net import Net
+    from matrixlib.tasks.chess.evaluate.viewer import BoardViewer
     from matrixlib.tasks.chess.task import ChessTask
 
 
@@ -113,6 +114,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
     }
     game = ChessGameSpec()
+    viewer_overrides = {"model": {"ssl": list(SSL_CHANNELS)}}
 
     @property
     def layout(self) -> Layout:
@@ -160,6 +162,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
         if "value_correlation" in figures:
             parts.append(f"value correlation {figures['value_correlation']:.2f}")
         return ", ".join(parts)
+
+    def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> BoardViewer:
+        from matrixlib.tasks.chess.evaluate import viewer
+
+        return viewer.game_viewer(file) if file else viewer.held_out_viewer(held_out(), count)
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
         mass = task.illegal_mass(batch)
