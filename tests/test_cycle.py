@@ -1,4 +1,4 @@
-"""The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the test alone."""
+"""The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the match alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
 from matrixlib import config, files
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Shard
-from matrixlib.play.search import SearchOptions
-from matrixlib.play.selfplay import SelfPlayOptions
-from matrixlib.runs import cycle, cycle_config
-from matrixlib.runs.cycle_config import load_cycle
+from matrixlib.play.game import GameRecord
+from matrixlib.play.match import Match
+from matrixlib.runs import cycle, cycle_figures, cycle_games
+from matrixlib.runs import run as runs
+from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.runs.cycle_state import Generation, Tally, read_generations
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
 from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
 
@@ -37,8 +38,8 @@ TINY: dict[str, Any] = {
     "generations": 2,
     "games": 20,
     "chunk": 5,
-    "selfplay": {"parallel": 20, "simulations": 4, "quick_simulations": 2, "plies": 12},
-    "arena": {"pairs": 2, "batch": 1, "simulations": 2, "plies": 12, "anchor_pairs": 1},
+    "selfplay": {"parallel": 20, "num_simulations": 4, "num_quick_simulations": 2, "plies": 12},
+    "match": {"pairs": 2, "batch": 1, "num_simulations": 2, "plies": 12, "anchor_pairs": 1},
     "network": {
         "train": {"steps": 6, "batch_size": 16},
         "validation": {"interval": 3, "sample": 16},
@@ -49,8 +50,8 @@ TINY: dict[str, Any] = {
 PROGRAM = """
 import json, sys
 from matrixlib.runs import cycle
-for made in cycle.open_cycle("demo", "cpu", "c", json.loads(sys.argv[1])).train():
-    print("decided", made.number, flush=True)
+for generation in cycle.open_cycle("demo", "cpu", "c", json.loads(sys.argv[1])).train():
+    print("decided", generation.number, flush=True)
 """
 
 
@@ -74,6 +75,68 @@ def opened(whole: Path, monkeypatch: pytest.MonkeyPatch) -> cycle.Cycle:
     return cycle.open_cycle("demo", "cpu", "c", TINY)
 
 
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
+    return tmp_path
+
+
+class Script:
+    """A cycle in which nothing is computed: `train` says what the matches come to, each won, lost or even for the
+    candidate, or interrupted. lessons: sources of the trainings; killed: whether those end before they have begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.matches: list[str] = []
+        self.opponents: list[tuple[str, str]] = []
+        self.lessons: list[dict[str, float]] = []
+        self.killed = False
+        network = SimpleNamespace(model=torch.nn.Linear(1, 1), training=False, task=None)
+        monkeypatch.setattr(cycle_games, "play_chunks", lambda chunks, _: ((c, TALLY) for c in chunks))
+        monkeypatch.setattr(cycle_games, "network", lambda *_: network)
+        monkeypatch.setattr(runs, "open_run", self.open_run)
+        monkeypatch.setattr(cycle, "play_pairs", self.play_pairs)
+        self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
+
+    def open_run(self, *_: Any, overrides: Any, **__: Any) -> Any:
+        self.lessons.append(overrides["curriculum"]["sources"]["stages"][0])
+        if self.killed:
+            raise KeyboardInterrupt
+        trainer = SimpleNamespace(step=0, start_from=lambda tensors: None)
+        summary = {"evaluation": {"top1": 0.5}}
+        return SimpleNamespace(
+            trainer=trainer, steps=1, train=list, close=lambda: None, summary=lambda: summary
+        )
+
+    def play_pairs(
+        self, game: Any, one: Any, two: Any, openings: Any, plies: int, names: Any, _: int
+    ) -> Match:
+        outcome = "even"
+        if len(openings) == 64:
+            self.opponents.append(names)
+            outcome = self.matches.pop(0)
+        if outcome == "interrupted":
+            raise KeyboardInterrupt
+        first = {"won": [1, -1], "lost": [-1, 1]}  # results of a pair, for the side that moves first
+        pairs = [first.get(outcome, first["won" if i % 2 else "lost"]) for i in range(len(openings))]
+        return Match(
+            tuple(GameRecord(game.initial(1), [], float(result)) for pair in pairs for result in pair)
+        )
+
+    def train(self, *matches: str) -> list[Generation]:
+        """As many generations more as there are matches."""
+        self.matches = list(matches)
+        known = len(self.cycle.history())
+        return list(self.cycle.train(known + len(matches)))[known:]
+
+
+TALLY = Tally(games=5, positions=100, plies=200, results=(2, 1, 1, 1), seconds=1.0)
+
+
+@pytest.fixture
+def script(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    return Script(monkeypatch)
+
+
 def positions(root: Path, source: str = "") -> np.ndarray:
     rows = [row for row in Catalogue(root / "c" / "shards").shards() if source in ("", row.source)]
     return np.concatenate([Shard(row.path, LAYOUT).gather(np.arange(row.count))["records"] for row in rows])
@@ -84,27 +147,32 @@ def weights(root: Path, generation: int) -> dict[str, Any]:
     return load_file(newest / "ema.safetensors")
 
 
+def decided(root: Path) -> list[tuple[int, int, str]]:
+    stored = read_generations(root / "c").values()
+    return [(g.number, g.decision.best, g.decision.reason) for g in stored if g.decision]
+
+
+# --- a whole cycle, and killed ones
+
+
 def test_every_game_is_there_once_with_its_legal_moves(whole: Path, opened: cycle.Cycle) -> None:
-    found = positions(whole)
-    made = opened.history()
-    assert [(g.number, g.played.games) for g in made] == [(1, 20), (2, 20)]
-    assert len(found) == sum(g.played.positions for g in made)
-    assert len(np.unique(found["game"])) == 40
-    assert (found["source"] == 9).all()
-    for g in made:
-        assert sum(g.played.results) == g.played.games
-        assert sum(g.match) == 2
-        assert sum(g.anchor) == 1
-    held = Catalogue(whole / "c" / "shards").shards("validation")
-    games = [
-        np.unique(Shard(row.path, LAYOUT).gather(np.arange(row.count))["records"]["game"]) for row in held
-    ]
-    assert len(np.concatenate(games)) == 2, "one game in twenty is held out"
-    for row in held:
+    records = positions(whole)
+    history = opened.history()
+    assert [(g.number, g.selfplay.games) for g in history] == [(1, 20), (2, 20)]
+    assert len(records) == sum(g.selfplay.positions for g in history)
+    assert len(np.unique(records["game"])) == 40
+    assert (records["source"] == 9).all()
+    for g in history:
+        assert sum(g.selfplay.results) == g.selfplay.games
+        assert (sum(g.pairs("match")), sum(g.pairs("anchor"))) == (2, 1)
+    games = []
+    for row in Catalogue(whole / "c" / "shards").shards("validation"):
         batch = Shard(row.path, LAYOUT).gather(np.arange(row.count))
+        games += np.unique(batch["records"]["game"]).tolist()
         index, offset = legal_indices(batch["records"])
         assert (index == batch["policy_index"]).all()
         assert (offset == batch["policy_offset"]).all()
+    assert len(games) == 2, "one game in twenty is held out"
 
 
 def test_the_candidate_goes_on_from_the_network_before_it(whole: Path, opened: cycle.Cycle) -> None:
@@ -114,48 +182,64 @@ def test_the_candidate_goes_on_from_the_network_before_it(whole: Path, opened: c
         "generation 0 is a function of the seed"
     )
     first, second = weights(whole, 1), weights(whole, 2)
-    moved = sum(float((first[name] - start[name]).abs().sum()) for name in first)
     moved_on = sum(float((second[name] - first[name]).abs().sum()) for name in first)
     from_start = sum(float((second[name] - start[name]).abs().sum()) for name in first)
     assert 0 < moved_on < from_start
-    assert moved > 0
+    assert any((first[name] != start[name]).any() for name in first)
 
 
 def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) -> None:
-    before = {
-        path: path.stat().st_mtime_ns for path in (whole / "c").rglob("*.*") if path.suffix != ".sqlite"
-    }
+    paths = [path for path in (whole / "c").rglob("*.*") if path.suffix != ".sqlite"]
+    before = {path: path.stat().st_mtime_ns for path in paths}
     assert list(opened.train()) == opened.history()
-    after = {path: path.stat().st_mtime_ns for path in before}
-    assert after == before
-    assert len(opened.promotions()) == 2
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(opened.decisions()) == 2
+
+
+def stage(number: int, test: Callable[[Generation], object]) -> Callable[[Path], bool]:
+    """Whether a generation has come so far."""
+
+    def reached(root: Path) -> bool:
+        generation = read_generations(root / "c").get(number)
+        return generation is not None and bool(test(generation))
+
+    return reached
+
+
+def checkpoint(number: int) -> Callable[[Path], bool]:
+    return lambda root: any(root.glob(f"c-{number:03d}/checkpoints/step_????????"))
 
 
 STAGES = {
-    "games": "c/games/001_*.json",
-    "checkpoint": "c-001/checkpoints/step_????????",
-    "match": "c/matches/001_*.json",
-    "decision": "c/promotions.json",
-    "next games": "c/games/002_*.json",
-    "next checkpoint": "c-002/checkpoints/step_????????",
-    "next match": "c/matches/002_*.json",
+    f"{name} {number}": stage(number, test) if test else checkpoint(number)
+    for number in (1, 2)
+    for name, test in (
+        ("games", lambda g: g.chunks),
+        ("lesson", lambda g: g.lesson),
+        ("checkpoint", None),
+        ("match", lambda g: g.match),
+        ("anchor", lambda g: g.anchor),
+        ("decision", lambda g: g.decision),
+    )
 }
-"""Stage -> the first file that it leaves."""
+
+
+def kill_at(process: subprocess.Popen[bytes], root: Path, name: str) -> None:
+    while not STAGES[name](root):
+        assert process.poll() is None, f"it ended before {name}"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 @pytest.mark.parametrize(
-    "stages", [("games", "checkpoint"), pytest.param(tuple(STAGES), marks=pytest.mark.soak)]
+    "stages", [("games 1", "checkpoint 1"), pytest.param(tuple(STAGES)[:-1], marks=pytest.mark.soak)]
 )
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path, stages: tuple[str, ...]
 ) -> None:
-    for stage in stages:
-        process = run(tmp_path)
-        while not any(tmp_path.glob(STAGES[stage])):
-            assert process.poll() is None, f"it ended before {stage}"
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for name in stages:
+        kill_at(run(tmp_path), tmp_path, name)
     assert run(tmp_path).wait(300) == 0
     assert positions(tmp_path).tobytes() == positions(whole).tobytes()
     for generation in (1, 2):
@@ -163,52 +247,51 @@ def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
         assert all((ours[name] == theirs[name]).all() for name in theirs)
     for path in (whole / "c").glob("matches/*"):
         assert (tmp_path / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
-    promotions = [
-        json.loads((root / "c" / "promotions.json").read_text())["promotions"] for root in (whole, tmp_path)
-    ]
-    decided = [[(p["after"], p["best"], p["reason"]) for p in found] for found in promotions]
-    assert decided[0] == decided[1]
-
-
-def test_several_processes_play_the_same_games(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    made = cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2})
-    play = cycle._played
-
-    def watched(chunks: list[cycle.Chunk], workers: int) -> Iterator[cycle.Chunk]:
-        assert (tmp_path / "c" / "shards" / NAME).is_file(), "processes must not make it all at once"
-        return play(chunks, workers)
-
-    monkeypatch.setattr(cycle, "_played", watched)
-    played = made._self_play(1, 0)
-    assert played.games == 20
-    one = positions(tmp_path).tolist()
-    other = Catalogue(whole / "c" / "shards").shards()
-    theirs = [
-        Shard(r.path, LAYOUT).gather(np.arange(r.count))["records"] for r in other if r.source.endswith("001")
-    ]
-    assert sorted(map(str, one)) == sorted(map(str, np.concatenate(theirs).tolist()))
+    assert decided(tmp_path) == decided(whole)
 
 
 @pytest.mark.soak
 def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path
 ) -> None:
-    process = run(tmp_path, workers=2, generations=1)
-    while not any(tmp_path.glob(STAGES["games"])):
-        assert process.poll() is None, "it ended before any games"
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
-    assert len(list(tmp_path.glob(STAGES["games"]))) < 4, "it was killed amid self-play"
+    kill_at(run(tmp_path, workers=2, generations=1), tmp_path, "games 1")
+    assert len(read_generations(tmp_path / "c")[1].chunks) < 4, "it was killed amid self-play"
     assert run(tmp_path, workers=2, generations=1).wait(300) == 0
-    found = positions(tmp_path)
-    assert len(np.unique(found["game"])) == 20
-    assert found.tobytes() == positions(whole, "selfplay_001").tobytes()
+    assert positions(tmp_path).tobytes() == positions(whole, "selfplay_001").tobytes()
     ours, theirs = weights(tmp_path, 1), weights(whole, 1)
     assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+# --- self-play
+
+
+class Enough(Exception):
+    """Self-play is over."""
+
+
+@pytest.fixture
+def games_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def training(*_: Any, **__: Any) -> Any:
+        raise Enough
+
+    monkeypatch.setattr(runs, "open_run", training)
+
+
+def test_several_processes_play_the_same_games(
+    whole: Path, reports: Path, games_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = cycle_games.play_chunks
+
+    def watched(chunks: list[cycle_games.Chunk], workers: int) -> Iterator[Any]:
+        assert (reports / "c" / "shards" / NAME).is_file(), "processes must not make it all at once"
+        return play(chunks, workers)
+
+    monkeypatch.setattr(cycle_games, "play_chunks", watched)
+    with pytest.raises(Enough):
+        next(cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2}).train())
+    assert read_generations(reports / "c")[1].selfplay.games == 20
+    ours, theirs = positions(reports), positions(whole, "selfplay_001")
+    assert sorted(map(str, ours.tolist())) == sorted(map(str, theirs.tolist()))
 
 
 @dataclass(frozen=True)
@@ -218,88 +301,168 @@ class Task:
     folder: Path
     number: int
 
-    def play(self) -> None:
+    def play(self) -> Tally:
         if not self.number:
             raise ValueError("planted")
         time.sleep(0.2)
         (self.folder / str(self.number)).touch()
+        return TALLY
 
 
 def test_an_error_does_not_wait_for_the_chunks_that_have_not_begun(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="planted"):
-        list(cycle._played([Task(tmp_path, number) for number in range(24)], 2))  # type: ignore[arg-type]
+        list(cycle_games.play_chunks([Task(tmp_path, number) for number in range(24)], 2))  # type: ignore[misc]
     assert len(list(tmp_path.iterdir())) < 12
 
 
-def test_only_the_test_promotes_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    made = cycle.open_cycle("demo", "cpu", "p", TINY)
-    assert made._promote(1, (0, 0, 2, 0, 0))[0] == 0  # undecided
-    assert made._begin(2) == 0
-    assert made._promote(2, (0, 0, 0, 4, 60)) == (2, made.promotions()[-1]["reason"])
-    assert "SPRT accepts" in made.promotions()[-1]["reason"]
-    assert made._promote(3, (60, 4, 0, 0, 0))[0] == 2
-    assert "SPRT refuses" in made.promotions()[-1]["reason"]
-    for _ in range(
-        2
-    ):  # killed between the decision and the generation's file, it is decided again: to no effect
-        made._promote(2, (0, 0, 0, 4, 60))
-    assert [(p["after"], p["best"]) for p in made.promotions()] == [(1, 0), (2, 2), (3, 2)]
-    assert made.best == 2
-    assert made._begin(2) == 0, "a generation that is begun again plays with the network that it began with"
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_a_generation_keeps_its_opponent_through_a_roll_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_games_are_played_on_one_thread_whatever_the_rest_has(
+    reports: Path, games_alone: None, threads: None, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
+    """Else the number of processes would change their bits. The rest has its own again, also after an error."""
+    network = {**TINY["network"], "runtime": {**TINY["network"]["runtime"], "threads": 2}}
+    current = cycle.open_cycle("demo", "cpu", "c", {**TINY, "network": network})
+    play, counts = cycle_games.play_games, set()
+
+    def watched(*arguments: Any) -> Any:
+        counts.add(torch.get_num_threads())
+        if fails:
+            raise Enough
+        return play(*arguments)
+
+    monkeypatch.setattr(cycle_games, "play_games", watched)
+    with pytest.raises(Enough):
+        next(current.train())
+    assert (counts, torch.get_num_threads()) == ({1}, 2)
+
+
+# --- decisions
+
+
+def test_only_the_match_promotes_and_only_once(script: Script) -> None:
+    generations = script.train("even", "won", "lost")
+    decisions = [g.decision for g in generations if g.decision]
+    assert [(d.after, d.best) for d in decisions] == [(1, 0), (2, 2), (3, 2)]
+    for decision, text in zip(decisions, ("is undecided", "accepts", "refuses"), strict=True):
+        assert decision.reason.startswith(f"SPRT {text}: ")
+    assert list(script.cycle.train(3)) == generations, "decided once"
+    assert script.cycle.decisions() == decisions
+    assert script.cycle.best == 2
+
+
+def test_a_generation_keeps_its_opponent_through_a_roll_back(script: Script) -> None:
     """Else one sequential test would be made of games against two networks."""
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    made = cycle.open_cycle("demo", "cpu", "p", TINY)
-    opponents: list[tuple[int, int]] = []
-    results = iter([(0, 0, 0, 4, 60), None, (0, 0, 2, 0, 0), (0, 0, 2, 0, 0)])
-
-    def match(self: cycle.Cycle, number: int, other: int, kind: str, *_: Any, **more: Any) -> Any:
-        if kind == "anchor":
-            return (0, 0, 1, 0, 0)
-        opponents.append((number, other))
-        if (found := next(results)) is None:
-            raise KeyboardInterrupt
-        return found
-
-    played = cycle.Played(20, 100, 200, (5, 5, 5, 5), 0, 0, 1.0)
-    monkeypatch.setattr(cycle.Cycle, "_self_play", lambda self, number, by: played)
-    monkeypatch.setattr(cycle.Cycle, "_learn", lambda self, number: 0.5)
-    monkeypatch.setattr(cycle.Cycle, "_match", match)
-    assert made._generation(1).best == 1
     with pytest.raises(KeyboardInterrupt):
-        made._generation(2)
-    made.roll_back(0, "weak")
-    second, third = made._generation(2), made._generation(3)
+        script.train("won", "interrupted")
+    script.cycle.roll_back(0, "weak")
+    second, third = script.train("even", "even")
+    opponents = [tuple(int(name.split()[1]) for name in names) for names in script.opponents]
     assert opponents == [(1, 0), (2, 1), (2, 1), (3, 0)]
-    assert (second.by, second.best) == (1, 0), "what was rolled back stays so where nothing is promoted"
-    assert (third.by, third.best) == (0, 0)
-    assert [g.number for g in made.history()] == [1, 2, 3]
-    assert [entry["kind"] for entry in made.promotions()] == ["match", "rollback", "match", "match"]
+    assert [(g.by, g.decision and g.decision.best) for g in (second, third)] == [(1, 0), (0, 0)]
+    assert [g.number for g in script.cycle.history()] == [1, 2, 3]
+    kinds = [decision.kind for decision in script.cycle.decisions()]
+    assert kinds == ["match", "rollback", "match", "match"]
 
 
-def test_rolling_back_is_one_call(whole: Path, opened: cycle.Cycle, tmp_path: Path) -> None:
-    path = whole / "c" / "promotions.json"
-    before = path.read_bytes()
-    try:
-        opened.roll_back(1, "weak in endings")
-        assert opened.best == 1
-        assert opened.promotions()[-1]["reason"] == "rolled back: weak in endings"
-        assert opened.promotions()[-1]["kind"] == "rollback"
-        opened.roll_back(1, "weak in endings")
-        assert len(opened.promotions()) == 3, "the notebook was run again"
-        opened.roll_back(1, "weak in openings")
-        assert len(opened.promotions()) == 4
-        with FileLock(whole / "c" / "lock"), pytest.raises(cycle.CycleError, match="by another process"):
-            opened.roll_back(0, "")
-        with pytest.raises(cycle.CycleError, match="generation 7 has not been trained; there are 0 to 2"):
-            opened.roll_back(7, "")
-    finally:
-        path.write_bytes(before)
+def test_after_a_roll_back_training_starts_from_the_best_network(script: Script) -> None:
+    script.train("won")
+    with pytest.raises(KeyboardInterrupt):
+        script.train("interrupted")
+    script.cycle.roll_back(1, "before the generation that has begun is decided")
+    script.train("won", "even", "even")
+    script.cycle.roll_back(1, "after it")
+    script.train("even")
+    lessons = [g.lesson for g in script.cycle.history()]
+    assert [lesson and lesson.start for lesson in lessons] == [0, 1, 2, 3, 1]
+
+
+def test_a_roll_back_before_any_decision_counts_for_the_next_training(script: Script) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        script.train("interrupted")
+    script.cycle.roll_back(0, "to be sure")
+    assert [(d.kind, d.after, d.best) for d in script.cycle.decisions()] == [("rollback", 0, 0)]
+    first, second = script.train("even", "even")
+    assert [g.lesson and g.lesson.start for g in (first, second)] == [0, 0]
+    assert [g.number for g in script.cycle.history()] == [1, 2]
+
+
+def test_rolling_back_is_one_call(script: Script) -> None:
+    script.train("even", "even")
+    script.cycle.roll_back(1, "weak in endings")
+    assert script.cycle.best == 1
+    last = script.cycle.decisions()[-1]
+    assert (last.kind, last.after, last.reason) == ("rollback", 2, "rolled back: weak in endings")
+    for reason, count in (("weak in endings", 3), ("weak in openings", 4)):
+        script.cycle.roll_back(1, reason)
+        assert len(script.cycle.decisions()) == count, "the same again counts once"
+    with FileLock(script.cycle.folder / "lock"), pytest.raises(cycle.CycleError, match="by another process"):
+        script.cycle.roll_back(0, "")
+    with pytest.raises(cycle.CycleError, match="generation 7 has not been trained; there are 0 to 2"):
+        script.cycle.roll_back(7, "")
+
+
+def test_a_lesson_is_settled_when_the_training_begins(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a shard that is quarantined between a kill and the resume changes the run's configuration."""
+    counts = [("selfplay_001", 30), ("selfplay_002", 20), ("selfplay_002", 5)]
+    rows = [SimpleNamespace(source=source, count=count) for source, count in counts]
+    shards = Catalogue.shards
+    monkeypatch.setattr(
+        Catalogue, "shards", lambda self, split="", **more: rows if split else shards(self, **more)
+    )
+    script.train("even")
+    script.killed = True
+    for quarantined in (2, 0):
+        with pytest.raises(KeyboardInterrupt):
+            script.train("even")
+        assert script.lessons[-1] == {"selfplay_001": 30.0, "selfplay_002": 25.0}
+        del rows[quarantined]
+    with pytest.raises(
+        cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"
+    ):
+        script.train("even")
+
+
+def test_a_match_of_no_pairs_is_none(script: Script) -> None:
+    script.cycle.config = script.cycle.config.model_copy(
+        update={"match": script.cycle.config.match.model_copy(update={"anchor_pairs": 0})}
+    )
+    (generation,) = script.train("even")
+    assert generation.pairs("anchor") == (0, 0, 0, 0, 0)
+
+
+def test_checks_judge_the_best_network_and_all_games(
+    opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = opened.history()
+    strong, weak = ((0, 0, 0, 4, 60),), ((60, 4, 0, 0, 0),)
+    history = [first.model_copy(update={"anchor": weak}), second.model_copy(update={"anchor": strong})]
+    monkeypatch.setattr(opened, "history", lambda: history)
+    for best, passed in ((2, True), (1, False), (0, False)):
+        monkeypatch.setattr(cycle.Cycle, "best", best)
+        assert [check[1] for check in opened.checks()] == [True, True, passed]
+    for generations, passed in ((1, True), (3, False)):
+        settings = opened.config.model_copy(update={"generations": generations})
+        checks = cycle.Cycle(opened.folder, settings, opened.runtime).checks()
+        assert [check[1] for check in checks] == [passed, passed]
+
+
+def test_generations_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (1000, 101, 2):
+        Generation(number=number).write(tmp_path)
+    assert list(read_generations(tmp_path)) == [2, 101, 1000]
+
+
+# --- opening
 
 
 def test_another_configuration_or_a_second_process_is_refused(whole: Path, opened: cycle.Cycle) -> None:
@@ -316,21 +479,11 @@ def test_another_configuration_or_a_second_process_is_refused(whole: Path, opene
         cycle.open_cycle("demo", "cpu", "d", {**TINY, "games": 19})
 
 
-def test_checks_judge_the_best_network_and_all_that_was_played(
-    opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = opened.history()
-    strong, weak = (0, 0, 0, 4, 60), (60, 4, 0, 0, 0)
-    monkeypatch.setattr(
-        opened, "history", lambda: [replace(first, anchor=weak), replace(second, anchor=strong)]
-    )
-    for best, passed in ((2, True), (1, False), (0, False)):
-        monkeypatch.setattr(cycle.Cycle, "best", best)
-        assert [check[1] for check in opened.checks()] == [True, True, passed]
-    fewer = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 1}), opened.runtime)
-    assert [check[1] for check in fewer.checks()] == [True, True]
-    more = cycle.Cycle(opened.folder, opened.config.model_copy(update={"generations": 3}), opened.runtime)
-    assert [check[1] for check in more.checks()] == [False, False]
+def test_a_folder_of_the_old_version_says_what_to_do(reports: Path) -> None:
+    (reports / "old").mkdir()
+    (reports / "old" / "cycle.yaml").write_text("seed: 0\narena:\n  pairs: 4\n")
+    with pytest.raises(cycle.CycleError, match=r"'old' was begun by an older version.*another name"):
+        cycle.open_cycle("demo", "cpu", "old", TINY)
 
 
 def test_all_networks_compute_as_was_resolved_when_the_cycle_began(
@@ -351,50 +504,19 @@ def test_all_networks_compute_as_was_resolved_when_the_cycle_began(
         cycle.open_cycle("demo", "cpu", "c", TINY)
 
 
-def test_threads_are_the_same_however_far_it_had_come(opened: cycle.Cycle) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        list(opened.train())
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_an_opened_cycle_computes_with_the_threads_that_were_resolved(opened: cycle.Cycle) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        cycle.open_cycle("demo", "cpu", "c", TINY)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_threads_are_as_they_were_after_games_that_failed(
-    opened: cycle.Cycle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_opened_and_a_trained_cycle_have_the_threads_that_were_resolved(
+    opened: cycle.Cycle, threads: None
 ) -> None:
-    (tmp_path / "shards").mkdir()
-    runtime = replace(opened.runtime, threads=2)
-    made = cycle.Cycle(tmp_path, opened.config, runtime)
-
-    def failing(*arguments: Any) -> Any:
-        raise ValueError("planted")
-
-    monkeypatch.setattr(cycle.selfplay, "play_games", failing)
-    before = torch.get_num_threads()
-    try:
-        with pytest.raises(ValueError, match="planted"):
-            made._self_play(1, 0)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    list(opened.train())  # nothing is left to do
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    cycle.open_cycle("demo", "cpu", "c", TINY)
+    assert torch.get_num_threads() == 1
 
 
 def test_of_two_that_begin_a_cycle_at_once_one_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
     resolve, resolved = cycle.runtimes.resolve, []
 
     def slow(*arguments: Any) -> Any:
@@ -416,172 +538,111 @@ def test_of_two_that_begin_a_cycle_at_once_one_decides(
     assert len(resolved) == 1
 
 
-def test_games_are_played_on_one_thread_whatever_the_rest_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the number of processes would change their bits."""
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    network = {**TINY["network"], "runtime": {**TINY["network"]["runtime"], "threads": 2}}
-    made = cycle.open_cycle("demo", "cpu", "c", {**TINY, "network": network})
-    play, seen = cycle.selfplay.play_games, []
-
-    def watched(*arguments: Any) -> Any:
-        seen.append(torch.get_num_threads())
-        return play(*arguments)
-
-    monkeypatch.setattr(cycle.selfplay, "play_games", watched)
-    before = torch.get_num_threads()
-    try:
-        made._self_play(1, 0)
-        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_two_networks_are_kept(opened: cycle.Cycle) -> None:
-    kept = [opened.network(generation) for generation in (0, 1, 2)]
-    assert list(opened._nets.values()) == kept[1:]
-    assert opened.network(1) is kept[1]
-    assert list(opened._nets) == [2, 1], "that of longest ago goes first"
-
-
-@pytest.mark.parametrize(
-    ("section", "options"),
-    [(cycle_config.SelfPlayConfig, SelfPlayOptions), (config.SearchConfig, SearchOptions)],
-)
-def test_sections_have_the_fields_of_the_options_they_become(section: Any, options: Any) -> None:
-    assert [options.RENAMED.get(name, name) for name in section.model_fields] == list(options.model_fields)
+def test_two_networks_are_kept(opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[int] = []
+    load = cycle_games.network
+    monkeypatch.setattr(cycle_games, "network", lambda *where: loads.append(where[2]) or load(*where))
+    for generation in (0, 1, 2, 1, 0, 1, 2):
+        opened.network(generation)
+    assert loads == [0, 1, 2, 0, 2], "that of longest ago goes first"
 
 
 def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_played(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    monkeypatch.setattr(cycle.matches, "TRIES", 4)
+    monkeypatch.setattr("matrixlib.play.match.TRIES", 4)
     for key in ("pairs", "anchor_pairs"):
-        settings = {"arena": {"pairs": 4, "anchor_pairs": 4, "random_plies": 3, key: 260}}
+        settings = {"match": {"pairs": 4, "anchor_pairs": 4, "random_plies": 3, key: 260}}
         with pytest.raises(ValueError, match="hardly 260 different positions after 3 random plies"):
             cycle.open_cycle("tictactoe", "cpu", "t", settings)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_match_of_no_pairs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    made = cycle.open_cycle("tictactoe", "cpu", "t", {"arena": {"anchor_pairs": 0}})
-    assert made._match(1, 0, "anchor", 0, sprt=False) == (0, 0, 0, 0, 0)
-
-
-def shard(count: int, source: str) -> Any:
-    return SimpleNamespace(count=count, source=source)
-
-
-def test_what_is_learned_from_is_settled_when_the_training_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a shard that is quarantined between a kill and the resume changes the run's configuration."""
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    made = cycle.open_cycle("demo", "cpu", "p", TINY)
-    rows = [shard(30, "selfplay_001"), shard(20, "selfplay_002"), shard(5, "selfplay_002")]
-    begun = made._lesson(2, rows)
-    assert begun["sources"] == {"selfplay_001": 30.0, "selfplay_002": 25.0}
-    assert made._lesson(2, rows[:2]) == begun
-    with pytest.raises(
-        cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"
-    ):
-        made._learn(2)
-
-
-def test_after_a_roll_back_training_starts_from_the_best_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    made = cycle.open_cycle("demo", "cpu", "p", TINY)
-    starts = []
-    for number in range(1, 6):
-        starts.append(made._lesson(number, [])["start"])
-        if number in (2, 4):  # before the generation that has begun is decided, and after it
-            made._decide({"kind": "rollback", "after": number - 1, "best": 1, "reason": "collapsed"})
-        assert made._lesson(number, [])["start"] == starts[-1], "one that has begun goes on"
-        made._promote(number, (0, 0, 0, 4, 60) if number < 3 else (0, 0, 2, 0, 0))
-    assert starts == [0, 1, 2, 3, 1]
-
-
-def test_generations_are_in_the_order_of_their_numbers(
-    opened: cycle.Cycle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = opened.history()[0]
-    other = cycle.Cycle(tmp_path, opened.config, opened.runtime)
-    for number in (1000, 101, 2):
-        text = json.dumps(asdict(replace(made, number=number)))
-        (tmp_path / f"generation_{number:03d}.json").write_text(text)
-    assert [g.number for g in other.history()] == [2, 101, 1000]
+    assert not any(reports.iterdir())
 
 
 def test_a_cycle_needs_a_game_for_two() -> None:
-    for task, says in (
-        ("latin", r"unknown task 'latin' \(tasks: chess, tictactoe\)"),
-        (None, r"'network.task' is missing; it is one of chess, tictactoe"),
-    ):
-        with pytest.raises(config.ConfigError, match=says):
-            load_cycle("demo", {"network": {"task": task}})
+    with pytest.raises(config.ConfigError, match=r"plays games for two, and task 'latin' is none"):
+        load_cycle("demo", {"network": {"task": "latin", "model": {}, "data": {}, "loss": {}}})
+    with pytest.raises(config.ConfigError, match=r"key 'network.task' is missing"):
+        load_cycle("demo", {"network": {"task": None}})
     with pytest.raises(
         config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"
     ):
         load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
 
 
+def test_old_option_names_are_answered_by_the_new_ones() -> None:
+    for section, old, new in (
+        ("search", "gumbel_scale", "search.value_scale"),
+        ("search", "gumbel", "search.max_num_considered_actions"),
+        ("search", "c_init", "search.pb_c_init"),
+        ("search", "noise_alpha", "search.dirichlet_alpha_total"),
+        ("selfplay", "simulations", "selfplay.num_simulations"),
+        ("match", "simulations", "match.num_simulations"),
+    ):
+        with pytest.raises(config.ConfigError, match=rf"'{section}\.{old}' is called '{new}' now"):
+            load_cycle("demo", {section: {old: 1}})
+    with pytest.raises(config.ConfigError, match="'arena' is called 'match' now"):
+        load_cycle("demo", {"arena": {"pairs": 4}})
+
+
 @pytest.mark.parametrize("name", config.presets(files.PARAMS / "cycle"))
-def test_presets_are_complete(name: str, tmp_path: Path) -> None:
+def test_presets_name_only_what_differs_from_the_schema(name: str) -> None:
     text = (files.PARAMS / "cycle" / f"{name}.yaml").read_text()
-    assert config.dump(load_cycle(name)) == json.loads(json.dumps(yaml.safe_load(text)))
-    data = yaml.safe_load(text)
-    del data["arena"]["pairs"]
-    path = tmp_path / "less.yaml"
-    path.write_text(yaml.safe_dump(data))
-    with pytest.raises(config.ConfigError, match=r"key 'arena.pairs' is missing"):
-        load_cycle(str(path))
+    resolved, plain = (
+        config.dump(load_cycle(name)),
+        {n: f.default for n, f in CycleConfig.model_fields.items()},
+    )
+    for key, value in config.read_yaml(text, name).items():
+        if key == "network":
+            continue
+        for option, setting in value.items() if isinstance(value, dict) else [("", value)]:
+            default = getattr(plain[key], option) if option else plain[key]
+            assert setting != config.dump(plain[key])[option] if option else setting != default, (key, option)
+        assert key in resolved
 
 
-def test_the_table_and_the_curve_show_every_generation(opened: cycle.Cycle) -> None:
-    lines = cycle.table(opened.history()).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["1", "2"]
-    assert lines[0].split()[-1] == "SPRT"
-    axes = cycle.elo_figure(opened.history()).axes[0]
+# --- what is shown, and another game
+
+
+def test_the_tables_and_the_curve_show_every_generation(opened: cycle.Cycle) -> None:
+    table = cycle_figures.generation_table(opened.history())
+    assert table.index.tolist() == [1, 2]
+    assert table["games"].tolist() == [20, 20]
+    assert table["SPRT"].str.contains("Elo").all()
+    decisions = cycle_figures.decision_table(opened.decisions())
+    assert decisions["reason"].tolist() == [decision.reason for decision in opened.decisions()]
+    axes = cycle_figures.elo_figure(opened.history()).axes[0]
     assert len(axes.lines) == 3  # two generations, the zero line
 
 
 def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
     shorter = {
         "games": 200,
         "generations": 2,
-        "arena": {"anchor_pairs": 16},
+        "match": {"anchor_pairs": 16},
         "network": {"train": {"steps": 150}, "validation": {"interval": 150}},
     }
-    made = cycle.open_cycle("tictactoe", "cpu", "t", shorter)
-    first, second = made.train()
-    assert [g.played.games for g in (first, second)] == [200, 200]
-    assert (first.played.results[3], second.played.results[3]) == (0, 0), "no game is cut off"
-    rows = Catalogue(tmp_path / "t" / "shards").shards()
-    found = [Shard(row.path, TICTACTOE).gather(np.arange(row.count))["records"] for row in rows]
+    current = cycle.open_cycle("tictactoe", "cpu", "t", shorter)
+    first, second = current.train()
+    assert [g.selfplay.games for g in (first, second)] == [200, 200]
+    assert (first.selfplay.results[3], second.selfplay.results[3]) == (0, 0), "no game is cut off"
     games = {split: set[int]() for split in ("train", "validation")}
-    for row, records in zip(rows, found, strict=True):
+    for row in Catalogue(reports / "t" / "shards").shards():
+        records = Shard(row.path, TICTACTOE).gather(np.arange(row.count))["records"]
         games[row.split] |= set(records["game"].tolist())
     assert (len(games["train"]), len(games["validation"])) == (380, 20)
     assert not games["train"] & games["validation"]
-    course = made.course()
+    course = current.course()
     assert list(course) == [0, 1, 2]
     assert course[0]["policy: move does not lose"] < 0.75 < 0.9 < course[2]["policy: move does not lose"]
     assert course[0]["policy: games lost"] > 0.5 > course[2]["policy: games lost"]
-    assert made.checks()[-1][0] == "loses to nobody"
-    text = next((tmp_path / "t" / "matches").glob("001*.txt")).read_text()
+    assert current.checks()[-1][0] == "loses to nobody"
+    text = next((reports / "t" / "matches").glob("001*.txt")).read_text()
     assert text.startswith("generation 0 - generation 1: "), (
         "three plies were random, so O is the first to choose"
     )
-    table = cycle.course_table(course).splitlines()
-    assert len(table) == 1 + len(course[0])
-    assert len(cycle.course_figure(course).axes[0].lines) == len(course[0])
-    monkeypatch.setattr(cycle.Cycle, "_generation", None)
-    assert made.course() == course, "it is kept"
+    assert cycle_figures.course_table(course).shape == (len(course[0]), 3)
+    assert len(cycle_figures.course_figure(course).axes[0].lines) == len(course[0])
+    monkeypatch.setattr(cycle_games, "network", None)
+    assert current.course() == course, "it is stored"

@@ -17,12 +17,15 @@ from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import Serving, resolve
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.game import GameRecord, uniform
+from matrixlib.play.match import play_pairs, random_player, search_player
+from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
 from matrixlib.tasks.tictactoe.solution import best_moves, solve
 from matrixlib.tasks.tictactoe.spec import TASK as SPEC
+from matrixlib.tasks.tictactoe.spec import perfect_player
 from matrixlib.tasks.tictactoe.task import SYMMETRIES, TicTacToeTask
 
 GAME = TicTacToe()
@@ -156,3 +159,35 @@ def test_a_network_that_says_nothing_passes_no_check(result: int) -> None:
 def test_it_has_no_data_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"'selfplay' is no folder; use a folder of shards"):
         SPEC.folder(SETTINGS)
+
+
+def test_perfect_play_never_loses_and_is_the_same_again() -> None:
+    one, other = perfect_player(0), perfect_player(1)
+    draws = play_pairs(GAME, one, other, GAME.initial(50))
+    assert (draws.scores() == 0.5).all()
+    assert len({tuple(game.moves) for game in draws.games}) > 50
+    assert play_pairs(GAME, one, other, GAME.initial(50)) == draws
+    assert (
+        play_pairs(GAME, one, random_player(GAME, 0), GAME.initial(50)).scores().mean() > 0.8
+    )
+
+
+def test_figures_beside_perfect_play_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing() -> None:
+    solved = solve()
+    known = dict(zip(GAME.key(solved.states).tolist(), solved.moves, strict=True))
+
+    def oracle(states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.array([known[key] for key in GAME.key(states).tolist()])
+        priors = np.exp(10.0 * rows[np.repeat(np.arange(len(rows)), np.diff(offsets)), moves])
+        return priors.astype(np.float32), rows.max(1).astype(np.float32)
+
+    rules = SPEC.game
+    best = rules.perfection(oracle, search_player(GAME, oracle, 8))
+    assert list(best.values()) == [1.0, 1.0, 0.0, 0.0]
+    assert [passed for _, passed, _ in rules.checks(best)] == [True]
+    worst = rules.perfection(
+        uniform, search_player(GAME, uniform, 1, SearchOptions(look_ahead=False))
+    )
+    assert worst["policy: move does not lose"] < 0.8
+    assert worst["policy: games lost"] > 0.2
+    assert [passed for _, passed, _ in rules.checks(worst)] == [False]

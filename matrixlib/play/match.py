@@ -5,7 +5,7 @@ Both games of a pair start from one opening, with the players swapped. Scores ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 
@@ -145,7 +145,7 @@ def play_pairs(
 class MatchOptions(Sprt):
     """Matches of a candidate against the best network."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"simulations": "num_simulations"}
+    RENAMED: ClassVar[Mapping[str, str]] = {"simulations": "num_simulations"}
 
     pairs: Count = Field(
         default=64, description="at most so many pairs of games, each from one opening with sides swapped"

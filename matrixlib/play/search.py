@@ -10,7 +10,7 @@ Options carry the names that mctx gives them (https://github.com/google-deepmind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -68,7 +68,7 @@ class SearchOptions(Section):
     (maxvisit_init + most visits of a move) * value_scale * q. `fpu` counts times the root of the prior tried already.
     """
 
-    RENAMED: ClassVar[dict[str, str]] = {
+    RENAMED: ClassVar[Mapping[str, str]] = {
         "c_init": "pb_c_init",
         "c_base": "pb_c_base",
         "noise_alpha": "dirichlet_alpha_total",

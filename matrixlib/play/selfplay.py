@@ -6,7 +6,7 @@ of how many are played at once. So work that was killed goes on at the next numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -147,7 +147,7 @@ class SelfPlayOptions(Section):
     temperature.
     """
 
-    RENAMED: ClassVar[dict[str, str]] = {
+    RENAMED: ClassVar[Mapping[str, str]] = {
         "simulations": "num_simulations",
         "quick_simulations": "num_quick_simulations",
     }

@@ -89,10 +89,6 @@ class GameSpec(Protocol):
         """Of the name of a file that holds what `Game.write` gives."""
         ...
 
-    def game_id(self, name: Sequence[str], held_out: bool) -> int:
-        """A 64-bit id of the game of this name, for its records."""
-        ...
-
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         """What there is to learn from games; ids: number of a game -> its id."""
         ...

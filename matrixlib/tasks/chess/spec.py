@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,14 +55,6 @@ class ChessGameSpec:
         from matrixlib.tasks.chess.game import ChessGame
 
         return ChessGame()
-
-    def game_id(self, name: Sequence[str], held_out: bool) -> int:
-        """One by which every other tool holds the game out, or does not."""
-        from matrixlib.tasks.chess.importers.parsing import game_id
-        from matrixlib.tasks.chess.stockfish.packing import is_validation
-
-        ids = (game_id(*name, str(draw)) for draw in itertools.count())
-        return next(i for i in ids if bool(is_validation(np.array([i], np.uint64))[0]) == held_out)
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         from matrixlib.tasks.chess.game import training_batch

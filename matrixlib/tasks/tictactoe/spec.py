@@ -36,10 +36,6 @@ class TicTacToeGameSpec:
 
         return TicTacToe()
 
-    def game_id(self, name: Sequence[str], held_out: bool) -> int:
-        _, generation, number = name
-        return int(generation) << 32 | int(number)
-
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         from matrixlib.tasks.tictactoe.records import training_batch
 

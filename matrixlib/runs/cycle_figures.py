@@ -1,0 +1,92 @@
+"""Tables and pictures of a cycle: what its generations did, their strength, how near they are to perfect play."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from matrixlib.play.elo import rating
+from matrixlib.runs.cycle_state import Decision, Generation
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
+    """A row for each generation: games and their results, what was learned, the match, the decision."""
+    import pandas as pd
+
+    rows = {}
+    for generation in generations:
+        games, decision = generation.selfplay, generation.decision
+        rows[generation.number] = {
+            "games": games.games,
+            "positions": games.positions,
+            "W/D/L/?": "/".join(map(str, games.results)),
+            "plies": f"{games.plies / games.games:.0f}",
+            "top-1": f"{generation.top1:.1%}",
+            "SPRT": decision.reason.removeprefix("SPRT ").partition(", score")[0] if decision else "",
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def decision_table(decisions: Sequence[Decision]) -> pd.DataFrame:
+    """A row for each decision about the best network, oldest first."""
+    import pandas as pd
+
+    rows = [(decision.after, decision.best, decision.reason) for decision in decisions]
+    return pd.DataFrame(rows, columns=["after", "best network", "reason"]).set_index("after")
+
+
+def course_table(course: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
+    """A row for each figure of `Cycle.course`, a column for each generation."""
+    import pandas as pd
+
+    return pd.DataFrame(dict(course)).map("{:.2%}".format).rename_axis(columns="generation")
+
+
+def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
+    """The same as curves."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = _figure()
+    for name in next(iter(course.values())):
+        axes.plot(list(course), [figures[name] for figures in course.values()], "o-", label=name)
+    axes.set(ylim=(-0.03, 1.03))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.legend(fontsize=8)
+    return figure
+
+
+def elo_figure(generations: Sequence[Generation]) -> Figure:
+    """Elo of each generation over the untrained network, with 95 % intervals; promoted ones are filled."""
+    figure, axes = _figure()
+    for generation in generations:
+        pairs = generation.pairs("anchor")
+        if not sum(pairs):
+            continue
+        elo = rating(pairs)
+        low, middle, high = np.clip([elo.low, elo.elo, elo.high], -1500, 1500).tolist()
+        promoted = generation.decision is not None and generation.decision.best == generation.number
+        axes.vlines(generation.number, low, high, color="#1f77b4")
+        axes.plot(generation.number, middle, "o", color="#1f77b4", fillstyle="full" if promoted else "none")
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.set(xlim=(0.5, len(generations) + 0.5), ylabel="Elo over generation 0")
+    return figure
+
+
+def _figure() -> tuple[Figure, Axes]:
+    """An empty figure with axes over generations."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel("generation")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    return figure, axes

@@ -1,0 +1,107 @@
+"""What has become of each generation of a cycle: one file a generation, which grows from stage to stage.
+
+`generation_001.json` is rewritten whenever something is done for good: a chunk of games, the choice of what to learn
+from, the training, a batch of a match, the decision. It appears whole or not at all, so a cycle that was killed goes on
+behind the last thing that is in it. `generation_000.json` is there where a roll-back came before any decision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from matrixlib.config import Section
+from matrixlib.files import read_json, write_json
+
+Pairs = tuple[int, int, int, int, int]
+"""Pairs that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
+
+
+def read_generations(folder: Path) -> dict[int, Generation]:
+    """All that a cycle's folder holds, by number, in their order."""
+    stored = [Generation.model_validate(read_json(path)) for path in folder.glob("generation_*.json")]
+    return {generation.number: generation for generation in sorted(stored, key=lambda g: g.number)}
+
+
+class Tally(Section):
+    """Games of self-play. results: won by the side that starts a game, drawn, won by the other, unknown; played_out:
+    games that were played on although a side would have given up, wrong: those that it did not lose; seconds: of
+    computing."""
+
+    games: int = 0
+    positions: int = 0
+    plies: int = 0
+    results: tuple[int, int, int, int] = (0, 0, 0, 0)
+    wrong: int = 0
+    played_out: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in Tally.model_fields}
+        wins, draws, losses, unknown = np.add(self.results, other.results).tolist()
+        return Tally(**{**sums, "results": (wins, draws, losses, unknown)})
+
+
+class Lesson(Section):
+    """What a candidate learns from, settled when its training begins, whatever becomes of shards meanwhile.
+
+    start: generation of its first weights; sources: weights of the latest generations' positions; decisions: how many
+    there were about the best network.
+    """
+
+    start: int
+    sources: dict[str, float]
+    decisions: int
+
+
+class Decision(Section):
+    """Which network is the best one from then on. kind: what decided; after: the last generation before it."""
+
+    kind: Literal["match", "rollback"]
+    after: int
+    best: int
+    reason: str
+    time: str
+
+
+class Generation(Section):
+    """One generation, as far as it has come.
+
+    by: generation whose network plays the games and is the opponent; chunks: first game -> tally; top1: on held-out
+    positions; match, anchor: results of the candidate against that network and against generation 0, batch by batch;
+    rollbacks: those between this generation's decision and the next one's.
+    """
+
+    number: int
+    by: int = 0
+    chunks: dict[str, Tally] = {}
+    lesson: Lesson | None = None
+    top1: float | None = None
+    match: tuple[Pairs, ...] = ()
+    anchor: tuple[Pairs, ...] = ()
+    decision: Decision | None = None
+    rollbacks: tuple[Decision, ...] = ()
+
+    def __str__(self) -> str:
+        text = self.decision.reason if self.decision else "not decided yet"
+        return f"generation {self.number}: {self.selfplay.games} games, {text}"
+
+    @property
+    def selfplay(self) -> Tally:
+        """All of its games."""
+        return sum(self.chunks.values(), Tally())
+
+    def pairs(self, kind: Literal["match", "anchor"]) -> tuple[int, ...]:
+        """(5,) results of all batches."""
+        return tuple(np.sum([(0, 0, 0, 0, 0), *getattr(self, kind)], axis=0).tolist())
+
+    def write(self, folder: Path) -> Generation:
+        """Replace its file; returns itself."""
+        write_json(folder / f"generation_{self.number:03d}.json", self.model_dump())
+        return self
+
+    def grown(self, folder: Path, **changes: Any) -> Generation:
+        """With these changes, and written."""
+        return self.model_copy(update=changes).write(folder)
