@@ -167,9 +167,7 @@ def test_perfect_play_never_loses_and_is_the_same_again() -> None:
     assert (draws.scores() == 0.5).all()
     assert len({tuple(game.moves) for game in draws.games}) > 50
     assert play_pairs(GAME, one, other, GAME.initial(50)) == draws
-    assert (
-        play_pairs(GAME, one, random_player(GAME, 0), GAME.initial(50)).scores().mean() > 0.8
-    )
+    assert play_pairs(GAME, one, random_player(GAME, 0), GAME.initial(50)).scores().mean() > 0.8
 
 
 def test_figures_beside_perfect_play_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing() -> None:
@@ -185,9 +183,7 @@ def test_figures_beside_perfect_play_of_an_evaluator_that_knows_all_and_of_one_t
     best = rules.perfection(oracle, search_player(GAME, oracle, 8))
     assert list(best.values()) == [1.0, 1.0, 0.0, 0.0]
     assert [passed for _, passed, _ in rules.checks(best)] == [True]
-    worst = rules.perfection(
-        uniform, search_player(GAME, uniform, 1, SearchOptions(look_ahead=False))
-    )
+    worst = rules.perfection(uniform, search_player(GAME, uniform, 1, SearchOptions(look_ahead=False)))
     assert worst["policy: move does not lose"] < 0.8
     assert worst["policy: games lost"] > 0.2
     assert [passed for _, passed, _ in rules.checks(worst)] == [False]
