@@ -11,7 +11,8 @@ import chess
 import numpy as np
 
 from matrixlib.data import shards
-from matrixlib.tasks.chess.importers.parsing import SOURCES, Reader, Refused
+from matrixlib.tasks.chess.importers.parsing import Reader, Refused
+from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 
 
@@ -48,27 +49,27 @@ class Whole:
 def read_file(reader: Reader, path: Path) -> Whole:
     """Reads all parts of a file as a worker would, and checks what holds for every reader."""
     reader = copy.deepcopy(reader)
-    harvests, first = [], 0
+    results, first = [], 0
     for number, part in enumerate(reader.parts(path)):
         assert (part.number, part.first) == (number, first)
-        found = reader.read(part)
-        first += found.entries
-        numbers = [item.entry for item in found.refused]
+        result = reader.read(part)
+        first += result.entries
+        numbers = [item.entry for item in result.refused]
         assert numbers == sorted(set(numbers))
         assert all(part.first <= n < first for n in numbers)
-        assert all(item.reason and item.detail for item in found.refused)
-        assert all(count > 0 for count in (*found.skipped.values(), *found.warned.values()))
-        harvests.append(found)
-    batch = shards.concat([found.batch for found in harvests], LAYOUT)
+        assert all(item.reason and item.detail for item in result.refused)
+        assert all(count > 0 for count in (*result.skipped.values(), *result.warned.values()))
+        results.append(result)
+    batch = shards.concat([result.batch for result in results], LAYOUT)
     check_batch(batch, reader.source)
     return Whole(
         batch,
         first,
-        sum(found.stored for found in harvests),
-        [item for found in harvests for item in found.refused],
-        sum((Counter(found.skipped) for found in harvests), Counter()),
-        sum((Counter(found.warned) for found in harvests), Counter()),
-        len(harvests),
+        sum(result.stored for result in results),
+        [item for result in results for item in result.refused],
+        sum((Counter(result.skipped) for result in results), Counter()),
+        sum((Counter(result.warned) for result in results), Counter()),
+        len(results),
     )
 
 

@@ -148,25 +148,31 @@ def test_locked_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
 
 
-def test_tampered_row_is_rebuilt(tmp_path: Path) -> None:
+def test_tampered_rows_are_made_anew_from_their_shards(tmp_path: Path) -> None:
     catalogue = filled(tmp_path)
+    catalogue.set_quality("b.npz", {"entropy": 1.5})
     before = catalogue.hash()
     edit(tmp_path, "UPDATE shards SET count = 31, split = 'validation' WHERE name = 'a.npz'")
-    with pytest.warns(UserWarning, match=r"row 'a\.npz' was changed"):
+    with pytest.warns(UserWarning, match=r"a row was changed or damaged; rebuilt"):
         assert names(catalogue, split="train") == ["a.npz", "b.npz"]
     assert catalogue.hash() == before
     assert len(catalogue.messages) == 1
+    assert catalogue.shards()[1].quality == {"entropy": 1.5}, "a whole row stays"
 
 
-def test_tampering_does_not_lift_a_quarantine_or_leave_the_folder(tmp_path: Path) -> None:
+def test_tampering_does_not_lift_a_quarantine_or_leave_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     catalogue = filled(tmp_path)
     catalogue.quarantine("a.npz", "bad")
     edit(tmp_path, "UPDATE shards SET reason = '' WHERE name = 'a.npz'")
     edit(tmp_path, "UPDATE shards SET name = '../../etc/x.npz' WHERE name = 'b.npz'")
-    assert names(catalogue) == ["v.npz"]
+    assert names(catalogue) == ["b.npz", "v.npz"]
     assert names(catalogue, state="quarantined") == ["a.npz"]
-    assert "removed" in " ".join(catalogue.messages)
-    assert names(Catalogue(tmp_path)) == ["b.npz", "v.npz"]  # taken in again from its file
+    monkeypatch.setattr(catalogues, "_digest", lambda columns: "as if somebody had made it fit")
+    edit(tmp_path, "UPDATE shards SET digest = 'as if somebody had made it fit'")
+    edit(tmp_path, "UPDATE shards SET name = '../b.npz' WHERE name = 'b.npz'")
+    assert names(catalogue) == ["b.npz", "v.npz"]
 
 
 @pytest.mark.parametrize(("name", "state"), [("a.npz", "quarintined"), ("b.npz", "heelthy")])
@@ -250,7 +256,7 @@ def test_a_catalogued_shard_that_was_cut_short_is_quarantined_when_the_folder_is
     with pytest.warns(UserWarning, match="quarantined"):
         again = Catalogue(tmp_path)
     assert name not in {row.name for row in again.shards()}
-    assert "instead of" in again._named(name).reason
+    assert "instead of" in again.shards(state="quarantined")[0].reason
 
 
 def test_a_quarantine_outlives_the_database(tmp_path: Path) -> None:
@@ -287,6 +293,8 @@ def test_backup_and_restore(tmp_path: Path) -> None:
     assert [text for text in restored.messages if "new.npz" in text]
     (folder / "new.npz").unlink()
     assert Catalogue.restore(folder, copy).hash() == before
+    with pytest.raises(CatalogueError, match="cannot be written"):
+        catalogue.backup(tmp_path / "none" / "copy.sqlite")
 
 
 def test_an_old_backup_lifts_no_quarantine(tmp_path: Path) -> None:
@@ -299,15 +307,42 @@ def test_an_old_backup_lifts_no_quarantine(tmp_path: Path) -> None:
     assert [(row.name, row.reason) for row in restored.shards(state="quarantined")] == [("a.npz", "dull")]
 
 
-def test_new_shards_stand_for_old_ones_in_one_step(tmp_path: Path) -> None:
-    catalogue = filled(tmp_path)
-    info = write_shard(tmp_path / "n.npz", LAYOUT, toy_batch(7), META)
-    with pytest.raises(CatalogueError, match="split"):
-        catalogue.replace([(info, "validation", "made", {})], {"a.npz": "merged into n.npz"})
-    assert names(catalogue) == ["a.npz", "b.npz", "v.npz"]
-    catalogue.replace([(info, "train", "made", {})], {"a.npz": "merged into n.npz", "unknown.npz": "x"})
-    assert names(catalogue) == ["b.npz", "n.npz", "v.npz"]
-    assert catalogue.shards(state="quarantined")[0].reason == "merged into n.npz"
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize("writable", [True, False])
+def test_shards_that_others_replace_are_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: bool, writable: bool
+) -> None:
+    """One rename of a folder brings the new shards in and takes the old ones out, whatever the catalogue knew."""
+    filled(tmp_path)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "new.tmp").mkdir()
+    replaces = {"replaces": ["a.npz", "b.npz", "../x.npz"], "quality": {"entropy": 1.5}}
+    write_shard(tmp_path / "new.tmp" / "n.npz", LAYOUT, toy_batch(7), META | replaces)
+    other = tmp_path.parent / "x.npz"
+    other.write_bytes(b"not ours to touch")
+    assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
+    (tmp_path / "new.tmp").rename(tmp_path / "new")
+    if not present:
+        (tmp_path / NAME).unlink()
+    if not writable:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    for _ in range(2):
+        opened = Catalogue(tmp_path)
+        assert names(opened, state=None) == ["new/n.npz", "v.npz"]
+        assert opened.shards()[0].quality == {"entropy": 1.5}
+    assert (tmp_path / "a.npz").exists() == (tmp_path / "b.npz").exists() == (not writable)
+    assert (tmp_path / "a.npz.merged").exists() == writable
+    assert other.exists()
+
+
+def test_a_damaged_shard_replaces_nothing(tmp_path: Path) -> None:
+    filled(tmp_path)
+    path = tmp_path / "n.npz"
+    write_shard(path, LAYOUT, toy_batch(7), META | {"replaces": ["a.npz"]})
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
 
 
 def test_opening_takes_back_nothing_that_another_process_has_said(
@@ -316,17 +351,16 @@ def test_opening_takes_back_nothing_that_another_process_has_said(
     """A shard lies there before its row does: whoever opens the folder in that moment must not overwrite the row."""
     catalogue = filled(tmp_path)
     info = write_shard(tmp_path / "n.npz", LAYOUT, toy_batch(7), META)
-    look = Catalogue._from_file
+    find_damage = catalogues.find_damage
 
-    def looked(self: Catalogue, name: str) -> object:
-        row = look(self, name)
+    def meanwhile(path: Path) -> str:
         catalogue.add(info, "train", "made", {"entropy": 1.5})
         catalogue.quarantine("n.npz", "dull")
-        return row
+        return find_damage(path)
 
-    monkeypatch.setattr(Catalogue, "_from_file", looked)
-    found = {row.name: row for row in Catalogue(tmp_path).shards(state=None)}["n.npz"]
-    assert (found.state, found.reason, found.quality) == ("quarantined", "dull", {"entropy": 1.5})
+    monkeypatch.setattr(catalogues, "find_damage", meanwhile)
+    row = {row.name: row for row in Catalogue(tmp_path).shards(state=None)}["n.npz"]
+    assert (row.state, row.reason, row.quality) == ("quarantined", "dull", {"entropy": 1.5})
 
 
 def test_opening_keeps_out_no_shard_that_another_process_has_just_written_anew(
@@ -335,20 +369,17 @@ def test_opening_keeps_out_no_shard_that_another_process_has_just_written_anew(
     catalogue = filled(tmp_path)
     cut = (tmp_path / "a.npz").read_bytes()[:-1]
     (tmp_path / "a.npz").write_bytes(cut)
-    look = catalogues._unfit
+    change = catalogues.replace
 
-    def looked(row: ShardRow) -> str:
-        reason = look(row)
-        if reason:
-            catalogue.add(
-                write_shard(row.path, LAYOUT, toy_batch(7), META), "train", "made", {"entropy": 1.5}
-            )
-        return reason
+    def meanwhile(row: ShardRow, **facts: object) -> ShardRow:
+        info = write_shard(row.path, LAYOUT, toy_batch(7), META)
+        catalogue.add(info, "train", "made", {"entropy": 1.5})
+        return change(row, **facts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(catalogues, "_unfit", looked)
+    monkeypatch.setattr(catalogues, "replace", meanwhile)
     opened = Catalogue(tmp_path)
-    found = opened.shards()[0]
-    assert (found.name, found.state, found.quality) == ("a.npz", "healthy", {"entropy": 1.5})
+    row = opened.shards()[0]
+    assert (row.name, row.state, row.quality) == ("a.npz", "healthy", {"entropy": 1.5})
     assert opened.messages == []
 
 
@@ -377,7 +408,7 @@ def test_a_bad_backup_changes_nothing(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=pytest.mark.soak)])
 def test_flipped_bits_of_the_catalogue_lose_nothing(tmp_path: Path, flips: int) -> None:
-    """R076: whatever bit of the database is wrong, the same shards are used as before, and none that was kept out."""
+    """Whatever bit of the database is wrong, the same shards are used as before, and none that was kept out."""
     catalogue = filled(tmp_path)
     catalogue.quarantine("a.npz", "dull")
     with sqlite3.connect(tmp_path / NAME) as db:

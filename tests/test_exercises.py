@@ -209,7 +209,7 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_files_that_the_intake_takes_are_read(tmp_path: Path, ending: str) -> None:
+def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> None:
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[ending]
     csv, epd = tmp_path / f"a.csv{ending}", tmp_path / f"a.epd{ending}"
     csv.write_bytes(pack(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4 e7e5,900\n".encode("utf-8-sig")))

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib.data.shards import Shard
+from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_board, move_from_index, policy_index, to_board
+from matrixlib.tasks.chess.scores import wdl_of_shares
 from matrixlib.tasks.chess.stockfish import games, packing
 from matrixlib.tasks.chess.stockfish import generator as sources
 from matrixlib.tasks.chess.stockfish.client import MATE
 from matrixlib.tasks.chess.stockfish.games import Game, Label, Parameters
-from matrixlib.tasks.chess.stockfish.packing import Seen, keys_of, levels, pack, values, wdl_of, weights_of
+from matrixlib.tasks.chess.stockfish.packing import Seen, levels, pack, values, weights_of
 
 PARAMETERS = Parameters(seed=3, games_per_chunk=5, plies=90)
 
@@ -146,7 +148,7 @@ def test_the_deep_search_overrules_the_shallow_one():
 def test_wdl_sums_to_all():
     rng = np.random.default_rng(0)
     per_mille = rng.multinomial(1000, [0.3, 0.3, 0.4], size=500).astype("<u2")
-    made = wdl_of(per_mille).astype(np.int64)
+    made = wdl_of_shares(per_mille).astype(np.int64)
     assert (made.sum(axis=1) == 65535).all()
     np.testing.assert_allclose(made / 65535, per_mille / 1000, atol=1e-4)
 

@@ -19,8 +19,9 @@ from positions import HARD
 
 from matrixlib.data.shards import check
 from matrixlib.tasks.chess.importers import pgn
-from matrixlib.tasks.chess.importers.parsing import SOURCES, Harvest, Part
+from matrixlib.tasks.chess.importers.parsing import ParseResult, Part
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
+from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score
 
@@ -28,27 +29,27 @@ BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "
 FOOLS = "1. f3 e5 2. g4 Qh4# 0-1"
 
 
-def read(text: str | bytes, **options: bool) -> Harvest:
+def read(text: str | bytes, **options: bool) -> ParseResult:
     """Text, in one part."""
     data = text.encode() if isinstance(text, str) else text
-    harvest = Pgn(**options).read(Part(0, 0, data))
-    check(harvest.batch, LAYOUT)
-    assert (harvest.batch["records"]["source"] == SOURCES["pgn"]).all()
-    return harvest
+    result = Pgn(**options).read(Part(0, 0, data))
+    check(result.batch, LAYOUT)
+    assert (result.batch["records"]["source"] == SOURCES["pgn"]).all()
+    return result
 
 
-def played(harvest: Harvest) -> list[int]:
+def played(result: ParseResult) -> list[int]:
     """The policy index with weight of each position."""
-    offset, weight = harvest.batch["policy_offset"], harvest.batch["policy_weight"]
+    offset, weight = result.batch["policy_offset"], result.batch["policy_weight"]
     assert (np.add.reduceat(weight.astype(np.int64), offset[:-1]) == 65535).all()
     assert (weight[weight > 0] == 65535).all()
-    return harvest.batch["policy_index"][weight > 0].tolist()
+    return result.batch["policy_index"][weight > 0].tolist()
 
 
-def assert_like_python_chess(harvest: Harvest, games: list[chess.pgn.Game]) -> None:
+def assert_like_python_chess(result: ParseResult, games: list[chess.pgn.Game]) -> None:
     """The records and lists are those of the boards along the main lines."""
     if not games:
-        assert harvest.stored == 0
+        assert result.stored == 0
         return
     boards, moves, legal, lengths = [], [], [], []
     for game in games:
@@ -60,15 +61,15 @@ def assert_like_python_chess(harvest: Harvest, games: list[chess.pgn.Game]) -> N
             moves.append(policy_index(move, board.turn))
             legal.append(sorted(policy_index(other, board.turn) for other in board.legal_moves))
             board.push(move)
-    records = harvest.batch["records"]
-    assert harvest.rows is not None
-    assert harvest.rows.tolist() == lengths
+    records = result.batch["records"]
+    assert result.rows is not None
+    assert result.rows.tolist() == lengths
     expected = from_boards(boards)
     for name in BOARD:
         assert (records[name] == expected[name]).all(), name
-    assert played(harvest) == moves
-    assert np.diff(harvest.batch["policy_offset"]).tolist() == [len(row) for row in legal]
-    assert harvest.batch["policy_index"].tolist() == [index for row in legal for index in row]
+    assert played(result) == moves
+    assert np.diff(result.batch["policy_offset"]).tolist() == [len(row) for row in legal]
+    assert result.batch["policy_index"].tolist() == [index for row in legal for index in row]
 
 
 def parsed(text: str) -> list[chess.pgn.Game]:
@@ -85,20 +86,20 @@ def parsed(text: str) -> list[chess.pgn.Game]:
 def test_real_games_as_python_chess_reads_them(shared: Path, name: str, count: int) -> None:
     whole = (shared / "games" / name).read_bytes()
     text = b"".join(tags + moves for tags, moves in list(split(io.BytesIO(whole)))[:count])
-    harvest = read(text, repair=True)
+    result = read(text, repair=True)
     games = [game for game in parsed(text.decode()) if game.variations]
-    assert harvest.entries == count
-    assert harvest.skipped == ({"no moves": count - len(games)} if len(games) < count else {})
-    assert_like_python_chess(harvest, games)
+    assert result.entries == count
+    assert result.skipped == ({"no moves": count - len(games)} if len(games) < count else {})
+    assert_like_python_chess(result, games)
 
 
 def test_contradicted_results_of_real_games_are_refused_or_repaired(shared: Path) -> None:
     text = (shared / "games" / "engine_matches.pgn").read_bytes()
-    harvest = read(text)
-    assert {entry.reason for entry in harvest.refused} == {CONTRADICTED}
-    assert len(harvest.refused) == 83
-    assert harvest.stored == 125 - 83
-    first = harvest.refused[0]
+    result = read(text)
+    assert {entry.reason for entry in result.refused} == {CONTRADICTED}
+    assert len(result.refused) == 83
+    assert result.stored == 125 - 83
+    first = result.refused[0]
     assert first.text.startswith('[Event "Stockfish_Club_Level4"]')
     assert first.detail == "1-0 is said, the board shows 0-1: mate"
     assert first.positions == 28
@@ -214,18 +215,18 @@ def dressed(seed: int, plies: int) -> tuple[str, chess.pgn.Game]:
 @given(seeds=st.lists(st.integers(0, 10**9), min_size=1, max_size=4), plies=st.integers(1, 80))
 def test_dressed_up_games_are_the_games_that_python_chess_made(seeds: list[int], plies: int) -> None:
     texts, games = zip(*(dressed(seed, plies) for seed in seeds), strict=True)
-    harvest = read("".join(texts))
-    assert harvest.refused == []
-    assert harvest.entries == len(texts)
-    assert sum(harvest.skipped.values()) == sum(not game.variations for game in games)
-    assert_like_python_chess(harvest, [game for game in games if game.variations])
+    result = read("".join(texts))
+    assert result.refused == []
+    assert result.entries == len(texts)
+    assert sum(result.skipped.values()) == sum(not game.variations for game in games)
+    assert_like_python_chess(result, [game for game in games if game.variations])
 
 
 def test_repetitions_are_counted_within_the_game() -> None:
     shuffle = "Nf3 Nf6 Ng1 Ng8 " * 4
-    harvest = read(f"{shuffle} e4 e5 {shuffle} *\n")
-    assert_like_python_chess(harvest, parsed(f"{shuffle} e4 e5 {shuffle} *\n"))
-    assert harvest.batch["records"]["repetition"][:12].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    result = read(f"{shuffle} e4 e5 {shuffle} *\n")
+    assert_like_python_chess(result, parsed(f"{shuffle} e4 e5 {shuffle} *\n"))
+    assert result.batch["records"]["repetition"][:12].tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
 # Results
@@ -240,7 +241,7 @@ def test_result_is_seen_from_the_side_to_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "token", "result"),
+    ("tag", "token", "expected"),
     [
         ("1-0", "1-0", 1),
         ("1-0", "*", 1),
@@ -251,17 +252,17 @@ def test_result_is_seen_from_the_side_to_move() -> None:
         ("??", "*", 2),
     ],
 )
-def test_result_from_header_or_text(tag: str, token: str, result: int) -> None:
+def test_result_from_header_or_text(tag: str, token: str, expected: int) -> None:
     header = f'[Result "{tag}"]\n\n' if tag else ""
-    harvest = read(f"{header}1. e4 {token}\n")
-    assert harvest.batch["records"]["result"].tolist() == [result]
-    assert harvest.warned == {}
+    result = read(f"{header}1. e4 {token}\n")
+    assert result.batch["records"]["result"].tolist() == [expected]
+    assert result.warned == {}
 
 
 def test_header_and_text_that_disagree_leave_the_result_unknown() -> None:
-    harvest = read('[Result "1-0"]\n\n1. e4 0-1\n')
-    assert harvest.batch["records"]["result"].tolist() == [UNKNOWN]
-    assert sum(harvest.warned.values()) == 1
+    result = read('[Result "1-0"]\n\n1. e4 0-1\n')
+    assert result.batch["records"]["result"].tolist() == [UNKNOWN]
+    assert sum(result.warned.values()) == 1
 
 
 STALEMATE = ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "Qf7", "stalemate", "1/2-1/2")
@@ -281,8 +282,8 @@ def test_the_board_decides_when_the_game_is_over(fen: str, moves: str, why: str,
     assert wrong.refused[0].reason == CONTRADICTED
     assert wrong.refused[0].detail == f"0-1 is said, the board shows {right}: {why}"
     points = {"1-0": 1, "1/2-1/2": 0}[right]
-    for harvest in (read(game("0-1"), repair=True), read(game("*")), read(game(right))):
-        assert harvest.batch["records"]["result"][0] == points
+    for result in (read(game("0-1"), repair=True), read(game("*")), read(game(right))):
+        assert result.batch["records"]["result"][0] == points
     almost = read(f'[FEN "{fen}"]\n[Result "0-1"]\n\n{" ".join(moves.split()[:-1])} 0-1\n')
     assert almost.refused == []
 
@@ -344,12 +345,12 @@ def count(text: str | bytes) -> int:
 
 def moves_of(text: str | bytes) -> list[str]:
     """The games' moves as UCI, one string a game."""
-    harvest = read(text)
-    assert not harvest.refused, harvest.refused
+    result = read(text)
+    assert not result.refused, result.refused
     out, row = [], 0
-    indices = played(harvest) if harvest.stored else []
-    assert harvest.rows is not None
-    for length in harvest.rows:
+    indices = played(result) if result.stored else []
+    assert result.rows is not None
+    for length in result.rows:
         board, line = chess.Board(), []
         for index in indices[row : row + length]:
             move = next(m for m in board.legal_moves if policy_index(m, board.turn) == index)
@@ -410,18 +411,18 @@ def test_a_comment_that_is_never_closed_costs_one_game(tmp_path: Path) -> None:
     parts = list(Pgn().parts(tmp_path / "a.pgn"))
     assert [part.first for part in parts] == [0, pgn.GAMES]
     assert b"".join(part.data for part in parts) == text.encode()
-    harvests = [Pgn().read(part) for part in parts]
-    assert [harvest.entries for harvest in harvests] == [pgn.GAMES, 2]
-    assert [harvest.stored for harvest in harvests] == [pgn.GAMES - 1, 2]
-    (entry,) = harvests[0].refused
+    results = [Pgn().read(part) for part in parts]
+    assert [result.entries for result in results] == [pgn.GAMES, 2]
+    assert [result.stored for result in results] == [pgn.GAMES - 1, 2]
+    (entry,) = results[0].refused
     assert (entry.reason, entry.detail) == ("broken move text", "a comment is not closed")
     assert entry.text == '[Event "a"]\n\n1. e4 {open e5 *\n\n'
 
 
 def test_latin_1_bytes() -> None:
     text = '[White "M\u00fcller"]\n\n1. e4 {g\u00fcnstig} e5 \u00bd-\u00bd\n'.encode("latin-1")
-    harvest = read(text)
-    assert harvest.batch["records"]["result"].tolist() == [0, 0]
+    result = read(text)
+    assert result.batch["records"]["result"].tolist() == [0, 0]
     refused = read(text.replace(b"e5", b"e6??x")).refused[0]
     assert "M\u00fcller" in refused.text
 
@@ -455,11 +456,11 @@ def test_games_that_are_left_out_are_counted_by_reason() -> None:
 
 1. e4 Z0 *
 """
-    harvest = read(text)
-    assert harvest.skipped == {"variant Atomic": 2, "variant Chess960": 1, "no moves": 2, "null move": 2}
-    assert harvest.stored == 0
-    assert harvest.entries == 7
-    assert len(harvest.batch["records"]) == 0
+    result = read(text)
+    assert result.skipped == {"variant Atomic": 2, "variant Chess960": 1, "no moves": 2, "null move": 2}
+    assert result.stored == 0
+    assert result.entries == 7
+    assert len(result.batch["records"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -482,10 +483,10 @@ def test_games_that_are_left_out_are_counted_by_reason() -> None:
     ],
 )
 def test_faulty_games_are_refused_and_the_rest_is_stored(text: str, reason: str, detail: str) -> None:
-    harvest = read(f'[Event "a"]\n\n1. d4 d5 1-0\n\n[Event "b"]\n{text}\n')
-    assert harvest.stored == 1
-    assert len(harvest.batch["records"]) == 2
-    (entry,) = harvest.refused
+    result = read(f'[Event "a"]\n\n1. d4 d5 1-0\n\n[Event "b"]\n{text}\n')
+    assert result.stored == 1
+    assert len(result.batch["records"]) == 2
+    (entry,) = result.refused
     assert (entry.entry, entry.reason) == (1, reason)
     assert detail in entry.detail
     assert entry.text == f'[Event "b"]\n{text}\n'

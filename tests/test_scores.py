@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from matrixlib.tasks.chess import scores
-from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
+from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares, whole_shares
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, Stockfish, score_of
 
 SCORES = st.integers(-CENTIPAWN_LIMIT, CENTIPAWN_LIMIT) | st.integers(-300, 300)
@@ -90,3 +91,17 @@ def test_the_engine_shows_the_same(engine: Stockfish):
                     seen += 1
         found.stdin.write("quit\n")
     assert seen > 20
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.int64])
+def test_shares_of_rows_stay_whole(kind: type) -> None:
+    rng = np.random.default_rng(4)
+    offset = np.concatenate([[0], np.cumsum(rng.integers(1, 9, 400))])
+    amounts = np.where(rng.random(offset[-1]) < 0.5, rng.random(offset[-1]) * 1e9, 0).astype(kind)
+    shares = whole_shares(amounts, offset).astype(int)
+    for begin, end in pairwise(offset):
+        own, sums = shares[begin:end], amounts[begin:end]
+        assert own.sum() == (65535 if sums.sum() else 0)
+        if sums.sum():
+            assert np.abs(own - sums / sums.sum() * 65535).max() <= 9
+            assert (own[sums == 0] == 0).all()

@@ -1,9 +1,9 @@
 """The catalogue: one SQLite row for every shard of a folder, with counts, split, checksum, quality and state.
 
-The shards are the truth and the catalogue an index of them: a missing or damaged one is rebuilt, shards
-without a row are taken in, rows whose file is gone are quarantined; each is said in ``messages``. Why a shard was
-quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild takes it back in. A
-connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory.
+The shards are the truth and the catalogue an index of them: a missing or damaged one is rebuilt, shards without a row
+are added, rows whose file is gone are quarantined, shards that others say they replace are put aside; each is said in
+``messages``. Why a shard was quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild
+uses it again. A connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import shutil
 import sqlite3
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
@@ -31,6 +31,7 @@ count INTEGER NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, state TEXT
 reason TEXT NOT NULL, quality TEXT NOT NULL, digest TEXT NOT NULL
 ) WITHOUT ROWID"""
 PUT = f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
+DELETE = "DELETE FROM shards WHERE name = ?"
 EXCHANGE = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
 MISSING = "the file is missing"
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
@@ -82,23 +83,23 @@ class Catalogue:
         present = self.path.is_file()
         self.writable = os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
         self._image = b""  # the database itself, where the folder cannot be written
+        self._replaced: set[str] = set()
         problem = self._problem() if present else "there is no catalogue"
         if problem:
-            self._rebuild(problem, present)
+            self._rebuild(problem)
         elif not self.writable:
-            self._load_image()
+            with closing(sqlite3.connect(_read_only(self.path), uri=True)) as db:
+                self._image = _image(db.execute("SELECT * FROM shards").fetchall())
         self._reconcile()
 
     # Reading and writing rows
 
     def shards(self, split: str | None = None, state: State | None = "healthy") -> list[ShardRow]:
-        """Rows by name, of one split or all (None), in one state or any (None). A row that was tampered with
-        is rebuilt from its shard first."""
+        """Rows by name, of one split or all (None), in one state or any (None). Where a row was tampered with, the
+        catalogue is rebuilt first."""
         if split is not None and split not in SPLITS:
             raise CatalogueError(f"unknown split '{split}'; known: {', '.join(SPLITS)}")
-        rows = [self._trusted(values) for values in self._raw()]
-        found = [row for row in rows if row is not None]
-        return [r for r in found if split in (None, r.split) and state in (None, r.state)]
+        return [row for row in self._rows() if split in (None, row.split) and state in (None, row.state)]
 
     def add(
         self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None
@@ -111,14 +112,8 @@ class Catalogue:
 
     def add_all(self, shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]]) -> list[ShardRow]:
         """`add` for several shards (info, split, source, quality): all of them at once or, on an error, none."""
-        return self.replace(shards, {})
-
-    def replace(
-        self, new: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]], old: Mapping[str, str]
-    ) -> list[ShardRow]:
-        """`add_all` the new shards and quarantine the old ones (name -> reason) that there are, in one transaction."""
         rows = []
-        for info, split, source, quality in new:
+        for info, split, source, quality in shards:
             try:
                 name = info.path.resolve().relative_to(self.folder.resolve()).as_posix()
             except ValueError:
@@ -126,26 +121,23 @@ class Catalogue:
                     f"{info.path} is outside {self.folder}; write the shard inside it"
                 ) from None
             if split not in SPLITS or split != info.meta["split"]:
-                said = info.meta["split"]
-                raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{said}'")
+                own = info.meta["split"]
+                raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{own}'")
             rows.append(self._row(name, info, source, quality))
-        there = {row.name: row for row in self.shards(state=None)} if old else {}
-        gone = [_kept_out(there[name], reason) for name, reason in old.items() if name in there]
-        if self.writable:
-            for row in gone:
-                reason_file(row.path).write_text(row.reason, encoding="utf-8")
         for row in rows:  # written anew, so what was wrong with an older file of that name is past
             reason_file(row.path).unlink(missing_ok=True)
-        self._put([*rows, *gone])
+        self._put(rows)
         return rows
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
-        self._named(name)
-        self.replace([], {name: reason})
+        row = _kept_out(self._named(name), reason)
+        if self.writable:
+            reason_file(row.path).write_text(reason, encoding="utf-8")
+        self._put([row])
 
     def release(self, name: str) -> None:
-        """Take a quarantined shard back; its file must be whole and have the SHA-256 of its row."""
+        """Use a quarantined shard again; its file must be whole and have the SHA-256 of its row."""
         row = self._named(name)
         if problem := self._check(row):
             raise CatalogueError(f"{name}: {problem}; restore the file from a copy first")
@@ -159,7 +151,7 @@ class Catalogue:
             (self.folder / name).unlink(missing_ok=True)
             reason_file(self.folder / name).unlink(missing_ok=True)
         with self._connection() as db:
-            db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
+            db.executemany(DELETE, [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
@@ -176,12 +168,16 @@ class Catalogue:
         return {name: problem for name, problem in checked if problem}
 
     def backup(self, path: Path | str) -> None:
-        """Copy the database to `path`, whole or not at all, also while others write to it."""
-        path = Path(path)
+        """Copy the database to `path`, whole or not at all, also while others write to it. CatalogueError where that
+        can't be written."""
+        path = Path(path).expanduser()
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with closing(sqlite3.connect(temporary)) as copy, self._connection() as db:
-            db.backup(copy)
-        os.replace(temporary, path)
+        try:
+            with closing(sqlite3.connect(temporary)) as copy, self._connection() as db:
+                db.backup(copy)
+            os.replace(temporary, path)
+        except (OSError, sqlite3.Error) as error:
+            raise CatalogueError(f"backup {path} cannot be written: {error}") from error
 
     @classmethod
     def restore(cls, folder: Path | str, backup: Path | str) -> Catalogue:
@@ -225,104 +221,86 @@ class Catalogue:
         except UnicodeDecodeError as error:  # sqlite3 quotes a schema that is no text in its message
             return f"the catalogue is damaged ({error})"
         except sqlite3.DatabaseError as error:
-            if _damaged(error):
+            if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
                 return f"the catalogue is damaged ({error})"
             cause = f"cannot be opened ({error}); is another program using it?"
             raise CatalogueError(f"{self.path}: {cause}") from error
 
-    def _rebuild(self, problem: str, present: bool) -> None:
-        rows = [row for name in self._files() if (row := self._from_file(name)) is not None]
-        text = f"{self.path}: {problem}; rebuilt from {len(rows)} shards"
+    def _rebuild(self, problem: str, whole: Iterable[ShardRow] = ()) -> None:
+        """Make the database anew from the rows that are `whole`, and from the files of all other shards."""
+        known = {row.name: row for row in whole}
+        rows = self._read_files(name for name in self._files() if name not in known)
+        rows += [row for name, row in known.items() if name not in self._replaced]
+        text, present = f"{self.path}: {problem}; rebuilt from {len(rows)} shards", self.path.is_file()
         if present:
             self._say(text)
         elif rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
             self.messages.append(text)
+        values = [_values(row) for row in rows]
         if not self.writable:
-            with closing(sqlite3.connect(":memory:")) as db:
-                _fill(db, rows)
-                self._image = db.serialize()
+            self._image = _image(values)
             return
         temporary = self.path.with_name(f"{NAME}.{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
         with closing(sqlite3.connect(temporary)) as db:
-            _fill(db, rows)
+            _fill(db, values)
         if present:
             os.replace(self.path, self.path.with_name(f"{NAME}.damaged"))
         for suffix in ("-wal", "-shm"):  # they belong to the old database
             self.path.with_name(NAME + suffix).unlink(missing_ok=True)
         os.replace(temporary, self.path)
 
-    def _load_image(self) -> None:
-        """Copy a database that cannot be written into memory, so that repairs need no special case."""
-        with closing(sqlite3.connect(_read_only(self.path), uri=True)) as db:
-            stored = db.execute("SELECT * FROM shards").fetchall()
-        with closing(sqlite3.connect(":memory:")) as db:
-            _fill(db, [])
-            db.executemany(PUT, stored)
-            db.commit()
-            self._image = db.serialize()
-
     def _reconcile(self) -> None:
-        """Take in shards without a row; quarantine rows without a file, until it returns, those whose file was cut
-        short or replaced by one of another size (the loader could not even open it), and those that were kept out.
+        """Add shards without a row; quarantine rows without a file, until it returns, those whose file was cut short
+        or replaced by one of another size (the loader could not even open it), and those that were kept out.
 
         Other processes may write meanwhile: what they say of a shard stands.
         """
-        rows = {row.name: row for row in self.shards(state=None)}
+        rows = {row.name: row for row in self._rows()}
         files = set(self._files())
-        taken: list[ShardRow] = []
+        new = self._read_files(sorted(files - rows.keys() - self._replaced))
         changed: list[tuple[ShardRow, ShardRow, str]] = []
-        for name in sorted(files - rows.keys()):
-            if row := self._from_file(name):
-                self._say(f"{self.folder / name}: was not in the catalogue; taken in as {row.state}")
-                taken.append(row)
+        for row in new:
+            self._say(f"{row.path}: was not in the catalogue; added as {row.state}")
         for name, row in rows.items():
+            if name in self._replaced:
+                continue
             if row.state == "healthy" and (reason := _unfit(row)):
                 changed.append((row, _kept_out(row, reason), f"{reason}; quarantined"))
             elif name in files and row.reason == MISSING and not self._check(row):
-                healthy = replace(row, state="healthy", reason="")
-                changed.append((row, healthy, "is back and whole; used again"))
-        if taken:
+                changed.append(
+                    (row, replace(row, state="healthy", reason=""), "is back and whole; used again")
+                )
+        if new:
             with self._connection() as db:
-                db.executemany(PUT.replace("REPLACE", "IGNORE"), [_values(row) for row in taken])
-        for before, row, said in changed:
-            if self._exchange(before, row):
-                self._say(f"{row.path}: {said}")
-
-    def _trusted(self, values: tuple[Any, ...]) -> ShardRow | None:
-        """A stored row as a value; if its digest is wrong, made anew from its shard (None: it has none)."""
-        *columns, digest = values
-        if digest == _digest(columns):
-            data = dict(zip(COLUMNS, columns, strict=True)) | {"quality": json.loads(columns[-1])}
-            return ShardRow(path=self.folder / data["name"], **data)
-        name = str(columns[0])
-        row = self._from_file(name) if name in self._files() else None
-        if row is None:
-            self._say(f"{self.path}: row '{name}' was changed or damaged, and has no shard; removed")
+                db.executemany(PUT.replace("REPLACE", "IGNORE"), map(_values, new))
+                db.executemany(DELETE, [(name,) for name in self._replaced])
+        for before, row, text in changed:
+            old, new_digest = _values(before)[-1], _values(row)[-1]
             with self._connection() as db:
-                db.execute("DELETE FROM shards WHERE name = ?", (columns[0],))
-            return None
-        # What was kept out stays out; where the state itself is what was damaged, the shard's note says it (_from_file)
-        if columns[COLUMNS.index("state")] == "quarantined":
-            reason = row.reason or "was quarantined before its row was damaged"
-            row = _kept_out(row, reason)
-        self._say(f"{self.path}: row '{name}' was changed or damaged; rebuilt from its shard")
-        self._put([row])
-        return row
+                exchanged = db.execute(EXCHANGE, [row.state, row.reason, new_digest, row.name, old]).rowcount
+            if exchanged:
+                self._say(f"{row.path}: {text}")
 
-    def _from_file(self, name: str) -> ShardRow | None:
-        """A row made from the file itself; quarantined if damaged, None if it is no shard (said so)."""
-        try:
-            info, damaged = read_info(self.folder / name), find_damage(self.folder / name)
-        except ShardError as error:
-            self._say(f"{error} (left out of the catalogue)")
-            return None
-        row = self._row(name, info, str(info.meta["source"]), {})
-        note = reason_file(row.path)
-        reason = f"'{damaged}' is damaged (zip checksum)" if damaged else ""
-        if note.is_file():
-            reason = reason or note.read_text(encoding="utf-8", errors="replace")
-        return _kept_out(row, reason) if reason else row
+    def _read_files(self, names: Iterable[str]) -> list[ShardRow]:
+        """Rows made from files, those not that others of them say they replace (`replaces` in their meta data): the
+        files of these are put aside, as the shards that stand for them are whole."""
+        rows = []
+        for name in names:
+            try:
+                info, damaged = read_info(self.folder / name), find_damage(self.folder / name)
+            except ShardError as error:
+                self._say(f"{error} (left out of the catalogue)")
+                continue
+            row = self._row(name, info, str(info.meta["source"]), info.meta.get("quality", {}))
+            reason = f"'{damaged}' is damaged (zip checksum)" if damaged else _note(row.path)
+            rows.append(_kept_out(row, reason) if reason else row)
+            if not reason:
+                self._replaced.update(filter(_is_inside, info.meta.get("replaces", ())))
+        for path in (self.folder / name for name in self._replaced if self.writable):
+            with suppress(FileNotFoundError):  # somebody else has done it
+                os.replace(path, path.with_name(f"{path.name}.merged"))
+        return [row for row in rows if row.name not in self._replaced]
 
     # Small parts
 
@@ -331,8 +309,9 @@ class Catalogue:
         return ShardRow(name, self.folder / name, *facts, "healthy", "", quality)
 
     def _files(self) -> list[str]:
-        found = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*.npz"))
-        return sorted(found)
+        """Names of all shards but those in folders that are being written (.tmp)."""
+        names = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*.npz"))
+        return sorted(name for name in names if ".tmp/" not in name)
 
     def _check(self, row: ShardRow) -> str:
         """Why the file is not the one that was catalogued, or an empty string."""
@@ -342,25 +321,28 @@ class Catalogue:
         return "" if same else "its bytes differ from those that were written (SHA-256)"
 
     def _named(self, name: str) -> ShardRow:
-        rows = {row.name: row for row in self.shards(state=None)}
+        rows = {row.name: row for row in self._rows()}
         if name not in rows:
             raise CatalogueError(f"{self.path} has no shard '{name}'; .shards(state=None) lists all")
         return rows[name]
 
-    def _raw(self) -> list[tuple[Any, ...]]:
+    def _rows(self) -> list[ShardRow]:
+        """Every row, by name; where one is not what was written, the catalogue is rebuilt."""
         with self._connection() as db:
-            return db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards ORDER BY name").fetchall()
+            stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards ORDER BY name").fetchall()
+        rows = []
+        for *columns, digest in stored:
+            if digest == _digest(columns) and _is_inside(columns[0]):
+                facts = dict(zip(COLUMNS, columns, strict=True)) | {"quality": json.loads(columns[-1])}
+                rows.append(ShardRow(path=self.folder / facts["name"], **facts))
+        if len(rows) == len(stored):
+            return rows
+        self._rebuild("a row was changed or damaged", rows)
+        return self._rows()
 
-    def _put(self, rows: Sequence[ShardRow]) -> None:
+    def _put(self, rows: Iterable[ShardRow]) -> None:
         with self._connection() as db:
-            db.executemany(PUT, [_values(row) for row in rows])
-
-    def _exchange(self, before: ShardRow, row: ShardRow) -> bool:
-        """Put a row in place of `before`, where that is still what is stored; whether it was."""
-        digests = [_values(each)[-1] for each in (row, before)]
-        with self._connection() as db:
-            changed = db.execute(EXCHANGE, [row.state, row.reason, digests[0], row.name, digests[1]])
-            return changed.rowcount == 1
+            db.executemany(PUT, map(_values, rows))
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -384,16 +366,33 @@ def _kept_out(row: ShardRow, reason: str) -> ShardRow:
     return replace(row, state="quarantined", reason=reason)
 
 
+def _is_inside(name: str) -> bool:
+    """Whether a name stays in the folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def _unfit(row: ShardRow) -> str:
     """Why a healthy row's file is not to be used, without reading it; an empty string where it is."""
     try:
         size = row.path.stat().st_size
     except FileNotFoundError:
         return MISSING
-    if size != row.bytes:
-        return f"has {size:,} bytes instead of {row.bytes:,}"
-    note = reason_file(row.path)
+    return _note(row.path) if size == row.bytes else f"has {size:,} bytes instead of {row.bytes:,}"
+
+
+def reason_file(path: Path) -> Path:
+    """Where the reason of a shard's quarantine lies."""
+    return path.with_name(f"{path.name}.quarantined")
+
+
+def _note(path: Path) -> str:
+    """Why a shard was quarantined by hand, or an empty string."""
+    note = reason_file(path)
     return note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
+
+
+# The database
 
 
 def _is_newer(db: sqlite3.Connection) -> bool:
@@ -404,28 +403,26 @@ def _problem_of(db: sqlite3.Connection) -> str:
     """Why a database is no catalogue of ours, or an empty string."""
     if (result := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
         return f"the catalogue is damaged ({result})"
-    found = [column[1] for column in db.execute("PRAGMA table_info(shards)")]
-    return "" if found == [*COLUMNS, "digest"] else "the catalogue has other columns"
+    names = [column[1] for column in db.execute("PRAGMA table_info(shards)")]
+    return "" if names == [*COLUMNS, "digest"] else "the catalogue has other columns"
 
 
-def reason_file(path: Path) -> Path:
-    """Where the reason of a shard's quarantine lies."""
-    return path.with_name(f"{path.name}.quarantined")
-
-
-def _fill(db: sqlite3.Connection, rows: Sequence[ShardRow]) -> None:
-    """Make an empty database a catalogue of `rows`; WAL lets readers go on while a shard is added."""
+def _fill(db: sqlite3.Connection, values: Iterable[Sequence[Any]]) -> None:
+    """Make an empty database a catalogue of rows; WAL lets readers go on while a shard is added."""
     db.execute("PRAGMA journal_mode=WAL")
     db.execute(CREATE)
     db.execute(f"PRAGMA user_version={SCHEMA}")
-    db.executemany(PUT, [_values(row) for row in rows])
+    db.executemany(PUT, values)
     db.commit()
+
+
+def _image(values: Iterable[Sequence[Any]]) -> bytes:
+    """A catalogue in memory, so that a folder that cannot be written needs no special case."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        _fill(db, values)
+        return db.serialize()
 
 
 def _read_only(path: Path) -> str:
     """URI of a database on a medium that cannot be written: no lock files, no WAL."""
     return f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-
-
-def _damaged(error: sqlite3.DatabaseError) -> bool:
-    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE

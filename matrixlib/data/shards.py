@@ -26,6 +26,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+from matrixlib.files import sync_folder
+
 BLOCK = 4096  # records in a block
 FORMAT = 1  # version of the container; a layout has a version of its own
 SPLITS = ("train", "validation")
@@ -200,7 +202,8 @@ def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[st
     """Write `batch` so that the file appears whole or not at all; an existing file of that name is replaced.
 
     `meta` is JSON data; it must have source, generator, seed and split ("train" or "validation"), and may
-    have created (UTC, ISO 8601; default now). Task, versions, layout and counts are added. The same data and
+    have created (UTC, ISO 8601; default now), quality (figures for the catalogue) and replaces (names of shards of the
+    folder that this one stands for). Task, versions, layout and counts are added. The same data and
     meta (with created) give the same bytes. Raises ValueError if the batch is empty or not of this layout.
     """
     path = Path(path)
@@ -222,7 +225,7 @@ def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[st
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return info
 
 
@@ -251,16 +254,6 @@ def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np
     info.extra = struct.pack("<HH", PADDING_ID, padding) + bytes(padding)
     with archive.open(info, "w", force_zip64=True) as member:
         npy.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable; Windows has no directory handles to sync."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 # Reading

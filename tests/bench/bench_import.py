@@ -23,8 +23,8 @@ from pathlib import Path
 import chess
 import chess.pgn
 
-from matrixlib.tasks.chess.importers import inspection
-from matrixlib.tasks.chess.importers.import_files import figures, take_in
+from matrixlib.tasks.chess.importers.audit import faults, figures
+from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.importers.pgn import Pgn, split
 
 
@@ -76,21 +76,21 @@ def main() -> None:
             pass
 
     def ours() -> None:
-        take_in(path, Path(tempfile.mkdtemp(dir=work)), workers=1, progress=False)
+        import_files(path, Path(tempfile.mkdtemp(dir=work)), workers=1, progress=False)
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     reader = Pgn()
     parts = list(reader.parts(path))
-    harvests = [reader.read(part) for part in parts]
+    results = [reader.read(part) for part in parts]
     stages: dict[str, Callable[[], object]] = {
         "cut into parts": lambda: list(reader.parts(path)),
         "read (words, replay)": lambda: [reader.read(part) for part in parts],
-        "checks": lambda: [inspection.faults(harvest.batch) for harvest in harvests],
-        "quality figures": lambda: [figures(harvest.batch) for harvest in harvests],
+        "checks": lambda: [faults(result.batch) for result in results],
+        "quality figures": lambda: [figures(result.batch) for result in results],
     }
     python_chess()
-    report = take_in(path, work / "shards", workers=1, progress=False)
+    report = import_files(path, work / "shards", workers=1, progress=False)
     positions = sum(report.positions.values())
     times: dict[str, list[float]] = {name: [] for name in ("python-chess", "import", *stages)}
     for _ in range(args.repeats):

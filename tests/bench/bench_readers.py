@@ -107,7 +107,7 @@ def main() -> None:
             reader, path, plain = make(Path(folder), boards)
             parts = list(reader.parts(path))
             found = [reader.read(part) for part in parts]
-            n = sum(len(harvest.batch["records"]) for harvest in found)
+            n = sum(len(result.batch["records"]) for result in found)
             times = [
                 (
                     seconds(lambda r=reader, p=path: list(r.parts(p))),

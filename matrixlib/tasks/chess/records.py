@@ -40,6 +40,7 @@ RECORD = np.dtype(
 LAYOUT = Layout("chess", 1, RECORD, {"policy": {"index": np.dtype("<u2"), "weight": np.dtype("<u2")}})
 UNKNOWN = 2  # result
 WDL_SUM = 65535
+PIECE_VALUES = (1, 3, 3, 5, 9, 0)  # P N B R Q K, in pawns
 POLICY_SIZE = bitboard.POLICY_SIZE
 
 Batch = dict[str, np.ndarray]

@@ -21,10 +21,9 @@ import numpy as np
 from filelock import FileLock
 
 from matrixlib.data.shards import file_hash
-from matrixlib.files import cache_root
+from matrixlib.files import cache_root, write_bytes
 from matrixlib.tasks.chess.records import RECORD
 from matrixlib.tasks.chess.stockfish import packing
-from matrixlib.tasks.chess.stockfish.generator import write_atomically
 from matrixlib.tasks.chess.stockfish.packing import Positions
 
 SAMPLE = Path(__file__).parent / "sample"
@@ -106,8 +105,8 @@ def ship(work: Path | str, folder: Path = SAMPLE, limit: int | None = None) -> d
             for info in infos
         },
     }
-    write_atomically(folder / DATA, data)
-    write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_bytes(folder / DATA, data)
+    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return manifest
 
 

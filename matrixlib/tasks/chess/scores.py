@@ -10,6 +10,8 @@ win and loss agree with it to 0.003 (root mean square).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -21,11 +23,32 @@ SCALE = 18.32  # centipawns: 66.13 of 361 engine units, the published polynomial
 LIMIT = 2000  # centipawns; beyond, nothing changes but the exponential, which overflows
 
 
-def wdl_of_shares(shares: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Win, draw, loss (n, 3), each row summing to 1, as (n, 3) u2 that sum to 65535; the likeliest gets the rest."""
-    whole = np.floor(shares * WDL_SUM + 1e-9).astype(np.int64)
-    whole[np.arange(len(whole)), whole.argmax(axis=1)] += WDL_SUM - whole.sum(axis=1)
-    return whole.astype("<u2")
+def whole_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint16]:
+    """Amounts (K,) >= 0 of rows `offset` (n+1,), none of them empty, to shares (K,) u2.
+
+    The shares of a row sum to 65535, the first of its greatest amounts gets the remainder; a row of zeros, an unknown
+    policy, stays 0. Integers, which may sum to 1e14 in a row, are divided exactly.
+    """
+    if not len(amounts):
+        return np.zeros(0, "<u2")
+    amounts = amounts if amounts.dtype.kind == "f" else amounts.astype(np.int64)
+    starts, length = offset[:-1], np.diff(offset)
+    total = np.add.reduceat(amounts, starts)
+    row_total = np.repeat(np.where(total > 0, total, 1), length)
+    if amounts.dtype.kind == "f":
+        shares = np.floor(amounts / row_total * WDL_SUM + 1e-9).astype(np.int64)
+    else:
+        shares = amounts * WDL_SUM // row_total
+    row = np.repeat(np.arange(len(length)), length)
+    greatest = np.flatnonzero(amounts == np.repeat(np.maximum.reduceat(amounts, starts), length))
+    first = greatest[np.unique(row[greatest], return_index=True)[1]]
+    shares[first] += np.where(total > 0, WDL_SUM - np.add.reduceat(shares, starts), 0)
+    return shares.astype("<u2")
+
+
+def wdl_of_shares(shares: NDArray[Any]) -> NDArray[np.uint16]:
+    """Win, draw, loss (n, 3) in any unit as (n, 3) u2 that sum to 65535; see `whole_shares`."""
+    return whole_shares(shares.reshape(-1), 3 * np.arange(len(shares) + 1)).reshape(-1, 3)
 
 
 def wdl_of_score(scores: ArrayLike) -> NDArray[np.uint16]:

@@ -58,7 +58,7 @@ class ChessGameSpec:
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         from matrixlib.tasks.chess.game import training_batch
-        from matrixlib.tasks.chess.importers.parsing import SOURCES
+        from matrixlib.tasks.chess.keys import SOURCES
 
         return training_batch(traces, ids, SOURCES["selfplay"])
 

@@ -19,18 +19,18 @@ import numpy as np
 
 from matrixlib.tasks.chess.importers.notation import legal_of
 from matrixlib.tasks.chess.importers.parsing import (
-    SOURCES,
-    Harvest,
+    ParseResult,
     Part,
     Refused,
     lines_in_parts,
     lines_of,
     opened,
 )
+from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import score_of
-from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, ids_of, weights_of
+from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, weights_of
 
 PART = 1 << 16  # bytes, about 700 positions
 LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
@@ -140,7 +140,7 @@ class Epd:
             raise ValueError(f"{path} has no line that starts like a FEN: give an EPD file")
         yield from lines_in_parts(path, PART)
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         lines = lines_of(part)
         refused: list[Refused] = []
         skipped: Counter[str] = Counter()
@@ -178,4 +178,4 @@ class Epd:
             chosen = np.array([policy_index(move, board.turn) for move in moves], np.int64)
             level[legal.offset[row] + np.searchsorted(indices, chosen)] = 0
         batch = legal.batch(records, weights_of(level, legal.offset))
-        return Harvest(batch, len(lines), len(boards), refused, skipped, +warned)
+        return ParseResult(batch, len(lines), len(boards), refused, skipped, +warned)

@@ -20,11 +20,19 @@ import numpy as np
 
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.notation import CHESS960, castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import Harvest, Part, Refused, lines_in_parts, lines_of, opened
+from matrixlib.tasks.chess.importers.parsing import (
+    ParseResult,
+    Part,
+    Refused,
+    lines_in_parts,
+    lines_of,
+    opened,
+)
+from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import Records
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import MATE, score_of
-from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, STEP, ids_of, values, weights_of
+from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, STEP, values, weights_of
 
 PART = 1 << 19  # bytes, about 700 positions
 LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
@@ -73,7 +81,7 @@ class Evaluations:
                 raise ValueError(f"{path} has no JSON object in its first line: give Lichess's evaluations")
         yield from lines_in_parts(path, PART)
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         lines = lines_of(part)
         refused: list[Refused] = []
         skipped: Counter[str] = Counter()
@@ -118,7 +126,7 @@ class Evaluations:
         refused.sort(key=lambda item: item.entry)
         good = kept[listed]
         batch = _targets(records[kept], (np.cumsum(kept) - 1)[listed[good]], codes[good], score[good])
-        return Harvest(batch, len(lines), int(kept.sum()), refused, skipped)
+        return ParseResult(batch, len(lines), int(kept.sum()), refused, skipped)
 
 
 def _targets(records: Records, row: np.ndarray, codes: np.ndarray, score: np.ndarray) -> Batch:

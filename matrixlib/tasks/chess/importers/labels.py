@@ -16,19 +16,19 @@ import numpy as np
 
 from matrixlib.tasks.chess.importers.epd import Unusable, parse
 from matrixlib.tasks.chess.importers.parsing import (
-    SOURCES,
-    Harvest,
+    ParseResult,
     Part,
     Refused,
     empty,
     lines_in_parts,
     lines_of,
 )
+from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish
 from matrixlib.tasks.chess.stockfish.games import Parameters, label
 from matrixlib.tasks.chess.stockfish.generator import label_columns
-from matrixlib.tasks.chess.stockfish.packing import BOARD, Positions, assemble, ids_of, levels, ordered
+from matrixlib.tasks.chess.stockfish.packing import BOARD, Positions, assemble, levels, ordered
 
 PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
 
@@ -50,7 +50,7 @@ class Labelled:
         find_stockfish(self.stockfish)
         yield from lines_in_parts(path, PART)
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         """Starts an engine of its own. Raises EngineError where that fails."""
         lines = lines_of(part)
         refused: list[Refused] = []
@@ -70,7 +70,7 @@ class Labelled:
             else:
                 skipped["game over"] += 1
         if not boards:
-            return Harvest(empty(), len(lines), 0, refused, skipped)
+            return ParseResult(empty(), len(lines), 0, refused, skipped)
         parameters = Parameters(shallow_depth=self.shallow_depth, deep_depth=self.deep_depth)
         with Stockfish(self.stockfish) as engine:
             columns = label_columns([label(engine, board, parameters) for board in boards])
@@ -79,4 +79,4 @@ class Labelled:
         chunk = columns | {name: records[name] for name in BOARD}
         level, _ = ordered(chunk, levels(chunk))
         batch = assemble(Positions(records, columns["wdl"], np.asarray(level)))
-        return Harvest(batch, len(lines), len(boards), refused, skipped)
+        return ParseResult(batch, len(lines), len(boards), refused, skipped)

@@ -30,9 +30,10 @@ from matrixlib.tasks.chess.importers.leela import (
     values_of,
 )
 from matrixlib.tasks.chess.importers.notation import Legal, legal_of
-from matrixlib.tasks.chess.importers.parsing import Harvest, Part, Refused, empty, game_id
+from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, empty
+from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import Records, to_board
-from matrixlib.tasks.chess.stockfish.packing import weights_of_counts
+from matrixlib.tasks.chess.scores import whole_shares
 
 VERSION, VERSIONS = 6, (3, 4, 5, 6, 7)  # what is read, what is known by name
 LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
@@ -109,9 +110,9 @@ class Lc0:
         except ValueError as error:
             raise ValueError(str(error) if str(path) in str(error) else f"{path} {error}") from error
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         if not part.data:
-            return Harvest(empty(), 1, 0, skipped={"not a game": 1})
+            return ParseResult(empty(), 1, 0, skipped={"not a game": 1})
         version = version_of(part.data)
         if version != VERSION:
             known = version in VERSIONS
@@ -119,7 +120,7 @@ class Lc0:
             detail = (
                 "only version 6 is read: convert it with Leela's rescorer" if known else f"{part.data[:4]!r}"
             )
-            return Harvest(empty(), 1, 0, [Refused(part.first, reason, detail, 0, "")])
+            return ParseResult(empty(), 1, 0, [Refused(part.first, reason, detail, 0, "")])
         count, rest = divmod(len(part.data), V6.itemsize)
         raw = np.frombuffer(part.data, V6, count)
         records, reasons, batch = self._read(raw, game_id("lc0", part.data))
@@ -133,7 +134,7 @@ class Lc0:
             refused.append(Refused(part.first + count, "cut short", detail, 1, ""))
         stored = len(batch["records"])
         skipped = {"marked for deletion": count + (rest > 0) - stored - len(refused)}
-        return Harvest(batch, count + (rest > 0), stored, refused, +Counter(skipped))
+        return ParseResult(batch, count + (rest > 0), stored, refused, +Counter(skipped))
 
     def _read(self, raw: NDArray[np.void], game: int) -> tuple[Records, dict[int, tuple[str, str]], Batch]:
         """All records (N,), reason and detail of those that can't be used, the batch of the others not deleted."""
@@ -174,5 +175,5 @@ class Lc0:
         places, offset = ragged_rows(legal.offset, kept)
         weight = np.rint(np.maximum(listed[places], 0) * 1e9).astype(np.int64)
         chosen = Legal(legal.moves[places], legal.index[places], offset)
-        batch = chosen.batch(records[rows[kept]], weights_of_counts(weight, offset))
+        batch = chosen.batch(records[rows[kept]], whole_shares(weight, offset))
         return records, reasons, batch

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from matrixlib.data.shards import LFS_POINTER, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import Legal, classes_of, legal_of, standing_rights
-from matrixlib.tasks.chess.importers.parsing import Harvest, Part, Refused, blank, game_id
+from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, blank
+from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import UNKNOWN, Records, absolute_index, playable, to_board
-from matrixlib.tasks.chess.scores import wdl_of_shares
-from matrixlib.tasks.chess.stockfish.packing import weights_of_counts
+from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
 
 NAMES = {  # array -> its names, and the shape of a row
     "s": (("s", "states", "positions"), (19, 8, 8)),
@@ -199,7 +199,7 @@ class Matrix0Data:
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged or no NPZ file ({error}): restore it from a copy") from error
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         with np.load(io.BytesIO(part.data), allow_pickle=False) as arrays:
             s, pi, z = (arrays[name].astype(np.float32) for name in NEEDED)
             mask = arrays["legal_mask"] != 0 if "legal_mask" in arrays else None
@@ -241,6 +241,6 @@ class Matrix0Data:
         places, offset = ragged_rows(legal.offset, kept)
         chosen = Legal(legal.moves[places], legal.index[places], offset)
         batch = chosen.batch(
-            records[kept], weights_of_counts(np.rint(share[places] * 1e9).astype(np.int64), offset)
+            records[kept], whole_shares(np.rint(share[places] * 1e9).astype(np.int64), offset)
         )
-        return Harvest(batch, len(records), len(kept), refused)
+        return ParseResult(batch, len(records), len(kept), refused)

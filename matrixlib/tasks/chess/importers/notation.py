@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import chess
 import numpy as np
@@ -116,7 +117,7 @@ def classes_of(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
 
 
-def standing_rights(castling: NDArray[np.int64], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def standing_rights(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Castling rights (N,) on boards `pieces` (N, 32) without those whose king or rook is not in its place."""
     classes = classes_of(pieces)
     standing = np.zeros(len(castling), np.uint8)

@@ -1,4 +1,4 @@
-"""What a reader of foreign data hands over: positions with their targets, and an account of every entry it saw.
+"""What a reader of foreign data gives: positions with their targets, and what became of every entry.
 
 An *entry* is what the input consists of: a game of a PGN file, a row of a table, a position of a training chunk.
 A *part* is a run of entries of one file that one process reads in one go; the same file always gives the same parts.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import io
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,21 +19,8 @@ from typing import Any, BinaryIO, Protocol, cast
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat
+from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, RECORD
-
-# RECORD's `source`: where a position comes from
-SOURCES: Mapping[str, int] = {
-    "unknown": 0,
-    "stockfish": 1,
-    "pgn": 2,
-    "puzzles": 3,
-    "evaluations": 4,
-    "epd": 5,
-    "lc0": 6,
-    "matrix0": 7,
-    "labelled": 8,
-    "selfplay": 9,
-}
 
 
 @dataclass(frozen=True)
@@ -59,12 +45,12 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Harvest:
+class ParseResult:
     """What one part gave. entries = stored + len(refused) + sum(skipped.values()), else ValueError.
 
     stored: entries that gave positions. skipped: reason -> entries that were left out on purpose (variants, games
     without a move). warned: remark -> entries that were stored all the same.
-    rows: positions of each stored entry (stored,), in order, where an entry is a whole game: lets the intake leave
+    rows: positions of each stored entry (stored,), in order, where an entry is a whole game: lets an import leave
     out a game that is there already. None where entries may share a game.
     """
 
@@ -97,7 +83,7 @@ class Reader(Protocol):
         """The file in parts, in order, one at a time in memory. ValueError names a file that is not of the format."""
         ...
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         """The positions of a part. A pure function of the options and the part."""
         ...
 
@@ -171,18 +157,6 @@ def lines_in_parts(path: Path, size: int, header: bool = False) -> Iterator[Part
 def lines_of(part: Part) -> list[str]:
     """The entries of a part of `lines_in_parts`; what is not UTF-8 is replaced."""
     return [line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()]
-
-
-def game_id(*what: str | bytes) -> int:
-    """A 64-bit id of a game, from whatever tells it apart (its text, a puzzle's source game); stable for ever.
-
-    The split into training and validation follows from it (`packing.is_validation`).
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for item in what:
-        data = item.encode() if isinstance(item, str) else item
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return int.from_bytes(digest.digest(), "little")
 
 
 def text_of(data: bytes) -> str:

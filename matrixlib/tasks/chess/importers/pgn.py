@@ -20,16 +20,8 @@ import numpy as np
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.importers.parsing import (
-    Harvest,
-    Part,
-    Refused,
-    blank,
-    empty,
-    game_id,
-    opened,
-    text_of,
-)
+from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, blank, empty, opened, text_of
+from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
@@ -333,7 +325,7 @@ class Pgn:
         return "pgn"
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """See `harvest.Reader`."""
+        """See `parsing.Reader`."""
         with opened(path) as file:
             texts: list[bytes] = []
             number = first = size = 0
@@ -346,8 +338,8 @@ class Pgn:
             if texts:
                 yield _part(path, number, first, texts)
 
-    def read(self, part: Part) -> Harvest:
-        """See `harvest.Reader`."""
+    def read(self, part: Part) -> ParseResult:
+        """See `parsing.Reader`."""
         texts = list(split(io.BytesIO(part.data)))
         games: list[_Game] = []
         skipped: Counter[str] = Counter()
@@ -373,7 +365,7 @@ class Pgn:
         games = [game for game in games if not faults[rows_of[game.fen]]]
         start = start[[rows_of[game.fen] for game in games]]
         if not games:
-            return Harvest(empty(), len(texts), 0, refused, skipped, warned, np.zeros(0, np.int64))
+            return ParseResult(empty(), len(texts), 0, refused, skipped, warned, np.zeros(0, np.int64))
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
         wanted = np.array([code for game in games for code in game.moves], np.int32)
         board = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
@@ -404,7 +396,7 @@ class Pgn:
             batch = select(batch, np.flatnonzero(np.repeat(~wrong, rows)), LAYOUT)
             rows = rows[~wrong]
         refused.sort(key=lambda entry: entry.entry)
-        return Harvest(batch, len(texts), len(rows), refused, skipped, warned, rows)
+        return ParseResult(batch, len(texts), len(rows), refused, skipped, warned, rows)
 
 
 def assemble(games: list[_Game], start: np.ndarray, played: bitboard.Replayed, points: np.ndarray) -> Batch:

@@ -19,16 +19,15 @@ import numpy as np
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
 from matrixlib.tasks.chess.importers.parsing import (
-    Harvest,
+    ParseResult,
     Part,
     Refused,
-    game_id,
     lines_in_parts,
     lines_of,
     opened,
 )
+from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
-from matrixlib.tasks.chess.stockfish.packing import ids_of
 
 COLUMNS = (
     "PuzzleId",
@@ -88,7 +87,7 @@ class Puzzles:
         for part in lines_in_parts(path, PART, header):
             yield part if header else Part(part.number, part.first, HEADER + part.data)
 
-    def read(self, part: Part) -> Harvest:
+    def read(self, part: Part) -> ParseResult:
         lines = lines_of(part)
         names, lines = fields_of(lines[0]), lines[1:]
         refused: list[Refused] = []
@@ -122,7 +121,7 @@ class Puzzles:
                     Refused(part.first + number, faults[row_number], details[row_number], size, lines[number])
                 )
         refused.sort(key=lambda item: item.entry)
-        return Harvest(batch, len(lines), faults.count(""), refused, skipped)
+        return ParseResult(batch, len(lines), faults.count(""), refused, skipped)
 
     def _fault(
         self, row: dict[str, str], solution: Sequence[str], needed: Sequence[str]

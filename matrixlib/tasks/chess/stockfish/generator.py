@@ -24,6 +24,7 @@ from typing import Any, cast
 import chess
 import numpy as np
 
+from matrixlib.files import write_bytes
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 from matrixlib.tasks.chess.stockfish.games import (
@@ -127,16 +128,6 @@ def chunk_path(folder: Path, chunk: int) -> Path:
     return folder / f"chunk_{chunk:06d}.npz"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all: temporary name, fsync, rename."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def read_chunk(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a chunk. Raises ValueError for a damaged file."""
     try:
@@ -179,7 +170,7 @@ def _work(
                 arrays = make_chunk(engine, todo[index], parameters, advance)
                 data = io.BytesIO()
                 np.savez_compressed(data, **arrays)  # type: ignore[arg-type]
-                write_atomically(chunk_path(folder, todo[index]), data.getvalue())
+                write_bytes(chunk_path(folder, todo[index]), data.getvalue())
     except EngineError as error:
         pipe.send(str(error))
     finally:
@@ -198,7 +189,7 @@ def open_folder(folder: Path, parameters: Parameters, engine: str) -> None:
                 f"{folder} holds other work ({have}, asked for {want}): use another folder or delete it"
             )
         return
-    write_atomically(path, json.dumps(want, indent=1).encode())
+    write_bytes(path, json.dumps(want, indent=1).encode())
 
 
 def generate(

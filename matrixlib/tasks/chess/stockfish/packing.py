@@ -7,7 +7,6 @@ is a softmax at 50 centipawns in steps of 5; levels are also what the shipped sa
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,12 +18,13 @@ import numpy as np
 
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, select, write_shard
 from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.keys import SOURCES, is_validation, keys_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN
+from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 from matrixlib.tasks.chess.stockfish.generator import chunks
 
 PACKING = 1  # version of the rules in this file
-SOURCE = 1  # RECORD's source: played and labelled by Stockfish
 SHARD = 32768  # records in a shard
 TEMPERATURE = 50  # centipawns
 STEP = 5  # centipawns of a level
@@ -32,7 +32,6 @@ NO_WEIGHT = 81  # levels from here on (more than 400 centipawns behind) have no 
 MARGIN = 10  # centipawns by which a move outside the deep lines is at least behind the last of them
 CENTIPAWNS = 2000  # scores are cut here: beyond, the rank of winning moves is noise
 MATE_VALUE, MATE_STEP, MATE_MOVES = 3000, 50, 15  # a mate in k counts 3000 - 50 min(k, 15) centipawns
-VALIDATION = 50  # per mille of the games
 WEIGHTS = np.array(
     [int((Decimal(-k * STEP) / TEMPERATURE).exp() * 10**6) for k in range(NO_WEIGHT)] + [0], dtype=np.int64
 )
@@ -91,35 +90,9 @@ def levels(chunk: Batch) -> np.ndarray:
     return np.minimum((best[rows] - value + STEP // 2) // STEP, NO_WEIGHT).astype(np.uint8)
 
 
-def weights_of_counts(count: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Counts (K,) int64 >= 0 of rows `offset` (n+1,), none of them empty, to weights (K,) u2.
-
-    The weights of a row sum to 65535, the first of its likeliest moves gets the remainder; a row whose counts are all
-    0, an unknown policy, stays 0. A row's counts may sum to 1e14.
-    """
-    if not len(count):
-        return np.zeros(0, "<u2")
-    length = np.diff(offset)
-    total = np.add.reduceat(count, offset[:-1])
-    weight = count * 65535 // np.repeat(np.maximum(total, 1), length)
-    missing = np.where(total > 0, 65535 - np.add.reduceat(weight, offset[:-1]), 0)
-    row = np.repeat(np.arange(len(length)), length)
-    best = np.flatnonzero(count == np.repeat(np.maximum.reduceat(count, offset[:-1]), length))
-    first = best[np.unique(row[best], return_index=True)[1]]
-    weight[first] += missing
-    return weight.astype("<u2")
-
-
 def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `weights_of_counts`."""
-    return weights_of_counts(WEIGHTS[level], offset)
-
-
-def wdl_of(per_mille: np.ndarray) -> np.ndarray:
-    """(n, 3) per mille to (n, 3) u2 that sum to 65535; the remainder goes to the likeliest."""
-    scaled = per_mille.astype(np.int64) * 65535 // 1000
-    scaled[np.arange(len(scaled)), scaled.argmax(axis=1)] += 65535 - scaled.sum(axis=1)
-    return scaled.astype("<u2")
+    """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `whole_shares`."""
+    return whole_shares(WEIGHTS[level], offset)
 
 
 def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,32 +114,6 @@ def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return placed, offset
 
 
-def keys_of(records: np.ndarray) -> list[bytes]:
-    """A key for each record that equal positions share: orientation has taken the colours out, and where no
-    castling right is left, the left-right mirror image counts as equal."""
-    pieces = records["pieces"]
-    squares = np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 8, 8)[:, :, ::-1].reshape(-1, 32, 2)
-    mirrored = squares[:, :, 0] | squares[:, :, 1] << 4
-    file = records["en_passant"]
-    keys = []
-    for plain, image, ep, castling in zip(pieces, mirrored, file, records["castling"], strict=True):
-        key = plain.tobytes() + bytes((castling, ep + 1))
-        if not castling:
-            key = min(key, image.tobytes() + bytes((0, 8 - ep if ep >= 0 else 0)))
-        keys.append(hashlib.blake2b(key, digest_size=16).digest())
-    return keys
-
-
-def ids_of(records: np.ndarray) -> np.ndarray:
-    """(n,) u8 ids that equal positions (see `keys_of`) share, in place of a game's for what belongs to no game."""
-    return np.array([int.from_bytes(key[:8], "little") for key in keys_of(records)], "<u8")
-
-
-def is_validation(game: np.ndarray) -> np.ndarray:
-    """Which split each game id (n,) u8, itself a hash, belongs to."""
-    return game // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
-
-
 def convert(chunk: Batch, seen: Seen) -> Positions:
     """The new positions of a chunk. Raises ValueError where the engine's moves are not the legal ones."""
     game = chunk["game"].astype(np.int64)
@@ -175,7 +122,7 @@ def convert(chunk: Batch, seen: Seen) -> Positions:
         records[name] = chunk[name]
     white = chunk["result"][game]
     records["result"] = np.where((chunk["side"] == 1) & (white != UNKNOWN), -white, white)
-    records["source"] = SOURCE
+    records["source"] = SOURCES["stockfish"]
     records["game"] = chunk["game_id"][game]
     level, offset = ordered(chunk, levels(chunk))
     new = np.zeros(len(records), bool)
@@ -212,7 +159,7 @@ def collect(work: Path, limit: int | None = None, seen: Seen | None = None) -> P
 def assemble(positions: Positions) -> Batch:
     """The batch that is stored: win-draw-loss and policy targets filled in."""
     records = positions.records.copy()
-    records["wdl"] = wdl_of(positions.per_mille)
+    records["wdl"] = wdl_of_shares(positions.per_mille)
     index, offset = bitboard.legal_policy_indices(*(records[name] for name in BOARD))
     if len(index) != len(positions.level):
         raise ValueError(f"{len(positions.level)} policy levels for {len(index)} legal moves")

@@ -23,7 +23,7 @@ def make(
     Returns the figures of both stages. Raises EngineError without a working Stockfish, ValueError for a folder with
     other shards.
     """
-    from matrixlib.tasks.chess.importers.import_files import quiet_catalogue
+    from matrixlib.tasks.chess.importers.account import quiet_catalogue
     from matrixlib.tasks.chess.stockfish import generator as sources
     from matrixlib.tasks.chess.stockfish import packing
 
@@ -75,7 +75,7 @@ def _illegal(folder: Path) -> int:
 
     from matrixlib.data.shards import Shard
     from matrixlib.tasks.chess import records
-    from matrixlib.tasks.chess.importers.import_files import quiet_catalogue
+    from matrixlib.tasks.chess.importers.account import quiet_catalogue
 
     wrong = 0
     for row in quiet_catalogue(folder).shards():

@@ -14,6 +14,7 @@ from test_packing import make_work
 from matrixlib.data.shards import Shard
 from matrixlib.files import cache_root
 from matrixlib.tasks.chess import sample_set as shipped
+from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.sample_set import damage, read_manifest, ship, unpack_sample
 from matrixlib.tasks.chess.stockfish import packing
@@ -177,7 +178,7 @@ def test_the_shipped_set_is_sound(tmp_path):
         batch = shard.gather(np.arange(len(shard)))
         records, offset = batch["records"], batch["policy_offset"]
         games[shard.meta["split"]].update(records["game"].tolist())
-        keys.update(packing.keys_of(records))
+        keys.update(keys_of(records))
         assert (np.add.reduceat(batch["policy_weight"].astype(np.int64), offset[:-1]) == 65535).all()
         assert (records["wdl"].astype(np.int64).sum(axis=1) == 65535).all()
         assert shard.path.stat().st_size / len(shard) < 250

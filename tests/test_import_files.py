@@ -1,4 +1,4 @@
-"""The intake: counts that add up, nothing twice, nothing lost by kill -9, and a quarantine to look at."""
+"""Imports: counts that add up, nothing twice, nothing lost by kill -9, and a quarantine to look at."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ import pytest
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import LFS_POINTER, Shard
-from matrixlib.tasks.chess.importers import import_files as intake
+from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers import pgn
-from matrixlib.tasks.chess.importers.import_files import ImportStopped, Report, accounts, quarantined, take_in
-from matrixlib.tasks.chess.importers.parsing import Harvest, Part
+from matrixlib.tasks.chess.importers.account import ImportReport, ImportStopped, accounts, quarantined
+from matrixlib.tasks.chess.importers.import_files import data_folder, import_files, import_listed
+from matrixlib.tasks.chess.importers.parsing import ParseResult, Part
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
+from matrixlib.tasks.chess.keys import is_validation
 from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.chess.stockfish.packing import is_validation
 
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
     """In a process of its own: an import in many steps; `done` holds the report."""
-    pgn.GAMES, intake.STEP, intake.SHARD, intake.ALONE = 20, 1200, 500, 0
-    text = take_in(path, folder, workers=workers, progress=False).text()
+    pgn.GAMES, imports.STEP, imports.SHARD, imports.ALONE = 20, 1200, 500, 0
+    text = import_files(path, folder, workers=workers, progress=False).text()
     (folder / "done").write_text(text)
 
 
@@ -42,7 +43,7 @@ def forkserver() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("processes are started by forkserver, which this system lacks")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_intake"])
+    context.set_forkserver_preload(["test_import_files"])
     return context
 
 
@@ -50,9 +51,9 @@ def forkserver() -> Any:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and shards of a few hundred positions."""
     monkeypatch.setattr("matrixlib.tasks.chess.importers.pgn.GAMES", 20)
-    monkeypatch.setattr(intake, "STEP", 1200)
-    monkeypatch.setattr(intake, "SHARD", 500)
-    monkeypatch.setattr(intake, "ALONE", 0)
+    monkeypatch.setattr(imports, "STEP", 1200)
+    monkeypatch.setattr(imports, "SHARD", 500)
+    monkeypatch.setattr(imports, "ALONE", 0)
 
 
 @pytest.fixture
@@ -65,8 +66,8 @@ def masters(shared: Path) -> Path:
     return shared / "games" / "masters.pgn"
 
 
-def run(paths: Any, folder: Path, **options: Any) -> Report:
-    report = take_in(paths, folder, workers=options.pop("workers", 1), progress=False, **options)
+def run(paths: Any, folder: Path, **options: Any) -> ImportReport:
+    report = import_files(paths, folder, workers=options.pop("workers", 1), progress=False, **options)
     assert report.entries == report.stored + sum(report.refused.values()) + sum(report.skipped.values())
     rows = Catalogue(folder).shards()
     assert not Catalogue(folder).verify()
@@ -343,13 +344,13 @@ class Deadly:
     def parts(self, path: Path) -> Iterator[Part]:
         yield from Pgn().parts(path)
 
-    def read(self, part: Part) -> Harvest:
-        harvest = Pgn().read(part)
+    def read(self, part: Part) -> ParseResult:
+        result = Pgn().read(part)
         if part.number == 2 and not self.illegal:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.illegal:
-            harvest.batch["records"]["castling"] = 0
-        return harvest
+            result.batch["records"]["castling"] = 0
+        return result
 
 
 def test_a_dead_worker_stops_the_import_with_a_reason(tmp_path: Path, small: None, monkeypatch: Any) -> None:
@@ -358,7 +359,7 @@ def test_a_dead_worker_stops_the_import_with_a_reason(tmp_path: Path, small: Non
     )
     (tmp_path / "a.pgn").write_text(line_games(100))
     with pytest.raises(ImportStopped, match="a worker process died"):
-        take_in(tmp_path / "a.pgn", tmp_path / "f", reader=Deadly(), workers=2, progress=False)
+        import_files(tmp_path / "a.pgn", tmp_path / "f", reader=Deadly(), workers=2, progress=False)
 
 
 def test_positions_that_are_none_are_not_stored(tmp_path: Path) -> None:
@@ -454,3 +455,54 @@ def test_json_of_an_account_is_readable(tmp_path: Path) -> None:
     assert data["reader"] == {"kind": "Pgn", "repair": False}
     shutil.rmtree(path.parent)
     assert accounts(tmp_path / "f") == []
+
+
+# As the notebook asks for it
+
+MATED = '[Result "1-0"]\n\n1. f3 e5 2. g4 Qh4# 1-0\n\n'
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    path = tmp_path / "games.pgn"
+    path.write_text(MATED + '[Event "x"]\n\n1. e4 e5 2. Nf3 *\n\n')
+    return path
+
+
+def test_several_files_are_imported_each_by_its_reader(listed: Path, tmp_path: Path) -> None:
+    (tmp_path / "suite.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
+    folder = tmp_path / "f"
+    text = import_listed(f"{listed}, {tmp_path / 'suite.epd'},", folder, workers=1)
+    assert text.startswith("games.pgn (pgn)\n2 entries: 1 stored, 1 in quarantine, 0 left out\n")
+    assert "\n\nsuite.epd (epd)\n1 entries: 1 stored" in text
+    assert {row.source for row in Catalogue(folder).shards()} == {"pgn", "epd"}
+    assert "nothing new" in import_listed(str(listed), folder, workers=1)
+    again = import_listed(str(listed), folder, repair=True, workers=1)
+    assert "2 entries: 1 stored, 0 in quarantine, 1 left out" in again
+    assert "stored before" in again
+
+
+def test_a_kind_is_named_for_files_whose_ending_says_nothing(listed: Path, tmp_path: Path) -> None:
+    odd = listed.rename(tmp_path / "games.txt")
+    with pytest.raises(ValueError, match="unknown kind of file"):
+        import_listed(str(odd), tmp_path / "f")
+    assert "1 stored" in import_listed(str(odd), tmp_path / "f", kind="pgn", workers=1)
+    with pytest.raises(ValueError, match=r"unknown kind 'pgm', did you mean 'pgn'.*known: auto, pgn"):
+        import_listed(str(odd), tmp_path / "f", kind="pgm")
+
+
+def test_every_path_is_checked_before_the_first_is_read(listed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.pgn: no such file"):
+        import_listed(f"{listed},{tmp_path / 'nowhere.pgn'}", tmp_path / "f")
+    assert import_listed(" , ", tmp_path / "f") == ""
+    assert not (tmp_path / "f").exists()
+
+
+def test_the_folder_of_the_data(reports: Path, tmp_path: Path) -> None:
+    assert data_folder(str(tmp_path), "") == tmp_path
+    assert data_folder("", "a.pgn") == reports / "data"
+    assert data_folder("", "").name.startswith("sample-")
+
+
+def test_import_stopped_is_an_error_of_ours() -> None:
+    assert ImportStopped.__module__.startswith("matrixlib."), "so that a notebook shows it as one line"

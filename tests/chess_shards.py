@@ -1,4 +1,4 @@
-"""Chess shards made by hand, for the tests of the census and its tables."""
+"""Chess shards made by hand, for the tests of the audit and its tables."""
 
 from __future__ import annotations
 

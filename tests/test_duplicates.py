@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matrixlib.data.catalogue import NAME, Catalogue, reason_file
+from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Batch, Shard, concat, write_shard
-from matrixlib.tasks.chess.importers import census, inspection
-from matrixlib.tasks.chess.importers import duplicates as merging
-from matrixlib.tasks.chess.importers import import_files as intake
-from matrixlib.tasks.chess.importers.duplicates import counts_of, deduplicate
-from matrixlib.tasks.chess.importers.import_files import take_in
+from matrixlib.tasks.chess.importers import duplicates
+from matrixlib.tasks.chess.importers import import_files as imports
+from matrixlib.tasks.chess.importers.account import quiet_catalogue
+from matrixlib.tasks.chess.importers.audit import audit_folder, faults
+from matrixlib.tasks.chess.importers.duplicates import counts_of, deduplicate, single_counts
+from matrixlib.tasks.chess.importers.import_files import import_files
+from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_board, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
-from matrixlib.tasks.chess.stockfish.packing import keys_of
 
 GAMES = """[Result "1-0"]
 
@@ -45,7 +45,7 @@ def add(folder: Path, text: str, name: str = "a.pgn") -> None:
     folder.mkdir(exist_ok=True)
     (folder.parent / name).write_text(text)
     os.utime(folder.parent / name, (10**9, 10**9))  # it is in the shards as the time of their making
-    take_in(folder.parent / name, folder, workers=1, progress=False)
+    import_files(folder.parent / name, folder, workers=1, progress=False)
 
 
 def stored(folder: Path) -> tuple[Batch, np.ndarray]:
@@ -53,7 +53,7 @@ def stored(folder: Path) -> tuple[Batch, np.ndarray]:
     rows = Catalogue(folder).shards()
     assert not Catalogue(folder).verify()
     batch = concat([Shard(row.path, LAYOUT).gather(np.arange(row.count)) for row in rows], LAYOUT)
-    assert inspection.faults(batch) == {}
+    assert faults(batch) == {}
     parts = [(row, np.arange(row.count)) for row in rows]
     counts = [counts_of(folder, row, all_, Shard(row.path, LAYOUT).gather(all_)) for row, all_ in parts]
     return batch, np.concatenate(counts)["entries"]
@@ -186,7 +186,7 @@ def same_position(entries: list[Entry]) -> Batch:
 
 def merged(parts: list[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
     whole = concat([batch for batch, _ in parts], LAYOUT)
-    return merging.merge(
+    return duplicates.merge(
         whole, np.zeros(len(whole["records"]), int), np.concatenate([count for _, count in parts])
     )
 
@@ -200,7 +200,7 @@ def merged(parts: list[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
     )
 )
 def test_merging_in_several_goes_gives_what_merging_at_once_gives(goes: list[list[Entry]]) -> None:
-    parts = [(batch, merging._single(batch)) for batch in map(same_position, goes)]
+    parts = [(batch, single_counts(batch)) for batch in map(same_position, goes)]
     (at_once, count), step = merged(parts), merged(parts[:1])
     for part in parts[1:]:
         step = merged([step, part])
@@ -220,7 +220,7 @@ def test_only_entries_that_have_a_target_weigh_in_it() -> None:
         (1, (0, 0, 0), (0, 0, 0)),
     )
     first, second = same_position([draw, *[silent] * 9]), same_position([win])
-    batch, count = merged([merged([(first, merging._single(first))]), (second, merging._single(second))])
+    batch, count = merged([merged([(first, single_counts(first))]), (second, single_counts(second))])
     assert count.tolist() == [(11, 2, 2, 9, False)]
     assert batch["records"]["wdl"][0] / 65535 == pytest.approx([0.5, 0.5, 0], abs=1e-4)
     assert batch["policy_weight"] / 65535 == pytest.approx([0.5, 0.5, 0], abs=1e-4)
@@ -230,7 +230,7 @@ def test_a_file_of_counts_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "f"
     add(folder, GAMES)
     deduplicate(folder)
-    (path,) = folder.glob("imports/counts/*.npy")
+    (path,) = folder.glob("merged_*/*.counts.npy")
     whole = np.load(path)
     for counts in (whole[1:], whole["entries"]):
         np.save(path, counts)
@@ -263,11 +263,11 @@ def test_a_game_whose_positions_were_all_merged_away_is_not_imported_again(tmp_p
     files = two(folder)
     _, before = stored(folder)
     (tmp_path / "c.pgn").write_text(f"{TWICE}\n{SECOND}")
-    report = take_in(tmp_path / "c.pgn", folder, workers=1, progress=False)
+    report = import_files(tmp_path / "c.pgn", folder, workers=1, progress=False)
     assert (report.stored, report.skipped) == (0, {"stored before": 2})
     for row in Catalogue(folder).shards():
         row.path.unlink()  # nothing stands for them any more
-    take_in(files, folder, workers=1, progress=False)
+    import_files(files, folder, workers=1, progress=False)
     deduplicate(folder)
     assert np.array_equal(np.sort(stored(folder)[1]), np.sort(before))
 
@@ -292,7 +292,7 @@ def test_more_shards_than_files_that_may_be_open(tmp_path: Path) -> None:
 
 def test_sources_and_splits_are_merged_and_training_keeps_the_position(tmp_path: Path, shared: Path) -> None:
     folder = tmp_path / "f"
-    take_in([shared / "games" / "engine_matches.pgn"], folder, workers=1, progress=False)
+    import_files([shared / "games" / "engine_matches.pgn"], folder, workers=1, progress=False)
     add(
         folder,
         "".join(
@@ -303,7 +303,7 @@ def test_sources_and_splits_are_merged_and_training_keeps_the_position(tmp_path:
     )
     fen = chess.Board().fen()
     (tmp_path / "a.epd").write_text(f"{' '.join(fen.split()[:4])} bm e4;\n")
-    take_in(tmp_path / "a.epd", folder, workers=1, progress=False)
+    import_files(tmp_path / "a.epd", folder, workers=1, progress=False)
     before, _ = stored(folder)
     report = deduplicate(folder)
     batch, counts = stored(folder)
@@ -326,16 +326,14 @@ def test_importing_again_adds_nothing_and_a_new_catalogue_finds_no_old_shard(tmp
     add(folder, GAMES)
     deduplicate(folder)
     names = [row.name for row in Catalogue(folder).shards()]
-    assert take_in(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
+    assert import_files(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
     assert [row.name for row in Catalogue(folder).shards()] == names
-    gone = Catalogue(folder).shards(state="quarantined")
-    assert gone
-    assert all(row.reason.startswith("merged into") for row in gone)
-    for path in [folder / NAME, *folder.glob("*.merged")]:  # which the README says may be deleted
+    assert Catalogue(folder).shards(state="quarantined") == []
+    for path in [folder / NAME, *folder.glob("*.merged")]:  # which the guide says may be deleted
         path.unlink()
     assert [row.name for row in Catalogue(folder).shards()] == names
-    assert census.account_faults(census.look(folder)) == []
-    assert take_in(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
+    assert audit_folder(folder).account_faults() == []
+    assert import_files(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
     assert [row.name for row in Catalogue(folder).shards()] == names
 
 
@@ -344,11 +342,13 @@ class Stop(BaseException):
 
 
 def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "SHARD", 4)
+    monkeypatch.setattr(imports, "SHARD", 4)
     add(tmp_path / "whole", GAMES)
-    before = deduplicate(tmp_path / "whole").positions
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*.npz")}
+    old = {row.name for row in Catalogue(tmp_path / "whole").shards()}
+    deduplicate(tmp_path / "whole")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").rglob("*.npz")}
     rows = [(row.name, row.quality) for row in Catalogue(tmp_path / "whole").shards()]
+    new = {name for name, _ in rows}
     assert len(expected) > 1
     steps, finished = 0, False
     while not finished:
@@ -366,65 +366,23 @@ def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch
             return call
 
         with monkeypatch.context() as patch:
-            for name in ("write_shard", "write_atomically", "_save"):
-                patch.setattr(merging, name, stopping(getattr(merging, name)))
-            patch.setattr(merging.os, "replace", stopping(merging.os.replace))
-            patch.setattr(merging.Path, "unlink", stopping(Path.unlink))
-            patch.setattr(Catalogue, "replace", stopping(Catalogue.replace))
+            for name in ("write_shard", "write_bytes", "sync_folder", "quiet_catalogue"):
+                patch.setattr(duplicates, name, stopping(getattr(duplicates, name)))
+            for name in ("rename", "replace"):  # the folder's, and those of the files that are put aside
+                patch.setattr(os, name, stopping(getattr(os, name)))
             try:
                 deduplicate(folder)
                 finished = True
             except Stop:
                 steps += 1
-        seen = intake.quiet_catalogue(folder).shards()  # as by another process
-        stems = [merging.SUFFIX.sub("", Path(row.name).stem) for row in seen]
-        assert len(set(stems)) == len(stems), "a shard and what it was merged into are both in use"
-        assert sum(row.count for row in seen) <= before
+        names = {row.name for row in quiet_catalogue(folder).shards()}  # as another process sees it
+        assert names in (old, new), "all old shards are in use, or all new ones"
         report = deduplicate(folder)
-        assert report.left == report.positions or not finished
-        assert {path.name: path.read_bytes() for path in folder.glob("*.npz")} == expected
+        assert report.left == report.positions or names == old
+        assert {path.name: path.read_bytes() for path in folder.rglob("*.npz")} == expected
         assert [(row.name, row.quality) for row in Catalogue(folder).shards()] == rows
-        assert not (folder / "imports" / "merge.json").exists()
-        assert not any(reason_file(row.path).exists() for row in Catalogue(folder).shards())
+        assert not list(folder.glob("*.tmp"))
     assert steps > 10
-
-
-def stop(*_: Any) -> None:
-    raise Stop
-
-
-def test_an_import_carries_out_what_a_killed_merge_had_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "f"
-    add(folder, GAMES)
-    before = Catalogue(folder).shards()
-    with monkeypatch.context() as patch:
-        patch.setattr(Catalogue, "replace", stop)
-        with pytest.raises(Stop):
-            deduplicate(folder)
-    assert intake.quiet_catalogue(folder).shards() == before, "the new shards lie there, and are not used"
-    assert take_in(tmp_path / "a.pgn", folder, workers=1, progress=False).fresh_entries == 0
-    assert not (folder / "imports" / "merge.json").exists()
-    assert all("_m" in row.name for row in Catalogue(folder).shards())
-    assert deduplicate(folder).text().endswith("each of them once")
-
-
-def test_a_plan_whose_new_shard_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "f"
-    add(folder, GAMES)
-    with monkeypatch.context() as patch:
-        patch.setattr(Catalogue, "replace", stop)
-        with pytest.raises(Stop):
-            deduplicate(folder)
-    next(folder.glob("*_m*.npz")).unlink()
-    for again in (lambda: deduplicate(folder), lambda: take_in(tmp_path / "a.pgn", folder, progress=False)):
-        with pytest.raises(ValueError, match=r"is gone, but .*merge\.json needs it: delete that file"):
-            again()
-    (folder / "imports" / "merge.json").unlink()
-    take_in(tmp_path / "a.pgn", folder, workers=1, progress=False)
-    deduplicate(folder)
-    assert deduplicate(folder).text().endswith("each of them once")
 
 
 TWICE = (
@@ -456,13 +414,12 @@ def test_a_step_that_is_done_again_does_not_store_what_was_merged(tmp_path: Path
         path.write_bytes(b"damaged")
     if rebuilt:
         (folder / NAME).unlink()
-    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 2
+    assert import_files(files, folder, workers=1, progress=False).fresh_entries == 2
     assert [(row.name, row.sha256) for row in Catalogue(folder).shards()] == [
         (row.name, row.sha256) for row in rows
     ]
-    if not rebuilt:
-        assert {path: path.read_bytes() for path in accounts} == accounts
-    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 0
+    assert audit_folder(folder).account_faults() == []
+    assert import_files(files, folder, workers=1, progress=False).fresh_entries == 0
 
 
 @pytest.mark.parametrize("further", [False, True])
@@ -474,11 +431,11 @@ def test_a_merged_shard_that_is_lost_is_made_again(tmp_path: Path, further: bool
         files.append(tmp_path / "c.pgn")
         deduplicate(folder)
     expected = positions(folder)
-    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 0
+    assert import_files(files, folder, workers=1, progress=False).fresh_entries == 0
     for row in Catalogue(folder).shards():
         row.path.unlink()
-    assert take_in(files, folder, workers=1, progress=False).fresh_entries == len(files)
-    assert take_in(files, folder, workers=1, progress=False).fresh_entries == 0
+    assert import_files(files, folder, workers=1, progress=False).fresh_entries == len(files)
+    assert import_files(files, folder, workers=1, progress=False).fresh_entries == 0
     deduplicate(folder)
     assert positions(folder) == expected
 
@@ -488,25 +445,11 @@ def test_an_unfinished_import_comes_first(tmp_path: Path) -> None:
     add(folder, GAMES)
     (account,) = folder.glob("imports/*/part_*.json")
     account.unlink()
-    with pytest.raises(ValueError, match="call take_in again first"):
+    with pytest.raises(ValueError, match="call import_files again first"):
         deduplicate(folder)
-    take_in(tmp_path / "a.pgn", folder, workers=1, progress=False)
+    import_files(tmp_path / "a.pgn", folder, workers=1, progress=False)
     deduplicate(folder)
 
 
 def test_an_empty_folder_has_nothing_to_merge(tmp_path: Path) -> None:
     assert deduplicate(tmp_path / "new").text() == "0 positions, each of them once"
-
-
-def test_weights_stay_whole() -> None:
-    rng = np.random.default_rng(4)
-    lengths = rng.integers(0, 9, 400)
-    offset = np.concatenate([[0], np.cumsum(lengths)])
-    total = np.where(rng.random(offset[-1]) < 0.5, rng.random(offset[-1]) * 1e9, 0)
-    whole = merging._whole(total, offset)
-    for begin, end in pairwise(offset):
-        weights, sums = whole[begin:end].astype(int), total[begin:end]
-        assert weights.sum() == (65535 if sums.sum() else 0)
-        if sums.sum():
-            assert np.abs(weights - sums / sums.sum() * 65535).max() <= 9
-            assert (weights[sums == 0] == 0).all()

@@ -1,0 +1,195 @@
+"""What became of every entry of an import: accounts beside the shards, the quarantine, and the report of a call.
+
+An account is one step of an import, `imports/<name>/part_000003.json`. It is written after its shards, so a step that
+has a whole account is done. Where positions were merged (duplicates.py), the new shards say which ones they replace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from matrixlib.data.catalogue import Catalogue, ShardRow, reason_file
+from matrixlib.data.shards import Shard
+from matrixlib.files import write_text
+from matrixlib.tasks.chess.importers.parsing import Refused
+from matrixlib.tasks.chess.records import LAYOUT
+
+FOLDER = "imports"
+MERGED = "merged_"  # how the name of a folder of merged shards begins
+OLD_NOTE = "merged into"  # how older versions said in a shard's note that others stand for it
+
+
+class ImportStopped(RuntimeError):
+    """An import that could not go on; what was finished stays, and the same call goes on from there."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one step did. parts: numbers of its first part and of the one after its last. positions: by split.
+    shards: name -> SHA-256."""
+
+    source: str
+    file: str
+    sha256: str
+    reader: Mapping[str, Any]
+    step: int
+    parts: tuple[int, int]
+    last: bool
+    entries: int
+    stored: int
+    positions: Mapping[str, int]
+    skipped: Mapping[str, int]
+    warned: Mapping[str, int]
+    refused: Sequence[Refused]
+    shards: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What the files of a call hold: entries = stored + sum(refused) + sum(skipped); fresh_*: done by this call.
+
+    outliers: figures of new shards that are far from those of the other shards of their source. remarks: what the
+    catalogue repaired when it was opened.
+    """
+
+    entries: int = 0
+    stored: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    warned: Mapping[str, int] = field(default_factory=dict)
+    positions: Mapping[str, int] = field(default_factory=dict)
+    shards: Sequence[str] = ()
+    fresh_entries: int = 0
+    fresh_positions: int = 0
+    seconds: float = 0.0
+    outliers: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+    def text(self) -> str:
+        """A few lines for people."""
+        train, validation = (self.positions.get(split, 0) for split in ("train", "validation"))
+        lines = [
+            f"{self.entries:,} entries: {self.stored:,} stored, {sum(self.refused.values()):,} in quarantine, "
+            f"{sum(self.skipped.values()):,} left out",
+            f"{train:,} training and {validation:,} validation positions in {len(self.shards)} shards",
+        ]
+        for title, counts in (
+            ("in quarantine", self.refused),
+            ("left out", self.skipped),
+            ("stored, but", self.warned),
+        ):
+            lines += [f"  {title}: {count:,} {reason}" for reason, count in sorted(counts.items())]
+        lines += [f"  outlier: {outlier}" for outlier in self.outliers]
+        lines += [f"  {remark}" for remark in self.remarks]
+        if not self.fresh_entries:
+            lines.append("nothing new: all of it had been imported before")
+        else:
+            before = self.entries - self.fresh_entries
+            rate = f"{self.fresh_entries / self.seconds:,.0f} entries/s, {self.fresh_positions / self.seconds:,.0f}"
+            had = f", {before:,} had been imported before" if before else ""
+            lines.append(f"{self.fresh_entries:,} read in {self.seconds:.1f} s ({rate} positions/s){had}")
+        return "\n".join(lines)
+
+
+def report_of(
+    whole: Sequence[Account],
+    fresh: Sequence[Account],
+    seconds: float,
+    outliers: Sequence[str],
+    remarks: Sequence[str],
+) -> ImportReport:
+    """The report of a call: accounts of its files, and those of them that are new."""
+    sums = {name: Counter[str]() for name in ("skipped", "warned", "positions")}
+    for account in whole:
+        for name, counts in sums.items():
+            counts.update(getattr(account, name))
+    return ImportReport(
+        entries=sum(account.entries for account in whole),
+        stored=sum(account.stored for account in whole),
+        refused=dict(Counter(entry.reason for account in whole for entry in account.refused)),
+        **{name: dict(counts) for name, counts in sums.items()},
+        shards=[name for account in whole for name in account.shards],
+        fresh_entries=sum(account.entries for account in fresh),
+        fresh_positions=sum(sum(account.positions.values()) for account in fresh),
+        seconds=seconds,
+        outliers=outliers,
+        remarks=tuple(remarks),
+    )
+
+
+# On disk
+
+
+def write_account(path: Path, account: Account) -> None:
+    """Written whole or not at all, with a digest of itself."""
+    text = json.dumps(asdict(account), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_text(path, json.dumps({"digest": digest, "account": json.loads(text)}, indent=1))
+
+
+def read_account(path: Path) -> Account | None:
+    """The account in a file; None if it is missing or not what was written."""
+    try:
+        data = json.loads(path.read_bytes())
+        text = json.dumps(data["account"], sort_keys=True)
+        if hashlib.sha256(text.encode()).hexdigest() != data["digest"]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    facts = data["account"]
+    refused = tuple(Refused(**entry) for entry in facts["refused"])
+    return Account(**{**facts, "parts": tuple(facts["parts"]), "refused": refused})
+
+
+def accounts(folder: Path | str) -> list[Account]:
+    """All whole accounts of a folder of shards, by import and step."""
+    read = (read_account(path) for path in sorted(Path(folder).glob(f"{FOLDER}/*/part_*.json")))
+    return [account for account in read if account is not None]
+
+
+def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
+    """What was refused, with the name of the file it came from. Its text, mended, can be imported like any other."""
+    return [(account.file, entry) for account in accounts(folder) for entry in account.refused]
+
+
+def replaced_shards(folder: Path, rows: Iterable[ShardRow]) -> set[str]:
+    """Names of the shards whose positions others of the folder hold since a merge, as those say themselves."""
+    names: set[str] = set()
+    for row in rows:
+        if row.state == "healthy" and row.name.startswith(MERGED):
+            names.update(Shard(row.path, LAYOUT).meta["replaces"])
+    for note in folder.rglob(reason_file(Path("*.npz")).name):  # of merges by older versions
+        if note.read_text(encoding="utf-8", errors="replace").startswith(OLD_NOTE):
+            names.add(note.relative_to(folder).as_posix().removesuffix(".quarantined"))
+    return names
+
+
+def quiet_catalogue(folder: Path) -> Catalogue:
+    """A folder's catalogue; what it repairs, as after a kill, is in its `messages` alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Catalogue(folder)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Catalogue]:
+    """The catalogue of a folder, made if it is not there, that no other import or merge writes meanwhile.
+
+    ImportStopped where one does.
+    """
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / FOLDER / "lock", timeout=0):
+            yield quiet_catalogue(folder)
+    except Timeout as error:
+        raise ImportStopped(f"another import into {folder} is running; wait until it has ended") from error
