@@ -1,4 +1,4 @@
-"""Faults planted on purpose, each by itself; test_proof.py trains with them."""
+"""Faults planted on purpose, each by itself; test_injection.py trains with them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import BLOCK, DamagedBlock, Shard
-from matrixlib.runs import faults as proof
-from matrixlib.runs import planting as faults
-from matrixlib.tasks import load_config
+from matrixlib.runs import faults, injection
+from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.latin.pool import LAYOUT as SQUARES
 
 
-def test_faults_are_chosen_by_name() -> None:
-    assert faults.chosen("all") == list(faults.FAULTS)
-    assert faults.chosen("kill, sigterm") == ["kill", "sigterm"]
+def test_faults_are_selected_by_name() -> None:
+    known = faults.faults_of(get_task("chess"))
+    assert faults.parse_names("all", known) == list(faults.FAULTS) == list(known)
+    assert faults.parse_names("kill, sigterm", known) == ["kill", "sigterm"]
     with pytest.raises(ValueError, match="unknown fault 'sigtrem', did you mean 'sigterm'"):
-        faults.chosen("kill,sigtrem")
-    with pytest.raises(ValueError, match="no fault is chosen"):
-        faults.chosen(" , ")
+        faults.parse_names("kill,sigtrem", known)
+    with pytest.raises(ValueError, match="no fault is named"):
+        faults.parse_names(" , ", known)
 
 
 def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path) -> None:
-    config = load_config("demo", proof.overrides_of(40))
-    proof.take_data(config, tmp_path / "data")
+    config = load_config("demo", injection.overrides_of(40))
+    injection.copy_data(config, tmp_path / "data")
     train, held_out = (Catalogue(tmp_path / "data").shards(split) for split in ("train", "validation"))
     assert (train[0].count, held_out[0].count) == (8 * BLOCK, 1024)
     faults.flip_bytes(tmp_path / "data", LAYOUT)
@@ -39,15 +39,15 @@ def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path)
     with pytest.raises(DamagedBlock):
         shard.gather(np.array([BLOCK]))
     small = load_config("demo", {"data": {"limit": 100}})
-    proof.take_data(small, tmp_path / "small")
+    injection.copy_data(small, tmp_path / "small")
     with pytest.raises(ValueError, match="8,192 training positions"):
         faults.flip_bytes(tmp_path / "small", LAYOUT)
 
 
 def test_a_data_set_for_a_curriculum_keeps_its_sources_and_their_shares(tmp_path: Path) -> None:
     """Squares of size 3 repeat, so bytes that are searched for would be found in another block."""
-    changes = proof.SMALLER["latin_demo"] | {"data": {"squares": 5 * BLOCK, "limit": 6 * BLOCK}}
-    proof.take_data(load_config("latin_demo", changes), tmp_path / "data")
+    changes = dict(get_task("latin").small) | {"data": {"squares": 5 * BLOCK, "limit": 6 * BLOCK}}
+    injection.copy_data(load_config("latin_demo", changes), tmp_path / "data")
     catalogue = Catalogue(tmp_path / "data")
     train, held_out = catalogue.shards("train"), catalogue.shards("validation")
     assert [(row.source, row.count) for row in train] == [("size 3", 3 * BLOCK), ("size 4", 3 * BLOCK)]
@@ -59,9 +59,15 @@ def test_a_data_set_for_a_curriculum_keeps_its_sources_and_their_shares(tmp_path
         shard.gather(np.array([BLOCK]))
 
 
+def test_a_task_without_faults_of_its_own_has_the_others() -> None:
+    known = faults.faults_of(get_task("tictactoe"))
+    assert set(faults.FAULTS) - set(known) == {"nan_target", "inf_input", "no_policies"}
+    assert faults.faults_of(get_task("latin"))["no_policies"].title == "no cell hidden"
+
+
 def test_half_precision_overflows_where_it_does() -> None:
-    found = faults.in_half_precision(torch.tensor([65504.0, 65536.0, -1e9]))
-    assert found.tolist() == [65504.0, float("inf"), float("-inf")]
+    gradient = faults.in_half_precision(torch.tensor([65504.0, 65536.0, -1e9]))
+    assert gradient.tolist() == [65504.0, float("inf"), float("-inf")]
 
 
 def test_a_disk_of_its_own_or_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The proof by planted faults: every fault is noticed, loses nothing and ends near the clean runs; and it can fail."""
+"""Fault injection: every fault is noticed, loses nothing and ends near the clean runs; and it can fail."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import nbformat
 import numpy as np
 import pytest
 
-from matrixlib.runs import faults as proving
-from matrixlib.runs import planting as faults
+from matrixlib.runs import faults, injection, injection_job
+from matrixlib.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[1]
-SAID = {
+MESSAGES = {
     "nan_target": "no weight moved.*non-finite gradient.*value_head",
     "inf_input": "no weight moved.*not finite: loss of policy, value.*the input is already not finite",
     "no_policies": "no valid target of policy",
@@ -43,113 +43,114 @@ PRESETS = ["demo", pytest.param("latin_demo", marks=pytest.mark.soak)]
 
 
 @pytest.fixture(scope="module")
-def proof_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], proving.Proof]:
+def trials_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], injection.Trials]:
     """All faults in runs of a preset at a tiny size, planted after 15 updates of 30; made once."""
 
     @functools.cache
-    def made(preset: str) -> proving.Proof:
+    def run(preset: str) -> injection.Trials:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MATRIXLIB_REPORTS", str(tmp_path_factory.mktemp("reports")))
-            return proving.prove(preset, device="cpu", steps=30)
+            return injection.inject(preset, device="cpu", steps=30)
 
-    return made
+    return run
 
 
 @pytest.fixture
-def proof(proof_of: Callable[[str], proving.Proof]) -> proving.Proof:
-    """That of chess."""
-    return proof_of("demo")
+def trials(trials_of: Callable[[str], injection.Trials]) -> injection.Trials:
+    """Those of chess."""
+    return trials_of("demo")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", list(faults.FAULTS))
 def test_each_fault_is_noticed_loses_nothing_and_ends_near_the_clean_runs(
-    proof_of: Callable[[str], proving.Proof], preset: str, name: str
+    trials_of: Callable[[str], injection.Trials], preset: str, name: str
 ) -> None:
-    said = SAID | (OF_LATIN if preset == "latin_demo" else {})
-    row = proof_of(preset).rows[list(faults.FAULTS).index(name)]
+    messages = MESSAGES | (OF_LATIN if preset == "latin_demo" else {})
+    row = trials_of(preset).rows[list(faults.FAULTS).index(name)]
     assert row.problems == []
-    assert row.outcome.lost == ()
-    assert "\n".join(row.words) != ""
-    assert any(re.search(said[name], text) for text in row.words), row.words
-    assert set(row.outcome.happened) == {row.fault.notice}, "and nothing else happened"
+    assert row.outcome.losses == ()
+    assert row.messages
+    assert any(re.search(messages[name], text) for text in row.messages), row.messages
+    assert set(row.outcome.events) == {row.fault.notice}, "and nothing else happened"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_clean_runs_differ_and_nothing_happens_to_them(
-    proof_of: Callable[[str], proving.Proof], preset: str
+    trials_of: Callable[[str], injection.Trials], preset: str
 ) -> None:
-    proof = proof_of(preset)
-    assert proof.clean_problems == []
-    assert len({outcome.loss for outcome in proof.clean}) == 3
-    assert proof.deviation == pytest.approx(np.std([o.loss for o in proof.clean], ddof=1))
-    assert not proof.clean[0].equals(proof.clean[1])
-    assert proof.clean[0].equals(proof.clean[0])
+    trials = trials_of(preset)
+    assert trials.checks()[0][1:] == (True, "")
+    assert len({outcome.loss for outcome in trials.clean}) == 3
+    assert trials.rows[0].allowed == pytest.approx(2 * np.std([o.loss for o in trials.clean], ddof=1))
+    assert not trials.clean[0].equals(trials.clean[1])
+    assert trials.clean[0].equals(trials.clean[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_processes_end_as_their_faults_end_them(
-    proof_of: Callable[[str], proving.Proof], preset: str
+    trials_of: Callable[[str], injection.Trials], preset: str
 ) -> None:
-    proof = proof_of(preset)
-    exits = {row.outcome.job.name: row.outcome.exits for row in proof.rows}
+    trials = trials_of(preset)
+    exits = {row.outcome.job.name: row.outcome.exits for row in trials.rows}
     expected = {"sigterm": (143, 0), "kill": (-9, 0), "full_disk": (1, 0)}
     assert exits == {name: expected.get(name, (0,)) for name in exits}
 
 
 @pytest.mark.slow
-def test_a_curriculum_goes_on_where_it_was(proof_of: Callable[[str], proving.Proof]) -> None:
+def test_a_curriculum_goes_on_where_it_was(trials_of: Callable[[str], injection.Trials]) -> None:
     """The phase changes after 6 and 24 updates, whatever happened in the middle."""
-    proof = proof_of("latin_demo")
-    for outcome in (*proof.clean, *(row.outcome for row in proof.rows)):
+    trials = trials_of("latin_demo")
+    for outcome in (*trials.clean, *(row.outcome for row in trials.rows)):
         phases = [row.get("phase", 0) for row in outcome.rows]
         assert phases == [0] * 6 + [1] * 18 + [2] * 6, outcome.job.name
 
 
 @pytest.mark.slow
-def test_the_table_words_and_figure_hold_every_fault(proof: proving.Proof) -> None:
-    for text in (proof.table(), proof.words(), proof.losses()):
-        assert all(fault.title in text for fault in faults.FAULTS.values())
-    assert str(proof.folder) not in proof.words()
-    drawn = [axes.get_title() for axes in proof.figure().axes]
-    assert [title.split(":")[0] for title in drawn[:11]] == [f.title for f in faults.FAULTS.values()]
-    crosses = {line.get_marker(): len(line.get_xdata()) for line in proof.figure().axes[3].lines}
+def test_table_messages_and_figure_hold_every_fault(trials: injection.Trials) -> None:
+    titles = [fault.title for fault in faults.faults_of(get_task("chess")).values()]
+    assert list(trials.table().index) == list(trials.final_losses().index[3:]) == titles
+    assert all(f"{title}:" in trials.messages() for title in titles)
+    assert str(trials.folder) not in trials.messages()
+    drawn = [axes.get_title() for axes in trials.figure().axes]
+    assert [title.split(":")[0] for title in drawn[:11]] == titles
+    crosses = {line.get_marker(): len(line.get_xdata()) for line in trials.figure().axes[3].lines}
     assert crosses["x"] >= 5, "the updates that were rolled back are shown"
 
 
 @pytest.mark.slow
-def test_a_row_fails_when_it_should(proof: proving.Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof itself is tested: a tight limit, a loss, a difference in bits, a fault that nobody noticed."""
-    row = proof.rows[0]
+def test_a_row_fails_when_it_should(trials: injection.Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself is tested: a tight limit, a loss, a difference in bits, a fault that nobody noticed."""
+    row = trials.rows[0]
     assert "validation loss" in dataclasses.replace(row, allowed=0.0).problems[0]
     bits = dataclasses.replace(row.fault, like="bits")
     assert "not equal to the clean run" in dataclasses.replace(row, fault=bits).problems[0]
-    monkeypatch.setattr(proving.Outcome, "device", "cuda")
+    monkeypatch.setattr(injection_job.Outcome, "device", "cuda")
     assert not dataclasses.replace(row, fault=bits).problems, "no equal bits are claimed of a GPU"
     blind = dataclasses.replace(row.fault, notice="rollbacks")
     assert "did not notice" in dataclasses.replace(row, fault=blind).problems[0]
 
-    def lost(**changes: Any) -> str:
-        return ", ".join(dataclasses.replace(row.outcome, **changes).lost)
+    def losses(**changes: Any) -> str:
+        return ", ".join(dataclasses.replace(row.outcome, **changes).losses)
 
     rows = row.outcome.rows
-    assert "1 updates" in lost(rows=rows[:-1])
-    assert "rows of the metrics" in lost(rows=rows[:5] + rows[6:])
-    assert "a checkpoint" in lost(checkpoints=((24, False), (30, True)))
-    assert "the last checkpoint" in lost(checkpoints=((24, True),))
-    assert "the run itself" in lost(exits=(1, 1))
+    assert "1 updates" in losses(rows=rows[:-1])
+    assert "rows of the metrics" in losses(rows=rows[:5] + rows[6:])
+    assert "a checkpoint" in losses(checkpoints=((24, False), (30, True)))
+    assert "the last checkpoint" in losses(checkpoints=((24, True),))
+    assert "the run itself" in losses(exits=(1, 1))
     assert not dataclasses.replace(row, outcome=dataclasses.replace(row.outcome, rows=())).near, "nan"
 
 
 @pytest.mark.slow
 def test_a_full_disk_where_none_can_be_mounted(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults.shutil, "which", lambda name: None)
-    (row,) = proving.prove(device="cpu", steps=20, seeds=2, faults="full_disk").rows
+    (row,) = injection.inject(device="cpu", steps=20, seeds=2, faults="full_disk").rows
     assert row.problems == []
-    assert any("File too large" in text for text in row.words), row.words
+    assert any("File too large" in text for text in row.messages), row.messages
 
 
 @pytest.mark.soak
@@ -158,28 +159,31 @@ def test_more_updates_and_more_seeds(reports: Path, preset: str) -> None:
     slower = {
         "optim": {"learning_rate": 0.003}
     }  # at the demo's rate, runs of that length drift apart by themselves
-    found = proving.prove(preset, device="cpu", steps=400, seeds=5, overrides=slower)
-    print(found.table(), found.losses(), sep="\n")
-    assert {row.title: row.problems for row in found.rows if row.problems} == {}
-    assert found.clean_problems == []
+    trials = injection.inject(preset, device="cpu", steps=400, seeds=5, overrides=slower)
+    print(trials.table().to_string(), trials.final_losses().to_string(), sep="\n")
+    assert {row.title: row.problems for row in trials.rows if row.problems} == {}
+    assert trials.checks()[0][1]
 
 
 @pytest.mark.parametrize("wrong", [{"seeds": 1}, {"steps": 10}, {"parallel": 0}])
-def test_a_proof_that_cannot_be_one_is_refused(reports: Path, wrong: dict[str, int]) -> None:
+def test_what_cannot_be_compared_is_refused(reports: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
-        proving.prove(**wrong)
+        injection.inject(**wrong)
     assert not list(reports.iterdir())
 
 
 def test_messages_are_freed_of_what_differs_between_machines() -> None:
-    job = proving.Job("kill", "demo", {}, Path("/there/proof/kill"), 20)
-    text = "/proc/12/root/there/proof/kill/disk/run: update 26: loss 14044, gradient norm 1.5e+03, tower.0.conv, x 0.5"
-    assert proving._plain(text, job) == "kill/disk/run: update 26: loss ~, gradient norm ~, tower.0.conv, x ~"
+    job = injection_job.Job("kill", "demo", {}, Path("/there/faults/kill"), 20)
+    text = "/proc/12/root/there/faults/kill/disk/run: update 26: loss 14044, gradient norm 1.5e+03, tower.0.conv, x 0.5"
+    assert (
+        injection_job._plain(text, job)
+        == "kill/disk/run: update 26: loss ~, gradient norm ~, tower.0.conv, x ~"
+    )
 
 
 @pytest.mark.slow
 def test_the_notebook_fails_with_a_row(reports: Path) -> None:
-    """Zero standard deviations are allowed to no run that skipped an update. nbval replays the proof that holds."""
+    """Zero standard deviations are allowed to no run that skipped an update. nbval replays the run that passes."""
     out = reports / "out.ipynb"
     command = [sys.executable, "-m", "papermill", "notebooks/faults.ipynb", str(out), "-k", "python3"]
     command += ["-p", "faults", "nan_target,no_policies", "-p", "steps", "20", "-p", "seeds", "2"]
