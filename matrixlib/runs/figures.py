@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +20,13 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from matrixlib.engine.metrics import flatten
 
 POINTS = 2000  # per curve
-_ACCURACY = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
-_TRAIN = " (train)"
+SHARES = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
+SINGLE = {
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "throughput": "positions/s",
+}
+"""Quantities with a picture of their own, and its label."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -33,8 +38,7 @@ class Curve:
     """
 
     def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.values: list[float] = []
+        self._points: list[tuple[float, float]] = []
         self._each = 1
         self._waiting: list[tuple[float, float]] = []
 
@@ -43,49 +47,54 @@ class Curve:
         self._waiting.append((step, value))
         if len(self._waiting) < self._each:
             return
-        self.steps.append(sum(step for step, _ in self._waiting) / self._each)
-        self.values.append(sum(value for _, value in self._waiting) / self._each)
+        self._points.append(_mean(self._waiting))
         self._waiting.clear()
-        if len(self.values) >= POINTS:
-            self.steps = [sum(pair) / 2 for pair in zip(self.steps[::2], self.steps[1::2], strict=True)]
-            self.values = [sum(pair) / 2 for pair in zip(self.values[::2], self.values[1::2], strict=True)]
+        if len(self._points) >= POINTS:
+            self._points = [_mean(pair) for pair in zip(self._points[::2], self._points[1::2], strict=True)]
             self._each *= 2
 
     def cut(self, step: float) -> None:
         """Forget the points from `step` on: a rollback goes over them again."""
-        keep = sum(known < step for known in self.steps)
-        del self.steps[keep:], self.values[keep:]
+        self._points = [point for point in self._points if point[0] < step]
         self._waiting.clear()
 
     def points(self) -> tuple[list[float], list[float]]:
         """Steps and values, with the mean of those not yet averaged as the last point."""
-        if not self._waiting:
-            return self.steps, self.values
-        count = len(self._waiting)
-        step, value = (sum(column) / count for column in zip(*self._waiting, strict=True))
-        return [*self.steps, step], [*self.values, value]
+        points = [*self._points, _mean(self._waiting)] if self._waiting else self._points
+        return [step for step, _ in points], [value for _, value in points]
+
+
+Curves = defaultdict[str, Curve]
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
 class History:
-    """Curves by name of everything that is drawn, gathered from stats or from rows of metrics.jsonl."""
+    """Curves by name of everything that is drawn, gathered from rows of metrics.jsonl."""
 
-    def __init__(self) -> None:
-        self.losses: dict[str, Curve] = {}
-        self.validation: dict[str, Curve] = {}
-        self.accuracy: dict[str, Curve] = {}
-        self.single: dict[str, Curve] = {}  # learning_rate, grad_norm, throughput
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.losses: Curves = defaultdict(Curve)
+        self.held_out_losses: Curves = defaultdict(Curve)
+        self.shares: Curves = defaultdict(Curve)  # metrics such as top1
+        self.held_out_shares: Curves = defaultdict(Curve)
+        self.single: Curves = defaultdict(Curve)  # those of SINGLE
         self.not_finite = 0  # updates with a loss or gradient norm that is not finite
         self.rollbacks: list[int] = []  # first updates after a rollback
         self.phases: list[int] = []  # first updates of the curriculum's later phases
         self._phase: int | None = None
         self.step = self._rolled_back = 0
+        for row in rows:
+            self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One row: `step` and any of `losses`, `metrics`, `learning_rate`, `grad_norm`, `throughput`,
         `validation` (a mapping like losses and metrics together, nested or flat)."""
         step = int(row["step"])
         if step <= self.step:
-            for curves in (self.losses, self.validation, self.accuracy, self.single):
+            held_out = (self.held_out_losses, self.held_out_shares)
+            for curves in (self.losses, self.shares, self.single, *held_out):
                 for curve in curves.values():
                     curve.cut(step)
             self.phases, self._phase = [first for first in self.phases if first < step], row.get("phase")
@@ -96,25 +105,22 @@ class History:
             self.phases.append(step)
         self._phase = phase
         self.step = step
-        finite = True
-        for name, value in _numbers(row.get("losses")):
-            self.losses.setdefault(name, Curve()).add(step, value)
-            finite = finite and math.isfinite(value)
-        for name, value in _numbers(row.get("metrics")):
-            if _is_accuracy(name):
-                self.accuracy.setdefault(f"{name}{_TRAIN}", Curve()).add(step, value)
-        for name, value in _numbers(row.get("validation")):
+        losses = numbers(row.get("losses"))
+        single = numbers({key: row.get(key) for key in SINGLE})
+        self.not_finite += not all(math.isfinite(value) for _, value in (*losses, *single))
+        for name, value in losses:
+            self.losses[name].add(step, value)
+        for name, value in single:
+            self.single[name].add(step, value)
+        for name, value in numbers(row.get("metrics")):
+            if _is_share(name):
+                self.shares[name].add(step, value)
+        for name, value in numbers(row.get("validation")):
             name = name.removeprefix("losses/").removeprefix("metrics/")
-            if _is_accuracy(name):
-                self.accuracy.setdefault(name, Curve()).add(step, value)
+            if _is_share(name):
+                self.held_out_shares[name].add(step, value)
             elif name in self.losses or name.rsplit("/", 1)[-1] == "loss":
-                self.validation.setdefault(name, Curve()).add(step, value)
-        for name, value in _numbers(
-            {key: row.get(key) for key in ("learning_rate", "grad_norm", "throughput")}
-        ):
-            self.single.setdefault(name, Curve()).add(step, value)
-            finite = finite and math.isfinite(value)
-        self.not_finite += not finite
+                self.held_out_losses[name].add(step, value)
 
 
 def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
@@ -127,20 +133,17 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     # fixed margins: matplotlib's constrained layout takes half of the drawing time
     grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, bottom=0.085, top=0.92, wspace=0.28, hspace=0.3)
     losses = figure.add_subplot(grid[:, 0])
-    _losses(losses, history)
+    _log_axis(losses, _curves(losses, history.losses, history.held_out_losses, "loss [nat]"))
     rest = [figure.add_subplot(grid[row, column]) for row in (0, 1) for column in (1, 2)]
-    _accuracy(rest[0], history.accuracy)
-    for axes, name, label in zip(
-        rest[1:],
-        ("learning_rate", "grad_norm", "throughput"),
-        ("learning rate", "gradient norm before clipping", "positions/s"),
-        strict=True,
-    ):
-        curve = history.single.get(name)
-        if curve is None:
+    _curves(rest[0], history.shares, history.held_out_shares, "accuracy [%]", scale=100)
+    if history.shares or history.held_out_shares:
+        rest[0].set_ylim(bottom=0)
+    for axes, (name, label) in zip(rest[1:], SINGLE.items(), strict=True):
+        if name not in history.single:
             _nothing(axes, label)
             continue
-        axes.plot(*curve.points(), color="#1f77b4", linewidth=1)
+        curve = history.single[name]
+        axes.plot(*curve.points(), color="C0", linewidth=1)
         axes.set_ylabel(label, fontsize=8)
         if name == "grad_norm":
             _log_axis(axes, curve.points()[1])
@@ -159,50 +162,33 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
             axes.set_xlim(0, max(total, history.step))
 
 
-def _numbers(values: Mapping[str, Any] | None) -> list[tuple[str, float]]:
+def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, float]]:
     """Numeric leaves by "outer/inner" name; None and text are left out."""
     leaves = flatten(values) if values else ()
     return [(name, float(value)) for name, value in leaves if isinstance(value, (int, float))]
 
 
-def _is_accuracy(name: str) -> bool:
-    return name.rsplit("/", 1)[-1].startswith(_ACCURACY)
+def _is_share(name: str) -> bool:
+    return name.rsplit("/", 1)[-1].startswith(SHARES)
 
 
-def _losses(axes: Axes, history: History) -> None:
-    """Training losses as lines, validation losses as dots of the same colour."""
+def _curves(axes: Axes, training: Curves, held_out: Curves, label: str, scale: float = 1.0) -> list[float]:
+    """Those of training as lines, held-out ones as dots of the same colour; returns what was drawn."""
     drawn: list[float] = []
-    names = list(dict.fromkeys([*history.losses, *history.validation]))
+    names = list(dict.fromkeys([*training, *held_out]))
     for index, name in enumerate(names):
-        for curves, style in ((history.losses, "-"), (history.validation, "o--")):
+        for curves, style in ((training, "-"), (held_out, "o--")):
             if name in curves:
                 steps, values = curves[name].points()
+                values = [scale * value for value in values]
                 axes.plot(steps, values, style, markersize=3, linewidth=1, color=f"C{index}", label=name)
                 drawn += values
-    if not names:
-        _nothing(axes, "loss [nat]")
-        return
-    axes.set_ylabel("loss [nat]", fontsize=8)
-    _log_axis(axes, drawn)
-    _legend(axes)
-
-
-def _accuracy(axes: Axes, curves: Mapping[str, Curve]) -> None:
-    """Training accuracies as lines, validation ones as dots of the same colour."""
-    if not curves:
-        _nothing(axes, "accuracy [%]")
-        return
-    names = list(dict.fromkeys(name.removesuffix(_TRAIN) for name in curves))
-    for name in sorted(curves, key=lambda name: names.index(name.removesuffix(_TRAIN))):
-        steps, values = curves[name].points()
-        style = "-" if name.endswith(_TRAIN) else "o--"
-        colour = f"C{names.index(name.removesuffix(_TRAIN))}"
-        shares = [100 * value for value in values]
-        label = name.removesuffix(_TRAIN)
-        axes.plot(steps, shares, style, markersize=3, linewidth=1, color=colour, label=label)
-    axes.set_ylabel("accuracy [%]", fontsize=8)
-    axes.set_ylim(bottom=0)
-    _legend(axes)
+    if names:
+        axes.set_ylabel(label, fontsize=8)
+        _legend(axes)
+    else:
+        _nothing(axes, label)
+    return drawn
 
 
 def _legend(axes: Axes) -> None:
@@ -234,11 +220,8 @@ def _nothing(axes: Axes, label: str) -> None:
 
 def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") -> Figure:
     """Curves of a run from the rows of its metrics.jsonl (see `metrics.read`), resumed or not."""
-    history = History()
-    for row in rows:
-        history.add(row)
     figure = Figure(figsize=(10, 5.6))
-    draw(figure, history, title)
+    draw(figure, History(rows), title)
     return figure
 
 
@@ -252,9 +235,9 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
     steps = np.array([rows[part[0]]["step"] for part in parts])
     widths = np.diff(np.append(steps, rows[-1]["step"] + 1))
     bottom = np.zeros(len(parts))
-    found = [totals([rows[i] for i in part]) for part in parts]
+    times = [totals([rows[i] for i in part]) for part in parts]
     for name in (*PHASES, "other"):
-        seconds = np.array([one[name].sum() if name in one else 0.0 for one in found])
+        seconds = np.array([one[name].sum() if name in one else 0.0 for one in times])
         height = 1000 * seconds / [len(part) for part in parts]
         if height.any():
             axes.bar(steps, height, widths, bottom=bottom, align="edge", label=name)
@@ -285,12 +268,12 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
     norms: list[float] = []
     for index, (label, runs) in enumerate(sides.items()):
         colour = f"C{index}"
-        drawn += _band(loss, [_smoothed(rows, "loss") for rows in runs], colour, label)
-        norms += _band(norm, [_smoothed(rows, "grad_norm") for rows in runs], colour, label)
+        drawn += _band(loss, runs, "loss", colour, label)
+        norms += _band(norm, runs, "grad_norm", colour, label)
         for rows in runs:
-            full = [(row["step"], row["validation"]["loss"]) for row in rows if _fully_validated(row)]
-            dots = [value for _, value in full]
-            loss.plot([step for step, _ in full], dots, "o", markersize=4, color=colour)
+            full = [row for row in rows if row.get("validation", {}).get("kind") == "full"]
+            dots = [row["validation"]["loss"] for row in full]
+            loss.plot([row["step"] for row in full], dots, "o", markersize=4, color=colour)
             drawn += dots
         rates = [1 / statistics.median(row["seconds"] for row in rows) for rows in runs]
         speed.bar(label, statistics.fmean(rates), color=colour, alpha=0.5)
@@ -309,29 +292,23 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
     return figure
 
 
-def _fully_validated(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("validation", {}).get("kind") == "full")
+def _band(axes: Axes, runs: Sequence[Rows], name: str, colour: str, label: str) -> list[float]:
+    """Running means over a fiftieth of the rows, at the steps that all runs have: their mean as a line, least to
+    greatest as a band; returns what was drawn."""
+    import pandas
 
-
-def _smoothed(rows: Rows, name: str) -> dict[int, float]:
-    """Step -> running mean over a fiftieth of the rows."""
-    recent: deque[float] = deque(maxlen=max(1, len(rows) // 50))
-    out = {}
-    for row in rows:
-        recent.append(row[name])
-        out[row["step"]] = sum(recent) / len(recent)
-    return out
-
-
-def _band(axes: Axes, columns: Sequence[Mapping[int, float]], colour: str, label: str) -> list[float]:
-    """Mean as a line, least to greatest as a band, at the steps that all columns have; returns what was drawn."""
-    steps = sorted(set(columns[0]).intersection(*columns[1:]))
-    steps = steps[:: len(steps) // POINTS + 1]
-    values = [[column[step] for column in columns] for step in steps]
-    means, low, high = [sum(row) / len(row) for row in values], list(map(min, values)), list(map(max, values))
-    axes.plot(steps, means, color=colour, linewidth=1.2, label=label)
-    axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
-    return means + low + high
+    columns = [
+        pandas.Series([row[name] for row in rows], [row["step"] for row in rows])
+        .rolling(max(1, len(rows) // 50), min_periods=1)
+        .mean()
+        for rows in runs
+    ]
+    frame = pandas.concat(columns, axis=1, join="inner")
+    frame = frame.iloc[:: len(frame) // POINTS + 1]
+    mean, low, high = frame.mean(axis=1), frame.min(axis=1), frame.max(axis=1)
+    axes.plot(mean.index, mean, color=colour, linewidth=1.2, label=label)
+    axes.fill_between(mean.index, low, high, color=colour, alpha=0.25, linewidth=0)
+    return [*mean, *low, *high]
 
 
 def faults_figure(clean: Sequence[Rows], planted: Mapping[str, tuple[Rows, Rows]]) -> Figure:

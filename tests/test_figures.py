@@ -1,0 +1,123 @@
+"""Pictures of runs: curves in bounded memory, little or nothing to draw, rollbacks and phases, two sides."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from matrixlib.runs.figures import (
+    POINTS,
+    Curve,
+    History,
+    comparison_figure,
+    draw,
+    png,
+    training_figure,
+)
+
+
+def row(step: int, **values: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "losses": {"policy": 1.0, "value": 0.5},
+        "metrics": {"policy/top1": 0.25, "policy/entropy": 2.0},
+        "learning_rate": 1e-3,
+        "grad_norm": 0.5,
+        "throughput": 1000.0,
+    } | values
+
+
+def size(figure: Figure, dpi: int = 100) -> tuple[int, int]:
+    data = png(figure, dpi)
+    assert data.startswith(b"\x89PNG")
+    return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+
+
+def test_a_curve_is_bounded_and_keeps_its_mean_and_its_last_value() -> None:
+    curve = Curve()
+    for step in range(1, 50_001):
+        curve.add(step, float(step))
+    steps, values = curve.points()
+    assert len(values) <= POINTS + 1
+    assert steps == values  # both are averaged alike
+    assert values == sorted(values)
+    assert values[-1] > 49_900
+
+
+def test_a_short_curve_is_exact() -> None:
+    curve = Curve()
+    for step in range(5):
+        curve.add(step, step**2)
+    assert curve.points() == ([0, 1, 2, 3, 4], [0, 1, 4, 9, 16])
+
+
+def test_history_sorts_names_into_pictures() -> None:
+    history = History()
+    history.add(row(1))
+    history.add(row(2, validation={"losses": {"policy": 1.5}, "metrics": {"policy/top1": 0.2}, "note": "x"}))
+    history.add(row(3, validation={"loss": 2.0, "value": 0.7, "policy/top3": 0.4, "policy/top5": 0.5}))
+    assert set(history.losses) == {"policy", "value"}
+    assert set(history.held_out_losses) == {"policy", "loss", "value"}
+    assert set(history.shares) == {"policy/top1"}, "no more"
+    assert set(history.held_out_shares) == {"policy/top1", "policy/top3"}, "no more"
+    assert history.held_out_losses["policy"].points() == ([2], [1.5])
+    assert history.step == 3
+
+
+def test_updates_that_are_not_finite_are_counted_in_the_title() -> None:
+    rows = [row(1), row(2, losses={"policy": math.nan}), row(3, grad_norm=math.inf)]
+    figure = training_figure(rows, "run")
+    assert figure.get_suptitle() == "run - 2 updates not finite"
+    size(figure)
+
+
+def test_figure_has_axes_with_units_and_is_a_picture() -> None:
+    rows = [
+        row(step, validation={"policy": 2.0, "policy/top1": 0.1} if step % 2 else None)
+        for step in range(1, 9)
+    ]
+    figure = training_figure(rows)
+    labels = {axes.get_ylabel() for axes in figure.axes}
+    assert labels == {
+        "loss [nat]",
+        "accuracy [%]",
+        "learning rate",
+        "gradient norm before clipping",
+        "positions/s",
+    }
+    assert {axes.get_xlabel() for axes in figure.axes} == {"update step"}
+    assert size(figure, 50) == (500, 280)
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 1}], [row(1, losses={"policy": 0.0}, grad_norm=0.0)]])
+def test_little_or_nothing_to_draw_is_no_error(rows: list[dict[str, Any]]) -> None:
+    size(training_figure(rows))
+
+
+def test_a_rollback_is_drawn_over_and_marked_and_phases_are_marked() -> None:
+    history = History()
+    rows = [(1, 0, 0, 1.0), (2, 0, 0, 1.0), (3, 0, 1, 90.0), (2, 1, 0, 2.0), (3, 1, 1, 3.0), (4, 1, 1, 4.0)]
+    for step, rollbacks, phase, loss in rows:
+        history.add({"step": step, "rollbacks": rollbacks, "phase": phase, "losses": {"policy": loss}})
+    assert history.losses["policy"].points() == ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    assert history.rollbacks == [2]
+    assert history.phases == [3]
+    figure = Figure()
+    draw(figure, history, "run")
+    assert "rolled back to update 1" in figure.get_suptitle()
+
+
+def test_runs_of_a_side_share_a_line_and_a_band() -> None:
+    """Running means at the steps that all runs have; a run that went on alone adds nothing."""
+
+    def rows(losses: list[float]) -> list[dict[str, Any]]:
+        return [row(step, loss=loss, seconds=0.1) for step, loss in enumerate(losses, 1)]
+
+    sides = {"A": [rows([4.0, 3.0, 2.0]), rows([6.0, 5.0])], "B": [rows([1.0, math.nan, 1.0])]}
+    loss = comparison_figure(sides).axes[0]
+    a, b = loss.get_lines()[0], loss.get_lines()[3]
+    assert (list(a.get_xdata()), list(a.get_ydata())) == ([1, 2], [5.0, 4.0])
+    assert math.isnan(list(b.get_ydata())[1])

@@ -1,0 +1,94 @@
+"""Progress of long work: durations in words, where a panel or bar is shown, and what is left of a bar."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matrixlib import progress
+from matrixlib.progress import duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 µs"),
+        (84e-6, "84.0 µs"),
+        (0.00084, "840 µs"),
+        (0.0052, "5.2 ms"),
+        (0.09999, "100 ms"),
+        (0.9996, "1.0 s"),
+        (12.34, "12.3 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+        (86_399, "1 d 0 h"),
+        (3 * 86_400 + 4 * 3600, "3 d 4 h"),
+        (math.inf, "?"),
+        (math.nan, "?"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_negative_duration_is_an_error() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        duration(-1)
+
+
+@given(st.floats(0, 1e9))
+def test_duration_never_shows_a_full_next_unit(seconds: float) -> None:
+    text = duration(seconds)
+    assert not re.search(r"\b(1000 (µs|ms)|60(\.0)? (s|min)|24 h)", text)
+
+
+@pytest.mark.parametrize(("value", "live"), [("0", False), ("1", True)])
+def test_environment_overrides(monkeypatch: pytest.MonkeyPatch, value: str, live: bool) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", "x.ipynb")
+    monkeypatch.setenv("MATRIXLIB_LIVE", value)
+    assert progress.interactive() is live
+    monkeypatch.delenv("MATRIXLIB_LIVE")
+    assert progress.interactive()
+    monkeypatch.setenv("MATRIXLIB_LIVE", "yes")
+    with pytest.raises(ValueError, match="set it to 0 or 1"):
+        progress.interactive()
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "shown"), [("0", {}, False), ("", {}, True), ("", {"disable": True}, False)]
+)
+def test_headless_bars_are_text_and_can_be_forbidden(
+    monkeypatch: pytest.MonkeyPatch, value: str, options: dict[str, bool], shown: bool
+) -> None:
+    """A stored notebook must not depend on how slow the machine was."""
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.delenv("MATRIXLIB_LIVE", raising=False)
+    if value:
+        monkeypatch.setenv("MATRIXLIB_LIVE", value)
+    with progress.live_bar(total=3, desc="games", **options) as bar:
+        assert bar.disable is not shown
+
+
+def test_a_bar_becomes_a_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+
+    outputs: list[Any] = []
+    handle = SimpleNamespace(update=lambda data, raw: outputs.append(data))
+    monkeypatch.setattr(IPython.display, "display", lambda box, display_id: outputs.append(box) or handle)
+    monkeypatch.setenv("MATRIXLIB_LIVE", "1")
+    with progress.live_bar(total=3, desc="games", unit="game") as bar:
+        bar.update(3)
+        bar.set_postfix_str("loss 1.5")
+    bar.close()  # twice does no harm
+    box, data = outputs
+    assert type(box).__module__.startswith(("ipywidgets", "tqdm"))
+    assert re.fullmatch(r"games: 3/3 \[00:00, .*game/s, loss 1\.5\]", data["text/plain"])
