@@ -38,12 +38,6 @@ A row ends at the module that it names: `tasks` is `get_task`, and no particular
 FOLDERS = ("hardware", "engine", "data", "play", "runs", "bench")
 NOTEBOOK_ROWS = ("runs", "hardware", "bench", "tasks")
 LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue", "data.stats")
-TASK_WORDS = re.compile(
-    r"chess|\blatin(?![-_]?1\b)|(?<![a-z])(pawn|knight|bishop|rook|queen|king)s?(?![a-z])|sudoku|isotop|tic-?tac-?toe"
-    r"|castling|en[ _]passant|check_?mate|stale_?mate|stockfish|\b(lc0|leela|uci|pgn|fens?|syzygy)\b",
-    re.IGNORECASE,
-)
-"""Words of a task; those of any game (move, ply, draw) and of mathematics (squares, digits) are not."""
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
 
 
@@ -200,33 +194,3 @@ def test_no_module_does_work_at_import(parts: tuple[str, ...]) -> None:
                     r"(^|\.)(open|Thread|Popen|run|read_text|read_bytes|load|loads|connect|print)$", name
                 )
                 assert not bad, f"line {call.lineno}: {name}() at import"
-
-
-@pytest.mark.parametrize("parts", [p for p in MODULES if p[1] in ("engine", "data", "play")], ids=".".join)
-def test_engine_data_and_play_know_no_task(parts: tuple[str, ...]) -> None:
-    text = (ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8")
-    assert [found.group() for found in TASK_WORDS.finditer(text)] == []
-
-
-def test_the_search_for_words_of_tasks_finds_them() -> None:
-    for text in (
-        "a ChessTask",
-        "Latin squares",
-        "latin_demo",
-        "two Knights",
-        "the king's",
-        "isotopies",
-        "Sudoku",
-        "tic-tac-toe",
-    ):
-        assert TASK_WORDS.search(text), text
-    for text in (
-        "latin-1",
-        "shaking",
-        "mean squares",
-        "speaking",
-        "looking",
-        "promote",
-        "the moves of a game",
-    ):
-        assert not TASK_WORDS.search(text), text

@@ -158,12 +158,8 @@ def test_train_runs_headless_and_leaves_static_pictures(reports: Path, where: st
     assert len(pictures) == 2, "the panel as it ended, and where the time went"
     assert "widgets" not in saved.metadata, "no widget is made without a front end"
     (summary,) = reports.glob("demo-*/summary.json")
-    found = json.loads(summary.read_text())
-    assert (found["steps"], found["complete"], found["verdict"]["passed"]) == (
-        50,
-        True,
-        found["verdict"]["passed"],
-    )
+    result = json.loads(summary.read_text())
+    assert (result["steps"], result["complete"], result["verdict"]["passed"]) == (50, True, True)
     assert (summary.parent / "report.html").exists()
 
 

@@ -26,7 +26,7 @@ from matrixlib import files
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.benchmark import Figure, Plan, Workload
 from matrixlib.hardware.speed import FEWEST, copy_rate, synchronize, turns
-from matrixlib.tasks import changed, get_task, load_config
+from matrixlib.tasks import TASKS, changed, get_task, load_config
 
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
@@ -207,9 +207,10 @@ GENERAL: Sequence[Workload] = (updates, options, scaling, loader, checkpoint, st
 
 def workloads() -> dict[str, Workload]:
     """By name, in the order in which they run: the general ones, then those of the tasks."""
-    from matrixlib.tasks.chess import benchmarks
-
-    return {workload.__name__: workload for workload in GENERAL} | dict(benchmarks.BENCHMARKS)
+    named: dict[str, Workload] = {workload.__name__: workload for workload in GENERAL}
+    for task in TASKS:
+        named |= get_task(task).benchmarks()
+    return named
 
 
 ON_GPU: Sequence[str] = ("updates", "options", "scaling", "inference")

@@ -7,7 +7,7 @@ A task's folder holds its configuration, its engine task, its data and all that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.curriculum import Curriculum, Phase
     from matrixlib.engine.network import Network
     from matrixlib.engine.task import Task
+    from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
     from matrixlib.play.match import Player
@@ -230,7 +231,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """What is wrong with the targets of a batch of `prepare`, in words."""
         return []
 
-    def benchmarks(self) -> Mapping[str, Callable[[Any], Iterator[Any]]]:
+    def benchmarks(self) -> Mapping[str, Workload]:
         """Workloads of its own for the benchmarks, by name."""
         return {}
 

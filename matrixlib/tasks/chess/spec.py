@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.data.shards import Batch, Layout
+    from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
     from matrixlib.play.match import Player
@@ -129,6 +130,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
         from matrixlib.tasks.chess.model import training_flops
 
         return training_flops(config.model, active_terms(self.task(config)))
+
+    def benchmarks(self) -> Mapping[str, Workload]:
+        from matrixlib.tasks.chess.benchmarks import BENCHMARKS
+
+        return BENCHMARKS
 
     def network(
         self, model: nn.Module, config: ChessConfig, runtime: Runtime, serving: Serving | None = None
