@@ -1,0 +1,116 @@
+"""Every option is read by the code that it is there for: sections of small runs tell which of their keys are used."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrixlib.config import Section, merge
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import write_shard
+from matrixlib.play.game import uniform
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.runs import run as runs
+from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
+from matrixlib.tasks.latin.spec import TASK as LATIN_TASK
+from matrixlib.tasks.spec import spoil_output
+from matrixlib.tasks.tictactoe.spec import TASK as TICTACTOE
+
+Keys = set[tuple[str, str]]
+"""(class of a section, name of a key)."""
+ENGINE: dict[str, Any] = {  # everything that is off by default, on
+    "data": {"workers": 0},
+    "train": {"steps": 10, "batch_size": 16, "statistics_interval": 2},
+    "gating": {"freeze_steps": 1},
+    "health": {"skips": 2, "rate_recovery": 2, "hooks": True},
+    "validation": {"interval": 2, "full_every": 1, "limit": 64, "sample": 16, "batch_size": 64, "patience": 50, "plateau": 1, "min_delta": 9.0},
+    "checkpoint": {"interval": 2},
+    "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
+}
+CHESS: dict[str, Any] = {
+    "data": {"limit": 512},
+    "model": {
+        "channels": 16,
+        "blocks": 2,
+        "block": "bottleneck",
+        "ssl": ["piece", "threat", "pin", "fork", "control"],
+        "attention": {"every": 1, "heads": 2, "mask": True, "unmasked_mix": 0.5, "bias": True},
+        "policy": {"kind": "factored"},
+    },
+    "curriculum": {"kind": "adaptive", "metric": "policy/top1", "patience": 1, "dwell": 1},
+}
+LATIN: dict[str, Any] = {
+    "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
+    "curriculum": {"kind": "adaptive", "metric": "cell/accuracy", "patience": 1, "dwell": 1},
+}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """Keys that code outside the schemas has read, as it fills."""
+    keys: Keys = set()
+    plain = Section.__getattribute__
+
+    def noted(self: Section, name: str) -> Any:
+        kind = type(self)
+        if name in kind.__pydantic_fields__:
+            reader = Path(sys._getframe(1).f_code.co_filename)
+            if reader.name != "config.py" and "matrixlib" in reader.parts:
+                keys.add((kind.__name__, name))
+        return plain(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", noted)
+    return keys
+
+
+def keys_of(schema: type[Section]) -> Keys:
+    """Every key of a schema that holds a value."""
+    keys: Keys = set()
+    for name, field in schema.model_fields.items():
+        inner = field.annotation
+        nested = isinstance(inner, type) and issubclass(inner, Section)
+        keys |= keys_of(inner) if nested else {(schema.__name__, name)}
+    return keys
+
+
+def train(preset: str, *changes: Mapping[str, Any]) -> None:
+    """A few updates to the end; the network's outputs of two of them are not finite."""
+    overrides: dict[str, Any] = {}
+    for change in (ENGINE, *changes):
+        overrides = merge(overrides, change)
+    run = runs.open_run(preset, overrides=overrides)
+    calls = iter(range(10**9))
+    run.model.register_forward_hook(spoil_output(math.nan, lambda: next(calls) in (5, 6)))
+    for _ in run.train():
+        pass
+
+
+def games(folder: Path) -> str:
+    """A folder of shards of tic-tac-toe, of games of a search without a network."""
+    folder.mkdir()
+    game = TICTACTOE.game
+    assert game is not None
+    options = SelfPlayOptions(parallel=8, num_simulations=4, plies=0)
+    traces = list(play_games(game.game, uniform, range(12), options))
+    for split, part in (("train", traces[:8]), ("validation", traces[8:])):
+        batch = game.batch(part, {trace.number: trace.number for trace in part})
+        meta = {"generator": "test", "seed": 0, "source": "selfplay", "split": split}
+        write_shard(folder / f"{split}.npz", TICTACTOE.layout, batch, meta)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_every_key_is_read(read: Keys, reports: Path, tmp_path: Path) -> None:
+    source = Catalogue(unpack_sample()).shards("train")[0].source
+    train("demo", CHESS, {"curriculum": {"sources": {"stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}}})
+    train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}})
+    (tmp_path / "tictactoe.yaml").write_text("task: tictactoe\n")
+    train(str(tmp_path / "tictactoe.yaml"), {"data": {"source": games(tmp_path / "games")}})
+    for task in (CHESS_TASK, LATIN_TASK, TICTACTOE):
+        assert keys_of(task.config) - read == set(), task.name
