@@ -25,17 +25,17 @@ def drawn(figure: Figure) -> bytes:
 
 
 def test_a_position_is_told_and_drawn() -> None:
-    found = analysis.analyse(random_net(ssl=["piece", "threat", "control"]), KIWIPETE, 60)
+    result = analysis.analyse(random_net(ssl=["piece", "threat", "control"]), KIWIPETE, 60)
     board = chess.Board(KIWIPETE)
-    for san in found.line:
+    for san in result.line:
         board.push_san(san)
-    assert len(found.line) >= 2
-    assert sum(found.searched.values()) == pytest.approx(1, abs=1e-5)
-    assert set(found.searched) <= set(found.seen.moves)
-    lines = str(found).splitlines()
+    assert len(result.line) >= 2
+    assert sum(result.visits.values()) == pytest.approx(1, abs=1e-5)
+    assert set(result.visits) <= set(result.network.moves)
+    lines = str(result).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["network", "search", "line"]
     assert "Black" in lines[1]
-    figure = found.figure()
+    figure = result.figure()
     assert [axes.get_title() for axes in figure.axes] == ["policy", "search", "control", "piece", "threat"]
     assert drawn(figure).startswith(b"\x89PNG")
 
@@ -59,10 +59,10 @@ def test_arrows_point_on_the_real_board() -> None:
 
 
 def test_a_mate_is_seen_by_the_search() -> None:
-    found = analysis.analyse(random_net(**MATRIX0), MATE, 30)
-    assert (found.value, found.plies, found.line) == (1.0, 1, ("Rd8#",))
-    assert "mate 1" in str(found)
-    assert "win" not in str(found), "a scalar head says no win, draw and loss"
+    result = analysis.analyse(random_net(**MATRIX0), MATE, 30)
+    assert (result.value, result.plies, result.line) == (1.0, 1, ("Rd8#",))
+    assert "mate 1" in str(result)
+    assert "win" not in str(result), "a scalar head says no win, draw and loss"
 
 
 def test_what_is_no_position_to_analyse_is_named() -> None:

@@ -221,6 +221,17 @@ def legal_indices(records: np.void | Records) -> tuple[NDArray[np.uint16], NDArr
     return bitboard.legal_policy_indices(rows["pieces"], rows["castling"], rows["en_passant"])
 
 
+def captured_value(pieces: NDArray[np.uint8], index: NDArray[Any]) -> NDArray[np.int64]:
+    """Value (B, L) by `PIECE_VALUES` of what each move takes, of nibble maps (B, 32) and policy indices (B, L).
+
+    En passant counts as taking nothing, and so does an index below 0.
+    """
+    board = np.stack([pieces & 15, pieces >> 4], axis=-1).reshape(len(pieces), 64)
+    value = np.array([*[0] * 6, *PIECE_VALUES, *[0] * 4])[board]
+    to = bitboard.POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
+    return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
+
+
 def play(records: Records, moves: NDArray[np.uint16]) -> Records:
     """Play one legal move (N,) (`bitboard.legal_moves` codes) in each record: the positions that arise.
 

@@ -1,4 +1,4 @@
-"""What a network and a search with it say of one position, or along one game, for people to look at."""
+"""One position or one game in detail, by a network and by a search with it, for people to look at."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ SHOWN = 5  # moves
 
 @dataclass(frozen=True)
 class Analysis:
-    """A position: what the network says at once, and what the search found; values are the side to move's.
+    """A position: the network's evaluation, and what a search adds; values are the side to move's.
 
-    searched: UCI -> share of the visits. line: principal variation in SAN. plies: to a proven end, 0 where none is.
+    visits: UCI -> share. line: principal variation in SAN. plies: to a proven end, 0 where none is.
     """
 
     board: chess.Board
-    seen: Evaluation
+    network: Evaluation
     value: float
     plies: int
-    searched: Mapping[str, float]
+    visits: Mapping[str, float]
     line: tuple[str, ...]
     simulations: int
 
     def __str__(self) -> str:
         side = "White" if self.board.turn else "Black"
-        wdl = "" if self.seen.wdl is None else ", win {:.0%}, draw {:.0%}, loss {:.0%}".format(*self.seen.wdl)
+        network = self.network
+        wdl = "" if network.wdl is None else ", win {:.0%}, draw {:.0%}, loss {:.0%}".format(*network.wdl)
         return (
             f"{self.board.fen()}\n"
-            f"network  {side} {self.seen.value:+.2f}{wdl}; {_moves(self.seen.moves)}\n"
+            f"network  {side} {network.value:+.2f}{wdl}; {_moves(network.moves)}\n"
             f"search   {side} {self.value:+.2f}, {score_text(self.value, self.plies)}, {self.simulations} simulations; "
-            f"{_moves(self.searched)}\n"
+            f"{_moves(self.visits)}\n"
             f"line     {' '.join(self.line)}\n"
         )
 
     def figure(self) -> Figure:
         """The board with the policy and the visits as arrows, and a map for each self-supervised head."""
-        moves = {"policy": self.seen.moves, "search": self.searched}
-        return plots.position_figure(self.board, moves, maps(self.seen))
+        moves = {"policy": self.network.moves, "search": self.visits}
+        return plots.position_figure(self.board, moves, maps(self.network))
 
 
-def maps(seen: Evaluation) -> dict[str, NDArray[np.float32]]:
+def maps(evaluation: Evaluation) -> dict[str, NDArray[np.float32]]:
     """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
     return {
         head: chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
-        for head, chances in seen.ssl.items()
+        for head, chances in evaluation.ssl.items()
     }
 
 
@@ -80,20 +81,20 @@ def analyse(net: Net, fen: str, simulations: int = 400) -> Analysis:
     refuse_over(game, state)
     search = Search(game, Evaluator(net))
     search.reset(0, state)
-    (found,) = search.run(simulations)
-    (seen,) = net.evaluate_boards([board])
+    (result,) = search.run(simulations)
+    (evaluation,) = net.evaluate_boards([board])
     walk, line = board.copy(), []
-    for index in found.line:
+    for index in result.line:
         move = move_from_index(index, walk)
         line.append(walk.san(move))
         walk.push(move)
-    searched = {
+    visits = {
         move_from_index(int(move), board).uci(): float(share)
-        for move, share in zip(found.moves, found.policy, strict=True)
+        for move, share in zip(result.moves, result.policy, strict=True)
         if share > 0
     }
-    plies = int(found.plies[found.moves == found.best][0])
-    return Analysis(board, seen, found.value, plies, searched, tuple(line), found.simulations)
+    plies = int(result.plies[result.moves == result.best][0])
+    return Analysis(board, evaluation, result.value, plies, visits, tuple(line), result.simulations)
 
 
 def read_game(path: str | Path) -> list[chess.Board]:

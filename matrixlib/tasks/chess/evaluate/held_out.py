@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from matrixlib.tasks.chess.records import captured_value
+
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
     from matrixlib.engine.task import Batch
@@ -29,41 +31,36 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
     def batches() -> Iterator[Batch]:
         for batch in loader.sequential(batch_size, sample=sample):
             arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-            found = _baselines(arrays, net.task.config.loss.result_share)
-            for name, amount in (found | {"rows": len(batch["pieces"])}).items():
+            sums = baselines(arrays, net.task.config.loss.result_share)
+            for name, amount in (sums | {"rows": len(batch["pieces"])}).items():
                 base[name] = base.get(name, 0) + amount
             yield batch
 
-    seen = validate(net.task, net.model, batches(), net.runtime, frozenset({"policy", "value"}), "full")
-    if seen is None or not seen.counts["policy"]:
+    validation = validate(net.task, net.model, batches(), net.runtime, frozenset({"policy", "value"}), "full")
+    if validation is None or not validation.counts["policy"]:
         raise ValueError("the held-out positions have no policy target to evaluate on; import others")
-    policy, value = seen.counts["policy"], seen.counts["value"]
+    metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]
     figures: dict[str, Any] = {
         "positions": base["rows"],
-        "top1": seen.metrics["policy/top1"],
-        "top3": seen.metrics["policy/top3"],
-        "top5": seen.metrics["policy/top5"],
-        "policy_kl": seen.metrics["policy/kl"],
+        **{name: metrics[f"policy/{name}"] for name in ("top1", "top3", "top5")},
+        "policy_kl": metrics["policy/kl"],
         "baselines": {
-            "uniform_top1": base["uniform_top1"] / policy,
-            "uniform_top3": base["uniform_top3"] / policy,
-            "uniform_top5": base["uniform_top5"] / policy,
-            "uniform_kl": base["uniform_kl"] / policy,
+            **{name: base[name] / policy for name in base if name.startswith("uniform_")},
             "best_capture_top1": base["capture_top1"] / policy,
         },
     }
     if value:
-        moments = {name: seen.metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
+        moments = {name: metrics[f"value/{name}"] for name in ("x", "y", "x2", "y2", "xy")}
         spread = (moments["x2"] - moments["x"] ** 2) * (moments["y2"] - moments["y"] ** 2)
         covariance = moments["xy"] - moments["x"] * moments["y"]
         figures["value_correlation"] = covariance / spread**0.5 if spread > 0 else 0.0
-    if value and "value/accuracy" in seen.metrics:
-        figures["wdl_accuracy"] = seen.metrics["value/accuracy"]
+    if value and "value/accuracy" in metrics:
+        figures["wdl_accuracy"] = metrics["value/accuracy"]
         figures["baselines"]["majority_wdl"] = max(base[f"class_{k}"] for k in range(3)) / value
     return figures
 
 
-def _baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, float]:
+def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, float]:
     """Sums of the baselines over a host batch (rows with a policy target; rows with a value target for the classes)."""
     index, weight = batch["policy_index"], batch["policy_weight"].astype(np.float64)
     legal = index >= 0
@@ -91,19 +88,6 @@ def _baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, f
     }
 
 
-def captured_value(pieces: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Value (P1 N3 B3 R5 Q9) of what each move takes: packed pieces (B,32), indices (B,L) -> (B,L).
-
-    En passant counts as taking nothing.
-    """
-    from matrixlib.tasks.chess.bitboard import POLICY_MOVE
-
-    board = np.stack([pieces & 15, pieces >> 4], axis=-1).reshape(len(pieces), 64)
-    value = np.array([0, 0, 0, 0, 0, 0, 1, 3, 3, 5, 9, 0, 0, 0, 0, 0])[board]
-    to = POLICY_MOVE[np.maximum(index, 0)] >> 6 & 63
-    return np.where(index >= 0, np.take_along_axis(value, to.astype(np.int64), axis=1), 0)
-
-
 def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Points]:
     """How often it is so where the value head says p: (mean p, share of the target, positions) in ten bins of p.
 
@@ -111,14 +95,14 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
     """
     from matrixlib.tasks.chess.losses import value_target
 
-    said, wanted = [np.zeros((0, 3))], [np.zeros((0, 3))]
+    outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
     for batch in loader.sequential(batch_size, sample=sample):
         target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
         out = net.predict({name: batch[name].numpy() for name in ("pieces", "state", "policy_index")})
         value = out.get("wdl", np.repeat(out["value"][:, None], 3, axis=1))
-        said.append(value[known.numpy()])
-        wanted.append(target[known].numpy())
-    probability, truth = np.concatenate(said), np.concatenate(wanted)
+        outputs.append(value[known.numpy()])
+        targets.append(target[known].numpy())
+    probability, truth = np.concatenate(outputs), np.concatenate(targets)
     if net.task.config.model.value.kind == "scalar":
         score = truth[:, 0] + truth[:, 1] / 2
         return {"score": _bins((probability[:, 0] + 1) / 2, score)}
@@ -126,12 +110,12 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
 
 
 def calibration_error(points: Points) -> float:
-    """Mean distance of what is said from what is so, over positions (expected calibration error)."""
+    """Mean distance of a probability from the share that is so, over positions (expected calibration error)."""
     total = sum(count for _, _, count in points)
-    return sum(count * abs(said - share) for said, share, count in points) / total if total else float("nan")
+    return sum(count * abs(p - share) for p, share, count in points) / total if total else float("nan")
 
 
-def _bins(said: np.ndarray, truth: np.ndarray) -> Points:
-    number = np.minimum((said * 10).astype(int), 9)
+def _bins(probability: np.ndarray, truth: np.ndarray) -> Points:
+    number = np.minimum((probability * 10).astype(int), 9)
     rows = [np.flatnonzero(number == k) for k in range(10)]
-    return [(float(said[r].mean()), float(truth[r].mean()), len(r)) for r in rows if len(r)]
+    return [(float(probability[r].mean()), float(truth[r].mean()), len(r)) for r in rows if len(r)]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.tasks.chess.config import SSL_CHANNELS
+from matrixlib.tasks.chess.records import PIECE_VALUES
 from matrixlib.tasks.chess.ssl_targets import SWAPPED
 
 Maps = dict[str, NDArray[np.uint8]]
@@ -22,7 +23,7 @@ BACKWARDS = "pawns attack backwards"
 COPY = "a copy of what stands on the square"
 EXCHANGED = "the colours exchanged"
 EMPTY = 12
-_WORTH = (1, 3, 3, 5, 9, 1000)  # P N B R Q K
+_WORTH = (*PIECE_VALUES[:5], 1000)  # P N B R Q K, which is above all
 
 
 def maps(board: chess.Board, backwards: bool = False) -> Maps:

@@ -1,6 +1,6 @@
 """Positions with an answer: Lichess puzzles and EPD suites, solved by the network alone and by searches with it.
 
-A solver says a move for each of many boards. Puzzles count twice: their first move, and the whole line, in which every
+A solver gives a move for each of many boards. Puzzles count twice: their first move, and the whole line, in which every
 move of the solver must be found, as the literature has it. Shares come with Wilson's 95 % interval.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -24,9 +24,11 @@ from matrixlib.play.search import Search
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.parsing import opened
-from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
+from matrixlib.tasks.chess.records import PIECE_VALUES, from_boards, move_from_index, parse_fen
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from matrixlib.tasks.chess.evaluate.net import Net
 
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
@@ -74,13 +76,9 @@ class Share:
 
     def interval(self) -> tuple[float, float]:
         """Bounds that hold the true share in 95 % of the cases (Wilson 1927)."""
-        z = NormalDist().inv_cdf(0.975)
-        centre = (self.share + z * z / (2 * self.of)) / (1 + z * z / self.of)
-        half = (
-            z
-            * math.sqrt(self.share * (1 - self.share) / self.of + z * z / (4 * self.of**2))
-            / (1 + z * z / self.of)
-        )
+        z, n, p = NormalDist().inv_cdf(0.975), self.of, self.share
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
         return max(centre - half, 0.0), min(centre + half, 1.0)
 
     def __str__(self) -> str:
@@ -137,7 +135,7 @@ def read_epd(path: str | Path) -> list[Exercise]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no EPD file at '{path}'")
-    found = []
+    exercises = []
     with opened(file) as stream:
         text = stream.read().decode("utf-8-sig", "replace")
     for number, line in enumerate(text.splitlines(), start=1):
@@ -150,10 +148,10 @@ def read_epd(path: str | Path) -> list[Exercise]:
                 raise ValueError("it has neither bm nor am")
         except ValueError as error:
             raise ValueError(f"'{file.name}' line {number}: {error}") from None
-        found.append(Exercise(board, answers))
-    if not found:
+        exercises.append(Exercise(board, answers))
+    if not exercises:
         raise ValueError(f"'{file.name}' has no exercise: give an EPD file with lines that say bm or am")
-    return found
+    return exercises
 
 
 # Solvers
@@ -161,16 +159,16 @@ def read_epd(path: str | Path) -> list[Exercise]:
 
 def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
     """The baseline, the network by itself in two ways, and a search for each number of simulations; by name."""
-    found: dict[str, Solver] = {
+    fixed: dict[str, Solver] = {
         "best capture": lambda boards: [best_capture(board) for board in boards],
-        "policy": lambda boards: [seen.best for seen in net.evaluate_boards(boards)],
+        "policy": lambda boards: [evaluation.best for evaluation in net.evaluate_boards(boards)],
         "one-ply value": lambda boards: one_ply(net, boards),
     }
-    return found | {f"search {count}": searcher(net, count) for count in simulations}
+    return fixed | {f"search {count}": searcher(net, count) for count in simulations}
 
 
 def searcher(net: Net, simulations: int) -> Solver:
-    """Plays what a search of so many simulations finds. ValueError where the game is drawn by rule."""
+    """Plays the best move of a search with so many simulations. ValueError where the game is drawn by rule."""
     evaluate, game = Evaluator(net), ChessGame()
     at_once = max(1, min(256, SIMULATIONS // max(simulations, 1)))
 
@@ -184,8 +182,8 @@ def searcher(net: Net, simulations: int) -> Solver:
             refuse_over(game, states)
             for tree in range(len(part)):
                 search.reset(tree, states[tree : tree + 1])
-            for i, found in zip(part, search.run(simulations), strict=True):
-                moves[i] = move_from_index(found.best, boards[i]).uci()
+            for i, result in zip(part, search.run(simulations), strict=True):
+                moves[i] = move_from_index(result.best, boards[i]).uci()
         return [moves.get(i) for i in range(len(boards))]
 
     return solve
@@ -193,39 +191,27 @@ def searcher(net: Net, simulations: int) -> Solver:
 
 def best_capture(board: chess.Board) -> str | None:
     """The capture of the most valuable piece (P1 N3 B3 R5 Q9), lowest UCI among equals; None without one."""
-    worth = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9}
-    moves = [
-        (-worth.get(board.piece_type_at(m.to_square) or chess.PAWN, 0), m.uci())
-        for m in board.generate_legal_captures()
+    captures = [
+        (-PIECE_VALUES[(board.piece_type_at(move.to_square) or chess.PAWN) - 1], move.uci())
+        for move in board.generate_legal_captures()
     ]
-    return min(moves)[1] if moves else None
+    return min(captures)[1] if captures else None
 
 
 def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
     """For each board the move after which the opponent's expected result is lowest; mates and draws by rule exact."""
-    children: list[chess.Board] = []
-    plans: list[
-        list[tuple[str, float | int]]
-    ] = []  # a float is an exact value for us, an int a row of `children`
-    for board in boards:
-        plan: list[tuple[str, float | int]] = []
-        for move in board.legal_moves:
-            after = board.copy(stack=False)
-            after.push(move)
-            if after.is_checkmate():
-                plan.append((move.uci(), 1.0))
-            elif after.is_stalemate() or after.is_insufficient_material():
-                plan.append((move.uci(), 0.0))
-            else:
-                plan.append((move.uci(), len(children)))
-                children.append(after)
-        plans.append(plan)
-    values = net.values(children)
-    best: list[str | None] = []
-    for plan in plans:
-        scored = [(move, v if isinstance(v, float) else -float(values[v])) for move, v in plan]
-        best.append(max(scored, key=lambda item: item[1])[0] if scored else None)
-    return best
+    moves = [(i, move) for i, board in enumerate(boards) for move in board.legal_moves]
+    children = [_after(boards[i], move) for i, move in moves]
+    values = -net.values(children).astype(np.float64)
+    best: dict[int, tuple[float, str]] = {}
+    for (i, move), after, value in zip(moves, children, values.tolist(), strict=True):
+        if after.is_checkmate():
+            value = 1.0
+        elif after.is_stalemate() or after.is_insufficient_material():
+            value = 0.0
+        if i not in best or value > best[i][0]:
+            best[i] = value, move.uci()
+    return [best[i][1] if i in best else None for i in range(len(boards))]
 
 
 # Results
@@ -237,9 +223,9 @@ def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     boards = [puzzle.board.copy(stack=False) for puzzle in puzzles]
     live, ply = list(range(len(puzzles))), 0
     while live:
-        chosen = solver([boards[i] for i in live])
+        moves = solver([boards[i] for i in live])
         live = [
-            i for i, move in zip(live, chosen, strict=True) if right(boards[i], puzzles[i].line[ply], move)
+            i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i].line[ply], move)
         ]
         if ply == 0:
             first[live] = True
@@ -254,79 +240,57 @@ def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
 
 def right(board: chess.Board, answer: chess.Move, move: str | None) -> bool:
     """Whether a move is the answer, or mates as the answer does."""
-    if move is None:
-        return False
-    if move == answer.uci():
-        return True
-    return _mates(board, answer) and _mates(board, chess.Move.from_uci(move))
+    if move is None or move == answer.uci():
+        return move is not None
+    return all(_after(board, one).is_checkmate() for one in (answer, chess.Move.from_uci(move)))
 
 
-def _mates(board: chess.Board, move: chess.Move) -> bool:
+def _after(board: chess.Board, move: chess.Move) -> chess.Board:
     after = board.copy(stack=False)
     after.push(move)
-    return after.is_checkmate()
+    return after
 
 
-def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> dict[str, dict[str, tuple[Share, Share]]]:
-    """Solver -> group -> (first moves, whole lines); groups: `all`, bands of rating, themes of LEAST puzzles."""
-    groups = _groups(puzzles)
-    found = {}
-    for name, solver in by.items():
-        first, whole = attempt(solver, puzzles)
-        found[name] = {
-            group: (Share(int(first[rows].sum()), len(rows)), Share(int(whole[rows].sum()), len(rows)))
-            for group, rows in groups.items()
-        }
-    return found
+def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
+    """A row for each group and solver: puzzles, and the `Share` of first moves and whole lines.
+
+    Groups: `all`, bands of rating, themes of LEAST puzzles.
+    """
+    import pandas as pd
+
+    results = {name: attempt(solver, puzzles) for name, solver in by.items()}
+    rows = [
+        (group, len(members), name, *(Share(int(right[members].sum()), len(members)) for right in result))
+        for group, members in _groups(puzzles).items()
+        for name, result in results.items()
+    ]
+    frame = pd.DataFrame(rows, columns=["group", "puzzles", "solver", "first move", "whole line"])
+    return frame.set_index("group").rename_axis(None)
 
 
 def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
+    """Name -> indices of the puzzles."""
     groups = {"all": list(range(len(puzzles)))}
     for low, high in BANDS:
         groups[f"{low}-{high}"] = [i for i, p in enumerate(puzzles) if low <= p.rating < high]
-    themes = sorted({theme for puzzle in puzzles for theme in puzzle.themes})
-    for theme in themes:
-        rows = [i for i, puzzle in enumerate(puzzles) if theme in puzzle.themes]
-        groups |= {theme: rows} if len(rows) >= LEAST else {}
-    return {group: rows for group, rows in groups.items() if rows}
+    for theme in sorted({theme for puzzle in puzzles for theme in puzzle.themes}):
+        members = [i for i, puzzle in enumerate(puzzles) if theme in puzzle.themes]
+        groups |= {theme: members} if len(members) >= LEAST else {}
+    return {group: members for group, members in groups.items() if members}
 
 
-def solve_suite(by: Mapping[str, Solver], exercises: Sequence[Exercise]) -> dict[str, Share]:
-    """Solver -> how many exercises it solves."""
-    found = {}
-    for name, solver in by.items():
-        moves = solver([exercise.board for exercise in exercises])
-        hits = sum(
-            move is not None and chess.Move.from_uci(move) in exercise.answers
-            for exercise, move in zip(exercises, moves, strict=True)
-        )
-        found[name] = Share(hits, len(exercises))
-    return found
+def solve_suites(by: Mapping[str, Solver], suites: Mapping[str, Sequence[Exercise]]) -> pd.DataFrame:
+    """A row for each suite and solver: positions, and the `Share` of those that it solves."""
+    import pandas as pd
 
-
-def puzzle_table(found: Mapping[str, Mapping[str, tuple[Share, Share]]]) -> str:
-    """Text table of what `solve` found, a line for each group and solver."""
-    rows = [("group", "puzzles", "solver", "first move", "whole line")]
-    for group in next(iter(found.values()), {}):
-        for name, groups in found.items():
-            first, whole = groups[group]
-            rows.append((group, str(first.of), name, str(first), str(whole)))
-    return text_table(rows)
-
-
-def suite_table(found: Mapping[str, Mapping[str, Share]]) -> str:
-    """Text table of suites: name -> what `solve_suite` found."""
-    rows = [("suite", "positions", "solver", "solved")]
-    for suite, by in found.items():
-        rows += [(suite, str(share.of), name, str(share)) for name, share in by.items()]
-    return text_table(rows)
-
-
-def text_table(rows: Iterable[tuple[str, ...]]) -> str:
-    cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-    return "".join(line + "\n" for line in lines)
+    rows = []
+    for suite, exercises in suites.items():
+        for name, solver in by.items():
+            moves = solver([exercise.board for exercise in exercises])
+            hits = sum(
+                move is not None and chess.Move.from_uci(move) in exercise.answers
+                for exercise, move in zip(exercises, moves, strict=True)
+            )
+            rows.append((suite, len(exercises), name, Share(hits, len(exercises))))
+    frame = pd.DataFrame(rows, columns=["suite", "positions", "solver", "solved"])
+    return frame.set_index("suite").rename_axis(None)

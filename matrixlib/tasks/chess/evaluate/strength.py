@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from matrixlib.play.elo import rating, rating_table
 from matrixlib.play.match import Match, Player, play_pairs, random_openings, random_player
-from matrixlib.tasks.chess.evaluate.players import EnginePlayer, capture_player, network_player
+from matrixlib.tasks.chess.evaluate.players import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.stockfish.client import Stockfish
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from matrixlib.tasks.chess.evaluate.net import Net
 
 Names: TypeAlias = tuple[str, str]
 OPENING_PLIES = 6
+HASH_MB = 16  # of an engine, which is its own default
 
 
 def gauntlet(
@@ -31,11 +36,12 @@ def gauntlet(
     """Matches of `games` games (two from each opening) one after the other, with the names of their players.
 
     The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo
-    (of `engine_nodes` nodes a move), and itself with the next lower number. Raises EngineError without a Stockfish.
+    with `engine_nodes` nodes a move; then itself with the next smaller number. Raises EngineError without Stockfish,
+    and for an Elo that it does not offer.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
-    start = random_openings(game, (games + 1) // 2, seed, OPENING_PLIES)
+    openings = random_openings(game, (games + 1) // 2, seed, OPENING_PLIES)
     with ExitStack() as engines:
         others: dict[str, Player] = {
             "random": random_player(game, seed),
@@ -43,26 +49,37 @@ def gauntlet(
         }
         for elo in engine_elo:
             options = {"UCI_LimitStrength": True, "UCI_Elo": elo}
-            others[f"Stockfish {elo}"] = engines.enter_context(EnginePlayer("", engine_nodes, options))
+            engine = engines.enter_context(Stockfish(hash_mb=HASH_MB, options=options))
+            others[f"Stockfish {elo}"] = engine_player(engine, engine_nodes)
         meetings = [(one, other) for one in networks for other in others]
         meetings += [(more, fewer) for fewer, more in pairwise(networks)]
         players = networks | others
         for names in meetings:
-            yield names, play_pairs(game, players[names[0]], players[names[1]], start, plies, names)
+            yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
 
 
-def match_table(matches: Sequence[tuple[Names, Match]]) -> str:
-    """Text table of matches, and the common scale of all players where there are two matches or more."""
-    lines = [f"{one:14} - {other:16} {rating(match.pairs())}" for (one, other), match in matches]
-    if len(matches) > 1:
-        table = rating_table({names: match.pairs() for names, match in matches})
-        lines += [""] + [
-            f"{s.name:16}{s.elo:+7.0f} [{s.low:+.0f}, {s.high:+.0f}], {s.games} games" for s in table
-        ]
-    return "".join(line + "\n" for line in lines)
+def match_table(matches: Mapping[Names, Match]) -> pd.DataFrame:
+    """A row a match: Elo of the first player against the second, with its 95 % interval."""
+    import pandas as pd
+
+    rows = []
+    for (one, other), match in matches.items():
+        result = rating(match.pairs())
+        elo = {"Elo": result.elo, "low": result.low, "high": result.high}
+        rows.append({"player": one, "opponent": other, **elo, "games": result.games, "score": result.score})
+    return pd.DataFrame(rows).round({"Elo": 0, "low": 0, "high": 0, "score": 3})
 
 
-def pgn(matches: Sequence[tuple[Names, Match]]) -> str:
+def ratings(matches: Mapping[Names, Match]) -> pd.DataFrame:
+    """A row a player: Elo on the common scale of all, whose mean is 0, with its 95 % interval; best first."""
+    import pandas as pd
+
+    standings = rating_table({names: match.pairs() for names, match in matches.items()})
+    frame = pd.DataFrame([asdict(standing) for standing in standings]).set_index("name").rename_axis(None)
+    return frame[["elo", "low", "high", "games"]].rename(columns={"elo": "Elo"}).round(0)
+
+
+def pgn(matches: Mapping[Names, Match]) -> str:
     """Every game of the matches."""
     game = ChessGame()
-    return "".join(game.write(played) + "\n\n" for _, match in matches for played in match.games)
+    return "".join(game.write(record) + "\n\n" for match in matches.values() for record in match.games)

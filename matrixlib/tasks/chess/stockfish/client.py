@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from types import TracebackType
 MATE = 32000  # a mate in k moves is stored as sign * (MATE - k); every centipawn score is far below
 CENTIPAWN_LIMIT = 20000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
+_SPIN = re.compile(rb"option name (.+) type spin default -?\d+ min (-?\d+) max (-?\d+)")
 _LINE = re.compile(
     rb"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
 )
@@ -75,9 +77,19 @@ def parse_info(lines: list[bytes]) -> list[Line]:
 
 
 class Stockfish:
-    """One engine process (Threads 1, small hash, win-draw-loss shown). Use as a context manager."""
+    """One engine process (Threads 1, small hash, win-draw-loss shown). Use as a context manager.
 
-    def __init__(self, path: str | Path | None = None, hash_mb: int = 1, timeout: float = 60.0) -> None:
+    options: as the engine names them, such as {"UCI_LimitStrength": True, "UCI_Elo": 1350}. Raises EngineError for one
+    with a number that it does not take.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        hash_mb: int = 1,
+        timeout: float = 60.0,
+        options: Mapping[str, int | bool] | None = None,
+    ) -> None:
         self.path = find_stockfish(path)
         self.timeout = timeout
         self.name = ""
@@ -101,12 +113,12 @@ class Stockfish:
         self._rest = b""
         threading.Thread(target=self._watch, daemon=True).start()
         try:
-            self._greet(hash_mb)
+            self._greet({"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True} | dict(options or {}))
         except BaseException:
             self.close()
             raise
 
-    def _greet(self, hash_mb: int) -> None:
+    def _greet(self, options: Mapping[str, int | bool]) -> None:
         self._send("uci")
         try:
             lines = self._read_until(b"uciok", min(self.timeout, 10.0))
@@ -116,8 +128,13 @@ class Stockfish:
         self.name = names[0].strip() if names else self.path.name
         if not any(b"name UCI_ShowWDL" in line for line in lines):
             raise EngineError(f"{self.name} has no option UCI_ShowWDL: use Stockfish 12 or newer")
-        for option, value in (("Threads", "1"), ("Hash", str(hash_mb)), ("UCI_ShowWDL", "true")):
-            self._send(f"setoption name {option} value {value}")
+        spins = [match.groups() for match in map(_SPIN.match, lines) if match]
+        ranges = {name.decode(): (int(low), int(high)) for name, low, high in spins}
+        for option, value in options.items():
+            low, high = ranges.get(option, (value, value))
+            if not low <= value <= high:
+                raise EngineError(f"{self.name} refuses {option} {value}: it takes {low} to {high}")
+            self._send(f"setoption name {option} value {str(value).lower()}")
         self.ready()
 
     def _watch(self) -> None:
@@ -187,6 +204,19 @@ class Stockfish:
                 f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?"
             )
         return found
+
+    def best_move(self, position: str, limit: str) -> str:
+        """The move that the engine plays, in UCI; one of limited strength often plays another than its best line's.
+
+        Arguments and errors as of `search`.
+        """
+        self._send(f"position {position}\ngo {limit}")
+        move = self._read_until(b"bestmove")[-1].split()[1].decode()
+        if move in ("(none)", "0000"):
+            raise EngineError(
+                f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?"
+            )
+        return move
 
     def close(self) -> None:
         """Ends the process; safe to call twice."""

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from networks import material_net, random_net
 
-from matrixlib.tasks.chess.evaluate import puzzles as exercises
+from matrixlib.tasks.chess.evaluate import puzzles
 from matrixlib.tasks.chess.evaluate.puzzles import Puzzle, Share
 
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
@@ -40,7 +40,7 @@ class Material:
 def test_one_ply_search_takes_the_queen_and_prefers_mate() -> None:
     net = Material()
     boards = [chess.Board(FREE_QUEEN), chess.Board(MATE_IN_ONE), chess.Board(FREE_QUEEN).mirror()]
-    moves = exercises.one_ply(net, boards)  # type: ignore[arg-type]
+    moves = puzzles.one_ply(net, boards)  # type: ignore[arg-type]
     assert moves[0] in ("e4d5", "c3d5")
     assert moves[1] == "d1d8"
     assert moves[2] in ("e5d4", "c6d4"), (
@@ -52,9 +52,9 @@ def test_one_ply_knows_stalemate_and_positions_without_moves() -> None:
     stalemate = chess.Board("7k/5Q2/8/8/8/8/8/K7 b - - 0 1")
     trap = chess.Board("k7/8/1Q6/8/8/8/8/7K w - - 0 1")
     net = Material()
-    assert exercises.one_ply(net, [chess.Board("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1")]) == [None]  # type: ignore[arg-type]
-    assert exercises.one_ply(net, [stalemate])[0] is None  # type: ignore[arg-type]
-    move = exercises.one_ply(net, [trap])[0]  # type: ignore[arg-type]
+    assert puzzles.one_ply(net, [chess.Board("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1")]) == [None]  # type: ignore[arg-type]
+    assert puzzles.one_ply(net, [stalemate])[0] is None  # type: ignore[arg-type]
+    move = puzzles.one_ply(net, [trap])[0]  # type: ignore[arg-type]
     after = trap.copy()
     after.push_uci(move or "")
     assert not after.is_stalemate()
@@ -63,37 +63,37 @@ def test_one_ply_knows_stalemate_and_positions_without_moves() -> None:
 def test_any_mate_counts_where_the_answer_mates() -> None:
     board = chess.Board("6k1/5ppp/8/8/8/8/5PPP/2RR2K1 w - - 0 1")
     puzzle = Puzzle(board, (chess.Move.from_uci("c1c8"),), 600)
-    assert exercises.right(puzzle.board, puzzle.line[0], "d1d8")
-    assert not exercises.right(puzzle.board, puzzle.line[0], "c1c7")
-    assert not exercises.right(puzzle.board, puzzle.line[0], None)
+    assert puzzles.right(puzzle.board, puzzle.line[0], "d1d8")
+    assert not puzzles.right(puzzle.board, puzzle.line[0], "c1c7")
+    assert not puzzles.right(puzzle.board, puzzle.line[0], None)
 
 
 def test_best_capture_takes_the_most_valuable_piece() -> None:
-    assert exercises.best_capture(chess.Board(FREE_QUEEN)) in ("c3d5", "e4d5")
-    assert exercises.best_capture(chess.Board()) is None
+    assert puzzles.best_capture(chess.Board(FREE_QUEEN)) in ("c3d5", "e4d5")
+    assert puzzles.best_capture(chess.Board()) is None
     passant = chess.Board("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 1")
-    assert exercises.best_capture(passant) == "e5d6"
+    assert puzzles.best_capture(passant) == "e5d6"
 
 
 def test_puzzles_start_after_the_set_up_move(shared: Path) -> None:
-    puzzles = exercises.read_puzzles(shared / "puzzles" / "lichess_dev.csv", limit=200)
-    assert len(puzzles) == 200
-    assert all(puzzle.board.is_legal(puzzle.line[0]) for puzzle in puzzles)
-    assert all(len(puzzle.line) % 2 == 1 for puzzle in puzzles), "the solver has the last word"
+    items = puzzles.read_puzzles(shared / "puzzles" / "lichess_dev.csv", limit=200)
+    assert len(items) == 200
+    assert all(item.board.is_legal(item.line[0]) for item in items)
+    assert all(len(item.line) % 2 == 1 for item in items), "the solver has the last word"
 
 
 def test_bad_puzzle_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no puzzle file"):
-        exercises.read_puzzles(tmp_path / "none.csv")
+        puzzles.read_puzzles(tmp_path / "none.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="FEN"):
-        exercises.read_puzzles(tmp_path / "other.csv")
+        puzzles.read_puzzles(tmp_path / "other.csv")
     (tmp_path / "bad.csv").write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e5 e7e5,900\n")
     with pytest.raises(ValueError, match=r"bad\.csv' line 2"):
-        exercises.read_puzzles(tmp_path / "bad.csv")
+        puzzles.read_puzzles(tmp_path / "bad.csv")
     (tmp_path / "bad.csv").write_text("FEN,Moves,Rating\n8/8/8/8/8/8/4P3/8 w - - 0 1,e2e4 e4e5,900\n")
     with pytest.raises(ValueError, match=r"bad\.csv' line 2.*NO_WHITE_KING"):
-        exercises.read_puzzles(tmp_path / "bad.csv")
+        puzzles.read_puzzles(tmp_path / "bad.csv")
 
 
 def puzzle(line: str, rating: int = 1200, themes: tuple[str, ...] = ()) -> Puzzle:
@@ -101,7 +101,7 @@ def puzzle(line: str, rating: int = 1200, themes: tuple[str, ...] = ()) -> Puzzl
     return Puzzle(chess.Board(), tuple(chess.Move.from_uci(uci) for uci in line.split()), rating, themes)
 
 
-def player(answers: dict[str, str]) -> exercises.Solver:
+def player(answers: dict[str, str]) -> puzzles.Solver:
     """Plays by the position's placement of men, the first legal move elsewhere."""
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:
@@ -116,29 +116,27 @@ def test_a_line_needs_all_of_its_moves() -> None:
         second.push_uci(uci)
     long, short, other = puzzle("e2e4 e7e5 g1f3"), puzzle("e2e4"), puzzle("d2d4")
     half = player({start.board_fen(): "e2e4"})
-    first, whole = exercises.attempt(half, [long, short, other])
+    first, whole = puzzles.attempt(half, [long, short, other])
     assert (first.tolist(), whole.tolist()) == ([True, True, False], [False, True, False])
     full = player({start.board_fen(): "e2e4", second.board_fen(): "g1f3"})
-    assert exercises.attempt(full, [long, short, other])[1].tolist() == [True, True, False]
+    assert puzzles.attempt(full, [long, short, other])[1].tolist() == [True, True, False]
     assert long.board == chess.Board(), "the puzzles stay as they are"
-    assert [part.tolist() for part in exercises.attempt(full, [])] == [[], []]
+    assert [part.tolist() for part in puzzles.attempt(full, [])] == [[], []]
 
 
 def test_shares_by_rating_and_theme() -> None:
     items = [puzzle("e2e4", 900, ("fork",)) for _ in range(25)] + [puzzle("d2d4", 1600, ("pin", "fork"))]
     solver = player({chess.Board().board_fen(): "e2e4"})
-    found = exercises.solve({"one": solver}, items)["one"]
-    assert {group: (first.hits, first.of) for group, (first, _) in found.items()} == {
-        "all": (25, 26),
-        "0-1000": (25, 25),
-        "1500-2000": (0, 1),
-        "fork": (25, 26),
+    table = puzzles.solve({"one": solver}, items)
+    assert table["first move"].to_dict() == {  # without pins: one puzzle says nothing about a theme
+        "all": Share(25, 26),
+        "0-1000": Share(25, 25),
+        "1500-2000": Share(0, 1),
+        "fork": Share(25, 26),
     }
-    text = exercises.puzzle_table({"one": found})
-    assert "fork" in text
-    assert "pin" not in text, "one puzzle says nothing about a theme"
-    assert exercises.solve({"one": solver}, []) == {"one": {}}
-    assert exercises.puzzle_table({"one": {}}).count("\n") == 1
+    assert "96.2% [81.1%, 99.3%]" in table.to_string()
+    assert list(table["puzzles"]) == [26, 25, 1, 26]
+    assert puzzles.solve({"one": solver}, []).empty
 
 
 @pytest.mark.parametrize(
@@ -154,33 +152,33 @@ def test_intervals_are_wilsons(hits: int, of: int, low: float, high: float) -> N
 def test_a_search_solves_more_with_more_simulations() -> None:
     net = material_net()
     fork = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w K - 0 1")
-    by = exercises.solvers(net, [0, 64])
+    by = puzzles.solvers(net, [0, 64])
     assert list(by) == ["best capture", "policy", "one-ply value", "search 0", "search 64"]
     items = [
         Puzzle(board, (chess.Move.from_uci(uci),), 1000)
         for board, uci in ((chess.Board(MATE_IN_ONE), "d1d8"), (chess.Board(FREE_QUEEN), "c3d5"))
     ]
-    found = exercises.solve(by, items)
-    assert found["search 64"]["all"][0].hits == 2
-    assert found["best capture"]["all"][0].hits <= 1
+    found = puzzles.solve(by, items).loc["all"].set_index("solver")["first move"]
+    assert found["search 64"].hits == 2
+    assert found["best capture"].hits <= 1
     mated = chess.Board("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1")
-    assert exercises.searcher(random_net(), 8)([mated, fork])[0] is None
+    assert puzzles.searcher(random_net(), 8)([mated, fork])[0] is None
     drawn = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90")
     with pytest.raises(ValueError, match=r"over in '4k3.* 100 90': 1/2-1/2"):
-        exercises.searcher(random_net(), 8)([fork, drawn])
+        puzzles.searcher(random_net(), 8)([fork, drawn])
 
 
 def test_the_search_is_cut_into_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     boards = [chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()] * 2
     net = random_net()
-    whole = exercises.searcher(net, 20)(boards)
-    monkeypatch.setattr(exercises, "SIMULATIONS", 40)
-    assert exercises.searcher(net, 20)(boards) == whole
+    whole = puzzles.searcher(net, 20)(boards)
+    monkeypatch.setattr(puzzles, "SIMULATIONS", 40)
+    assert puzzles.searcher(net, 20)(boards) == whole
 
 
 def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
     for name, count in (("wac300", 300), ("bk24", 24), ("kaufman25", 25)):
-        assert len(exercises.read_epd(shared / "puzzles" / f"{name}.epd")) == count
+        assert len(puzzles.read_epd(shared / "puzzles" / f"{name}.epd")) == count
     path = tmp_path / "own.epd"
     path.write_text(
         "# a comment\n\n"
@@ -188,16 +186,16 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
         "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - bm exd5 Nxd5;\n"
         "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - am Nxd5;\n"
     )
-    items = exercises.read_epd(path)
+    items = puzzles.read_epd(path)
     assert len(items) == 3
     assert {move.uci() for move in items[1].answers} == {"e4d5", "c3d5"}
-    found = exercises.solve_suite(exercises.solvers(material_net(), [64]), items)
-    assert found["search 64"].hits >= 2
-    assert found["best capture"].of == 3
-    text = exercises.suite_table({"own": found})
-    assert text.splitlines()[0].split() == ["suite", "positions", "solver", "solved"]
+    table = puzzles.solve_suites(puzzles.solvers(material_net(), [64]), {"own": items})
+    solved = table.set_index("solver")["solved"]
+    assert solved["search 64"].hits >= 2
+    assert solved["best capture"].of == 3
+    assert list(table.loc["own", "positions"]) == [3] * 4
     with pytest.raises(ValueError, match="no EPD file"):
-        exercises.read_epd(tmp_path / "none.epd")
+        puzzles.read_epd(tmp_path / "none.epd")
     for line, message in (
         ("# a comment alone\n\n", r"own\.epd' has no exercise"),
         ("4k3/8/8/8/8/8/8/4K3 w - - bm Qd5;", "line 1"),
@@ -205,7 +203,7 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
     ):
         path.write_text(line)
         with pytest.raises(ValueError, match=message):
-            exercises.read_epd(path)
+            puzzles.read_epd(path)
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -213,12 +211,12 @@ def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> Non
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[ending]
     csv, epd = tmp_path / f"a.csv{ending}", tmp_path / f"a.epd{ending}"
     csv.write_bytes(pack(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4 e7e5,900\n".encode("utf-8-sig")))
-    assert len(exercises.read_puzzles(csv)) == 1
+    assert len(puzzles.read_puzzles(csv)) == 1
     epd.write_bytes(pack('4k3/8/8/8/8/8/4P3/4K3 w - - bm e4; id "M\xfcller";\n'.encode("latin-1")))
-    assert len(exercises.read_epd(epd)) == 1
+    assert len(puzzles.read_epd(epd)) == 1
     epd.write_bytes(pack(b"\xef\xbb\xbf4k3/8/8/8/8/8/4P3/4K3 w - - bm e4;\n"))
-    assert len(exercises.read_epd(epd)) == 1
-    for path, read in ((csv, exercises.read_puzzles), (epd, exercises.read_epd)):
+    assert len(puzzles.read_epd(epd)) == 1
+    for path, read in ((csv, puzzles.read_puzzles), (epd, puzzles.read_epd)):
         if ending:
             path.write_bytes(path.read_bytes()[:-3])
             with pytest.raises(ValueError, match=f"{path.name}: damaged or cut short"):
@@ -228,11 +226,11 @@ def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> Non
 def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
     path = tmp_path / "puzzles.csv"
     path.write_text(f"FEN,Moves,Rating,Themes\n{chess.STARTING_FEN},e2e4 e7e5 g1f3 b8c6,1500,opening short\n")
-    (found,) = exercises.read_puzzles(path)
+    (found,) = puzzles.read_puzzles(path)
     assert ([move.uci() for move in found.line], found.themes) == (
         ["e7e5", "g1f3", "b8c6"],
         ("opening", "short"),
     )
     path.write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4,1500\n")
     with pytest.raises(ValueError, match="no move to find"):
-        exercises.read_puzzles(path)
+        puzzles.read_puzzles(path)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import chess
 import numpy as np
 import pytest
-from networks import MATRIX0, material_net, random_net, save_run
+from networks import MATRIX0, material_net, random_net
 from positions import hard_positions, random_positions
 
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Search
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.tasks.chess.evaluate.players import (
-    EnginePlayer,
-    capture_player,
-    load_player,
-    network_player,
-)
+from matrixlib.tasks.chess.evaluate.players import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index
-from matrixlib.tasks.chess.stockfish.client import EngineError
+from matrixlib.tasks.chess.stockfish.client import Stockfish
 
 GAME = ChessGame()
 MATES = (
@@ -39,7 +32,7 @@ def positions(count: int) -> list[chess.Board]:
     return [board for board in boards if any(board.legal_moves)]
 
 
-def asked(boards: list[chess.Board]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def question(boards: list[chess.Board]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     states = from_boards(boards)
     return states, *GAME.legal(states)
 
@@ -51,40 +44,42 @@ def turn(boards: list[chess.Board]) -> Turn:
 @pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])
 def test_the_search_hears_what_evaluate_says(model: dict[str, object]) -> None:
     net, boards = random_net(**model), positions(150)
-    states, moves, offsets = asked(boards)
+    states, moves, offsets = question(boards)
     priors, values = Evaluator(net)(states, moves, offsets)
-    for i, (board, seen) in enumerate(zip(boards, net.evaluate_boards(boards), strict=True)):
+    for i, (board, evaluation) in enumerate(zip(boards, net.evaluate_boards(boards), strict=True)):
         row = slice(offsets[i], offsets[i + 1])
-        said = {move_from_index(int(m), board).uci(): p for m, p in zip(moves[row], priors[row], strict=True)}
-        assert said == pytest.approx(seen.moves, abs=1e-5), board.fen()
-        assert values[i] == pytest.approx(seen.value, abs=1e-5), board.fen()
+        priors_by_move = {
+            move_from_index(int(m), board).uci(): p for m, p in zip(moves[row], priors[row], strict=True)
+        }
+        assert priors_by_move == pytest.approx(evaluation.moves, abs=1e-5), board.fen()
+        assert values[i] == pytest.approx(evaluation.value, abs=1e-5), board.fen()
         assert priors[row].sum() == pytest.approx(1, abs=1e-5)
 
 
 def test_the_rest_of_the_batch_does_not_matter() -> None:
     boards = positions(40)
     evaluate = Evaluator(random_net())
-    states, moves, offsets = asked(boards)
+    states, moves, offsets = question(boards)
     priors, values = evaluate(states, moves, offsets)
     for i in range(0, len(boards), 7):
-        alone, value = evaluate(*asked([boards[i]]))
+        alone, value = evaluate(*question([boards[i]]))
         np.testing.assert_allclose(alone, priors[offsets[i] : offsets[i + 1]], atol=1e-5)
         assert value[0] == pytest.approx(values[i], abs=1e-5)
 
 
 def test_no_position_is_no_question() -> None:
-    states, moves, offsets = asked(positions(1))
+    states, moves, offsets = question(positions(1))
     assert [len(part) for part in Evaluator(random_net())(states[:0], moves[:0], offsets[:1])] == [0, 0]
 
 
 def test_a_network_with_dropout_says_the_same_twice_and_must_not_be_training() -> None:
     net = random_net(dropout=0.5, droppath=0.5)
-    evaluate, question = Evaluator(net), asked(positions(20))
-    for first, second in zip(evaluate(*question), evaluate(*question), strict=True):
+    evaluate, inputs = Evaluator(net), question(positions(20))
+    for first, second in zip(evaluate(*inputs), evaluate(*inputs), strict=True):
         assert (first == second).all()
     net.model.train()
     with pytest.raises(AssertionError, match="eval mode"):
-        evaluate(*question)
+        evaluate(*inputs)
     with pytest.raises(AssertionError, match="eval mode"):
         Evaluator(net)
     net.model.eval()
@@ -99,7 +94,7 @@ def test_a_won_position_is_good_for_the_side_to_move(encoding: str) -> None:
     lost = chess.Board("4k3/8/8/8/8/8/3Q4/4K3 b - - 0 1")
     boards = [won, lost, won.mirror(), lost.mirror()]
     assert [board.turn for board in boards] == [True, False, False, True]
-    _, values = Evaluator(material_net(encoding))(*asked(boards))
+    _, values = Evaluator(material_net(encoding))(*question(boards))
     assert (values[[0, 2]] > 0.7).all()
     assert (values[[1, 3]] < -0.7).all()
 
@@ -122,22 +117,6 @@ def test_a_search_with_material_takes_the_queen() -> None:
         taken = board.piece_at(move_from_index(int(move), board).to_square)
         assert taken is not None
         assert taken.piece_type == chess.QUEEN
-
-
-def test_players_are_loaded_from_runs_and_checkpoints(reports: Path) -> None:
-    net = random_net()
-    checkpoint = save_run(reports / "mine", net)
-    states, moves, offsets = asked(positions(10))
-    mating = np.logical_or.reduceat(GAME.endings(states, moves, offsets) == 1, offsets[:-1])
-    goes_on = np.isnan(GAME.terminal(states, np.diff(offsets))) & ~mating
-    boards = [board for board, live in zip(positions(10), goes_on, strict=True) if live]
-    wanted = [seen.best for seen in net.evaluate_boards(boards)]
-    for run in ("mine", reports / "mine", checkpoint, "mine/checkpoints/step_00000007"):
-        choice = load_player(run, 0, device="cpu")(turn(boards))
-        played = [move_from_index(int(m), b).uci() for m, b in zip(choice.moves, boards, strict=True)]
-        assert played == wanted
-    with pytest.raises(ValueError, match="no run at 'other'"):
-        load_player("other", 1)
 
 
 def test_the_capture_player_takes_the_best_piece() -> None:
@@ -164,22 +143,16 @@ def test_games_between_players_and_of_a_network_with_itself() -> None:
     assert match.games[0].moves != match.games[1].moves
 
 
-def test_a_uci_engine_as_a_player() -> None:
-    try:
-        engine = EnginePlayer("", 50, {"UCI_LimitStrength": True, "UCI_Elo": 1350})
-    except EngineError as error:
-        pytest.skip(str(error))
-    with engine:
-        boards = [chess.Board(MATES[0]), chess.Board(MATES[0]).mirror(), chess.Board()]
-        moves = engine(turn(boards)).moves
-        played = [move_from_index(int(m), b).uci() for m, b in zip(moves, boards, strict=True)]
-        assert played[:2] == ["d1d8", "d8d1"]
-        match = play_pairs(GAME, engine, random_player(GAME, 0), GAME.initial(1), plies=10)
-        assert len(match.games) == 2
-    with pytest.raises(EngineError, match="refuses"):
-        EnginePlayer("", 50, {"UCI_Elo": 1})
-    with pytest.raises(EngineError, match="no Stockfish"):
-        EnginePlayer("no/such/engine", 50)
+def test_stockfish_as_a_player(engine: Stockfish) -> None:
+    player = engine_player(engine, 50)
+    boards = [chess.Board(MATES[0]), chess.Board(MATES[0]).mirror(), chess.Board()]
+    moves = player(turn(boards)).moves
+    assert [move_from_index(int(m), b).uci() for m, b in zip(moves[:2], boards, strict=False)] == [
+        "d1d8",
+        "d8d1",
+    ]
+    match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=10)
+    assert len(match.games) == 2
 
 
 def test_a_search_needs_a_finite_network() -> None:

@@ -12,7 +12,7 @@ from networks import MATRIX0, random_net
 from positions import random_positions
 
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.evaluate import held_out as evaluation
+from matrixlib.tasks.chess.evaluate import held_out
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.spec import TASK
 
@@ -21,7 +21,6 @@ FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"
 
 
 def test_captured_value_agrees_with_python_chess() -> None:
-    worth = {1: 1, 2: 3, 3: 3, 4: 5, 5: 9}
     for fen in (
         FREE_QUEEN,
         MATE_IN_ONE,
@@ -32,11 +31,11 @@ def test_captured_value_agrees_with_python_chess() -> None:
         index, _ = records.legal_indices(rows)
         padded = np.full((1, len(index) + 3), -1, np.int16)
         padded[0, : len(index)] = index
-        value = evaluation.captured_value(rows["pieces"], padded)
+        value = records.captured_value(rows["pieces"], padded)
         for k, i in enumerate(index):
             move = records.move_from_index(int(i), board)
             taken = board.piece_at(move.to_square)
-            assert value[0, k] == (worth[taken.piece_type] if taken else 0)
+            assert value[0, k] == (records.PIECE_VALUES[taken.piece_type - 1] if taken else 0)
         assert (value[0, len(index) :] == 0).all()
 
 
@@ -54,13 +53,13 @@ def test_baselines_by_hand() -> None:
         "wdl": np.array([[0.7, 0.2, 0.1]], np.float32),
         "result": np.array([-1], np.int8),
     }
-    sums = evaluation._baselines(batch, 0.0)
+    sums = held_out.baselines(batch, 0.0)
     assert sums["uniform_top1"] == pytest.approx(1 / n)
     assert sums["uniform_top3"] == pytest.approx(3 / n)
     assert sums["uniform_top5"] == pytest.approx(5 / n)
     assert sums["uniform_kl"] == pytest.approx(np.log(n))
     assert (sums["class_0"], sums["class_1"], sums["class_2"]) == (1, 0, 0)
-    by_result = evaluation._baselines(batch, 1.0)
+    by_result = held_out.baselines(batch, 1.0)
     assert (by_result["class_0"], by_result["class_1"], by_result["class_2"]) == (0, 0, 1)
 
 
@@ -74,7 +73,7 @@ def test_positions_without_a_value_target_are_evaluated_by_policy_alone() -> Non
     ]
     for batch in plain:
         batch["policy_weight"] = (batch["policy_index"] >= 0).float()
-    figures = evaluation.held_out(net, SimpleNamespace(sequential=lambda batch_size, sample: iter(plain)))
+    figures = held_out.held_out(net, SimpleNamespace(sequential=lambda batch_size, sample: iter(plain)))
     assert {"top1", "policy_kl"} <= figures.keys()
     assert not {"wdl_accuracy", "value_correlation"} & figures.keys()
     assert "WDL" not in TASK.headline(figures)
@@ -95,24 +94,24 @@ def loader(net: Net, count: int) -> SimpleNamespace:
 
 def test_reliability_counts_known_results_alone() -> None:
     net = random_net()
-    found = evaluation.reliability(net, loader(net, 90))  # type: ignore[arg-type]
+    found = held_out.reliability(net, loader(net, 90))  # type: ignore[arg-type]
     assert list(found) == ["win", "draw", "loss"]
     for name, points in found.items():
         assert sum(count for _, _, count in points) == 45
         assert all(share == (1 if name == "win" else 0) for _, share, _ in points)
     said = sum(p * count for p, _, count in found["win"]) / 45
-    assert evaluation.calibration_error(found["win"]) == pytest.approx(1 - said)
+    assert held_out.calibration_error(found["win"]) == pytest.approx(1 - said)
     scalar = random_net(**MATRIX0)
-    points = evaluation.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
+    points = held_out.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
     assert [(share, count) for _, share, count in points] in (
         [(1.0, 45)],
         [(1.0, points[0][2]), (1.0, points[1][2])],
     )
-    assert np.isnan(evaluation.calibration_error([]))
+    assert np.isnan(held_out.calibration_error([]))
 
 
 def test_bins_hold_what_was_said_and_what_is_so() -> None:
     said = np.array([0.0, 0.04, 0.55, 0.51, 1.0])
-    found = evaluation._bins(said, np.array([0.0, 1.0, 1.0, 0.0, 1.0]))
+    found = held_out._bins(said, np.array([0.0, 1.0, 1.0, 0.0, 1.0]))
     assert found == [(0.02, 0.5, 2), (pytest.approx(0.53), 0.5, 2), (1.0, 1.0, 1)]
-    assert evaluation.calibration_error(found) == pytest.approx((2 * 0.48 + 2 * 0.03) / 5)
+    assert held_out.calibration_error(found) == pytest.approx((2 * 0.48 + 2 * 0.03) / 5)
