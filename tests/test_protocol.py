@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.protocol import Go, parse_go, parse_position, seconds_for, simulations_for
 
+LINE = "searchmoves infinite ponder startpos fen moves e2e4 e7e8q 0000 -5 0 w KQkq - 8/8/8/8/8/8/8/8"
 WORDS = [
-    *protocol.NUMBERS,
-    *("searchmoves", "infinite", "ponder", "startpos", "fen", "moves", "e2e4", "e7e8q", "0000", "-5", "0"),
-    *(
-        "99999999999999999999",
-        "w",
-        "KQkq",
-        "-",
-        "8/8/8/8/8/8/8/8",
-        "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR",
-    ),
+    *(*protocol.NUMBERS, *LINE.split(), 20 * "9", "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR"),
 ]
 
 
@@ -76,26 +68,24 @@ def test_positions() -> None:
     assert knight.piece_type_at(chess.A8) == chess.KNIGHT
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "start",
-        "startpos e2e4",
-        "startpos moves e2e5",
-        "startpos moves e2e4 e2e4",
-        "startpos moves 0000",
-        "startpos moves castles",
-        "fen",
-        "fen nonsense",
-        "fen 8/8/8/8/8/8/8/8 w - - 0 1",
-        "fen kk6/8/8/8/8/8/8/K7 w - - 0 1",
-        "fen k7/8/8/8/8/8/8/KP6 w - - 0 1",
-        "fen k7/8/1K6/8/8/8/8/R7 w - - 0 1 moves a1a8",
-        "fen R6k/8/8/8/8/8/8/K7 w - - 0 1",
-        "fen 8/P6k/8/8/8/8/8/K7 w - - 0 1 moves a7a8",
-    ],
-)
+NO_POSITIONS = """
+start
+startpos e2e4
+startpos moves e2e5
+startpos moves e2e4 e2e4
+startpos moves 0000
+startpos moves castles
+fen
+fen nonsense
+fen 8/8/8/8/8/8/8/8 w - - 0 1
+fen kk6/8/8/8/8/8/8/K7 w - - 0 1
+fen k7/8/8/8/8/8/8/KP6 w - - 0 1
+fen k7/8/1K6/8/8/8/8/R7 w - - 0 1 moves a1a8
+fen R6k/8/8/8/8/8/8/K7 w - - 0 1
+fen 8/P6k/8/8/8/8/8/K7 w - - 0 1 moves a7a8"""
+
+
+@pytest.mark.parametrize("text", NO_POSITIONS.split("\n"))
 def test_positions_that_are_none(text: str) -> None:
     with pytest.raises(ValueError):
         parse_position(text.split())
@@ -175,10 +165,10 @@ def test_a_depth_is_reached_with_its_simulations() -> None:
 
 @given(st.floats(-1, 1))
 def test_centipawns_expect_the_result_that_they_were_made_of(value: float) -> None:
-    found = protocol.centipawns(value)
-    back = 2 / (1 + math.exp(-0.00368208 * found)) - 1
+    centipawns = protocol.centipawns(value)
+    back = 2 / (1 + math.exp(-0.00368208 * centipawns)) - 1
     assert back == pytest.approx(value, abs=1e-3)
-    assert protocol.centipawns(-value) == -found
+    assert protocol.centipawns(-value) == -centipawns
 
 
 def test_scores() -> None:
@@ -204,8 +194,12 @@ def test_options_are_listed_and_read() -> None:
     assert "option name MultiPV type spin default 1 min 1 max 218" in listed
     assert "option name UCI_ShowWDL type check default false" in listed
     assert "option name SyzygyPath type string default <empty>" in listed
-    named = {option.name: option for option in protocol.OPTIONS}
-    assert all(option.read(option.default or "<empty>") == option.default for option in protocol.OPTIONS)
+    for option, line in zip(protocol.OPTIONS, listed, strict=True):
+        text = line.split(" default ")[1].split(" min ")[0]
+        assert protocol.parse_option(f"name {option.name.lower()} value {text}") == (
+            option.name,
+            option.default,
+        )
     for name, text in (("MultiPV", "0"), ("MultiPV", "many"), ("Hash", "9" * 30), ("UCI_ShowWDL", "yes")):
         with pytest.raises(ValueError, match=name):
-            named[name].read(text)
+            protocol.parse_option(f"name {name} value {text}")

@@ -33,36 +33,11 @@ from matrixlib.tasks.chess.uci import protocol
 ROOT = Path(__file__).resolve().parents[1]
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
 WAIT = 120  # seconds, for machines under load
-VOCABULARY = [
-    *protocol.NUMBERS,
-    *(option.name for option in protocol.OPTIONS),
-    *(
-        "uci",
-        "isready",
-        "position",
-        "startpos",
-        "fen",
-        "moves",
-        "e2e4",
-        "e7e5",
-        "go",
-        "searchmoves",
-        "infinite",
-    ),
-    *(
-        "setoption",
-        "name",
-        "value",
-        "ucinewgame",
-        "stop",
-        "debug",
-        "ponderhit",
-        "1",
-        "-1",
-        "99999999999",
-        "0000",
-    ),
-]
+LINE = (
+    "uci isready position startpos fen moves e2e4 e7e5 go searchmoves infinite setoption name value "
+    "ucinewgame stop debug ponderhit 1 -1 99999999999 0000"
+)
+VOCABULARY = [*protocol.NUMBERS, *(option.name for option in protocol.OPTIONS), *LINE.split()]
 
 
 class Dialogue:
@@ -70,8 +45,8 @@ class Dialogue:
 
     def __init__(self, net: Net) -> None:
         self.lines: uci.Lines = queue.SimpleQueue()
-        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.engine = uci.Engine("test", lambda: net, self.lines, self.said.put)
+        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.engine = uci.Engine("test", lambda: net, self.lines, self.answers.put)
         self.thread = threading.Thread(target=self.engine.serve, daemon=True)
         self.thread.start()
 
@@ -79,9 +54,9 @@ class Dialogue:
         """Send lines; everything said up to the first line that starts so."""
         for line in lines:
             self.lines.put(line)
-        heard = [self.said.get(timeout=WAIT)]
+        heard = [self.answers.get(timeout=WAIT)]
         while not heard[-1].startswith(until):
-            heard.append(self.said.get(timeout=WAIT))
+            heard.append(self.answers.get(timeout=WAIT))
         return heard
 
     def best(self, position: str, go: str) -> str:
@@ -107,7 +82,8 @@ def random_engine() -> Iterator[Dialogue]:
 def engine(random_engine: Dialogue) -> Dialogue:
     """With its options at their defaults."""
     for option in protocol.OPTIONS:
-        random_engine.lines.put(f"setoption name {option.name} value {option.default or '<empty>'}")
+        value = str(option).split(" default ")[1].split(" min ")[0]
+        random_engine.lines.put(f"setoption name {option.name} value {value}")
     random_engine.ask("ucinewgame", "position startpos", "isready", until="readyok")
     return random_engine
 
@@ -141,15 +117,14 @@ def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dial
     pattern = re.compile(
         r"info depth (\d+) multipv 1 score cp -?\d+ nodes (\d+) nps \d+ hashfull \d+ time \d+ pv (.+)"
     )
-    found = [pattern.fullmatch(line) for line in infos(lines)]
-    assert all(found)
-    assert [int(match[2]) for match in found if match] == [16, 32, 64, 100]
-    assert [int(match[1]) for match in found if match] == [1, 2, 3, 3]
-    assert found[-1] is not None
-    assert lines[-1] == f"bestmove {found[-1][3].split()[0]}"
+    shown = [pattern.fullmatch(line) for line in infos(lines)]
+    assert [match and int(match[2]) for match in shown] == [16, 32, 64, 100]
+    assert [match and int(match[1]) for match in shown] == [1, 2, 3, 3]
+    assert shown[-1] is not None
+    line = shown[-1][3].split()
+    assert lines[-1] == f"bestmove {line[0]}"
     board = chess.Board()
-    board.push_uci("e2e4")
-    for move in found[-1][3].split():
+    for move in ("e2e4", *line):
         board.push_uci(move)
 
 
@@ -257,7 +232,7 @@ def test_an_infinite_search_answers_ready_and_ends_at_stop_alone(engine: Dialogu
     engine.ask("isready", until="readyok")
     assert engine.ask("stop", until="bestmove")
     assert engine.ask(f"position fen {MATE}", "go infinite", "isready", until="readyok")[-1] == "readyok"
-    assert engine.said.empty() or not engine.said.get().startswith("bestmove"), (
+    assert engine.answers.empty() or not engine.answers.get().startswith("bestmove"), (
         "solved, but not yet asked for"
     )
     assert engine.ask("stop", until="bestmove")[-1] == "bestmove d1d8"
@@ -275,7 +250,7 @@ def test_an_end_behind_a_waiting_search_is_not_lost(end: str | None) -> None:
         dialogue.lines.put(line)
     dialogue.thread.join(WAIT)
     assert not dialogue.thread.is_alive()
-    said = [dialogue.said.get() for _ in range(dialogue.said.qsize())]
+    said = [dialogue.answers.get() for _ in range(dialogue.answers.qsize())]
     assert sum(line.startswith("bestmove") for line in said) == 3
 
 
@@ -332,23 +307,21 @@ def test_a_temperature_varies_the_moves(engine: Dialogue) -> None:
     assert len(moves) == 1
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "position startpos moves e2e5",
-        "position fen 9/8/8/8/8/8/8/8 w - - 0 1",
-        "position fen 8/8/8/8/8/8/8/8 w - - 0 1",
-        "position",
-        "go nodes",
-        "go searchmoves e2e5",
-        "setoption name Colour value red",
-        "setoption name MultiPV value -3",
-        "setoption name SyzygyPath value no/such/folder",
-        "setoption",
-        "hello",
-        "\x00\ufffd",
-    ],
-)
+NONSENSE = """position startpos moves e2e5
+position fen 9/8/8/8/8/8/8/8 w - - 0 1
+position fen 8/8/8/8/8/8/8/8 w - - 0 1
+position
+go nodes
+go searchmoves e2e5
+setoption name Colour value red
+setoption name MultiPV value -3
+setoption name SyzygyPath value no/such/folder
+setoption
+hello
+\x00\ufffd"""
+
+
+@pytest.mark.parametrize("line", NONSENSE.split("\n"))
 def test_nonsense_is_named_and_the_position_stays(engine: Dialogue, line: str) -> None:
     engine.ask("position startpos moves e2e4 e7e5", "isready", until="readyok")
     lines = engine.ask(line, "isready", until="readyok")
@@ -388,16 +361,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(run: Path, *options: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "matrixlib.tasks.chess.uci",
-        "--checkpoint",
-        str(run),
-        "--device",
-        "cpu",
-        *options,
-    ]
+    flags = ["--checkpoint", str(run), "--device", "cpu", *options]
+    return [sys.executable, "-m", "matrixlib.tasks.chess.uci", *flags]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """UCI as text: the options of our engine, what `go` and `position` say, time for a move, scores.
 
-Depth d stands for 8 * 2^d simulations, asked for and shown. Scores in centipawns are those at which Lichess expects
-the same result, 2 / (1 + exp(-0.00368208 cp)) - 1 (https://lichess.org/page/accuracy).
+Depth d stands for 8 * 2^d simulations, in `go` and in what is shown. Scores in centipawns are those at which Lichess
+expects the same result, 2 / (1 + exp(-0.00368208 cp)) - 1 (https://lichess.org/page/accuracy).
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ PAWN = 0.00368208  # of Lichess' formula
 CERTAIN = 0.9999  # values beyond give no more centipawns
 NUMBERS = ("nodes", "depth", "mate", "movetime", "wtime", "btime", "winc", "binc", "movestogo")
 
+Value = str | int
+
 
 @dataclass(frozen=True)
 class Option:
-    """A setting as `uci` lists it. kind: spin, check or string."""
+    """A setting as `uci` lists it. limits: of a number; other values are texts, those of a check `true` or `false`."""
 
     name: str
-    kind: str
-    default: str
-    low: int = 0
-    high: int = 0
+    default: Value
+    limits: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        limits = f" min {self.low} max {self.high}" if self.kind == "spin" else ""
-        return f"option name {self.name} type {self.kind} default {self.default or '<empty>'}{limits}"
+        kind = "spin" if self.limits else "check" if self.default == "false" else "string"
+        default = "<empty>" if self.default == "" else self.default
+        limits = " min {} max {}".format(*self.limits) if self.limits else ""
+        return f"option name {self.name} type {kind} default {default}{limits}"
 
-    def read(self, text: str) -> str:
-        """The value as text; ValueError where it is not allowed."""
-        if self.kind == "spin":
-            if not re.fullmatch(r"-?\d{1,18}", text) or not self.low <= int(text) <= self.high:
-                raise ValueError(f"{self.name} must be a number from {self.low} to {self.high}, not '{text}'")
-        elif self.kind == "check" and text not in ("true", "false"):
+    def read(self, text: str) -> Value:
+        """The value of a text; ValueError where it is not allowed."""
+        if self.limits:
+            low, high = self.limits
+            if not re.fullmatch(r"-?\d{1,18}", text) or not low <= int(text) <= high:
+                raise ValueError(f"{self.name} must be a number from {low} to {high}, not '{text}'")
+            return int(text)
+        if self.default == "false" and text not in ("true", "false"):
             raise ValueError(f"{self.name} must be true or false, not '{text}'")
         return "" if text == "<empty>" else text
 
 
 OPTIONS = (
-    Option("Simulations", "spin", "0", 0, 10**9),  # most of a move; 0: as the clock allows
-    Option(
-        "Threads", "spin", "1", 1, 1024
-    ),  # of one pass on the CPU; two that wait for a busy core are far slower
-    Option("MultiPV", "spin", "1", 1, 218),
-    Option("UCI_ShowWDL", "check", "false"),
-    Option("Temperature", "spin", "0", 0, 1000),  # hundredths; of the draw among the moves by their visits
-    Option("SyzygyPath", "string", ""),
-    Option("Move Overhead", "spin", "100", 0, 60_000),  # milliseconds of each move that are lost outside
-    Option(
-        "Batch", "spin", "8", 1, 1024
-    ),  # positions evaluated at once; more is faster on a GPU, worse for a node
-    Option("Hash", "spin", "1024", 16, 1 << 20),  # MiB of memory for the tree
+    Option("Simulations", 0, (0, 10**9)),  # most of a move; 0: as the clock allows
+    Option("Threads", 1, (1, 1024)),  # of one pass on the CPU; two that wait for a busy core are far slower
+    Option("MultiPV", 1, (1, 218)),
+    Option("UCI_ShowWDL", "false"),
+    Option("Temperature", 0, (0, 1000)),  # hundredths; of the draw among the moves by their visits
+    Option("SyzygyPath", ""),
+    Option("Move Overhead", 100, (0, 60_000)),  # milliseconds of each move that are lost outside
+    Option("Batch", 8, (1, 1024)),  # positions evaluated at once; more is faster on a GPU, worse for a node
+    Option("Hash", 1024, (16, 1 << 20)),  # MiB of memory for the tree
 )
 
 
@@ -85,6 +85,15 @@ class Go:
         return self.clocks[0 if turn == chess.WHITE else 1]
 
 
+def parse_option(text: str) -> tuple[str, Value]:
+    """Name and value after `setoption`. ValueError where there is no such option, or such a value."""
+    match = re.fullmatch(r"name\s+(.+?)(?:\s+value(?:\s+(.*))?)?", text)
+    for option in OPTIONS:
+        if match and match[1].lower() == option.name.lower():
+            return option.name, option.read(match[2] or "")
+    raise ValueError(f"there is no option in 'setoption {text}'")
+
+
 def parse_go(words: Sequence[str]) -> Go:
     """The limits after `go`. ValueError at a number that is none; unknown words, and `ponder`, count for nothing."""
     numbers: dict[str, int] = {}
@@ -103,17 +112,12 @@ def parse_go(words: Sequence[str]) -> Go:
                 moves.append(rest.popleft())
         elif word == "infinite":
             infinite = True
-    return Go(
-        nodes=max(numbers.get("nodes", 0), 0),
-        depth=max(numbers.get("depth", 0), 0),
-        mate=max(numbers.get("mate", 0), 0),
-        movetime=numbers.get("movetime"),
-        clocks=(numbers.get("wtime"), numbers.get("btime")),
-        increments=(max(numbers.get("winc", 0), 0), max(numbers.get("binc", 0), 0)),
-        movestogo=max(numbers.get("movestogo", 0), 0),
-        infinite=infinite,
-        searchmoves=tuple(moves),
+    nodes, depth, mate, movestogo, white, black = (
+        max(numbers.get(name, 0), 0) for name in ("nodes", "depth", "mate", "movestogo", "winc", "binc")
     )
+    clocks = (numbers.get("wtime"), numbers.get("btime"))
+    movetime, searchmoves = numbers.get("movetime"), tuple(moves)
+    return Go(nodes, depth, mate, movetime, clocks, (white, black), movestogo, infinite, searchmoves)
 
 
 def parse_position(words: Sequence[str]) -> chess.Board:
@@ -152,25 +156,22 @@ def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
         return max(go.movetime - overhead, 0) / 1000
     assert left is not None
     left = max(left - overhead, 0)
-    wanted = left / (go.movestogo or MOVES_LEFT) + 0.75 * go.increments[0 if turn == chess.WHITE else 1]
-    return min(wanted, MOST_SHARE * left) / 1000
+    share = left / (go.movestogo or MOVES_LEFT) + 0.75 * go.increments[0 if turn == chess.WHITE else 1]
+    return min(share, MOST_SHARE * left) / 1000
 
 
 def simulations_for(go: Go, turn: chess.Color, most: int) -> float:
     """Simulations at which a search ends, perhaps infinity. most: the option Simulations, 0 none."""
-    asked = [go.nodes] if go.nodes else []
-    asked += [UNIT << min(go.depth, 60)] if go.depth else []
-    if asked:
-        return min(asked)
+    limits = [go.nodes] if go.nodes else []
+    limits += [UNIT << min(go.depth, 60)] if go.depth else []
+    if limits:
+        return min(limits)
     if go.infinite:
         return math.inf
     if most:
         return most
     timed = go.movetime is not None or go.clock(turn) is not None
     return math.inf if timed or go.mate else BARE
-
-
-# --- what is answered -------------------------------------------------------------------------------
 
 
 def depth_of(simulations: int) -> int:
