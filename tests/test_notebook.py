@@ -25,7 +25,9 @@ overrides: dict = {}
 plain = "text"
 free = None
 '''
-SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\ngiven = notebook.check_parameters()\n"
+SECOND = (
+    "from matrixlib.runs import notebook\nnotebook.clean_errors()\nvalues = notebook.check_parameters()\n"
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -48,8 +50,7 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
         "overrides = {'optim': {'beta1': 0.5}}",
         "free = [1]",
     )
-    found = check(injected(*lines))
-    assert found == {
+    assert check(injected(*lines)) == {
         "preset": "demo",
         "device": "mps",
         "seed": 0,
@@ -215,7 +216,7 @@ def error_of(cell: dict[str, Any]) -> dict[str, Any]:
 def test_papermill_passes_parameters(tmp_path: Path) -> None:
     code, cells, _ = papermill(
         tmp_path,
-        [PARAMETERS, SECOND, "print(given['device'], given['seed'], given['overrides'])"],
+        [PARAMETERS, SECOND, "print(values['device'], values['seed'], values['overrides'])"],
         "-p", "device", "mps", "-p", "seed", "7", "-y", "overrides: {optim: {learning_rate: 2e-4}}",
     )  # fmt: skip
     assert code == 0
@@ -283,8 +284,9 @@ def test_tables_are_shown_whole(tmp_path: Path) -> None:
     assert len("".join(output["data"]["text/plain"]).splitlines()) == 100
 
 
-def test_warnings_name_no_cell_and_no_path(tmp_path: Path) -> None:
+def test_warnings_name_no_cell_and_no_path_of_ours(tmp_path: Path) -> None:
     source = "import warnings\nwarnings.warn('the loader is late')\nwarnings.warn_explicit('x', UserWarning, 'a.py', 3)"
+    source += "\nfrom matrixlib import files\nwarnings.warn_explicit('ours', UserWarning, files.__file__, 3)"
     _, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source])
-    said = "".join("".join(output["text"]) for output in cells[2]["outputs"])
-    assert said == "warning: the loader is late\na.py:3: UserWarning: x\n"
+    text = "".join("".join(output["text"]) for output in cells[2]["outputs"])
+    assert text == "warning: the loader is late\na.py:3: UserWarning: x\nwarning: ours\n"

@@ -23,6 +23,12 @@ from tqdm import tqdm
 from matrixlib import files
 from matrixlib.runs import run as runs
 
+SIGNALS = {
+    "KeyboardInterrupt": ("interrupted", signal.SIGINT),
+    "Terminated": ("ended by SIGTERM", signal.SIGTERM),
+}
+"""Name of the error that a signal ends a notebook with -> it in words, and the signal."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the notebook; returns the exit code."""
@@ -38,24 +44,28 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         name = runs.name_run(options.preset, options.device, -1, options.run, options.steps)
-    except ValueError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except ValueError as problem:
+        print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         return 2
     folder = files.reports_root() / name
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"run {name}: notebooks/train.ipynb -> {_shown(folder / 'train.ipynb')}", flush=True)
+    print(f"run {name}: notebooks/train.ipynb -> {_relative(folder / 'train.ipynb')}", flush=True)
     parameters = {"preset": options.preset, "device": options.device, "run": name, "steps": options.steps}
     try:
         reason = _execute(folder, parameters)
     except KeyboardInterrupt:
         reason = "KeyboardInterrupt"
-    if reason.startswith("KeyboardInterrupt"):
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 128 + signal.SIGINT
-    if reason.startswith("Terminated"):
-        print("ended by SIGTERM; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    return _closing(folder, reason)
+    for error, (words, number) in SIGNALS.items():
+        if reason.startswith(error):
+            print(f"{words}; the same command goes on from the last checkpoint", file=sys.stderr)
+            return 128 + number
+    summary = files.read_json(folder / "summary.json")
+    if summary.get("complete"):
+        _print_result(folder, summary)
+    if reason:
+        print(reason, file=sys.stderr)
+        print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
+    return 1 if reason else 0
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:
@@ -71,7 +81,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        _pass_on(number)
+        forward_signal(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     done = threading.Event()
@@ -88,9 +98,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
         )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {error.evalue}"
-    except (
-        RuntimeError
-    ) as error:  # a DeadKernelError is one; so is that of a kernel that died before it was ready
+    except RuntimeError as error:  # a DeadKernelError, or that of a kernel that died before it was ready
         if received:
             return "KeyboardInterrupt" if received[0] == signal.SIGINT else "Terminated"
         if isinstance(error, DeadKernelError):
@@ -104,7 +112,7 @@ def _execute(folder: Path, parameters: dict[str, Any]) -> str:
     return ""
 
 
-def _pass_on(number: int) -> None:
+def forward_signal(number: int) -> None:
     """To the kernel; where there is none yet, the launcher itself ends. So it does on Windows, where none of these
     signals can be sent, and the kernel ends with it: what is lost is what came after the last checkpoint.
     """
@@ -120,11 +128,11 @@ def _watch(folder: Path, done: threading.Event) -> None:
     """Draw the bar until the notebook has ended."""
     with tqdm(unit="update", dynamic_ncols=True, desc="starting") as bar:
         while not done.wait(0.5):
-            _show(bar, folder)
-        _show(bar, folder)
+            show_progress(bar, folder)
+        show_progress(bar, folder)
 
 
-def _show(bar: Any, folder: Path) -> None:
+def show_progress(bar: Any, folder: Path) -> None:
     """Bring the bar to the newest row of metrics.jsonl; a resumed run's rate counts from where it resumed."""
     row = _last_row(folder / "metrics.jsonl")
     if row is None:
@@ -148,28 +156,17 @@ def _last_row(path: Path) -> dict[str, Any] | None:
     return json.loads(lines[-2]) if len(lines) > 1 and lines[-2].endswith(b"}") else None
 
 
-def _closing(folder: Path, reason: str) -> int:
-    """The last lines: result and report, or the reason of the failure; returns the exit code."""
-    summary = files.read_json(folder / "summary.json")
-    if summary.get("complete"):
-        _result(folder, summary)
-    if reason:
-        print(reason, file=sys.stderr)
-        print(f"failed; the notebook is kept at {_shown(folder / 'train.ipynb')}", file=sys.stderr)
-    return 1 if reason else 0
-
-
-def _result(folder: Path, summary: dict[str, Any]) -> None:
+def _print_result(folder: Path, summary: dict[str, Any]) -> None:
     minutes = summary["seconds"] / 60
     print(f"{summary['positions']:,} positions in {minutes:.1f} min; held-out: {summary['headline']}")
-    print(f"report: {_shown(folder / 'report.html')}")
+    print(f"report: {_relative(folder / 'report.html')}")
     print(
         "next: open it in a browser; look into the network with eval.ipynb, ssl.ipynb and browse.ipynb (make lab),"
     )
-    print(f"      or play against it: matrixlib-uci --checkpoint {_shown(folder)}")
+    print(f"      or play against it: matrixlib-uci --checkpoint {_relative(folder)}")
 
 
-def _shown(path: Path) -> str:
+def _relative(path: Path) -> str:
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -23,17 +23,18 @@ from matrixlib.runs.report import add_verdict, figure_rows
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_INJECTED = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
-_FORMAT_OF_OTHERS = warnings.formatwarning
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (float, int),
-    "bool": (bool,),
-    "dict": (dict,),
-    "list": (list,),
-    "None": (type(None),),
+PAPERMILL = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
+_DEFAULT_FORMAT = warnings.formatwarning
+_TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": float | int,
+    "bool": bool,
+    "dict": dict,
+    "list": list,
+    "None": type(None),
 }
+"""Name of a parameter's type -> what its value may be."""
 
 
 class ParameterError(ValueError):
@@ -63,24 +64,23 @@ def check_parameters(
         if shell is None:
             return {}
         history, values = shell.user_ns["In"], shell.user_ns
-    at = max((i for i, source in enumerate(history) if source.startswith(_INJECTED)), default=None)
-    if at is None:
+    cells = [source for source in history if source.startswith(PAPERMILL)]
+    if not cells:
         return {}
-    injected = _assigned(history[at]) or {}
-    declared = _declared(history)
-    known = list(declared)
-    bad = []
-    for name in injected:
+    declarations = _declarations(history)
+    names = list(declarations)
+    problems = []
+    for name in _assignments(cells[-1]) or {}:
         if name.startswith("PAPERMILL_"):
             continue
-        if name not in declared:
-            listed = f"parameters: {', '.join(known)}" if known else "the notebook declares no parameters"
-            bad.append(f"unknown parameter '{name}'{nearest(name, known)} ({listed})")
-        elif problem := _mismatch(name, declared[name], values[name]):
-            bad.append(problem)
-    if bad:
-        raise ParameterError("; ".join(bad))
-    return {name: values[name] for name in declared}
+        if name not in declarations:
+            choice = f"parameters: {', '.join(names)}" if names else "the notebook declares no parameters"
+            problems.append(f"unknown parameter '{name}'{nearest(name, names)} ({choice})")
+        elif problem := _mismatch(name, declarations[name], values[name]):
+            problems.append(problem)
+    if problems:
+        raise ParameterError("; ".join(problems))
+    return {name: values[name] for name in names}
 
 
 def clean_errors() -> None:
@@ -140,14 +140,10 @@ class Verdict:
         """Print the table, store it, and raise VerdictFailed naming the checks that failed."""
         print(self.text(details))
         if self.folder is not None:
-            checks = [
-                {"name": name, "passed": passed, "detail": detail} for name, passed, detail in self.checks
-            ]
+            checks = [dict(zip(("name", "passed", "detail"), check, strict=True)) for check in self.checks]
             add_verdict(self.folder, {"passed": self.passed, "demo": self.demo, "checks": checks})
         if not self.passed:
-            failed = [
-                f"{name} ({detail})" if detail else name for name, passed, detail in self.checks if not passed
-            ]
+            failed = [f"{name} ({detail})".removesuffix(" ()") for name, ok, detail in self.checks if not ok]
             raise VerdictFailed("failed: " + "; ".join(failed) if failed else "no check was made")
 
 
@@ -159,47 +155,44 @@ def figures_table(figures: Mapping[str, Any]) -> DataFrame:
     return pandas.DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 
 
-def _declared(history: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _declarations(history: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parameter -> names of its types, `()` for any type.
 
     They stand in the cell before papermill's, newest first; in JupyterLab somebody may have run papermill's cell
     again on its own, so that another cell came before it: the parameters are a cell of plain assignments.
     """
     for at in range(len(history) - 1, 0, -1):
-        if not history[at].startswith(_INJECTED):
+        if not history[at].startswith(PAPERMILL):
             continue
-        assigned = _assigned(history[at - 1])
-        if assigned and all(_is_literal(value) for _, value in assigned.values()):
-            return {name: _types(*given) for name, given in assigned.items()}
+        assignments = _assignments(history[at - 1])
+        if assignments and all(_is_literal(value) for _, value in assignments.values()):
+            return {name: _types(*assignment) for name, assignment in assignments.items()}
     return {}
 
 
-def _assigned(source: str) -> dict[str, tuple[ast.expr | None, ast.expr]] | None:
+def _assignments(source: str) -> dict[str, tuple[ast.expr | None, ast.expr]] | None:
     """Name -> (annotation, value) of a cell of plain assignments; None for any other cell."""
     try:
         body = ast.parse(source).body
     except SyntaxError:  # magics and shell commands
         return None
-    out: dict[str, tuple[ast.expr | None, ast.expr]] = {}
+    assignments: dict[str, tuple[ast.expr | None, ast.expr]] = {}
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            out[node.target.id] = (node.annotation, node.value)
+            assignments[node.target.id] = (node.annotation, node.value)
         elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
-            for target in node.targets:
-                assert isinstance(target, ast.Name)
-                out[target.id] = (None, node.value)
+            assignments |= {ast.unparse(target): (None, node.value) for target in node.targets}
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             return None
-    return out
+    return assignments
 
 
 def _types(annotation: ast.expr | None, default: ast.expr) -> tuple[str, ...]:
     """Names of the types allowed: `int | None` -> ("int", "None"), `dict[str, int]` -> ("dict",)."""
+    names = [type(ast.literal_eval(default)).__name__]
     if annotation is not None:
         names = [part.strip().split("[")[0] for part in ast.unparse(annotation).split("|")]
-        return tuple(names) if all(name in _KINDS for name in names) else ()
-    name = type(ast.literal_eval(default)).__name__
-    return (name,) if name in _KINDS else ()
+    return tuple(names) if all(name in _TYPES for name in names) else ()
 
 
 def _is_literal(value: ast.expr) -> bool:
@@ -212,9 +205,8 @@ def _is_literal(value: ast.expr) -> bool:
 
 def _mismatch(name: str, allowed: tuple[str, ...], value: object) -> str:
     """Why `value` does not fit, with what to type instead; '' where it fits."""
-    kinds = tuple(kind for word in allowed for kind in _KINDS[word])
-    fits = isinstance(value, kinds) and (not isinstance(value, bool) or "bool" in allowed)
-    if not allowed or fits:
+    fits = any(isinstance(value, _TYPES[name]) for name in allowed)
+    if not allowed or (fits and (not isinstance(value, bool) or "bool" in allowed)):
         return ""
     hint = ""
     if "dict" in allowed:
@@ -244,7 +236,7 @@ def _warning_line(
     """`warning: text` for what this package or a cell warns about; others with the place that they come from."""
     if "ipykernel" in filename or Path(filename).is_relative_to(files.PACKAGE):
         return f"warning: {message}\n"
-    return _FORMAT_OF_OTHERS(message, category, filename, lineno, line)
+    return _DEFAULT_FORMAT(message, category, filename, lineno, line)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -262,8 +254,8 @@ def _show_error(
     if not _ours(error, trace):
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         return None
-    said = filter(None, [str(error), *_notes(error)])
-    line = f"{kind.__name__}: {' '.join('; '.join(said).split())}"
+    parts = filter(None, [str(error), *_notes(error)])
+    line = f"{kind.__name__}: {' '.join('; '.join(parts).split())}"
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb and %debug
     shell._showtraceback(kind, error, [line])
     return [line]

@@ -17,7 +17,7 @@ from matrixlib import files
 from matrixlib.engine import metrics
 
 FOLDER = "events"
-LEFT_OUT = ("step", "time", "verdict", "messages")
+NOT_SCALAR = ("step", "time", "verdict", "messages")
 
 
 class Events:
@@ -42,7 +42,7 @@ class Events:
     def add(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl: its numbers as scalars; warnings, and a phase that begins, as text."""
         step, when = int(row["step"]), _seconds(row.get("time"))
-        for name, value in metrics.flatten({key: row[key] for key in row if key not in LEFT_OUT}):
+        for name, value in metrics.flatten({key: row[key] for key in row if key not in NOT_SCALAR}):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(name, value, step, walltime=when)
         if (phase := row.get("phase")) is not None and phase != self._phase:
@@ -63,9 +63,9 @@ def export(folder: Path) -> Path:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
-    made = Events(folder, metrics.read(path))
-    made.close()
-    return made.folder
+    events = Events(folder, metrics.read(path))
+    events.close()
+    return events.folder
 
 
 def _seconds(when: str | None) -> float | None:
@@ -73,13 +73,13 @@ def _seconds(when: str | None) -> float | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: export the runs given, by name or folder."""
+    """Command line: export runs, by name or folder."""
     root = files.reports_root()
     try:
         if not arguments:
             raise ValueError("name a run: python -m matrixlib.runs.tensorboard <run>")
-        for given in arguments:
-            print(export(Path(given) if Path(given).is_dir() else root / given))
+        for run in arguments:
+            print(export(Path(run) if Path(run).is_dir() else root / run))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
