@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from matrixlib.data.loader import Loader
-from matrixlib.runs import planting as faults
+from matrixlib.runs import faults, tensorboard
 from matrixlib.runs import run as runs
-from matrixlib.runs import tensorboard as events
 
 TINY: dict[str, Any] = {
     "data": {"limit": 512},
@@ -29,14 +28,14 @@ def read(folder: Path) -> list[Any]:
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
-    found = []
+    events = []
     for path in sorted(folder.glob("events.out.*")):
         data = path.read_bytes()
         while data:
             (size,) = struct.unpack("<Q", data[:8])
-            found.append(Event.FromString(data[12 : 12 + size]))
+            events.append(Event.FromString(data[12 : 12 + size]))
             data = data[16 + size :]
-    return found
+    return events
 
 
 def scalars(folder: Path) -> dict[tuple[str, int], float]:
@@ -66,28 +65,28 @@ def test_a_resumed_run_has_every_update_once(reports: Path) -> None:
             if stats.step == 3 and not current.resumed:
                 break
         current.close()
-    found, rows = scalars(reports / "r" / "events"), current.history()
-    assert [step for name, step in sorted(found) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    values, rows = scalars(reports / "r" / "events"), current.history()
+    assert [step for name, step in sorted(values) if name == "loss"] == [1, 2, 3, 4, 5, 6]
     for row in rows:
-        assert found["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
-        assert found["losses/policy", row["step"]] == pytest.approx(row["losses"]["policy"], rel=1e-6)
-    assert ("validation/loss", 6) in found
-    exported = events.export(reports / "r")
-    assert scalars(exported) == found
+        assert values["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
+        assert values["losses/policy", row["step"]] == pytest.approx(row["losses"]["policy"], rel=1e-6)
+    assert ("validation/loss", 6) in values
+    exported = tensorboard.export(reports / "r")
+    assert scalars(exported) == values
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_that_went_back_has_every_update_once(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboardX")
     monkeypatch.setattr(Loader, "batches", Loader.batches)  # put back after the fault
-    faults.spoil((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
+    faults.change_batches((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
     current = runs.open_run(run="r", overrides={**TINY, "health": {"skips": 2}})
     stats = list(current.train(tensorboard=True))
     assert [s.step for s in stats if s.action == "rollback"] == [5]
-    found = scalars(reports / "r" / "events")
-    assert [step for name, step in sorted(found) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    values = scalars(reports / "r" / "events")
+    assert [step for name, step in sorted(values) if name == "loss"] == [1, 2, 3, 4, 5, 6]
     for row in current.history():
-        assert found["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
+        assert values["loss", row["step"]] == pytest.approx(row["loss"], rel=1e-6)
 
 
 def test_phases_and_warnings_are_text(tmp_path: Path) -> None:
@@ -97,8 +96,7 @@ def test_phases_and_warnings_are_text(tmp_path: Path) -> None:
         {"step": 2, "loss": 2.0, "phase": 0, "messages": ["look here"]},
         {"step": 3, "loss": 1.0, "phase": 1},
     ]
-    made = events.Events(tmp_path, rows, {0: "size 3-5", 1: "size 3-8"})
-    made.close()
+    tensorboard.Events(tmp_path, rows, {0: "size 3-5", 1: "size 3-8"}).close()
     assert [(tag.split("/")[0], step, text) for tag, step, text in texts(tmp_path / "events")] == [
         ("curriculum", 1, "size 3-5"),
         ("warnings", 2, "look here"),
@@ -109,10 +107,10 @@ def test_phases_and_warnings_are_text(tmp_path: Path) -> None:
 def test_without_the_package_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match=r"pip install 'matrixlib\[tensorboard\]'"):
-        events.Events(tmp_path)
+        tensorboard.Events(tmp_path)
 
 
 def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert events.main([str(tmp_path / "nothing")]) == 1
+    assert tensorboard.main([str(tmp_path / "nothing")]) == 1
     assert "no run at" in capsys.readouterr().err
-    assert events.main([]) == 1
+    assert tensorboard.main([]) == 1
