@@ -11,18 +11,12 @@ from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import memory
 from matrixlib.engine.memory import Figures
-from matrixlib.engine.microbatch import PRECISION, TOLERANCE, Tuning, best, largest, sizes, tune, tune_step
+from matrixlib.engine.microbatch import TOLERANCE, Tuning, best, largest, tune, tune_step
 from matrixlib.engine.step import throwaway
 from matrixlib.engine.task import Batch
 from matrixlib.tasks import load_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def test_sizes_divide_the_update() -> None:
-    assert list(sizes(5)) == [1, 2, 3, 4, 5]
-    assert list(sizes(100, 96)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
-    assert list(sizes(10, 96)) == [1, 2, 3, 4, 6, 8]
 
 
 def seconds(size: int) -> float:
@@ -31,51 +25,48 @@ def seconds(size: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "capacity, start, most, batch, expected",
+    "capacity, start, batch, expected",
     [
-        (600, 32, 4096, 4096, 512),  # not 256, where 80 % of 512 rounded down to a power of two would end
-        (512, 32, 4096, 4096, 512),
-        (511, 32, 4096, 4096, 256),  # the next divisor
-        (300, 32, 4096, 1000, 250),
-        (9999, 32, 4096, 1024, 1024),  # all at once
-        (9999, 32, 512, 1024, 512),
-        (9999, 32, 4096, 7, 7),  # a prime: 1 or all
-        (3, 32, 4096, 7, 1),
-        (5, 32, 4096, 4096, 4),  # starts too large
-        (1, 32, 4096, 4096, 1),
-        (40, 32, 4096, 96, 32),
-        (96, 32, 4096, 96, 96),
+        (600, 32, 4096, 512),  # not 256, where 80 % of 512 rounded down to a power of two would end
+        (512, 32, 4096, 512),
+        (511, 32, 4096, 256),  # the next divisor
+        (300, 32, 1000, 250),
+        (9999, 32, 1024, 1024),  # all at once
+        (9999, 7, 7, 7),  # a prime: 1 or all
+        (3, 7, 7, 1),
+        (5, 32, 4096, 4),  # starts too large
+        (1, 32, 4096, 1),
+        (40, 32, 96, 32),
+        (96, 32, 96, 96),
     ],
 )
-def test_the_best_size_for_a_memory(capacity: int, start: int, most: int, batch: int, expected: int) -> None:
-    size, tried = largest(lambda n: seconds(n) if n <= capacity else None, start, most, batch)
+def test_the_best_size_for_a_memory(capacity: int, start: int, batch: int, expected: int) -> None:
+    size, tried = largest(lambda n: seconds(n) if n <= capacity else None, start, batch)
     assert size == expected
-    assert all(batch % n == 0 and n <= most for n in tried)
+    assert all(batch % n == 0 for n in tried)
     assert all((value is None) == (n > capacity) for n, value in tried.items())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 5000))
-def test_without_a_batch_the_end_is_found_to_an_eighth(capacity: int, start: int, most: int) -> None:
-    """Never half of what fits; and no more trials than doubling and halving need, none of them twice."""
+def test_the_largest_divisor_that_fits_is_tried_and_none_twice(capacity: int, start: int, batch: int) -> None:
     calls = []
 
     def works(size: int) -> float | None:
         calls.append(size)
         return seconds(size) if size <= capacity else None
 
-    size, _ = largest(works, start, most)
-    end = min(capacity, most)
-    assert size <= end
-    assert max(n for n in calls if n <= capacity) * (1 + 1 / PRECISION) + 1 > end
-    assert len(calls) == len(set(calls)) <= 30
+    size, _ = largest(works, start, batch)
+    assert size <= capacity
+    assert max(n for n in calls if n <= capacity) == max(
+        n for n in range(1, batch + 1) if batch % n == 0 and n <= capacity
+    )
+    assert len(calls) == len(set(calls)) <= 20
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(ValueError, match="not even one row"):
-        largest(lambda size: None, 32, 4096, 256)
-    with pytest.raises(ValueError, match="at least 1"):
-        largest(seconds, 0, 16)
+        largest(lambda size: None, 32, 256)
 
 
 def test_the_smallest_of_those_that_are_as_good() -> None:
@@ -212,7 +203,7 @@ def test_a_real_network_on_the_cpu() -> None:
         net(torch.rand(size, 4, 8, 8)).square().sum().backward()
         adamw.step()
 
-    tuning = tune(step, 48, CPU, 20.0, start=4, most=24)
-    assert [trial.size for trial in tuning.trials] == [4, 8, 16, 24]
-    assert tuning.size in (4, 8, 16, 24)
+    tuning = tune(step, 24, CPU, 20.0, start=4)
+    assert [trial.size for trial in tuning.trials] == [4, 8, 12, 24]
+    assert tuning.size in (4, 8, 12, 24)
     assert all(trial.seconds > 0 and trial.peak_mib > 10 and not trial.problem for trial in tuning.trials)

@@ -1,4 +1,4 @@
-"""Ctrl-C at the end of a block."""
+"""Ctrl-C and SIGTERM at the end of a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from matrixlib.engine import signals as interrupt
+from matrixlib.engine.signals import Terminated, deferred
 
 
 def test_the_first_waits_for_the_end_of_the_block(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_the_first_waits_for_the_end_of_the_block(capsys: pytest.CaptureFixture[
     done: list[str] = []
 
     def work() -> None:
-        with interrupt.deferred():
+        with deferred():
             signal.raise_signal(signal.SIGINT)
             done.append("whole")
 
@@ -32,11 +32,11 @@ def test_it_is_raised_where_the_block_asks() -> None:
     done: list[str] = []
 
     def work() -> None:
-        with interrupt.deferred() as found:
-            found.check()
+        with deferred() as signals:
+            signals.check()
             signal.raise_signal(signal.SIGINT)
             done.append("whole")
-            found.check()
+            signals.check()
             done.append("never")
 
     with pytest.raises(KeyboardInterrupt):
@@ -49,7 +49,7 @@ def test_the_second_does_not_wait() -> None:
     done: list[str] = []
 
     def work() -> None:
-        with interrupt.deferred():
+        with deferred():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             done.append("never")
@@ -61,13 +61,13 @@ def test_the_second_does_not_wait() -> None:
 
 
 def test_quiet_without_signals_in_threads_and_where_ignored() -> None:
-    with interrupt.deferred():
+    with deferred():
         pass
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            with interrupt.deferred():
+            with deferred():
                 pass
         except ValueError as error:
             failed.append(error)
@@ -78,7 +78,7 @@ def test_quiet_without_signals_in_threads_and_where_ignored() -> None:
     assert failed == []
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupt.deferred():
+        with deferred():
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -92,41 +92,41 @@ def suspended(block: AbstractContextManager[object]) -> Generator[None]:
         with block:
             yield
 
-    found = steps()
-    next(found)
-    return found
+    generator = steps()
+    next(generator)
+    return generator
 
 
 def test_an_interrupt_before_a_generator_is_closed_is_not_lost() -> None:
     before = signal.getsignal(signal.SIGINT)
-    found = suspended(interrupt.deferred())
+    generator = suspended(deferred())
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        found.close()
+        generator.close()
     assert signal.getsignal(signal.SIGINT) is before
-    suspended(interrupt.deferred()).close()  # without one nothing is raised
-    found = suspended(interrupt.termination())
+    suspended(deferred()).close()  # without one nothing is raised
+    generator = suspended(deferred())
     signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(interrupt.Terminated):
-        found.close()
+    with pytest.raises(Terminated):
+        generator.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
 def test_generators_closed_in_any_order_leave_no_handler(order: tuple[int, ...]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    found = [suspended(interrupt.deferred()) for _ in order]
+    generators = [suspended(deferred()) for _ in order]
     for number in order[:2]:
-        found[number].close()
+        generators[number].close()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        found[order[2]].close()
+        generators[order[2]].close()
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_handler_that_came_within_the_block_stays() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        with interrupt.deferred():
+        with deferred():
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:

@@ -1,4 +1,4 @@
-"""The best micro-batch, by trying: doubling, then a search between the last size that fits and the first that does
+"""The best micro-batch, by trying: doubling, then halving between the last size that fits and the first that does
 not. The update (`train.batch_size`) stays what the user named; only the rows of one pass are looked for.
 
 Doubling and then taking 80 % rounded down to a power of two, as is often done, always ends at half of what fits.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.step import Step
     from matrixlib.engine.task import Batch
 
-PRECISION = 8  # the search ends when the gap between what fits and what does not is 1/8 of the former
 TOLERANCE = 0.03  # sizes this near to the best rate are as good: the smallest of them leaves most memory
 REPEATS = 2  # timed updates of a trial, after one that warms up
 SECONDS = 30.0  # of all trials
@@ -64,51 +63,37 @@ class Tuning:
         return pd.DataFrame(table).set_index("rows")
 
 
-def sizes(most: int, batch: int | None = None) -> Sequence[int]:
-    """Micro-batches to choose from, rising: 1..most, or only those that cut `batch` rows into equal parts."""
-    return (
-        range(1, most + 1) if batch is None else [n for n in range(1, min(most, batch) + 1) if batch % n == 0]
-    )
-
-
 def largest(
-    works: Callable[[int], float | None], start: int, most: int, batch: int | None = None
+    works: Callable[[int], float | None], start: int, batch: int
 ) -> tuple[int, dict[int, float | None]]:
-    """(best size, seconds by size tried; None = does not fit). Pure but for `works`.
+    """(best size, seconds by size tried; None = does not fit) of those that cut `batch` rows into equal parts.
 
-    works(size): seconds of one update of `size` rows, None where it does not fit. start: first size tried. batch:
-    the sizes must divide it. Of the sizes that fit, the one with the most rows/s is the best, or the smallest
-    within `TOLERANCE` of it. Raises ValueError when not even one row fits.
+    works(size): seconds of one update of `size` rows, None where it does not fit. start: about the first size tried.
+    Of the sizes that fit, the one with the most rows/s is the best, or the smallest within `TOLERANCE` of it. Raises
+    ValueError when not even one row fits.
     """
-    if start < 1 or most < 1:
-        raise ValueError(f"start and most must be at least 1, got {start} and {most}")
-    choice = sizes(most, batch)
+    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
     tried: dict[int, float | None] = {}
 
     def fits(index: int) -> bool:
-        tried[choice[index]] = works(choice[index])
-        return tried[choice[index]] is not None
+        tried[sizes[index]] = works(sizes[index])
+        return tried[sizes[index]] is not None
 
     def at_most(size: int) -> int:
-        return bisect_right(choice, size) - 1
+        return bisect_right(sizes, size) - 1
 
-    good, bad = at_most(start), len(choice)
+    good, bad = at_most(start), len(sizes)
     while not fits(good):
         if good == 0:
             raise ValueError("not even one row fits; use a smaller network, or free memory")
-        good, bad = at_most(choice[good] // 2), good
-    while bad == len(choice) and good + 1 < bad:
-        following = max(good + 1, at_most(2 * choice[good]))
-        if fits(following):
-            good = following
+        good, bad = at_most(sizes[good] // 2), good
+    while good + 1 < bad:
+        doubled = max(good + 1, at_most(2 * sizes[good]))
+        index = doubled if bad == len(sizes) else (good + bad) // 2
+        if fits(index):
+            good = index
         else:
-            bad = following
-    while bad - good > 1 and choice[bad] - choice[good] > choice[good] / PRECISION:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
+            bad = index
     return best(tried), tried
 
 
@@ -129,7 +114,7 @@ def tune_step(step: Step, batch: Batch, limit: float) -> Tuning:
             raise torch.OutOfMemoryError(f"{count} rows do not fit")
 
     device = step.runtime.torch_device
-    return tune(update, size, device, SECONDS, start=min(start, size), most=size, limit=limit)
+    return tune(update, size, device, SECONDS, start=min(start, size), limit=limit)
 
 
 def tune(
@@ -139,7 +124,6 @@ def tune(
     budget_seconds: float,
     *,
     start: int = 32,
-    most: int = 4096,
     headroom: float = 0.1,
     limit: float = 0.0,
     read: Callable[[torch.device], memory.Figures] = memory.usage,
@@ -179,7 +163,7 @@ def tune(
         trials.append(trial)
         return trial.seconds
 
-    size, _ = largest(works, start, most, batch)
+    size, _ = largest(works, start, batch)
     return Tuning(size, tuple(trials))
 
 

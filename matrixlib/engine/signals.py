@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -20,101 +19,72 @@ class Terminated(SystemExit):
     """SIGTERM came (a cluster's scheduler takes the machine back); the exit status is the usual 143."""
 
 
-@dataclass
-class Termination:
-    """Whether SIGTERM has come, and when (monotonic seconds)."""
+class Signals:
+    """The signals that came inside a `deferred` block. interrupts: how many SIGINT. terminated: when SIGTERM came."""
 
-    requested: bool = False
-    since: float = 0.0
+    def __init__(self) -> None:
+        self.interrupts = 0
+        self.terminated: float | None = None
+        self._before: dict[int, Any] = {}  # who was told until the block began
+        self._ended = False
 
     def check(self) -> None:
-        """Raises Terminated if it has."""
-        if self.requested:
+        """Raises Terminated or KeyboardInterrupt if one has come."""
+        if self.terminated is not None:
             raise Terminated(128 + signal.SIGTERM)
-
-
-@contextmanager
-def termination() -> Iterator[Termination]:
-    """SIGTERM inside the block is noted and not acted upon; another one seconds later ends the process at once.
-
-    One right after the first is the same wish: schedulers signal every process of a job, and launchers pass it on.
-    Only the main thread gets signals, so elsewhere nothing changes; nor where the process has set SIGTERM itself.
-    """
-    found = Termination()
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before != signal.SIG_DFL:
-        yield found
-        return
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        if not found.requested:
-            found.requested, found.since = True, time.monotonic()
-            print("SIGTERM: finishing this update, then saving", file=sys.stderr)
-        elif time.monotonic() - found.since > SAME_WISH:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, handler)
-    try:
-        yield found
-    except GeneratorExit:
-        found.check()
-        raise
-    finally:
-        if signal.getsignal(signal.SIGTERM) is handler:
-            signal.signal(signal.SIGTERM, before)
-
-
-@dataclass
-class Interruption:
-    """How often SIGINT has come. before: who was told of it until the block began. ended: whether the block has."""
-
-    count: int = 0
-    before: Any = None
-    ended: bool = False
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt if it has."""
-        if self.count:
+        if self.interrupts:
             raise KeyboardInterrupt
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler."""
-        self.count += 1
-        if self.count > 1:
-            raise KeyboardInterrupt
-        print("finishing this update, then saving; interrupt again to stop at once", file=sys.stderr)
+        """The handler of both signals."""
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts > 1:
+                raise KeyboardInterrupt
+            print("finishing this update, then saving; interrupt again to stop at once", file=sys.stderr)
+        elif self.terminated is None:
+            self.terminated = time.monotonic()
+            print("SIGTERM: finishing this update, then saving", file=sys.stderr)
+        elif time.monotonic() - self.terminated > SAME_WISH:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    def begin(self) -> None:
+        """Put the handler in, where SIGINT is not ignored and SIGTERM is as the process found it."""
+        if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self.note)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self.note)
 
     def end(self) -> None:
-        """Put back the handler from before, unless another has come since; never that of a block that has ended."""
-        self.ended = True
-        if signal.getsignal(signal.SIGINT) != self.note:
-            return
-        before = self.before
-        while isinstance(owner := getattr(before, "__self__", None), Interruption) and owner.ended:
-            before = owner.before
-        signal.signal(signal.SIGINT, before)
+        """Put back the handlers from before, unless others have come since; never that of a block that has ended."""
+        self._ended = True
+        for number, before in self._before.items():
+            while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._ended:
+                before = owner._before[number]
+            if signal.getsignal(number) == self.note:
+                signal.signal(number, before)
 
 
 @contextmanager
-def deferred() -> Iterator[Interruption]:
-    """SIGINT inside the block raises KeyboardInterrupt where `check` is called, or at its end; a second one at once.
+def deferred() -> Iterator[Signals]:
+    """SIGINT and SIGTERM inside the block raise KeyboardInterrupt and Terminated where `check` is called, and SIGINT at
+    its end. A second SIGINT raises at once, and another SIGTERM seconds later ends the process: one right after the
+    first is the same wish, as schedulers signal every process of a job, and launchers pass it on.
 
-    A generator that is closed within the block raises it, too: to whoever calls its `close`. (Where a `break` drops the
-    last reference Python only prints it.) Generators may be closed in any order.
-    Only the main thread gets signals, so elsewhere nothing changes; nor where the process ignores SIGINT.
+    A generator that is closed within the block raises them, too: to whoever calls its `close`. (Where a `break` drops
+    the last reference Python only prints it.) Generators may be closed in any order.
+    Only the main thread gets signals, so elsewhere nothing changes.
     """
-    before = signal.getsignal(signal.SIGINT)
-    found = Interruption(before=before)
-    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
-        yield found
-        return
-    signal.signal(signal.SIGINT, found.note)
+    signals = Signals()
+    if threading.current_thread() is threading.main_thread():
+        signals.begin()
     try:
-        yield found
+        yield signals
     except GeneratorExit:
-        found.check()
+        signals.check()
         raise
     finally:
-        found.end()
-    found.check()
+        signals.end()
+    if signals.interrupts:
+        raise KeyboardInterrupt

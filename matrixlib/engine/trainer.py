@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from matrixlib.config import Config
-from matrixlib.engine import diagnostics, optim, signals
+from matrixlib.engine import diagnostics, optim
 from matrixlib.engine import metrics as metrics_log
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum
@@ -24,6 +24,7 @@ from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Stats, norm_quantiles
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
@@ -238,23 +239,19 @@ class Trainer:
         self._advance()
         # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
         # while a picture is drawn would else end this generator from outside, and nobody would hear what was saved.
-        with signals.termination() as termination, signals.deferred() as interruption:
-            yield from self._loop(stop, termination, interruption)
+        with deferred() as signals:
+            yield from self._loop(stop, signals)
 
-    def _loop(
-        self, stop: int, termination: signals.Termination, interruption: signals.Interruption
-    ) -> Iterator[Stats]:
+    def _loop(self, stop: int, signals: Signals) -> Iterator[Stats]:
         source = self._open(stop)
         try:
             while self.step < stop and not self.stop_reason:
-                termination.check()
-                interruption.check()
+                signals.check()
                 stats = self._one(source)
                 if self._advance() or stats.action is Action.ROLLBACK:
                     source.close()  # with the batches that it has made ahead
                     source = self._open(stop)
-                termination.check()
-                interruption.check()
+                signals.check()
                 yield stats
             self._save_if_new()
             self.checkpoints.join()
