@@ -185,12 +185,6 @@ def test_copies_own_their_memory_and_use_the_buffers_again() -> None:
     assert again == {"w", "column"}
 
 
-def test_shared_memory_is_found() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    members = {"a": base, "tied": base, "row": base[1], "alone": torch.zeros(2), "empty": torch.zeros(0)}
-    assert storage.shared_names(members) == [["a", "tied", "row"]]
-
-
 # Damage
 
 

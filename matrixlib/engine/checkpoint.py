@@ -105,11 +105,8 @@ class Checkpoints:
             (self.folder / f"{name}.tmp").mkdir()
         except OSError as error:
             raise self._cannot_write(name, needed, error) from error
-        shared = {group: storage.shared_names(members) for group, members in tensors.items()}
-        for group, names in shared.items():
-            self._note_shared(group, names)
         self._buffers = storage.host_copies(tensors, self._buffers)
-        self._pending = self._thread.submit(self._write, step, needed, encoded, best, shared)
+        self._pending = self._thread.submit(self._write, step, needed, encoded, best)
         if wait:
             self.join()
         return self.folder / name
@@ -198,14 +195,7 @@ class Checkpoints:
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def _write(
-        self,
-        step: int,
-        needed: int,
-        state: Any,
-        best: float | None,
-        shared: Mapping[str, list[list[str]]],
-    ) -> None:
+    def _write(self, step: int, needed: int, state: Any, best: float | None) -> None:
         """Write what lies in the buffers, then tidy up. Runs in the thread."""
         name = f"step_{step:08d}"
         final, temporary, replaced = (self.folder / f"{name}{end}" for end in ("", ".tmp", ".replaced"))
@@ -214,7 +204,7 @@ class Checkpoints:
             if best is not None:
                 before = self._best()
                 mark = {"value": float(best), "order": before.order + 1 if before else 1}
-            storage.write(temporary, step, self._buffers, state, mark, shared, self.compress)
+            storage.write(temporary, step, self._buffers, state, mark, self.compress)
             if final.exists():
                 os.replace(final, replaced)
             os.replace(temporary, final)
@@ -348,14 +338,6 @@ class Checkpoints:
         if message not in self.messages:
             self.messages.append(message)
             warnings.warn(message, CheckpointWarning, stacklevel=3)
-
-    def _note_shared(self, group: str, shared: list[list[str]]) -> None:
-        if not shared:
-            return
-        names = "; ".join(" = ".join(names) for names in shared)
-        message = f"{group}: tensors that share memory are stored once for each name ({names})"
-        if message not in self.messages:
-            self.messages.append(message)
 
 
 def _step(path: Path) -> int:

@@ -33,7 +33,7 @@ import torch
 import zstandard
 from safetensors import SafetensorError
 
-from matrixlib.files import sync_folder, utc_now
+from matrixlib.files import utc_now, write_bytes
 
 SCHEMA = 2
 FOLDER = re.compile(r"(?:step|best)_(\d{8,})(?:\.replaced)?")
@@ -97,15 +97,6 @@ def check(tensors: TensorsLike) -> None:
                 )
 
 
-def shared_names(members: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names of tensors that lie in the same memory, such as tied weights."""
-    owners: dict[tuple[torch.device, int], list[str]] = {}
-    for name, tensor in members.items():
-        if tensor.numel():
-            owners.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
-    return [names for names in owners.values() if len(names) > 1]
-
-
 def host_copies(tensors: TensorsLike, buffers: TensorsLike) -> Tensors:
     """Contiguous copies in host memory, complete on return; each in the buffer of its name where that fits.
 
@@ -136,17 +127,13 @@ def write(
     tensors: Tensors,
     state: Any,
     mark: Mapping[str, Any] | None = None,
-    shared: Mapping[str, list[list[str]]] | None = None,
     compress: int = 0,
 ) -> None:
     """Fill the empty `folder`; durable on return. `tensors` from host_copies, `state` from encode.
 
-    mark: what makes it a best one, or None. shared: shared_names of each group. compress: zstd level, 0 = off.
+    mark: what makes it a best one, or None. compress: zstd level, 0 = off.
     """
-    groups = {
-        group: {**_write_group(folder, group, members, compress), "shared": (shared or {}).get(group, [])}
-        for group, members in tensors.items()
-    }
+    groups = {group: _write_group(folder, group, members, compress) for group, members in tensors.items()}
     data = {
         "schema": SCHEMA,
         "step": step,
@@ -156,11 +143,7 @@ def write(
         "groups": groups,
         "state": state,
     }
-    with (folder / "state.json").open("wb") as file:
-        file.write(_seal(data))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
+    write_bytes(folder / "state.json", _seal(data))
 
 
 def read(path: Path) -> Checkpoint:

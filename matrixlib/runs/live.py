@@ -6,21 +6,16 @@ import html
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from matrixlib.engine.stats import Stats
 from matrixlib.progress import duration, in_notebook, interactive
 from matrixlib.runs.figures import History, draw, numbers, png
 
 EVERY = 0.5  # seconds between two redraws, or seven times what a redraw takes: a slow machine trains, it does not draw
 BUILT = 1.0  # seconds after which the browser has made a widget that it was told to show
-
-
-class Stats(Protocol):
-    """What the trainer yields after each update, as far as the panel reads it (`engine.stats.Stats`)."""
-
-    def row(self) -> Mapping[str, Any]: ...
 
 
 class LivePlot:
