@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib.config import CurriculumConfig, StagesConfig
-from matrixlib.engine.curriculum import Curriculum, Dimension, first_update, phases
+from matrixlib.engine.curriculum import Curriculum, Dimension, Phase, phases
 from matrixlib.tasks import load_config as load
 
 SIZE = Dimension("size", ((3, 5), (3, 8), (3, 12), (3, 16)), (0.25, 0.25, 0.25, 0.25))
 MODE = Dimension("mode", (("a",), ("a", "b"), ("a", "b", "c")), (0.5, 0.3, 0.2))
 FILL = Dimension("fill", ((0.5, 0.7), (0.3, 0.5), (0.1, 0.3), (0.0, 0.1)), (0.25, 0.25, 0.25, 0.25))
 ALL = (SIZE, MODE, FILL)
+
+
+def first_update(phase: Phase, steps: int) -> int:
+    return math.ceil(phase.start * steps)
 
 
 def config(**changes: Any) -> CurriculumConfig:
@@ -37,7 +41,7 @@ def adaptive(values: list[float], **changes: Any) -> tuple[Curriculum, list[int]
 
 
 def test_the_specifications_table_of_60_epochs() -> None:
-    """size and fill change at 15, 30, 45; mode at 30 and 48 as its code does (its table says 45, R081)."""
+    """size and fill change at 15, 30, 45; mode at 30 and 48, where the code of the model for it has it."""
     curriculum = Curriculum(config(), ALL)
     for epoch in range(60):
         curriculum.advance(epoch, 60)
@@ -181,7 +185,7 @@ def test_state_goes_on_where_it_was(values: list[float], cut: int) -> None:
 
 
 def test_the_state_does_not_grow_without_changes() -> None:
-    """R084: a history of states that hold the epoch grows with every epoch."""
+    """A history of states that hold the epoch grows with every epoch."""
     curriculum = Curriculum(config(), ALL)
     for update in range(60_000):
         curriculum.advance(update, 60_000)

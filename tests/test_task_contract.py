@@ -226,7 +226,7 @@ def test_the_contract_finds_broken_tasks(broken: dict[str, Any], error: Any, mat
 
 
 def test_a_cache_made_in_inference_mode_is_found() -> None:
-    """R137: an inference tensor saved for backward stops training with a RuntimeError much later."""
+    """An inference tensor saved for backward stops training with a RuntimeError much later."""
 
     task = type("Learned", (ToyTask,), {"losses": _cached})()
     model = task.build_model()

@@ -69,7 +69,7 @@ class Checkpoints:
         self._buffers: storage.Tensors = {}
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # Python ends only after its work is done
         self._pending: futures.Future[None] | None = None
-        self._room_was_said = False
+        self._warned_of_room = False
 
     def save(
         self,
@@ -135,14 +135,14 @@ class Checkpoints:
             if before is not None and _step(path) > before:
                 continue
             try:
-                found = storage.read(path)
+                checkpoint = storage.read(path)
             except DamagedCheckpoint as error:
                 self._damaged.add(path)
                 damage.append(str(error))
                 continue
             if damage:
-                self._say(f"using {path.name} instead: {'; '.join(damage)}")
-            return found
+                self._warn(f"using {path.name} instead: {'; '.join(damage)}")
+            return checkpoint
         if damage:
             limit = "" if before is None else f" up to step {before}"
             raise CheckpointError(
@@ -167,9 +167,9 @@ class Checkpoints:
         if name == "best" and (best := self.best) is not None:
             return self.load(best.path)
         if name in ("best", "newest"):
-            if (found := self.newest()) is None:
+            if (checkpoint := self.newest()) is None:
                 raise CheckpointError(f"no checkpoint in {self.folder} yet; train this run first")
-            return found
+            return checkpoint
         self._wait()
         if not (self.folder / name).is_dir():
             known = ", ".join(["best", "newest", *(path.name for path in self._paths())])
@@ -222,18 +222,18 @@ class Checkpoints:
     def _best(self) -> Best | None:
         if not self.folder.is_dir():
             return None
-        found = []
+        marks = []
         for path in self.folder.iterdir():
             if not (storage.FOLDER.fullmatch(path.name) and path.is_dir()):
                 continue
             try:
                 data = storage.read_state(path)
             except DamagedCheckpoint as error:
-                self._say(f"{error}, so it cannot count as the best")
+                self._warn(f"{error}, so it cannot count as the best")
                 continue
             if mark := data.get("best"):
-                found.append(Best(data["step"], mark["value"], path, mark["order"]))
-        return max(found, key=lambda best: best.order, default=None)
+                marks.append(Best(data["step"], mark["value"], path, mark["order"]))
+        return max(marks, key=lambda best: best.order, default=None)
 
     def _discard_after(self, step: int) -> None:
         for path in reversed(self._paths()):  # a crash in between leaves a course without holes
@@ -244,7 +244,7 @@ class Checkpoints:
         """Folders by step. A `.replaced` one counts where a crash kept its successor from its name."""
         if not self.folder.is_dir():
             return []
-        found = {}
+        paths = {}
         for path in self.folder.iterdir():
             name = path.name.removesuffix(".replaced")
             if (
@@ -252,8 +252,8 @@ class Checkpoints:
                 and path.is_dir()
                 and (path.name == name or not path.with_name(name).exists())
             ):
-                found[_step(path)] = path
-        return [found[step] for step in sorted(found)]
+                paths[_step(path)] = path
+        return [paths[step] for step in sorted(paths)]
 
     def _sweep(self) -> None:
         """Remove what a crash left half-written or half-removed; finish or undo a replacement."""
@@ -268,12 +268,12 @@ class Checkpoints:
                 os.replace(path, successor)
 
     def _prune(self) -> None:
-        """Keep the newest `keep` and the best. Known damaged ones do not count as kept."""
+        """Keep the newest `keep` and the best. Known damaged ones do not count."""
         best = self._best()
         whole = [path for path in self._paths() if path not in self._damaged]
-        kept = set(whole[-self.keep :])
+        newest = set(whole[-self.keep :])
         for path in [*self._paths(), *self.folder.glob("best_*")]:
-            if path.is_dir() and path not in kept and (best is None or path != best.path):
+            if path.is_dir() and path not in newest and (best is None or path != best.path):
                 self._remove(path)
 
     def _retire(self, path: Path) -> None:
@@ -304,7 +304,7 @@ class Checkpoints:
             os.replace(path, doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            self._say(f"old checkpoint {path.name} could not be removed ({error}); it takes up space")
+            self._warn(f"old checkpoint {path.name} could not be removed ({error}); it takes up space")
 
     def _check_room(self, needed: int) -> None:
         """Refuse a save that does not fit; say once that those to come will not. Compressed ones may well be
@@ -314,9 +314,9 @@ class Checkpoints:
             raise OSError(errno.ENOSPC, "not enough free space")
         held = sum(file.stat().st_size for file in self.folder.glob("*/*"))
         missing = (self.keep + 2) * needed - held - free
-        if missing > 0 and not self._room_was_said:
-            self._room_was_said = True
-            self._say(
+        if missing > 0 and not self._warned_of_room:
+            self._warned_of_room = True
+            self._warn(
                 f"{self.folder} will run out of space: checkpoint.keep = {self.keep}, the best and the one being "
                 f"written take up to {(self.keep + 2) * needed / 1e6:,.1f} MB, {missing / 1e6:,.1f} MB more than "
                 f"they hold now and is free; make room, or lower checkpoint.keep"
@@ -328,19 +328,19 @@ class Checkpoints:
         except OSError:
             free = "free space unknown"
         paths = self._paths()
-        kept = f"{paths[-1].name} is untouched" if paths else "there is no earlier one"
+        earlier = f"{paths[-1].name} is untouched" if paths else "there is no earlier one"
         return CheckpointError(
             f"cannot write checkpoint {name} to {self.folder}: {error}; needs {needed / 1e6:,.1f} MB, "
-            f"{free}; {kept}. Make room or make the folder writable, then start the same run again"
+            f"{free}; {earlier}. Make room or make the folder writable, then start the same run again"
         )
 
-    def _say(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         if message not in self.messages:
             self.messages.append(message)
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
 
 def _step(path: Path) -> int:
-    found = storage.FOLDER.fullmatch(path.name)
-    assert found is not None, path
-    return int(found.group(1))
+    match = storage.FOLDER.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1))

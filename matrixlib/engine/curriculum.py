@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -71,8 +70,10 @@ class Curriculum:
         self.phases = phases(dimensions)
         self.phase = 0
         self.history: list[tuple[int, int]] = [(0, 0)]
-        self._wanted = 0  # what `record` decided; `advance` brings it into force
-        self._seen = self._good = self._bad = 0  # validations in this phase; in a row at `up`, below `down`
+        self._next = 0  # the phase that `record` decided on; `advance` brings it into force
+        self._validations = self._good = self._bad = (
+            0  # validations in this phase; in a row at `up`, below `down`
+        )
         self._falls = [0] * len(self.phases)  # how often each phase proved too hard
 
     @property
@@ -83,12 +84,12 @@ class Curriculum:
     def advance(self, update: int, steps: int) -> bool:
         """Called before update `update` (from 0) of `steps`; True where a new phase begins with it."""
         if self.config.kind == "fractions":
-            self._wanted = sum(update >= phase.start * steps for phase in self.phases[1:])
-        if self._wanted == self.phase:
+            self._next = sum(update >= phase.start * steps for phase in self.phases[1:])
+        if self._next == self.phase:
             return False
-        self.phase = self._wanted
+        self.phase = self._next
         self.history.append((update, self.phase))
-        self._seen = self._good = self._bad = 0
+        self._validations = self._good = self._bad = 0
         return True
 
     def record(self, metrics: Mapping[str, float]) -> None:
@@ -107,19 +108,19 @@ class Curriculum:
                 f"curriculum.metric '{name}' is not measured; there are {', '.join(sorted(metrics))}"
             )
         value = metrics[name]
-        self._seen += 1
+        self._validations += 1
         self._good = self._good + 1 if value >= config.up else 0
         self._bad = self._bad + 1 if value < config.down else 0
-        if self._seen < config.dwell or self._wanted != self.phase:
+        if self._validations < config.dwell or self._next != self.phase:
             return
         after = self.phase + 1
         if self._bad >= config.patience and self.phase:
             self._falls[self.phase] += 1
-            self._wanted = self.phase - 1
+            self._next = self.phase - 1
         elif after < len(self.phases) and (
-            self._good >= config.patience * 2 ** self._falls[after] or 0 < config.longest <= self._seen
+            self._good >= config.patience * 2 ** self._falls[after] or 0 < config.longest <= self._validations
         ):
-            self._wanted = after
+            self._next = after
 
     def spans(self, updates: int) -> list[tuple[int, int, Phase]]:
         """(first update, end, phase) of every stretch up to `updates`, for plots."""
@@ -134,9 +135,9 @@ class Curriculum:
         return {
             "phases": [str(phase) for phase in self.phases],
             "phase": self.phase,
-            "wanted": self._wanted,
+            "next": self._next,
             "history": [list(change) for change in self.history],
-            "seen": self._seen,
+            "validations": self._validations,
             "good": self._good,
             "bad": self._bad,
             "falls": list(self._falls),
@@ -147,19 +148,15 @@ class Curriculum:
         cls, config: CurriculumConfig, dimensions: Sequence[Dimension], data: Mapping[str, Any]
     ) -> Curriculum:
         """Inverse of `to_dict`. Raises ValueError when the state is of other phases."""
-        made = cls(config, dimensions)
-        if data["phases"] != [str(phase) for phase in made.phases]:
+        curriculum = cls(config, dimensions)
+        if data["phases"] != [str(phase) for phase in curriculum.phases]:
             raise ValueError(f"the curriculum had the phases {'; '.join(data['phases'])}")
-        made.phase, made._wanted = data["phase"], data["wanted"]
-        made.history = [(update, phase) for update, phase in data["history"]]
-        made._seen, made._good, made._bad = data["seen"], data["good"], data["bad"]
-        made._falls = list(data["falls"])
-        return made
-
-
-def first_update(phase: Phase, steps: int) -> int:
-    """The first update of a phase that starts at a share of `steps`."""
-    return math.ceil(phase.start * steps)
+        curriculum.phase, curriculum._next = data["phase"], data["next"]
+        curriculum.history = [(update, phase) for update, phase in data["history"]]
+        curriculum._validations = data["validations"]
+        curriculum._good, curriculum._bad = data["good"], data["bad"]
+        curriculum._falls = list(data["falls"])
+        return curriculum
 
 
 def _text(value: Any) -> str:

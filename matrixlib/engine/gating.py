@@ -6,15 +6,14 @@ would still decay weights and move moments), and may have a time limit, watched 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from matrixlib.config import GatingConfig
+from matrixlib.engine.state import State
 
 
 @dataclass
-class Gate:
+class Gate(State):
     """State of the gate; all but `config` goes into the checkpoint.
 
     frozen_until: update index from which the terms take part again. freezes: how often they were frozen.
@@ -53,12 +52,3 @@ class Gate:
     def took(self, seconds: float, rows: int) -> None:
         """Take in the time of the micro-batches with the terms, `rows` rows in all."""
         self.row_seconds = seconds / rows
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the checkpoint."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
-
-    @classmethod
-    def from_dict(cls, config: GatingConfig, data: Mapping[str, Any]) -> Gate:
-        """Inverse of `to_dict`."""
-        return cls(config, **data)

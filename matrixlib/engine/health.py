@@ -11,12 +11,12 @@ it do not widen it. It has an upper edge only: a falling loss is no fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from matrixlib.config import HealthConfig
+from matrixlib.engine.state import State
 from matrixlib.engine.stats import Action, Stats
 
 NORMAL = 1.4826
@@ -42,8 +42,8 @@ class TrainingHalted(ArithmeticError):
 
 
 @dataclass
-class Health:
-    """Counts of a run, and what it does about each update. All but `config` goes into the checkpoint (`to_dict`).
+class Health(State):
+    """Counts of a run, and what it does about each update. All but `config` goes into the checkpoint.
 
     updates: updates judged. skipped: those with a non-finite loss or gradient. overflows: fp16 gradients beyond the
     range at the current loss scale; the scaler halves the scale, which is normal, so they count apart and never
@@ -250,18 +250,6 @@ class Health:
             f"{self.clip_share:.0%} of the gradients after the warm-up were clipped; above {CLIP_SHARE:.0%} "
             "the learning rate is probably too high"
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the checkpoint; Health.from_dict(h.config, h.to_dict()) == h."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
-
-    @classmethod
-    def from_dict(cls, config: HealthConfig, data: Mapping[str, Any]) -> Health:
-        """Raises ValueError naming the keys that are missing or unknown."""
-        known = {f.name for f in fields(cls)} - {"config"}
-        if odd := sorted(known ^ set(data)):
-            raise ValueError(f"health state of the checkpoint is of another version: {', '.join(odd)}")
-        return cls(config, **data)
 
 
 def _words(stats: Stats) -> str:

@@ -57,15 +57,11 @@ class MetricsLog:
         The file is replaced atomically: a crash leaves either the old or the new one.
         """
         self._file.close()
-        kept: list[str] = []
-        cut = 0
-        for line, row in _lines(self.path):
-            if row["step"] <= step:
-                kept.append(line)
-            else:
-                cut += 1
+        lines = [(line, row["step"] <= step) for line, row in _lines(self.path)]
+        rest = [line for line, keep in lines if keep]
+        cut = len(lines) - len(rest)
         if cut:
-            write_text(self.path, "".join(kept))
+            write_text(self.path, "".join(rest))
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
         return cut
 

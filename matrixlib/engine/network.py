@@ -21,7 +21,7 @@ By itself torch keeps 8 and evaluates the ninth uncompiled without an error."""
 
 
 class GameTask(Protocol):
-    """What a task adds so that its networks can be asked about positions of a game."""
+    """What a task adds so that its networks evaluate positions of a game."""
 
     def inputs(self, states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays that `predict` asks for, of states (B,) and their legal moves (K,) at offsets (B + 1,).

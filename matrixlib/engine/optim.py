@@ -52,8 +52,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
         raise ValueError(f"{what}: names differ from this model's in {len(odd)} places: {', '.join(odd[:5])}")
     for name, value in own.items():
         if value.shape != tensors[name].shape:
-            given = tuple(tensors[name].shape)
-            raise ValueError(f"{what}: {name} has shape {given}, the model's {tuple(value.shape)}")
+            shape = tuple(tensors[name].shape)
+            raise ValueError(f"{what}: {name} has shape {shape}, the model's {tuple(value.shape)}")
     for name, value in own.items():
         value.copy_(tensors[name])
 

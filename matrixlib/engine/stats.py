@@ -37,8 +37,8 @@ class Stats:
     of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late.
     throughput: rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known.
     gate: factor on the weights of the self-supervised terms, where there are any.
-    phase: of the curriculum. validation: fields of `Validation`, where one was
-    made. memory: use since the last validation. statistics: "outputs", "gradient_norm", "blocks" and
+    phase: of the curriculum. validation: fields of `Validation`, where there was
+    one. memory: use since the last validation. statistics: "outputs", "gradient_norm", "blocks" and
     "dead_units", at their interval. initial: at the first update, by term "loss", "chance" and "floor".
     messages: what a person should know.
 

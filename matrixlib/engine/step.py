@@ -48,7 +48,7 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
 
 
 def compiled(model: nn.Module, dynamic: bool | None = None) -> nn.Module:
-    """torch.compile; what it makes is kept with our other files: torch alone keeps it under /tmp, which a restart of
+    """torch.compile; its code is kept with our other files: torch alone keeps it under /tmp, which a restart of
     the machine empties.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
@@ -82,7 +82,7 @@ class Step:
     """Makes one update from one batch: forward and backward over micro-batches, judge, apply or skip.
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
-    pass, halved when memory runs out), gradients (the report that was asked for last), active (terms that are
+    pass, halved when memory runs out), gradients (the last report), active (terms that are
     computed at all), gated (those that may be left out for a while), whole (False while weights and counters are
     being changed: an error then leaves them half-changed until `load_state_dict`).
     The random streams are its own: what others draw between two updates changes nothing here.

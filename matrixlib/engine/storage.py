@@ -183,8 +183,8 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{data.get('versions', {}).get('matrixlib', '?')}; this version reads up to schema {SCHEMA}. "
             f"Update matrixlib, or start a new run"
         )
-    found = FOLDER.fullmatch(path.name)
-    if found and int(found.group(1)) != data["step"]:
+    name = FOLDER.fullmatch(path.name)
+    if name and int(name.group(1)) != data["step"]:
         raise DamagedCheckpoint(f"{path.name}: its state.json is of step {data['step']}")
     return data
 

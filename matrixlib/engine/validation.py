@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.config import ValidationConfig
+from matrixlib.engine.state import State
 from matrixlib.engine.task import Batch, Task, to_device
 
 if TYPE_CHECKING:
@@ -71,10 +73,8 @@ def validate(
     dtype = torch.float32 if device.type == "mps" else torch.float64
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(sorted(active), 0)
-    seen = False
     with evaluating(model):
         for batch in batches:
-            seen = True
             for term, count in task.counts(batch).items():
                 if term in active:
                     counts[term] += count
@@ -84,7 +84,7 @@ def validate(
                 value = value.detach().to(dtype)
                 sums[name] = sums[name] + value if name in sums else value
             beat()
-        if not seen:
+        if not sums:
             return None
         values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
     means = {name: value / counts[_term(name)] for name, value in values.items() if counts[_term(name)]}
@@ -101,17 +101,11 @@ def validate(
 
 def attainable_floor(task: Task, batches: Iterable[Batch], active: frozenset[str]) -> float:
     """Least total validation loss that any network can reach on `batches`; nan without a batch."""
-    sums = dict.fromkeys(active, 0.0)
-    counts = dict.fromkeys(active, 0)
-    seen = False
+    sums, counts = Counter[str](), Counter[str]()
     for batch in batches:
-        seen = True
-        found = task.counts(batch)
-        for term, (_, floor) in task.bounds(batch).items():
-            if term in active:
-                sums[term] += floor
-                counts[term] += found[term]
-    if not seen:
+        counts.update(task.counts(batch))
+        sums.update({term: floor for term, (_, floor) in task.bounds(batch).items()})
+    if not counts:
         return math.nan
     return math.fsum(task.weights[term] * sums[term] / counts[term] for term in active if counts[term])
 
@@ -130,10 +124,10 @@ def refuse_below_floor(target: float, task: Task, batches: Iterable[Batch], acti
 
 
 @dataclass
-class Cadence:
+class Cadence(State):
     """When to validate and when to stop, as a state machine over update counts and losses.
 
-    due_at: update count of the next validation. done: validations made. stale: validations since the last
+    due_at: update count of the next validation. done: how many there were. stale: validations since the last
     improvement of their kind; from `plateau` of them on, validations come `plateau_factor` times rarer.
     reference: loss by kind that has to be beaten by `min_delta` (absolute) to count as an improvement.
     full_stale: full validations since the last improvement of the full loss. best, best_at: lowest full loss
@@ -195,16 +189,6 @@ class Cadence:
                 f"best {best:.4f} after {self.best_at} updates"
             )
         return ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """State without the configuration, for the checkpoint."""
-        state = {name: value for name, value in vars(self).items() if name != "config"}
-        return state | {"reference": dict(self.reference)}
-
-    @classmethod
-    def from_dict(cls, config: ValidationConfig, data: Mapping[str, Any]) -> Cadence:
-        """Inverse of `to_dict`; `config` may differ from the one before."""
-        return cls(config, **{**data, "reference": dict(data["reference"])})
 
 
 def _term(name: str) -> str:
