@@ -19,6 +19,8 @@ from click.testing import CliRunner
 from networks import random_net, save_run
 from papermill.cli import papermill as papermill_command
 
+from matrixlib.runs.run import open_run
+from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -318,6 +320,22 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
         assert "differs from torch by" in text
         assert re.search(r"^ONNX int8 +\d", text, re.MULTILINE), text
         assert (tmp_path / "model.onnx").stat().st_size > (tmp_path / "model.int8.onnx").stat().st_size
+
+
+@pytest.mark.slow
+def test_eval_takes_runs_of_other_tasks(reports: Path) -> None:
+    overrides = get_task("latin").small | {"train": {"steps": 4, "batch_size": 16}}
+    current = open_run("latin_demo", "cpu", run="latin-tiny", overrides=overrides)
+    for _ in current.train():
+        pass
+    current.close()
+    _, error = papermill("eval", reports, "-p", "run", "latin-tiny", "-p", "sample", "64")
+    outputs = [o for c in nbformat.read(reports / "eval.ipynb", 4).cells for o in c.get("outputs", [])]
+    text = "\n".join(o.get("text", o.get("data", {}).get("text/plain", "")) for o in outputs)
+    assert re.search(r"^cell accuracy .* uniform", text, re.MULTILINE), error
+    assert "VERDICT" in text
+    _, error = papermill("eval", reports, "-p", "run", "latin-tiny", "-p", "games", "2")
+    assert "run 'latin-tiny' is of latin: game, puzzles, suites, games and int8 are for chess" in error
 
 
 GAMES = """[White "Mated"]

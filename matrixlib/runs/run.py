@@ -390,6 +390,15 @@ def held_out_data(config: Config) -> Loader:
     return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
+def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
+    """The held-out figures of a network (`tasks.load`) with their baselines; sample: on so many rows, 0 = all."""
+    from matrixlib.data.catalogue import Catalogue
+
+    config: Config = net.task.config
+    spec = get_task(config.task)
+    return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
+
+
 def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
     """The name that `open_run` would use for these parameters, without starting anything."""
     return _folder(preset, run, load_config(preset, _arguments(device, seed, steps, {}))).name

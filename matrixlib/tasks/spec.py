@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.curriculum import Curriculum, Phase
     from matrixlib.engine.network import Network
+    from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.task import Task
     from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
@@ -230,6 +231,10 @@ class TaskSpec(ABC, Generic[ConfigT]):
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
         """What is wrong with the targets of a batch of `prepare`, in words."""
         return []
+
+    def export(self, net: Any, path: Path | str) -> OnnxFile:
+        """Write a network as an ONNX file for other programs; ValueError where the task has no such form."""
+        raise ValueError(f"networks of the task {self.name} cannot be written as ONNX files")
 
     def benchmarks(self) -> Mapping[str, Workload]:
         """Workloads of its own for the benchmarks, by name."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.data.shards import Batch, Layout
+    from matrixlib.engine.onnx import OnnxFile
     from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
@@ -164,6 +165,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
         from matrixlib.tasks.chess.evaluate import viewer
 
         return viewer.game_viewer(file) if file else viewer.held_out_viewer(held_out(), count)
+
+    def export(self, net: Any, path: Path | str) -> OnnxFile:
+        from matrixlib.tasks.chess.evaluate.onnx import export
+
+        return export(net, path)
 
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
         mass = task.illegal_mass(batch)

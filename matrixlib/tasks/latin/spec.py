@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
     from matrixlib.data.shards import Layout
     from matrixlib.engine.curriculum import Curriculum, Phase
+    from matrixlib.engine.onnx import OnnxFile
     from matrixlib.tasks.latin.task import LatinTask
 
 LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
@@ -114,6 +115,11 @@ class LatinSpec(TaskSpec[LatinConfig]):
 
         staged = task.at(phase.values)
         return Stage(staged, [pool.source(size) for size in staged.sizes])
+
+    def export(self, net: Any, path: Path | str) -> OnnxFile:
+        from matrixlib.tasks.latin.export import export
+
+        return export(net.model, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
