@@ -9,8 +9,9 @@ import chess
 import numpy as np
 import pytest
 
-from matrixlib.tasks.chess.stockfish import games
-from matrixlib.tasks.chess.stockfish.games import ENDINGS, Game, Parameters, choose, ending_of, label
+from matrixlib.tasks.chess.stockfish import labels
+from matrixlib.tasks.chess.stockfish.games import ENDINGS, Game, Parameters, choose, ending_of
+from matrixlib.tasks.chess.stockfish.labels import label
 
 LABELS = Parameters()
 
@@ -56,7 +57,7 @@ def test_labels_do_not_depend_on_order(engine):
     assert forwards == backwards[::-1]
     for made, board in zip(forwards, boards, strict=True):
         assert len(made.moves) == len(set(made.moves)) == board.legal_moves.count()
-        assert len(made.deep_moves) == min(games.DEEP_LINES, len(made.moves))
+        assert len(made.deep_moves) == min(labels.DEEP_LINES, len(made.moves))
         assert sum(made.wdl) == 1000
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from matrixlib.tasks.chess.stockfish import generator as sources
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
-from matrixlib.tasks.chess.stockfish.games import ENDINGS, Parameters, oriented, position_key
+from matrixlib.tasks.chess.stockfish.games import ENDINGS, Parameters, position_key
 from matrixlib.tasks.chess.stockfish.generator import generate
+from matrixlib.tasks.chess.stockfish.labels import oriented
 
 TINY = Parameters(
     seed=5, games_per_chunk=2, nodes=(20, 60), plies=60, keep=0.3, shallow_depth=2, deep_depth=3

@@ -24,8 +24,9 @@ from toy_shards import LAYOUT, META, Toy, count_threads, sparse_shard, toy_batch
 
 from matrixlib.data import loader as loader_module
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import WHOLE, Loader, LoaderError, WorkerTraceback, kept_rows
+from matrixlib.data.loader import Loader, WorkerTraceback
 from matrixlib.data.order import generator, merge_ranges
+from matrixlib.data.reader import WHOLE, LoaderError, kept_rows
 from matrixlib.data.shards import BLOCK, Batch, ShardError, write_shard
 
 COUNTS = [BLOCK + 900, 700, 2 * BLOCK + 5]

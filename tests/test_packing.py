@@ -17,11 +17,12 @@ from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_board, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.scores import wdl_of_shares
-from matrixlib.tasks.chess.stockfish import games, packing
+from matrixlib.tasks.chess.stockfish import games, labels, packing
 from matrixlib.tasks.chess.stockfish import generator as sources
 from matrixlib.tasks.chess.stockfish.client import MATE
-from matrixlib.tasks.chess.stockfish.games import Game, Label, Parameters
-from matrixlib.tasks.chess.stockfish.packing import Seen, levels, pack, values, weights_of
+from matrixlib.tasks.chess.stockfish.games import Game, Parameters
+from matrixlib.tasks.chess.stockfish.labels import Label, levels, values, weights_of
+from matrixlib.tasks.chess.stockfish.packing import pack
 
 PARAMETERS = Parameters(seed=3, games_per_chunk=5, plies=90)
 
@@ -30,7 +31,7 @@ ENGINE = "Random 1"
 
 
 def fake_label(_engine: object, board: chess.Board, _parameters: Parameters) -> Label:
-    ours = games.oriented(board)
+    ours = labels.oriented(board)
     rng = random.Random(ours.epd())
     moves = [move.uci() for move in ours.legal_moves]
     rng.shuffle(moves)
@@ -71,7 +72,7 @@ def make_work(folder: Path, chunks: int) -> Path:
         patch.setattr(sources, "label", fake_label)
         sources.open_folder(folder, PARAMETERS, ENGINE)
         for chunk in range(chunks):
-            arrays = sources.make_chunk(None, chunk, PARAMETERS, lambda games, positions: None)
+            arrays = sources.make_chunk(None, chunk, PARAMETERS)
             np.savez(sources.chunk_path(folder, chunk), **arrays)
     return folder
 
@@ -97,7 +98,7 @@ def test_mates_are_beyond_centipawns_and_shorter_ones_better():
     made = values(stored)
     assert (np.diff(made) > 0).all()
     assert made[4:7].tolist() == [-50, 0, 50]
-    assert made[8] - made[7] >= packing.TEMPERATURE * 3
+    assert made[8] - made[7] >= labels.TEMPERATURE * 3
 
 
 def test_weights_are_a_softmax_at_fifty_centipawns():
@@ -111,9 +112,7 @@ def test_weights_are_a_softmax_at_fifty_centipawns():
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.lists(st.integers(0, packing.NO_WEIGHT), min_size=0, max_size=40), min_size=1, max_size=12)
-)
+@given(st.lists(st.lists(st.integers(0, labels.NO_WEIGHT), min_size=0, max_size=40), min_size=1, max_size=12))
 def test_weights_of_any_levels_sum_to_all_and_keep_the_order(rows):
     rows = [[0, *row] for row in rows]
     offset = np.cumsum([0, *map(len, rows)])
@@ -142,7 +141,7 @@ def test_the_deep_search_overrules_the_shallow_one():
     assert levels(chunk_of([30, 20], [1, 0, 255], [50, 0, 0])).tolist() == [10, 0]
     assert levels(chunk_of([30], [0, 255, 255], [-9, 0, 0])).tolist() == [0]
     mated = levels(chunk_of([3 - MATE, 1 - MATE], [0, 1, 255], [3 - MATE, 1 - MATE, 0]))
-    assert mated.tolist() == [0, 100 // packing.STEP]
+    assert mated.tolist() == [0, 100 // labels.STEP]
 
 
 def test_wdl_sums_to_all():
@@ -180,7 +179,7 @@ def test_targets_are_those_of_the_label(packed):
                 move if board.turn else chess.Move(move.from_square ^ 56, move.to_square ^ 56, move.promotion)
             )
             scores = dict(zip(made.deep_moves, made.deep_scores, strict=True))
-            assert max(made.deep_scores) - scores[flipped.uci()] <= packing.STEP
+            assert max(made.deep_scores) - scores[flipped.uci()] <= labels.STEP
             np.testing.assert_allclose(
                 batch["records"]["wdl"][row] / 65535, np.array(made.wdl) / 1000, atol=1e-4
             )
@@ -252,11 +251,11 @@ def test_a_folder_with_shards_is_not_packed_into(work, tmp_path):
 
 
 def test_a_limit_takes_the_first(work):
-    whole, part = packing.collect(work), packing.collect(work, 300)
+    (whole, _), (part, _) = packing.collect(work), packing.collect(work, 300)
     assert len(part.records) == 300
     assert (part.records == whole.records[:300]).all()
     assert (
-        packing.assemble(part)["policy_weight"] == packing.assemble(whole)["policy_weight"][: len(part.level)]
+        labels.assemble(part)["policy_weight"] == labels.assemble(whole)["policy_weight"][: len(part.level)]
     ).all()
 
 
@@ -264,11 +263,11 @@ def test_moves_that_are_not_legal_are_refused(work):
     _, chunk = next(iter(sources.chunks(work)))
     chunk["legal"][0] = sources.move_code("a1h8")
     with pytest.raises(ValueError, match=r"not legal: delete the chunk"):
-        packing.convert(chunk, Seen())
+        packing.convert(chunk, set())
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"call sources\.generate first"):
+    with pytest.raises(ValueError, match=r"call generator\.generate first"):
         pack(tmp_path, tmp_path / "out")
     sources.open_folder(tmp_path / "work", PARAMETERS, ENGINE)
     with pytest.raises(ValueError, match="no finished chunk"):
@@ -276,6 +275,6 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 
 def test_the_levels_are_exact_powers():
-    for level in range(packing.NO_WEIGHT):
-        assert abs(packing.WEIGHTS[level] - 1e6 * math.exp(-level / 10)) <= 1
-    assert packing.WEIGHTS[packing.NO_WEIGHT] == 0
+    for level in range(labels.NO_WEIGHT):
+        assert abs(labels.WEIGHTS[level] - 1e6 * math.exp(-level / 10)) <= 1
+    assert labels.WEIGHTS[labels.NO_WEIGHT] == 0

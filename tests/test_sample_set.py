@@ -38,7 +38,7 @@ def package(work, tmp_path_factory) -> Path:
 
 
 def test_nothing_is_lost(work):
-    positions = packing.collect(work)
+    positions, _ = packing.collect(work)
     again = shipped.decode(shipped.encode(positions))
     for one, other in zip(positions, again, strict=True):
         assert one.dtype == other.dtype

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -24,7 +23,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.gather import ChangedRow, addresses, gather, sizes
 from matrixlib.data.order import (
     PREPARE,
     SAMPLE,
@@ -37,22 +35,16 @@ from matrixlib.data.order import (
     permute,
     places_of,
 )
-from matrixlib.data.shards import BLOCK, REMEDY, Batch, DamagedBlock, Layout, Shard, ShardError
+from matrixlib.data.reader import Damage, LoaderError, Reader, allow_files, grouped_by_source
+from matrixlib.data.shards import Batch, Layout, Shard
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
 Prepare = Callable[[Batch, np.random.Generator], Arrays]
-OnDamage = Callable[[str, int, str], None]  # (shard name, block or WHOLE, reason)
+OnDamage = Callable[[str, int, str], None]  # `Damage`
 OnLoss = Callable[[str], None]  # (what happened)
-Damage = tuple[str, int, str]
 
 ENDLESS = 2**62
-ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, each with the 16 pages around it
-RESIDENT = (
-    2**27
-)  # bytes of mapped shards that may stay in memory; a larger data set is let go again and again
-SPARE_FILES = 256  # of what else a process opens: libraries, pipes of workers, logs
-WHOLE = -1  # in place of a block's number: the shard cannot be opened
 GONE = (
     ConnectionError,
     EOFError,
@@ -64,219 +56,8 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
 
 
-class LoaderError(RuntimeError):
-    """A batch that could not be made, and why."""
-
-
-class Unopened(Exception):
-    """A shard that could not be opened when its first row was asked for: its number among the shards."""
-
-    def __init__(self, shard: int, reason: str) -> None:
-        super().__init__(reason)
-        self.shard = shard
-
-
 class WorkerTraceback(Exception):
     """The traceback of an error in a worker, as text: the cause of the LoaderError in this process."""
-
-
-# Rows
-
-
-def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
-    """How many rows of each shard (counts, sources) a limit keeps, from its beginning on; 0 keeps all.
-
-    Every source keeps the same share, or a limited set would be one of the source that comes first; of a source
-    the first rows in the order of its shards.
-    """
-    total = sum(counts)
-    if not limit or limit >= total:
-        return list(counts)
-    left, passed = dict.fromkeys(sources, 0), 0
-    for source in left:
-        rows = sum(count for count, own in zip(counts, sources, strict=True) if own == source)
-        left[source] = limit * (passed + rows) // total - limit * passed // total
-        passed += rows
-    kept = []
-    for count, source in zip(counts, sources, strict=True):
-        kept.append(min(count, left[source]))
-        left[source] -= kept[-1]
-    return kept
-
-
-def in_order_of(
-    weights: Mapping[str, float], shards: Sequence[ShardRow | Path | str]
-) -> list[ShardRow | Path | str]:
-    """The shards of the weighted sources, those of one source together. LoaderError where one has none."""
-    own = {name: [s for s in shards if isinstance(s, ShardRow) and s.source == name] for name in weights}
-    if lacking := [name for name, found in own.items() if not found]:
-        raise LoaderError(f"no healthy shard of source '{lacking[0]}', which has a weight")
-    return [shard for found in own.values() for shard in found]
-
-
-class Reader:
-    """Rows of several shards by one running number, damaged blocks replaced. Workers open their own maps.
-
-    A row of a bad block becomes the row at the same place of the next sound block (cyclic), so what a batch
-    holds depends on the files alone and not on who found the damage first. A shard is opened when its first row is
-    asked for: opening a data set of thousands costs nothing. One that cannot be opened then is all bad blocks.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        paths: Sequence[Path],
-        sources: Sequence[str],
-        counts: Sequence[int],
-        layout: Layout,
-        limit: int,
-        apart: bool = False,
-    ) -> None:
-        """apart: the shards of a source follow each other, and rows of a source are replaced by rows of it."""
-        self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
-        self._shards: dict[int, Shard] = {}
-        self._rows = tuple(counts)  # of each shard, by the catalogue
-        counts = kept_rows(counts, sources, limit)
-        self.start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # first row of each shard
-        self.count = int(self.start[-1])
-        firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
-        # first row of each block, and N
-        self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)
-        whole = [("", 0, self.count)]
-        self._parts = self._by_source(sources) if apart else whole  # (source, first row, end)
-        self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
-        self._bad = np.zeros(len(self._sound), bool)
-        self.fresh: list[Damage] = []
-        self._forget()
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_shards": {}, "fresh": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        allow_files(len(self.paths))  # a worker has the limit of the process that it was forked from
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing is open, checked or mapped yet in this process."""
-        members = len(list(self.layout.members()))
-        # Of each shard's arrays: where they lie in memory, and how many items they have
-        self._address = np.zeros((members, len(self.paths)), np.int64)
-        self._size = np.zeros_like(self._address)
-        self._checked = np.zeros(len(self.first) - 1, bool)
-        self._mapped, self._resident = np.zeros(len(self.paths), bool), 0
-
-    def _open(self, i: int) -> Shard:
-        if i not in self._shards:
-            try:
-                shard = Shard(self.paths[i], self.layout)
-            except ShardError as error:
-                raise Unopened(i, str(error)) from error
-            except OSError as error:  # of the machine, not of the file
-                remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
-                raise LoaderError(f"{self.paths[i]} cannot be opened: {error}; {remedy}") from error
-            if len(shard) != self._rows[i]:
-                rows = f"{len(shard)} rows, the catalogue says {self._rows[i]}"
-                raise Unopened(i, f"{shard.path}: {rows}; {REMEDY}")
-            self._shards[i], self._address[:, i], self._size[:, i] = shard, addresses(shard), sizes(shard)
-        return self._shards[i]
-
-    def _by_source(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-        changes = [i for i, name in enumerate(sources) if i == 0 or name != sources[i - 1]]
-        edges = [int(self.start[i]) for i in changes] + [self.count]
-        parts = [(sources[i], a, b) for i, (a, b) in zip(changes, itertools.pairwise(edges), strict=True)]
-        if lacking := [source for source, a, b in parts if a == b]:
-            raise LoaderError(f"data.limit {self.count} leaves no row of source '{lacking[0]}'; raise it")
-        return parts
-
-    def firsts(self) -> list[np.ndarray]:
-        """First row of each block and, last, N, of the whole or of each source."""
-        return [self.first[(self.first >= a) & (self.first <= b)] - a for _, a, b in self._parts]
-
-    def gather(self, rows: np.ndarray) -> Batch:
-        """Copies of the rows (B,). Raises LoaderError when no block is sound."""
-        while True:
-            blocks = np.searchsorted(self.first, rows, side="right") - 1
-            sound = self._sound[blocks]
-            size = self.first[sound + 1] - self.first[sound]
-            actual = self.first[sound] + (rows - self.first[blocks]) % size
-            try:
-                return self._read(actual, sound)
-            except DamagedBlock as error:
-                i = self.paths.index(error.path)
-                block = int(np.searchsorted(self.first, self.start[i] + error.block * BLOCK))
-                self._replace(slice(block, block + 1), (self.names[i], error.block, str(error)))
-            except Unopened as error:
-                start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
-                self._replace(slice(start, stop), (self.names[error.shard], WHOLE, str(error)))
-
-    def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
-        shards = np.searchsorted(self.start, rows, side="right") - 1
-        for block in np.unique(blocks[~self._checked[blocks]]):
-            i = int(np.searchsorted(self.start, self.first[block], side="right")) - 1
-            shard = self._open(i)
-            shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
-            self._checked[block] = True
-            self._resident += shard.bytes // shard.blocks
-        self._mapped[shards] = True
-        self._resident += len(rows) * ROW_BYTES
-        try:
-            own = rows - self.start[shards]
-            batch = gather(self.layout, self._address[:, shards], self._size[:, shards], own)
-        except ChangedRow as error:
-            i = int(shards[error.row])
-            block = int(own[error.row]) // BLOCK
-            raise DamagedBlock(self.paths[i], block, error.member) from error
-        self._release()
-        return batch
-
-    def _release(self) -> None:
-        """Keep a data set larger than RESIDENT from filling the memory: its rows hardly come again soon."""
-        if self._resident > RESIDENT:
-            mapped = [self._shards[int(i)] for i in np.flatnonzero(self._mapped)]
-            self._resident = sum(shard.bytes for shard in mapped)
-            if self._resident > RESIDENT:
-                for shard in mapped:
-                    shard.release()
-                self._mapped[:], self._resident = False, 0
-
-    def _replace(self, blocks: slice, damage: Damage) -> None:
-        self._bad[blocks] = True
-        self.fresh.append(damage)
-        for source, begin, end in self._parts:
-            a, b = np.searchsorted(self.first, (begin, end))
-            good = np.flatnonzero(~self._bad[a:b])
-            if not len(good):
-                of = f" of source '{source}'" if source else ""
-                raise LoaderError(f"all {b - a} blocks{of} are damaged, the last one: {damage[2]}")
-            self._sound[a:b] = a + good[np.searchsorted(good, np.arange(b - a)) % len(good)]
-
-    def take_fresh(self) -> list[Damage]:
-        """Damage found since the last call."""
-        found, self.fresh = self.fresh, []
-        return found
-
-
-def allow_files(count: int) -> None:
-    """Let this process and its workers keep so many shards open, which is more than many systems allow unasked.
-
-    LoaderError where the system does not allow it.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    wanted = count + SPARE_FILES
-    if soft == unlimited or soft >= wanted:
-        return
-    if hard != unlimited and hard <= count:
-        raise LoaderError(
-            f"{count:,} shards, but the system lets a process open {hard:,} files: raise the hard limit of open files "
-            "(`ulimit -Hn`), or make larger shards"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
 
 
 def checked(arrays: Arrays, rows: int) -> Arrays:
@@ -342,8 +123,8 @@ class Batches(Dataset[Item]):
             tensors = to_tensors(self.arrays(i))
         except Exception as error:  # noqa: BLE001 - raised again in the training process
             text = f"batch {i} could not be made: {type(error).__name__}: {error}"
-            return Item({}, self.reader.take_fresh(), text, traceback.format_exc())
-        return Item(tensors, self.reader.take_fresh())
+            return Item({}, self.reader.new_damage(), text, traceback.format_exc())
+        return Item(tensors, self.reader.new_damage())
 
 
 def to_tensors(arrays: Arrays) -> Tensors:
@@ -408,7 +189,7 @@ class Loader:
                 "batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0"
             )
         if weights:
-            shards = in_order_of(weights, shards)
+            shards = grouped_by_source(weights, shards)
         names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
         paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
         sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
@@ -444,7 +225,7 @@ class Loader:
     def batch(self, i: int) -> Arrays:
         """Batch i, made here; every array (B, ...)."""
         arrays = self._batches.arrays(i)
-        self._report(self._reader.take_fresh())
+        self._report(self._reader.new_damage())
         return arrays
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
@@ -467,9 +248,9 @@ class Loader:
                     item = next(iterator)
                     break
                 except (RuntimeError, *GONE) as error:
-                    said = (str(error) or type(error).__name__).splitlines()[0]
-                    cause = f"({said}); was it killed, or out of memory? use fewer workers"
-                    gone = isinstance(error, GONE) or any(words in said for words in GONE_WORDS)
+                    text = (str(error) or type(error).__name__).splitlines()[0]
+                    cause = f"({text}); was it killed, or out of memory? use fewer workers"
+                    gone = isinstance(error, GONE) or any(words in text for words in GONE_WORDS)
                     if restarts == RESTARTS or not gone:
                         raise LoaderError(f"batch {i} never came {cause}") from error
                 restarts += 1
@@ -512,10 +293,10 @@ class Loader:
         if 0 < sample < self.count:
             rows = np.sort(permute(np.arange(sample), self.count, make_key(SAMPLE, self._seed)))
         for i, start in enumerate(range(0, len(rows), batch_size)):
-            chosen = rows[start : start + batch_size]
-            batch = self._reader.gather(chosen)
-            arrays = checked(self._batches.prepare(batch, generator(SEQUENTIAL, self._seed, i)), len(chosen))
-            self._report(self._reader.take_fresh())
+            members = rows[start : start + batch_size]
+            batch = self._reader.gather(members)
+            arrays = checked(self._batches.prepare(batch, generator(SEQUENTIAL, self._seed, i)), len(members))
+            self._report(self._reader.new_damage())
             yield to_tensors(arrays)
 
     def _open(self, item: Item) -> Tensors:
@@ -525,7 +306,7 @@ class Loader:
         return item.tensors
 
     def _report(self, damage: Sequence[Damage]) -> None:
-        """Pass on what was not said before: every worker finds the same damage for itself."""
+        """Pass on what is new: every worker meets the same damage for itself."""
         for name, block, reason in damage:
             if (name, block) not in self._reported:
                 self._reported.add((name, block))

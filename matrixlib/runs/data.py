@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.config import Config
-from matrixlib.data.loader import WHOLE, Loader, Tensors
+from matrixlib.data.loader import Loader, Tensors
+from matrixlib.data.reader import WHOLE
 from matrixlib.data.shards import concat, write_shard
 from matrixlib.hardware.runtime import Runtime
 

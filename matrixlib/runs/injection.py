@@ -22,7 +22,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import kept_rows
+from matrixlib.data.reader import kept_rows
 from matrixlib.data.shards import BLOCK, Shard, concat, write_shard
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import figures

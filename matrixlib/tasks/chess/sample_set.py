@@ -24,7 +24,7 @@ from matrixlib.data.shards import file_hash
 from matrixlib.files import cache_root, write_bytes
 from matrixlib.tasks.chess.records import RECORD
 from matrixlib.tasks.chess.stockfish import packing
-from matrixlib.tasks.chess.stockfish.packing import Positions
+from matrixlib.tasks.chess.stockfish.labels import Positions, assemble
 
 SAMPLE = Path(__file__).parent / "sample"
 DATA, MANIFEST = "sample.npz.xz", "manifest.json"
@@ -82,16 +82,16 @@ def decode(data: bytes) -> Positions:
 
 
 def ship(work: Path | str, folder: Path = SAMPLE, limit: int | None = None) -> dict[str, Any]:
-    """Compresses the positions of a work folder (sources.generate) into `folder`; returns the manifest.
+    """Compresses the positions of a work folder (generator.generate) into `folder`; returns the manifest.
 
     For the makers of the package: it needs the work folder, minutes, and room for the unpacked shards.
     """
-    positions = packing.collect(Path(work), limit)
+    positions, _ = packing.collect(Path(work), limit)
     meta = packing.provenance(Path(work))
     data = encode(positions)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        infos = packing.write_splits(Path(scratch), packing.assemble(decode(data)), meta)
+        infos = packing.write_splits(Path(scratch), assemble(decode(data)), meta)
     manifest = {
         "format": FORMAT,
         "file": DATA,
@@ -166,7 +166,7 @@ def _unpack(folder: Path, manifest: dict[str, Any], root: Path, target: Path) ->
     for left in root.glob("sample-*.tmp"):  # of killed processes: the lock is ours
         shutil.rmtree(left)
     temporary = target.with_name(f"{target.name}.tmp")
-    packing.write_splits(temporary, packing.assemble(decode(data)), manifest["meta"])
+    packing.write_splits(temporary, assemble(decode(data)), manifest["meta"])
     if bad := damage(temporary, manifest):
         shutil.rmtree(temporary)
         raise ValueError(

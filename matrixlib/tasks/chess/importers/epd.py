@@ -30,7 +30,7 @@ from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import score_of
-from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, weights_of
+from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, weights_of
 
 PART = 1 << 16  # bytes, about 700 positions
 LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new

@@ -2,9 +2,9 @@
 
 A line is {"fen": four fields, "evals": [{"pvs": [{"cp" or "mate": n, "line": "e2e4 e7e5 ..."}, ...], "knodes": n,
 "depth": n}, ...]}. Scores are White's, whoever is to move, which the order of the variations shows; castling is written
-as king takes rook (e1h1). Of several evaluations the deepest counts. The policy is the softmax that packing.py makes of
-scores, over the first moves of its variations: what Stockfish has not listed has no weight. Win-draw-loss is that of
-the best score (scores.py). There are no games, so equal positions stand in for them in the split.
+as king takes rook (e1h1). Of several evaluations the deepest counts. The policy is the softmax that stockfish/labels.py
+makes of scores, over the first moves of its variations: what Stockfish has not listed has no weight. Win-draw-loss is
+that of the best score (scores.py). There are no games, so equal positions stand in for them in the split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import Records
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import MATE, score_of
-from matrixlib.tasks.chess.stockfish.packing import NO_WEIGHT, STEP, values, weights_of
+from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, weights_of
 
 PART = 1 << 19  # bytes, about 700 positions
 LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new

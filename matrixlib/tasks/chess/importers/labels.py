@@ -1,6 +1,6 @@
 """Reader of lists of positions (FEN or EPD, one a line) that Stockfish labels: policy and win-draw-loss.
 
-The labels are those of the sample set (games.py, packing.py): all legal moves at a small depth, the best ones deeper,
+The labels are those of the sample set (stockfish/labels.py): all legal moves at a small depth, the best ones deeper,
 each position as after `ucinewgame`, so that they follow from the position alone. Operations of EPD are not used.
 """
 
@@ -26,9 +26,16 @@ from matrixlib.tasks.chess.importers.parsing import (
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish
-from matrixlib.tasks.chess.stockfish.games import Parameters, label
-from matrixlib.tasks.chess.stockfish.generator import label_columns
-from matrixlib.tasks.chess.stockfish.packing import BOARD, Positions, assemble, levels, ordered
+from matrixlib.tasks.chess.stockfish.games import Parameters
+from matrixlib.tasks.chess.stockfish.labels import (
+    BOARD,
+    Positions,
+    assemble,
+    label,
+    label_columns,
+    levels,
+    ordered,
+)
 
 PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
 

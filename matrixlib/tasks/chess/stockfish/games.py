@@ -1,10 +1,4 @@
-"""Games of Stockfish against itself, the choice of positions in them, and the labels of a position.
-
-Everything here is a pure function of its arguments. Labels are made on the oriented position (side to move =
-White) with full-move number 32, after `ucinewgame`: Stockfish 15.1's win-draw-loss depends on the move number
-and its search on what the hash remembers, so only in this way is a label a function of the position (pieces,
-castling, en passant, half-move clock) and not of what came before.
-"""
+"""Games of Stockfish against itself, and the choice of positions in them: pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -14,10 +8,8 @@ from dataclasses import dataclass
 import chess
 import numpy as np
 
-from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
+from matrixlib.tasks.chess.stockfish.client import Stockfish
 
-FULLMOVE = 32  # at which Stockfish 15.1 calls 100 centipawns a win in half of the games
-DEEP_LINES = 3
 ENDINGS = ("cap", "checkmate", "stalemate", "insufficient material", "repetition", "fifty moves")
 
 
@@ -61,25 +53,9 @@ class Game:
     ending: int
 
 
-@dataclass(frozen=True)
-class Label:
-    """Scores of the legal moves (mover's side, see MATE), deeper ones of the best, wdl per mille."""
-
-    moves: tuple[str, ...]
-    scores: tuple[int, ...]
-    deep_moves: tuple[str, ...]
-    deep_scores: tuple[int, ...]
-    wdl: tuple[int, int, int]
-
-
 def position_key(board: chess.Board) -> str:
     """Pieces, side, castling rights and en passant where it is legal: what two equal positions share."""
     return board.epd(en_passant="legal")
-
-
-def oriented(board: chess.Board) -> chess.Board:
-    """The position with White to move: for Black the ranks are mirrored and the colours swapped."""
-    return board if board.turn == chess.WHITE else board.mirror()
 
 
 def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, int] | None:
@@ -117,33 +93,33 @@ def play_game(engine: Stockfish, number: int, parameters: Parameters) -> Game:
     board = chess.Board()
     moves: list[chess.Move] = []
     scores: list[int] = []
-    seen = Counter([position_key(board)])
-    played, score = "", 0
+    times = Counter([position_key(board)])
+    line, score = "", 0
     engine.new_game()
-    while (end := ending_of(board, seen[position_key(board)], parameters.plies)) is None:
+    while (end := ending_of(board, times[position_key(board)], parameters.plies)) is None:
         ply, side = len(moves), int(board.turn == chess.BLACK)
-        position = f"startpos moves{played}" if played else "startpos"
+        position = f"startpos moves{line}" if line else "startpos"
         score = -score
         if ply < opening and not uniform:
-            found = engine.search(position, "nodes 500", 12)
-            values = np.array([line.score for line in found], dtype=float)
-            uci = draw(rng, [line.move for line in found], values, parameters.opening_temperature)
-            score = found[0].score
+            lines = engine.search(position, "nodes 500", 12)
+            values = np.array([one.score for one in lines], dtype=float)
+            uci = draw(rng, [one.move for one in lines], values, parameters.opening_temperature)
+            score = lines[0].score
         elif ply < opening or (blunder := rng.random()) < noise[side] / 4:
             legal = sorted(move.uci() for move in board.legal_moves)
             uci = legal[int(rng.integers(len(legal)))]
         elif blunder < noise[side]:
-            found = engine.search(position, f"nodes {nodes[side]}", 4)
-            uci, score = found[int(rng.integers(len(found)))].move, found[0].score
+            lines = engine.search(position, f"nodes {nodes[side]}", 4)
+            uci, score = lines[int(rng.integers(len(lines)))].move, lines[0].score
         else:
-            found = engine.search(position, f"nodes {nodes[side]}")
-            uci, score = found[0].move, found[0].score
+            lines = engine.search(position, f"nodes {nodes[side]}")
+            uci, score = lines[0].move, lines[0].score
         move = chess.Move.from_uci(uci)
         board.push(move)
-        seen[position_key(board)] += 1
+        times[position_key(board)] += 1
         moves.append(move)
         scores.append(score)
-        played += f" {uci}"
+        line += f" {uci}"
     return Game(number, tuple(moves), tuple(scores), *end)
 
 
@@ -154,27 +130,3 @@ def choose(game: Game, parameters: Parameters) -> np.ndarray:
     share[np.abs(np.array(game.scores, dtype=int)) >= parameters.decided] = parameters.keep_decided
     share[:4] = parameters.keep_first
     return rng.random(len(game.moves)) < share
-
-
-def label(engine: Stockfish, board: chess.Board, parameters: Parameters) -> Label:
-    """Labels of a position with a legal move; its moves are those of the oriented board."""
-    seen = oriented(board)
-    seen = seen.copy(stack=False) if seen is board else seen
-    seen.fullmove_number = FULLMOVE
-    position = "fen " + seen.fen(en_passant="legal")
-    engine.new_game()
-    shallow = engine.search(position, f"depth {parameters.shallow_depth}", 500)
-    legal = seen.legal_moves.count()
-    if len(shallow) != legal:
-        raise EngineError(f"{engine.name} lists {len(shallow)} of {legal} moves in {position}")
-    deep = engine.search(position, f"depth {parameters.deep_depth}", DEEP_LINES)
-    wdl = deep[0].wdl
-    if wdl is None:
-        raise EngineError(f"{engine.name} shows no win-draw-loss")
-    return Label(
-        tuple(line.move for line in shallow),
-        tuple(line.score for line in shallow),
-        tuple(line.move for line in deep),
-        tuple(line.score for line in deep),
-        wdl,
-    )

@@ -1,8 +1,8 @@
 """Training positions made with Stockfish, in resumable chunks of integers.
 
 A chunk holds `games_per_chunk` games and is a pure function of (parameters, chunk number), so killed work
-goes on where it stopped and ends in the same bytes. A chunk keeps the integers that the engine said;
-packing.py turns them into training targets, which can be redone without an engine.
+goes on where it stopped and ends in the same bytes. A chunk holds the integers that the engine gave;
+labels.py turns them into training targets, which can be done again without an engine.
 """
 
 from __future__ import annotations
@@ -15,27 +15,22 @@ import os
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import chess
 import numpy as np
 
-from matrixlib.files import write_bytes
+from matrixlib.files import end_with_parent, write_bytes
+from matrixlib.progress import live_bar
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
-from matrixlib.tasks.chess.stockfish.games import (
-    DEEP_LINES,
-    Label,
-    Parameters,
-    choose,
-    label,
-    play_game,
-    position_key,
-)
+from matrixlib.tasks.chess.stockfish.games import Parameters, choose, play_game, position_key
+from matrixlib.tasks.chess.stockfish.labels import Label, label, label_columns, move_code
 
 FORMAT = 1
 
@@ -46,16 +41,8 @@ def game_id(parameters: Parameters, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def move_code(uci: str) -> int:
-    """from | to << 6 | promotion << 12 (0 none, 2 knight ... 5 queen), as stored in a chunk."""
-    move = chess.Move.from_uci(uci)
-    return move.from_square | move.to_square << 6 | (move.promotion or 0) << 12
-
-
-def make_chunk(
-    engine: Stockfish, chunk: int, parameters: Parameters, advance: Callable[[int, int], None]
-) -> dict[str, np.ndarray]:
-    """The arrays of one chunk. `advance(games, positions)` is called as work is done.
+def make_chunk(engine: Stockfish, chunk: int, parameters: Parameters) -> dict[str, np.ndarray]:
+    """The arrays of one chunk.
 
     Per game: game_id u8, game_number u4, result i1 (White's side), ending u1, moves u2 with move_offset. Per
     position: game u2 (row), ply u2, side u1, repetition u1, halfmove u1, castling u1, en_passant i1,
@@ -71,17 +58,15 @@ def make_chunk(
     first = chunk * parameters.games_per_chunk
     for row in range(parameters.games_per_chunk):
         game = play_game(engine, first + row, parameters)
-        chosen = choose(game, parameters)
-        board, seen = chess.Board(), Counter[str]()
-        advance(1, 0)
+        labelled = choose(game, parameters)
+        board, times = chess.Board(), Counter[str]()
         for ply, move in enumerate(game.moves):
             key = position_key(board)
-            if chosen[ply]:
+            if labelled[ply]:
                 labels.append(label(engine, board, parameters))
                 boards.append(board.copy(stack=False))
-                facts.append((row, ply, min(seen[key], 2)))
-                advance(0, 1)
-            seen[key] += 1
+                facts.append((row, ply, min(times[key], 2)))
+            times[key] += 1
             board.push(move)
         moves += [move_code(move.uci()) for move in game.moves]
         move_offset.append(len(moves))
@@ -105,24 +90,6 @@ def make_chunk(
     }
 
 
-def label_columns(labels: Sequence[Label]) -> dict[str, np.ndarray]:
-    """The columns of a chunk that labels fill: wdl, legal and score with legal_offset, deep, deep_score."""
-    deep = np.full((len(labels), DEEP_LINES), 255, dtype="u1")
-    deep_score = np.zeros((len(labels), DEEP_LINES), dtype="<i2")
-    for row, made in enumerate(labels):
-        count = len(made.deep_moves)
-        deep[row, :count] = [made.moves.index(uci) for uci in made.deep_moves]
-        deep_score[row, :count] = made.deep_scores
-    return {
-        "wdl": np.array([made.wdl for made in labels], dtype="<u2").reshape(-1, 3),
-        "deep": deep,
-        "deep_score": deep_score,
-        "legal": np.array([move_code(uci) for made in labels for uci in made.moves], dtype="<u2"),
-        "score": np.array([score for made in labels for score in made.scores], dtype="<i2"),
-        "legal_offset": np.cumsum([0] + [len(made.moves) for made in labels]).astype("<u4"),
-    }
-
-
 def chunk_path(folder: Path, chunk: int) -> Path:
     """Where a chunk lies in the work folder."""
     return folder / f"chunk_{chunk:06d}.npz"
@@ -143,53 +110,29 @@ def chunks(folder: Path) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         yield int(path.stem.removeprefix("chunk_")), read_chunk(path)
 
 
-def _work(
-    folder: Path,
-    todo: list[int],
-    parameters: Parameters,
-    stockfish: Path,
-    taken: Any,
-    pipe: Connection,
-) -> None:
-    """A worker process: takes the next chunk until none is left; ends with its parent."""
-    parent = multiprocessing.parent_process()
-
-    def advance(games: int, positions: int) -> None:
-        pipe.send((games, positions))
-        if parent is not None and not parent.is_alive():
-            raise SystemExit("the parent process is gone")
-
-    try:
-        with Stockfish(stockfish) as engine:
-            while True:
-                with taken.get_lock():
-                    index = taken.value
-                    taken.value += 1
-                if index >= len(todo):
-                    break
-                arrays = make_chunk(engine, todo[index], parameters, advance)
-                data = io.BytesIO()
-                np.savez_compressed(data, **arrays)  # type: ignore[arg-type]
-                write_bytes(chunk_path(folder, todo[index]), data.getvalue())
-    except EngineError as error:
-        pipe.send(str(error))
-    finally:
-        pipe.close()
+def _write_chunk(folder: Path, chunk: int, parameters: Parameters, stockfish: Path) -> tuple[int, int]:
+    """Make a chunk, in a worker process. Returns its numbers of games and positions."""
+    with Stockfish(stockfish) as engine:
+        arrays = make_chunk(engine, chunk, parameters)
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)  # type: ignore[arg-type]
+    write_bytes(chunk_path(folder, chunk), data.getvalue())
+    return parameters.games_per_chunk, len(arrays["side"])
 
 
 def open_folder(folder: Path, parameters: Parameters, engine: str) -> None:
     """Creates the work folder or checks that it belongs to the same parameters and engine."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "generator.json"
-    want = json.loads(json.dumps({"format": FORMAT, "engine": engine, "parameters": asdict(parameters)}))
+    own = json.loads(json.dumps({"format": FORMAT, "engine": engine, "parameters": asdict(parameters)}))
     if path.exists():
         have = json.loads(path.read_text())
-        if have != want:
+        if have != own:
             raise ValueError(
-                f"{folder} holds other work ({have}, asked for {want}): use another folder or delete it"
+                f"{folder} holds other work ({have}, requested {own}): use another folder or delete it"
             )
         return
-    write_bytes(path, json.dumps(want, indent=1).encode())
+    write_bytes(path, json.dumps(own, indent=1).encode())
 
 
 def generate(
@@ -218,54 +161,27 @@ def generate(
     todo = [chunk for chunk in range(total) if not chunk_path(folder, chunk).exists()]
     workers = max(1, min(workers or os.cpu_count() or 1, len(todo)))
     start, played, labelled = time.monotonic(), 0, 0
-    context = multiprocessing.get_context("spawn")
-    taken = context.Value("q", 0)
-    processes, pipes = [], []
-    from matrixlib.progress import live_bar
-
     bar = live_bar(
         total=total * parameters.games_per_chunk,
         initial=(total - len(todo)) * parameters.games_per_chunk,
         desc="games",
         disable=not progress,
     )
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent)
     try:
-        for _ in range(workers if todo else 0):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work, args=(folder, todo, parameters, path, taken, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        while pipes:
-            for pipe in cast("list[Connection]", wait(pipes, 1.0)):
-                try:
-                    news = pipe.recv()
-                except EOFError:
-                    pipes.remove(pipe)
-                    continue
-                if isinstance(news, str):
-                    raise EngineError(news)
-                played, labelled = played + news[0], labelled + news[1]
-                if news[0]:
-                    bar.update(news[0])
-                    bar.set_postfix(
-                        positions=labelled,
-                        rate=f"{labelled / (time.monotonic() - start):.0f}/s",
-                        refresh=False,
-                    )
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise EngineError(
-                    f"a generator process ended with exit status {process.exitcode}; start again to go on"
-                )
+        jobs = [pool.submit(_write_chunk, folder, chunk, parameters, path) for chunk in todo]
+        for job in as_completed(jobs):
+            games_done, positions = job.result()
+            played, labelled = played + games_done, labelled + positions
+            bar.update(games_done)
+            rate = f"{labelled / (time.monotonic() - start):.0f}/s"
+            bar.set_postfix(positions=labelled, rate=rate, refresh=False)
+    except BrokenProcessPool as error:
+        raise EngineError(f"a generator process was killed ({error}); start again to go on") from error
     finally:
         bar.close()
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
+        pool.shutdown(
+            wait=False, cancel_futures=True
+        )  # after an error, what is being made is made to its end
     seconds = time.monotonic() - start
     return {"games": played, "positions": labelled, "seconds": seconds, "engine": name, "chunks": total}

@@ -12,7 +12,7 @@ from test_packing import make_work
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.tasks.chess.stockfish import generator as sources
 from matrixlib.tasks.chess.stockfish import packing
-from matrixlib.tasks.chess.stockfish import sample as sampling
+from matrixlib.tasks.chess.stockfish.sample import make_set
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_made_again_with_more_games_every_shard_is_in_use(
     for chunks in (2, 4, 4):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            made = sampling.make(str(tmp_path), chunks)
+            made = make_set(str(tmp_path), chunks)
         assert made["illegal"] == 0
         rows = Catalogue(tmp_path / "shards").shards(state=None)
         assert {row.state for row in rows} == {"healthy"}
@@ -41,21 +41,21 @@ def test_made_again_with_more_games_every_shard_is_in_use(
 
 
 def test_shards_that_others_made_are_left_alone(tmp_path: Path) -> None:
-    sampling.make(str(tmp_path / "a"), 1)
+    make_set(str(tmp_path / "a"), 1)
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "shards").rename(tmp_path / "b" / "shards")  # of a cycle, or of other chunks
     before = {path.name: path.read_bytes() for path in (tmp_path / "b" / "shards").glob("*.npz")}
     for _ in range(2):
         with pytest.raises(ValueError, match="chunks: give another folder as `out`"):
-            sampling.make(str(tmp_path / "b"), 2)
+            make_set(str(tmp_path / "b"), 2)
         assert {path.name: path.read_bytes() for path in (tmp_path / "b" / "shards").glob("*.npz")} == before
         sources.open_folder(tmp_path / "b" / "chunks", sources.Parameters(seed=9), "another engine")
 
 
 def test_nothing_else_in_the_folder_is_deleted(tmp_path: Path) -> None:
-    sampling.make(str(tmp_path), 1)
+    make_set(str(tmp_path), 1)
     note = tmp_path / "shards" / "imports" / "note.txt"
     note.parent.mkdir()
     note.write_text("mine")
-    sampling.make(str(tmp_path), 2)
+    make_set(str(tmp_path), 2)
     assert note.read_text() == "mine"
