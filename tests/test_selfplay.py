@@ -107,19 +107,12 @@ def test_temperature() -> None:
     assert all(len(lines) == 1 for lines in after.values()), "from the second ply on the best move"
 
 
-def test_openings_and_random_plies() -> None:
-    openings = GAME.play(GAME.initial(9), np.arange(9, dtype=np.int32))
-    traces = list(play_games(GAME, uniform, range(40), OPTIONS, openings=openings))
-    assert {t.states[0].tobytes() for t in traces} == {o.tobytes() for o in openings}
+def test_random_plies() -> None:
     traces = list(play_games(GAME, uniform, range(40), changed(OPTIONS, random_plies=(2, 4))))
     starts = {int(np.bitwise_count(t.states["ours"][0] | t.states["theirs"][0])) for t in traces}
     assert starts == {2, 3, 4}
     for trace in traces:
         assert trace.result == replayed(GAME, trace)
-    over = np.zeros(1, openings.dtype)
-    over["theirs"] = 0o7
-    with pytest.raises(ValueError, match="end of a game"):
-        next(play_games(GAME, uniform, range(1), OPTIONS, openings=over))
 
 
 def gloomy(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
@@ -160,19 +153,32 @@ def test_options_are_checked() -> None:
 # --- chess ----------------------------------------------------------------------------------------
 
 
+class LateChess(ChessGame):
+    """Chess that starts from another position."""
+
+    def __init__(self, start: States) -> None:
+        super().__init__()
+        self.start = start
+
+    def initial(self, n: int) -> States:
+        return np.repeat(self.start, n)
+
+
 def test_chess_games_become_records(tmp_path: Path) -> None:
-    """Random openings near the end of games, cut at 60 plies: results, legality and targets in a shard's batch."""
-    game = ChessGame()
+    """Games from near their end, cut at 60 plies: results, legality and targets in a shard's batch."""
     fens = [
+        chess.STARTING_FEN,
         "8/8/8/4k3/8/8/8/QQ2K3 b - - 0 60",
         "4k3/8/8/8/8/8/8/4K2R w K - 0 1",
         "8/8/4k3/8/8/4K3/8/7R b - - 96 99",
     ]
-    openings = from_boards([chess.Board(), *map(chess.Board, fens)])
     options = SelfPlayOptions(
         parallel=6, num_simulations=12, num_quick_simulations=4, full_share=0.6, plies=60
     )
-    traces = list(play_games(game, uniform, range(14), options, openings=openings))
+    game, traces = ChessGame(), list[Trace]()
+    for number, fen in enumerate(fens):
+        late = LateChess(from_boards([chess.Board(fen)]))
+        traces += play_games(late, uniform, range(4 * number, 4 * number + 4), options)
     for trace in traces:
         if trace.ending == "normal":
             assert trace.result == replayed(game, trace)

@@ -11,13 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from matrixlib.config import Real, Section
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair, as the mean of its two games
 Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
@@ -67,13 +70,16 @@ def rating(pairs: Counts) -> Rating:
 
 def rating_table(
     matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0
-) -> list[Standing]:
+) -> pd.DataFrame:
     """Ratings of several players, best first, from the pairs (5,) of each match (first player, second player).
 
-    The likeliest strengths of the Bradley-Terry model (a draw is half a point each), with one drawn pair added
-    between players that met, so that they are finite; intervals by the bootstrap over pairs. ValueError where some
-    players are linked to the others by no match.
+    A row a player: games, score, elo against the mean of all, and low and high of its 95 % interval. The likeliest
+    strengths of the Bradley-Terry model (a draw is half a point each), with one drawn pair added between players that
+    met, so that they are finite; intervals by the bootstrap over pairs. ValueError where some players are linked to
+    the others by no match.
     """
+    import pandas as pd
+
     names = sorted({name for players in matches for name in players})
     row = {name: i for i, name in enumerate(names)}
     rng = np.random.default_rng(seed)
@@ -90,14 +96,9 @@ def rating_table(
         raise ValueError(f"no chain of matches links all of {', '.join(names)}: they have no common scale")
     elo = _strengths(points + met)
     low, high = np.quantile(elo[1:], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    count, score = games.sum(1), points[0].sum(1)
-    standings = [
-        Standing(
-            name, int(count[i]), float(score[i] / count[i]), float(elo[0, i]), float(low[i]), float(high[i])
-        )
-        for i, name in enumerate(names)
-    ]
-    return sorted(standings, key=lambda standing: -standing.elo)
+    columns = {"games": games.sum(1).astype(int), "score": points[0].sum(1) / games.sum(1)}
+    frame = pd.DataFrame({**columns, "elo": elo[0], "low": low, "high": high}, index=names)
+    return frame.sort_values("elo", ascending=False)
 
 
 def _counts(pairs: Counts) -> NDArray[np.float64]:
@@ -193,15 +194,3 @@ class Sprt(Section):
         low, high = self.bounds()
         ratio = self.ratio(pairs)
         return True if ratio >= high else False if ratio <= low else None
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One row of a rating table: Elo against the mean of all players, with its 95 % interval."""
-
-    name: str
-    games: int
-    score: float
-    elo: float
-    low: float
-    high: float

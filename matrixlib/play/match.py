@@ -91,9 +91,7 @@ def play_pairs(
 
     start: number of the first game. ValueError if an opening is the end of a game, or a move is not legal.
     """
-    states = np.repeat(openings, 2)
-    count = len(states)
-    mover_first = np.arange(count) % 2 == 0  # whether the first player is to move
+    states, count = np.repeat(openings, 2), 2 * len(openings)
     moves: list[list[int]] = [[] for _ in range(count)]
     comments: list[list[str]] = [[] for _ in range(count)]
     keys = np.zeros((count, plies + 1), np.uint64)
@@ -103,42 +101,36 @@ def play_pairs(
         keys[live, ply] = game.key(states[live])
         legal, offsets = game.legal(states[live])
         values = game.terminal(states[live], np.diff(offsets))
-        for i, value in zip(live.tolist(), values, strict=True):
-            if not np.isnan(value):
-                results[i], endings[i] = value * (-1) ** ply + 0.0, "normal"  # no negative zero
-                if ply == 0:
-                    raise ValueError(f"opening {i // 2} is the end of a game: leave it out")
+        over = ~np.isnan(values)
+        if ply == 0 and over.any():
+            raise ValueError(f"opening {over.argmax() // 2} is the end of a game: leave it out")
+        for i, value in zip(live[over].tolist(), values[over], strict=True):
+            results[i], endings[i] = value * (-1) ** ply + 0.0, "normal"  # no negative zero
         allowed = dict(zip(live.tolist(), np.split(legal, offsets[1:-1]), strict=True))
-        live = live[np.isnan(values)]
+        live = live[~over]
         if ply == plies or not len(live):
             break
-        choices = np.zeros(count, np.int32)
-        for player, name, theirs in (
-            (first, names[0], live[mover_first[live]]),
-            (second, names[1], live[~mover_first[live]]),
-        ):
-            if not len(theirs):
+        for second_moves, player in enumerate((first, second)):  # the first player begins each other game
+            games = live[(live + ply) % 2 == second_moves]
+            if not len(games):
                 continue
-            choice = player(Turn(theirs + start, states[theirs], [keys[i, :ply] for i in theirs]))
-            choices[theirs] = choice.moves
-            for j, i in enumerate(theirs.tolist()):
-                if choices[i] not in allowed[i]:
-                    raise ValueError(
-                        f"'{name}' plays move {choices[i]} in game {i + start}, which is not legal"
-                    )
-                moves[i].append(int(choices[i]))
-                comments[i].append(choice.comments[j] if choice.comments else "")
-        after = game.play(states[live], choices[live])
+            choice = player(Turn(games + start, states[games], [keys[i, :ply] for i in games]))
+            texts = choice.comments or [""] * len(games)
+            for i, move, text in zip(games.tolist(), choice.moves.tolist(), texts, strict=True):
+                if move not in allowed[i]:
+                    name = names[second_moves]
+                    raise ValueError(f"'{name}' plays move {move} in game {i + start}, which is not legal")
+                moves[i].append(move)
+                comments[i].append(text)
+        after = game.play(states[live], np.array([moves[i][-1] for i in live], np.int32))
         before = (keys[live, : ply + 1] == game.key(after)[:, None]).sum(1)
         states[live] = game.repeat(after, before.astype(np.int32))
-        mover_first[live] = ~mover_first[live]
-    sides = game.to_move(openings)
     records = []
-    for i in range(count):
-        players = names if (i + sides[i // 2]) % 2 == 0 else names[::-1]
+    for i, side in enumerate(np.repeat(game.to_move(openings), 2)):
+        players = names if (i + side) % 2 == 0 else names[::-1]
         tags = {"Round": f"{(i + start) // 2 + 1}.{i % 2 + 1}", "Termination": endings[i]}
-        at = openings[i // 2 : i // 2 + 1]
-        records.append(GameRecord(at, moves[i], float(results[i]), tags, comments[i], players))
+        opening = openings[i // 2 : i // 2 + 1]
+        records.append(GameRecord(opening, moves[i], float(results[i]), tags, comments[i], players))
     return Match(tuple(records))
 
 

@@ -19,27 +19,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Positive, Real, Section
+from matrixlib.play import tree as kernels
 from matrixlib.play.game import Game, Moves, Offsets, States, Values
-from matrixlib.play.tree import (
-    F32,
-    F64,
-    FAR,
-    I32,
-    OF_NODES,
-    U64,
-    Pool,
-    best_edge,
-    compact,
-    considered_visits,
-    empty_pool,
-    expand,
-    gumbel_scores,
-    occurrences,
-    principal_variation,
-    settle,
-    simulate,
-    surer_edge,
-)
+from matrixlib.play.tree import F32, F64, FAR, I32, OF_NODES, U64, Pool
 
 Evaluate: TypeAlias = Callable[[States, Moves, Offsets], tuple[Values, Values]]
 """(states (N,), legal moves (K,), offsets (N + 1,)) -> (priors (K,), sum 1 in each state, and the values (N,)
@@ -144,7 +126,7 @@ class Search:
         self.game, self.evaluate, self.options, self.seed = game, evaluate, options or SearchOptions(), seed
         self.trees = trees
         self.states = game.initial(trees)
-        self.pool = empty_pool(1024, 32_768 + trees)
+        self.pool = kernels.empty_pool(1024, 32_768 + trees)
         self.nodes, self.edges = 0, trees
         self._node_states = game.initial(1024)
         self._roots = np.full(trees, -1, np.int32)
@@ -230,7 +212,9 @@ class Search:
         gumbel = (scale, schedule, logits, base)
         try:
             while until is None or not until():
-                n = simulate(self.pool, rows, self._roots, budget, done, o.leaves, explore, *gumbel, out)
+                n = kernels.simulate(
+                    self.pool, rows, self._roots, budget, done, o.leaves, explore, *gumbel, out
+                )
                 if n == 0:
                     break
                 self._visit(out[:n])
@@ -263,7 +247,7 @@ class Search:
             return
         self._stale = False
         before, moved = self.nodes, np.empty(self.nodes, np.int32)
-        self.nodes, self.edges = compact(self.pool, self.trees, self._roots, before, moved)
+        self.nodes, self.edges = kernels.compact(self.pool, self.trees, self._roots, before, moved)
         self._node_states[: self.nodes] = self._node_states[:before][moved >= 0]
 
     def _plant(self, trees: I32) -> None:
@@ -308,7 +292,7 @@ class Search:
             if noisy:
                 logits[i, :count] += rng.gumbel(size=count)
             base[i, :count] = self.pool.visits[edges]
-            schedule[i, :budget] = considered_visits(min(o.max_num_considered_actions, count), budget)
+            schedule[i, :budget] = kernels.considered_visits(min(o.max_num_considered_actions, count), budget)
         elif noisy and count > 1:
             noise = rng.dirichlet(np.full(count, o.dirichlet_alpha_total / count))
             self.pool.prior[edges] = (1 - o.dirichlet_fraction) * prior + o.dirichlet_fraction * noise
@@ -318,7 +302,7 @@ class Search:
         game, p = self.game, self.pool
         states = game.play(self._node_states[leaf[:, 1]], p.move[leaf[:, 0]])
         keys = game.key(states)
-        counts = occurrences(p, leaf, keys, self._history, self._plies)
+        counts = kernels.occurrences(p, leaf, keys, self._history, self._plies)
         if counts.any():
             states = game.repeat(states, counts)
         moves, offsets = game.legal(states)
@@ -336,7 +320,7 @@ class Search:
             exact[ahead], distances[ahead], live[ahead] = best[known], 2, False
             endings = endings[np.repeat(~known, np.diff(offsets))]
             moves, offsets = _rows(~known, moves, offsets)
-        settle(p, leaf[~live], exact[~live].astype(np.float32), distances[~live])
+        kernels.settle(p, leaf[~live], exact[~live].astype(np.float32), distances[~live])
         if live.any():
             self._add(leaf[live], states[live], keys[live], moves, offsets, endings)
 
@@ -357,7 +341,7 @@ class Search:
         self._reserve(self.nodes + len(leaf), self.edges + len(moves))
         self._node_states[self.nodes : self.nodes + len(leaf)] = states
         arrays = (values.astype(np.float32), moves, offsets, priors.astype(np.float32), endings)
-        expand(self.pool, self.nodes, self.edges, leaf, keys, *arrays)
+        kernels.expand(self.pool, self.nodes, self.edges, leaf, keys, *arrays)
         self.nodes += len(leaf)
         self.edges += len(moves)
 
@@ -373,15 +357,17 @@ class Search:
         root, visits, low, high = self._roots[tree], p.visits[edges].copy(), p.low[edges], p.high[edges]
         known = (visits > 0) | (low == high)
         values = np.clip(p.total[edges] / np.maximum(visits, 1), low, high)
-        best = best_edge(p, root) - edges.start
+        best = kernels.best_edge(p, root) - edges.start
         if o.max_num_considered_actions:
             scores = np.empty(len(prior))
-            gumbel_scores(p, root, logits, o.maxvisit_init, o.value_scale, scores)
+            kernels.gumbel_scores(p, root, logits, o.maxvisit_init, o.value_scale, scores)
             rank = np.where(high > -1, visits - base[: len(prior)], -1)
             choice = int(np.where(rank == rank.max(), scores, -np.inf).argmax())
-            best = surer_edge(p, root, edges.start + choice if rank[choice] >= 0 else -1) - edges.start
+            best = (
+                kernels.surer_edge(p, root, edges.start + choice if rank[choice] >= 0 else -1) - edges.start
+            )
             plain = np.log(np.maximum(prior, np.finfo(np.float32).tiny)).astype(np.float64)
-            gumbel_scores(p, root, plain, o.maxvisit_init, o.value_scale, scores)
+            kernels.gumbel_scores(p, root, plain, o.maxvisit_init, o.value_scale, scores)
             policy = np.exp(scores - scores.max())
         else:
             policy = visits.astype(np.float64) if visits.any() else prior.astype(np.float64)
@@ -407,4 +393,4 @@ class Search:
 
     def _line_from(self, edge: int) -> tuple[int, ...]:
         line = np.zeros(MOST_PLIES, np.int32)
-        return tuple(int(move) for move in line[: principal_variation(self.pool, edge, line)])
+        return tuple(int(move) for move in line[: kernels.principal_variation(self.pool, edge, line)])

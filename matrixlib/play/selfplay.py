@@ -26,26 +26,20 @@ def play_games(
     options: SelfPlayOptions,
     search_options: SearchOptions | None = None,
     seed: int = 0,
-    openings: States | None = None,
     until: Callable[[], bool] | None = None,
 ) -> Iterator[Trace]:
     """Play the games of these numbers and yield each when it is finished.
 
-    openings: (P,) states of which each game draws one; the initial state unless given. until: called before every
-    move, whether to stop, leaving the running games unfinished. ValueError if an opening is the end of a game.
+    until: called before every move, whether to stop, leaving the running games unfinished.
     """
     search = Search(game, evaluate, search_options, options.parallel, seed)
-    openings = game.initial(1) if openings is None else openings
-    _, offsets = game.legal(openings)
-    if not np.isnan(game.terminal(openings, np.diff(offsets))).all():
-        raise ValueError("an opening is the end of a game: leave it out")
     waiting = iter(numbers)
     running: dict[int, _GameInProgress] = {}
     free = list(range(options.parallel))
     while until is None or not until():
         while free and (number := next(waiting, None)) is not None:
             rng = _stream(seed, number, 0, 1)
-            state, history = _opening(game, openings, rng, options)
+            state, history = _opening(game, rng, options)
             search.reset(free[0], state, history, stream=number)
             running[free.pop(0)] = _GameInProgress(number, bool(rng.random() >= options.play_out))
         if not running:
@@ -67,12 +61,12 @@ def _stream(seed: int, number: int, ply: int, purpose: int) -> np.random.Generat
 
 
 def _opening(
-    game: Game, openings: States, rng: np.random.Generator, options: SelfPlayOptions
+    game: Game, rng: np.random.Generator, options: SelfPlayOptions
 ) -> tuple[States, NDArray[np.uint64]]:
-    """An opening after random plies, as far as the game goes on; and the keys of the states before it."""
-    state = openings[[rng.integers(len(openings))]]
-    keys: list[np.uint64] = []
-    for _ in range(rng.integers(options.random_plies[0], options.random_plies[1] + 1)):
+    """A state after random plies, as far as the game goes on; and the keys of the states before it."""
+    state, keys = game.initial(1), list[np.uint64]()
+    low, high = options.random_plies
+    for _ in range(rng.integers(low, high + 1)):
         moves, _ = game.legal(state)
         after = game.play(state, moves[[rng.integers(len(moves))]])
         if not np.isnan(game.terminal(after, np.diff(game.legal(after)[1])))[0]:

@@ -26,7 +26,7 @@ def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
         rows[generation.number] = {
             "games": games.games,
             "positions": games.positions,
-            "W/D/L/?": "/".join(map(str, games.results)),
+            "W/D/L/?": f"{games.wins}/{games.draws}/{games.losses}/{games.unknown}",
             "plies": f"{games.plies / games.games:.0f}",
             "top-1": f"{generation.top1:.1%}",
             "SPRT": decision.reason.removeprefix("SPRT ").partition(", score")[0] if decision else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -65,18 +66,21 @@ def play_chunks(chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, 
 
 def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -> Tally:
     """The figures of some games. positions: to learn from."""
-    results = [0, 0, 0, 0]
-    for trace in traces:
-        first = -1 if game.to_move(trace.states[:1])[0] else 1  # the result is the first mover's
-        points = None if trace.result is None else trace.result * first
-        results[{1.0: 0, 0.0: 1, -1.0: 2, None: 3}[points]] += 1
+    starters = [
+        -1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces
+    ]  # results are the first mover's
+    points = Counter(
+        None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True)
+    )
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
-    wins, draws, losses, unknown = results
     return Tally(
         games=len(traces),
         positions=positions,
         plies=sum(len(trace.line) for trace in traces),
-        results=(wins, draws, losses, unknown),
+        wins=points[1.0],
+        draws=points[0.0],
+        losses=points[-1.0],
+        unknown=points[None],
         wrong=sum(judged),
         played_out=len(judged),
         seconds=seconds,

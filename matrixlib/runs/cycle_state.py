@@ -26,22 +26,20 @@ def read_generations(folder: Path) -> dict[int, Generation]:
 
 
 class Tally(Section):
-    """Games of self-play. results: won by the side that starts a game, drawn, won by the other, unknown; played_out:
-    games that were played on although a side would have given up, wrong: those that it did not lose; seconds: of
-    computing."""
+    """Games of self-play. wins, draws, losses: of the side that starts a game, unknown: those without a result;
+    played_out: games that were played on although a side would have given up, wrong: those that it did not lose;
+    seconds: of computing."""
 
-    games: int = 0
-    positions: int = 0
-    plies: int = 0
-    results: tuple[int, int, int, int] = (0, 0, 0, 0)
-    wrong: int = 0
-    played_out: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: Tally) -> Tally:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in Tally.model_fields}
-        wins, draws, losses, unknown = np.add(self.results, other.results).tolist()
-        return Tally(**{**sums, "results": (wins, draws, losses, unknown)})
+    games: int
+    positions: int
+    plies: int
+    wins: int
+    draws: int
+    losses: int
+    unknown: int
+    wrong: int
+    played_out: int
+    seconds: float
 
 
 class Lesson(Section):
@@ -91,7 +89,8 @@ class Generation(Section):
     @property
     def selfplay(self) -> Tally:
         """All of its games."""
-        return sum(self.chunks.values(), Tally())
+        names = Tally.model_fields
+        return Tally(**{name: sum(getattr(t, name) for t in self.chunks.values()) for name in names})
 
     def pairs(self, kind: Literal["match", "anchor"]) -> tuple[int, ...]:
         """(5,) results of all batches."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -72,10 +71,7 @@ def match_table(matches: Mapping[Names, Match]) -> pd.DataFrame:
 
 def ratings(matches: Mapping[Names, Match]) -> pd.DataFrame:
     """A row a player: Elo on the common scale of all, whose mean is 0, with its 95 % interval; best first."""
-    import pandas as pd
-
-    standings = rating_table({names: match.pairs() for names, match in matches.items()})
-    frame = pd.DataFrame([asdict(standing) for standing in standings]).set_index("name").rename_axis(None)
+    frame = rating_table({names: match.pairs() for names, match in matches.items()})
     return frame[["elo", "low", "high", "games"]].rename(columns={"elo": "Elo"}).round(0)
 
 
