@@ -40,44 +40,45 @@ def first_cells(text: str) -> list[str]:
 # Generated tables
 
 
+def markdown(head: str, rows: list[tuple[str, ...]]) -> str:
+    for row in rows:
+        assert not any("|" in cell for cell in row), f"{row[0]}: a '|' would end the cell"
+    columns = head.split(", ")
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, *rows)).replace(
+        "\n", f"\n|{'---|' * len(columns)}\n", 1
+    )
+
+
 def options_table(rows: list[tuple[str, str, str, str]]) -> str:
-    lines = ["| Option | Type | Default | Meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in rows:
-        shown = re.sub(r"'(\w+)'", r"`\1`", kind)
-        assert "|" not in kind + meaning, f"{key}: a '|' would end the cell"
-        lines.append(f"| `{key}` | {shown} | {f'`{default}`' if default else ''} | {meaning} |")
-    return "\n".join(lines)
+    return markdown(
+        "Option, Type, Default, Meaning",
+        [
+            (f"`{key}`", re.sub(r"'(\w+)'", r"`\1`", kind), f"`{default}`" if default else "", meaning)
+            for key, kind, default, meaning in rows
+        ],
+    )
 
 
 def presets_table() -> str:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))["presets"]
-    lines = [
-        "| Preset | Network | Parameters | Length and batch | Rows/s | Time | Memory | What it is |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in config.presets():
         text = (files.PARAMS / f"{name}.yaml").read_text(encoding="utf-8")
         data = config.dump(load_config(name))
-        model, train = data["model"], data["train"]
-        steps = train["steps"]
+        model, train, steps = data["model"], data["train"], data["train"]["steps"]
         updates = f"updates for {train['minutes']:g} minutes," if steps == "auto" else f"{steps:,} updates"
+        size = f"{model['blocks']} blocks of {model['channels']} channels" if "blocks" in model else ""
+        count = rate = time = memory = ""
+        if figures := measured.get(name):
+            count, speed = f"{figures['parameters']:,}", figures["rows_per_second"]
+            rate = f"{speed:,.0f}" if speed > 100 else f"{speed:.1f}"
+            time = duration(60 * train["minutes"] if steps == "auto" else steps * train["batch_size"] / speed)
+            memory = f"{figures['peak_mib'] / 1024:.1f} GiB"
+        size = size or f"{model['layers']} layers of width {model['width']}"
         length = f"{updates} of {train['batch_size']:,}"
-        if data["task"] == "chess":
-            size = f"{model['blocks']} blocks of {model['channels']} channels"
-        else:
-            size = f"{model['layers']} layers of width {model['width']}"
-        found = measured.get(name)
-        if found:
-            rate, memory = found["rows_per_second"], f"{found['peak_mib'] / 1024:.1f} GiB"
-            seconds = 60 * train["minutes"] if steps == "auto" else steps * train["batch_size"] / rate
-            count = f"{found['parameters']:,}"
-            rest = [f"{rate:,.0f}" if rate > 100 else f"{rate:.1f}", duration(seconds), memory]
-        else:
-            count, rest = "", ["", "", ""]
-        lines.append(
-            f"| `{name}` | {size} | {count} | {length} | {' | '.join(rest)} | {purpose(text, name)} |"
-        )
-    return "\n".join(lines)
+        rows.append((f"`{name}`", size, count, length, rate, time, memory, purpose(text, name)))
+    head = "Preset, Network, Parameters, Length and batch, Rows/s, Time, Memory, What it is"
+    return markdown(head, rows)
 
 
 def duration(seconds: float) -> str:
@@ -148,8 +149,8 @@ def between(name: str) -> re.Pattern[str]:
 def rewrite() -> None:
     """Put the generated tables into their pages."""
     for name, (page, table) in TABLES.items():
-        made = table()
-        text, count = between(name).subn(lambda m, made=made: f"{m[1]}{made}\n{m[3].lstrip()}", read(page))
+        body = table()
+        text, count = between(name).subn(lambda m, body=body: f"{m[1]}{body}\n{m[3].lstrip()}", read(page))
         assert count == 1, f"{page.name} needs one pair of markers '{name}'"
         page.write_text(text, encoding="utf-8")
 
@@ -157,16 +158,15 @@ def rewrite() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_generated_tables_are_those_of_the_code(name: str) -> None:
     page, table = TABLES[name]
-    found = between(name).findall(read(page))
-    assert len(found) == 1
-    assert found[0][1] == table(), "write them again: python tests/test_docs.py"
+    ((_, body, _),) = between(name).findall(read(page))
+    assert body == table(), "write them again: python tests/test_docs.py"
 
 
 def test_measured_parameters_are_those_of_the_code() -> None:
-    for name, found in json.loads(MEASURED.read_text(encoding="utf-8"))["presets"].items():
+    for name, figures in json.loads(MEASURED.read_text(encoding="utf-8"))["presets"].items():
         config = load_config(name)
         model = get_task(config.task).task(config).build_model()
-        assert found["parameters"] == sum(p.numel() for p in model.parameters()), (
+        assert figures["parameters"] == sum(p.numel() for p in model.parameters()), (
             "python tests/bench/bench_presets.py"
         )
 
@@ -176,11 +176,13 @@ def test_measured_parameters_are_those_of_the_code() -> None:
 
 def tree() -> list[str]:
     """Paths of the tree, from its indentation; folders end in a slash."""
-    found = section("CONTRIBUTING.md", "The tree")
-    text = next(iter(re.findall(r"^```text\n(.*?)^```", found, re.MULTILINE | re.DOTALL)))
+    found = re.search(
+        r"^```text\n(.*?)^```", section("CONTRIBUTING.md", "The tree"), re.MULTILINE | re.DOTALL
+    )
+    assert found
     paths: list[str] = []
     above: list[str] = []
-    for line in text.splitlines():
+    for line in found[1].splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
         assert depth <= len(above), f"'{line}' is indented too far"
         above = above[:depth]
@@ -197,26 +199,21 @@ def says_something(path: Path) -> bool:
     return any(not isinstance(node, ast.Expr) for node in ast.parse(path.read_text(encoding="utf-8")).body)
 
 
-def test_the_tree_names_every_file_once() -> None:
-    named = [
-        path
-        for path in tree()
-        if Path(path).parts[0] in TREES and Path(path).suffix in (".py", ".ipynb", ".yaml")
-    ]
-    there = [
+def test_the_tree_names_every_file_once_and_nothing_that_is_not_there() -> None:
+    paths = tree()
+    assert len(paths) == len(set(paths))
+    assert [path for path in paths if path.endswith("/") != (ROOT / path).is_dir()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    expected = {
         path.relative_to(ROOT).as_posix()
         for folder, pattern in TREES.items()
         for path in (ROOT / folder).rglob(pattern)
         if "checkpoint" not in path.parent.name and says_something(path)
-    ]
-    assert sorted(named) == sorted(there)
-
-
-def test_what_the_tree_names_is_there() -> None:
-    paths = tree()
-    assert len(paths) == len(set(paths))
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    assert [path for path in paths if path.endswith("/") != (ROOT / path).is_dir()] == []
+    }
+    suffixes = {Path(pattern).suffix for pattern in TREES.values()}
+    assert {
+        path for path in paths if Path(path).parts[0] in TREES and Path(path).suffix in suffixes
+    } == expected
 
 
 def test_links_lead_somewhere() -> None:
@@ -351,7 +348,7 @@ def test_options_named_in_the_text_exist() -> None:
     keys = {
         key
         for schema in [get_task(task).config for task in TASKS]
-        for key, _, _ in config.options_table(schema)
+        for key, *_ in config.options_table(schema)
     }
     sections = {key.partition(".")[0] for key in keys}
     words = {word for span in spans() for word in re.findall(r"^[a-z]+(?:\.[a-z_0-9]+)+$", span)}

@@ -213,14 +213,28 @@ def error_of(cell: dict[str, Any]) -> dict[str, Any]:
     return errors[0]
 
 
-def test_papermill_passes_parameters(tmp_path: Path) -> None:
-    code, cells, _ = papermill(
-        tmp_path,
-        [PARAMETERS, SECOND, "print(values['device'], values['seed'], values['overrides'])"],
-        "-p", "device", "mps", "-p", "seed", "7", "-y", "overrides: {optim: {learning_rate: 2e-4}}",
-    )  # fmt: skip
+SHOWN = [
+    "print(values['device'], values['seed'], values['overrides'])",
+    "import pandas\npandas.DataFrame({name: ['x' * 70] * 99 for name in 'abc'})",
+    "import warnings\nfrom matrixlib import files\n"
+    "warnings.warn('the loader is late')\nwarnings.warn_explicit('x', UserWarning, 'a.py', 3)\n"
+    "warnings.warn_explicit('ours', UserWarning, files.__file__, 3)",
+]
+
+
+def test_papermill_passes_parameters_shows_whole_tables_and_short_warnings(tmp_path: Path) -> None:
+    parameters = ["-p", "device", "mps", "-p", "seed", "7", "-y", "overrides: {optim: {learning_rate: 2e-4}}"]
+    code, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, *SHOWN], *parameters)
     assert code == 0
-    assert "".join(cells[-1]["outputs"][0]["text"]) == "mps 7 {'optim': {'learning_rate': '2e-4'}}\n"
+    printed, table, warned = (cell["outputs"] for cell in cells[-3:])
+    assert "".join(printed[0]["text"]) == "mps 7 {'optim': {'learning_rate': '2e-4'}}\n"
+    plain, markup = ("".join(table[0]["data"][kind]) for kind in ("text/plain", "text/html"))
+    assert plain.count("x" * 70) == markup.count("x" * 70) == 3 * 99
+    assert len(plain.splitlines()) == 100
+    text = "".join("".join(output["text"]) for output in warned)
+    assert text == "warning: the loader is late\na.py:3: UserWarning: x\nwarning: ours\n", (
+        "no cell, no path of ours"
+    )
 
 
 def test_papermill_stops_at_an_unknown_parameter_with_one_line(tmp_path: Path) -> None:
@@ -244,49 +258,25 @@ finally:
 """
 FAILED = "notebook.Verdict().show()"
 FOREIGN = "def inner():\n    return int('x')\ninner()"
+INTERRUPTED = "error = KeyboardInterrupt()\nerror.add_note('stopped; the same goes on')\nraise error"
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "one_line"),
-    [(ERRORS, "ValueError", True), (FAILED, "VerdictFailed", True), (FOREIGN, "ValueError", False)],
-    ids=["ours", "verdict", "foreign"],
+    ("source", "line"),
+    [
+        (ERRORS, "ValueError: {evalue}"),
+        (FAILED, "VerdictFailed: no check was made"),
+        (INTERRUPTED, "KeyboardInterrupt: stopped; the same goes on"),
+        (FOREIGN, ""),
+    ],
+    ids=["ours", "verdict", "interrupt that says how to go on", "foreign"],
 )
-def test_papermill_fails_and_only_our_errors_are_shortened(
-    tmp_path: Path, source: str, name: str, one_line: bool
-) -> None:
+def test_papermill_fails_and_only_our_errors_are_shortened(tmp_path: Path, source: str, line: str) -> None:
     code, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source, "print('reached')"])
     assert code == 1
     error = error_of(cells[2])
-    assert error["ename"] == name
-    assert (error["traceback"] == [f"{name}: {error['evalue']}"]) is one_line
-    assert ("inner" in "".join(error["traceback"])) is not one_line
+    if line:
+        assert error["traceback"] == [line.format(**error)]
+    else:
+        assert (error["ename"], "inner" in "".join(error["traceback"])) == ("ValueError", True)
     assert cells[3]["outputs"] == []
-
-
-INTERRUPTED = (
-    'error = KeyboardInterrupt()\nerror.add_note("stopped after 7 updates; the same goes on")\nraise error'
-)
-
-
-def test_an_interrupt_that_says_how_to_go_on_is_one_line(tmp_path: Path) -> None:
-    code, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, INTERRUPTED, "print('reached')"])
-    assert code == 1
-    assert error_of(cells[2])["traceback"] == ["KeyboardInterrupt: stopped after 7 updates; the same goes on"]
-    assert cells[3]["outputs"] == []
-
-
-def test_tables_are_shown_whole(tmp_path: Path) -> None:
-    source = "import pandas\npandas.DataFrame({name: ['x' * 70] * 99 for name in 'abc'})"
-    _, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source])
-    (output,) = cells[2]["outputs"]
-    for text in ("".join(output["data"][kind]) for kind in ("text/plain", "text/html")):
-        assert text.count("x" * 70) == 3 * 99
-    assert len("".join(output["data"]["text/plain"]).splitlines()) == 100
-
-
-def test_warnings_name_no_cell_and_no_path_of_ours(tmp_path: Path) -> None:
-    source = "import warnings\nwarnings.warn('the loader is late')\nwarnings.warn_explicit('x', UserWarning, 'a.py', 3)"
-    source += "\nfrom matrixlib import files\nwarnings.warn_explicit('ours', UserWarning, files.__file__, 3)"
-    _, cells, _ = papermill(tmp_path, [PARAMETERS, SECOND, source])
-    text = "".join("".join(output["text"]) for output in cells[2]["outputs"])
-    assert text == "warning: the loader is late\na.py:3: UserWarning: x\nwarning: ours\n"

@@ -237,6 +237,10 @@ class Comparison:
         return self.a + self.b
 
     @property
+    def sides(self) -> dict[str, tuple[RunResult, ...]]:
+        return {"A": self.a, "B": self.b}
+
+    @property
     def paired(self) -> bool:
         """Whether both sides have the same seeds."""
         return [result.seed for result in self.a] == [result.seed for result in self.b]
@@ -301,7 +305,7 @@ class Comparison:
     def describe(self) -> str:
         """What was compared: presets, seeds, differences of the resolved configurations, order of the data."""
         lines = []
-        for label, side in (("A", self.a), ("B", self.b)):
+        for label, side in self.sides.items():
             seeds = ", ".join(str(result.seed) for result in side)
             lines.append(f"{label}: preset {side[0].preset}, seed{'s' if len(side) > 1 else ''} {seeds}")
         lines.append("B differs from A in:" if self.changes else "B is configured exactly as A")
@@ -338,7 +342,7 @@ class Comparison:
         import pandas
 
         rows = {}
-        for label, side in (("A", self.a), ("B", self.b)):
+        for label, side in self.sides.items():
             for result in side:
                 rows[f"{label} seed {result.seed}"] = {
                     "updates": result.updates,
@@ -352,7 +356,7 @@ class Comparison:
 
     def figure(self) -> Figure:
         """Curves of both sides with a band over the seeds, gradient norm, speed."""
-        sides = {label: [result.rows for result in side] for label, side in (("A", self.a), ("B", self.b))}
+        sides = {label: [result.rows for result in side] for label, side in self.sides.items()}
         label = "loss [nat]" if self.same_objective else "loss [nat], not the same on both sides"
         return figures.comparison_figure(sides, label)
 

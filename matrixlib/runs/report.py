@@ -13,9 +13,9 @@ import base64
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from matplotlib.figure import Figure
 
@@ -34,6 +34,7 @@ LABELS = {
     "wdl accuracy": "win-draw-loss accuracy",
 }
 MESSAGES = 20  # that a report shows
+T = TypeVar("T")
 SPARKS, SPARK_ROWS = 40, 5  # points of a sparkline, rows of metrics.jsonl that make one
 
 
@@ -46,11 +47,14 @@ def write_report(run_folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"no run at {folder}; runs are the folders under {reports_root()}")
     problems: list[str] = []
-    summary = _read_json(folder / "summary.json", problems)
-    record = _read_json(folder / "run.json", problems)
+    summary = _read(folder / "summary.json", problems, _object) or {}
+    record = _read(folder / "run.json", problems, _object) or {}
     content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary)}
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
-        rows = _rows(folder, problems)
+        rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
+        configuration = _read(
+            folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")
+        )
         runtime = _mapping(summary.get("runtime") or record.get("runtime"))
         reasons = runtime.pop("reasons", ())
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
@@ -59,7 +63,7 @@ def write_report(run_folder: Path) -> Path:
             "messages": _messages(rows),
             "runtime": runtime.items(),
             "reasons": reasons if isinstance(reasons, list) else (),
-            "configuration": _text(folder / "config.yaml"),
+            "configuration": configuration,
             "environment": (environment | _mapping(record.get("versions"))).items(),
             "problems": problems,
         }
@@ -85,7 +89,7 @@ def write_index(root: Path | None = None) -> Path:
     root = Path(root) if root is not None else reports_root()
     runs = []
     for folder in run_folders(root):
-        summary = _read_json(folder / "summary.json", [])
+        summary = _read(folder / "summary.json", [], _object) or {}
         losses = _sampled_losses(folder / "metrics.jsonl")
         rows = figure_rows(_mapping(summary.get("evaluation")))
         runs.append(
@@ -98,7 +102,7 @@ def write_index(root: Path | None = None) -> Path:
                 "result": summary.get("headline")
                 or ", ".join(f"{label} {value}" for label, value, _ in rows),
                 "summary": summary,
-                "record": _read_json(folder / "run.json", []),
+                "record": _read(folder / "run.json", [], _object) or {},
             }
         )
     root.mkdir(parents=True, exist_ok=True)
@@ -112,7 +116,9 @@ def run_folders(root: Path) -> list[Path]:
     folders = {
         path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")
     }
-    started = {folder: str(_read_json(folder / "run.json", []).get("started", "")) for folder in folders}
+    started = {
+        folder: str((_read(folder / "run.json", [], _object) or {}).get("started", "")) for folder in folders
+    }
     return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
 
 
@@ -187,36 +193,22 @@ def _number(name: str, value: object) -> str:
     return f"{value:.1%}" if share else f"{value:.3f}"
 
 
-def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A JSON object; {} where it is missing or damaged, which is then a problem."""
+def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | None:
+    """What a file holds; None where it is missing or damaged, which is then a problem."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(data, dict):
-            return data
-        problems.append(f"{path.name} holds no mapping")
+        return read(path)
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
-    return {}
+    return None
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
-
-
-def _rows(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; none where it is missing or damaged, which is then a problem."""
-    try:
-        return metrics.read(folder / "metrics.jsonl")
-    except FileNotFoundError:
-        problems.append("metrics.jsonl is missing")
-    except (OSError, ValueError) as error:
-        problems.append(f"metrics.jsonl cannot be read: {error}")
-    return []
+def _object(path: Path) -> dict[str, Any]:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ValueError("it holds no mapping")
+    return data
 
 
 def _checks(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
