@@ -39,6 +39,21 @@ def test_a_sound_network_learns_16_positions(reports: Path) -> None:
     assert len(found.curve) == overfit.STEPS
 
 
+@pytest.mark.slow
+def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
+    current = overfit.open_run(
+        "latin_demo", "cpu", 0, "", 0, {"runtime": {"precision": "fp32", "threads": 1}}
+    )
+    diagnosis = overfit.check(current)
+    current.close()
+    assert diagnosis.learned, diagnosis
+    assert [name for name, _, _ in diagnosis.checks()] == [
+        "cell learned by heart",
+        "cell/accuracy 100 %",
+        "no fault",
+    ]
+
+
 def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path) -> None:
     found = diagnose({"train": {"steps": 20}}, cut=True)
     assert not found.learned

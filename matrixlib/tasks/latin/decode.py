@@ -32,7 +32,7 @@ Predict = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Filled:
+class Decoded:
     """Outcome of decoding. cells: (G, N, N), -1 where none was possible; valid (G,) bool: filled by the rules;
     steps: cells after each step, if they were asked for.
     """
@@ -80,7 +80,7 @@ def iterative(
     predict: Predict | None,
     generator: torch.Generator,
     keep_steps: bool = False,
-) -> Filled:
+) -> Decoded:
     """Fill the cell with the fewest candidates with the best of them, again and again.
 
     Ties between cells go to the one that the network is surest of. predict None: ties and digits at random. A
@@ -93,7 +93,7 @@ def iterative(
         empty = ((cells < 0) & inside(size, cells.shape[1])).flatten(1)
         alive = empty.any(1) & ~(empty & (number == 0)).any(1)
         if not alive.any():
-            return Filled(cells, ~empty.any(1), tuple(steps) if keep_steps else ())
+            return Decoded(cells, ~empty.any(1), tuple(steps) if keep_steps else ())
         scores = _scores(cells, possible, predict, generator)
         place = _cell(number, empty, scores)
         digit = _at(scores, place).argmax(1)
@@ -104,7 +104,7 @@ def iterative(
 
 def beam(
     cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, width: int
-) -> Filled:
+) -> Decoded:
     """Beam search: `width` partial grids for each grid, ranked by the sum of their log-probabilities.
 
     Every partial grid is extended in its cell with the fewest candidates by each of them; those without one
@@ -125,9 +125,11 @@ def beam(
         # A finished grid goes on as itself, by way of digit 0.
         extended = torch.where(done[:, None], torch.full_like(extended, NEVER), extended)
         extended[:, 0] = torch.where(done, total.flatten(), extended[:, 0])
-        total, chosen = extended.clamp(min=NEVER).view(count, -1).topk(width, 1)
-        parent = (chosen // side + width * torch.arange(count, device=cells.device)[:, None]).flatten()
-        digit = (chosen % side).flatten()
+        total, best_extensions = extended.clamp(min=NEVER).view(count, -1).topk(width, 1)
+        parent = (
+            best_extensions // side + width * torch.arange(count, device=cells.device)[:, None]
+        ).flatten()
+        digit = (best_extensions % side).flatten()
         keep = done[parent] | (total.flatten() <= NEVER / 2)
         beams = beams[parent].flatten(1)
         changed = beams.scatter(1, place[parent][:, None], digit[:, None])
@@ -135,16 +137,16 @@ def beam(
     dead = total <= NEVER / 2
     best = beams.view(count, width, side, side)[torch.arange(count), total.argmax(1)]
     empty = ((best < 0) & inside(size, side)).flatten(1)
-    return Filled(best, ~empty.any(1) & ~dead.all(1))
+    return Decoded(best, ~empty.any(1) & ~dead.all(1))
 
 
 def _scores(cells: Tensor, possible: Tensor, predict: Predict | None, generator: torch.Generator) -> Tensor:
     """(G, N, N, K) log-probabilities of the candidates, NEVER elsewhere; without a network random ones."""
     if predict is None:
-        found = torch.rand(possible.shape, device=cells.device, generator=generator).log()
+        scores = torch.rand(possible.shape, device=cells.device, generator=generator).log()
     else:
-        found = predict(cells)
-    return found.masked_fill(~possible, NEVER)
+        scores = predict(cells)
+    return scores.masked_fill(~possible, NEVER)
 
 
 def _cell(number: Tensor, empty: Tensor, scores: Tensor) -> Tensor:

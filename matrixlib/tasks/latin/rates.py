@@ -78,18 +78,18 @@ def measure(
 def _rate(
     task: LatinTask,
     model: nn.Module,
-    chosen: np.ndarray,
+    pool: np.ndarray,
     mode: str,
     fill: tuple[float, float],
     grids: int,
     seed: int,
     width: int,
 ) -> Rate:
-    side = chosen.shape[1]
+    side = pool.shape[1]
     device = next(model.parameters()).device
     # All modes get the same puzzles, so that their rates can be compared.
     rng = np.random.default_rng([seed, side, round(1000 * fill[0])])
-    square = chosen[rng.integers(0, len(chosen), grids)].astype(np.int64)
+    square = pool[rng.integers(0, len(pool), grids)].astype(np.int64)
     revealed = rng.uniform(*fill, grids)
     hidden = rng.random(square.shape) >= revealed[:, None, None]
     size = torch.full((grids,), side, device=device)
@@ -129,21 +129,3 @@ def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
     cells = np.where(hidden, -1, square)
     best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
     return float(squares.is_latin(np.where(hidden, best, square)).mean())
-
-
-def table(rates: Iterable[Rate]) -> str:
-    """The rates as text, a line for each kind of puzzle."""
-    lines = [
-        f"{'size':>4} {'mode':<14} {'fill':<9} {'one pass':>8} {'exact':>6} {'cells':>6} {'repeats':>7}"
-        f" {'iterative':>9} {'(random)':>8} {'beam':>6} {'(random)':>8}"
-    ]
-    for rate in rates:
-        exact = "" if rate.exact is None else f"{rate.exact:.3f}"
-        low, high = rate.fill
-        fill = f"{low:.1f}-{high:.1f}" if high else "empty"
-        lines.append(
-            f"{rate.size:>4} {rate.mode:<14} {fill:<9} {rate.valid:>8.3f} {exact:>6} {rate.accuracy:>6.3f}"
-            f" {rate.violations:>7.2f} {rate.iterative:>9.3f} {rate.iterative_baseline:>8.3f}"
-            f" {rate.beam:>6.3f} {rate.beam_baseline:>8.3f}"
-        )
-    return "\n".join(lines)

@@ -55,6 +55,8 @@ class LatinSpec(TaskSpec[LatinConfig]):
         overrides={
             "data": {"augment": False, "easy_share": 0.0},
             "model": {"dropout": 0.0},
+            "optim": {"learning_rate": 0.005},
+            "train": {"steps": 400},
             "loss": {"label_smoothing": 0.0},
             "curriculum": {
                 "size": {"enabled": False, "stages": [[4, 4]], "fractions": [1.0]},

@@ -1,20 +1,24 @@
-"""Work of the latin notebook: what a finished run does with puzzles, as a table and as pictures."""
+"""Work of the latin notebook: what a finished run does with puzzles, as a table and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matrixlib.runs.run import Run, RunError
 from matrixlib.tasks.spec import Check
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pandas as pd
     from matplotlib.figure import Figure
+    from torch import nn
 
     from matrixlib.tasks.latin.rates import Rate
-
+    from matrixlib.tasks.latin.task import LatinTask
 
 ONE_PASS = {4: 0.9, 5: 0.7}
 """Size -> share of the exact probabilities' valid grids that is demanded in one pass."""
@@ -27,11 +31,26 @@ def rates(figures: Mapping[str, Any]) -> list[Rate]:
     return [Rate(**{**row, "fill": tuple(row["fill"])}) for row in figures["rates"]]
 
 
-def table(figures: Mapping[str, Any]) -> str:
-    """Text table of the rates, a line for each kind of puzzle."""
-    from matrixlib.tasks.latin import rates as found
+def table(figures: Mapping[str, Any]) -> pd.DataFrame:
+    """The rates, a row for each kind of puzzle; what decodes without a network stands beside each decoder."""
+    import pandas as pd
 
-    return found.table(rates(figures))
+    rows = {}
+    for rate in rates(figures):
+        low, high = rate.fill
+        fill = f"{low:.1f}-{high:.1f}" if high else "empty"
+        rows[rate.size, rate.mode, fill] = {
+            "one pass": rate.valid,
+            "exact": rate.exact,
+            "cells": rate.accuracy,
+            "repeats": rate.violations,
+            "iterative": rate.iterative,
+            "(random)": rate.iterative_baseline,
+            "beam": rate.beam,
+            "(random) ": rate.beam_baseline,
+        }
+    frame = pd.DataFrame.from_dict(rows, orient="index").round(3)
+    return frame.rename_axis(index=["size", "mode", "fill"])
 
 
 def targets(figures: Mapping[str, Any]) -> list[Check]:
@@ -40,59 +59,53 @@ def targets(figures: Mapping[str, Any]) -> list[Check]:
     In one pass at 50 to 70 % fill, a share of what the exact probabilities reach; decoded from the empty grid, more
     valid grids than without a network, where that leaves room.
     """
-    found: list[Check] = []
+    checks: list[Check] = []
     for rate in rates(figures):
         if rate.mode != "standard":
             continue
-        share, demanded = rate.of_exact, ONE_PASS.get(rate.size)
-        if rate.fill == (0.5, 0.7) and share is not None and demanded is not None:
-            said = f"{rate.valid:.1%} valid, {share:.0%} of what the exact probabilities reach, {demanded:.0%} demanded"
-            found.append((f"size {rate.size} in one pass", share >= demanded, said))
+        share, least = rate.of_exact, ONE_PASS.get(rate.size)
+        if rate.fill == (0.5, 0.7) and share is not None and least is not None:
+            text = f"{rate.valid:.1%} valid, {share:.0%} of what the exact probabilities reach, {least:.0%} demanded"
+            checks.append((f"size {rate.size} in one pass", share >= least, text))
         if rate.fill == (0.0, 0.0):
-            line, reached = rate.iterative_baseline, rate.iterative
-            said = f"{reached:.1%} valid, {line:.1%} without a network, {rate.grids} grids"
-            found.append((f"size {rate.size} from the empty grid", reached > line or reached == 1, said))
-    return found
+            baseline, valid = rate.iterative_baseline, rate.iterative
+            text = f"{valid:.1%} valid, {baseline:.1%} without a network, {rate.grids} grids"
+            checks.append((f"size {rate.size} from the empty grid", valid > baseline or valid == 1, text))
+    return checks
 
 
-def rates_figure(figures: Mapping[str, Any]) -> Figure:
-    """Valid grids by size for each mode and fill, beside the decoder without a network."""
-    from matrixlib.tasks.latin import plots
-
-    return plots.rates_figure(rates(figures))
-
-
-def filling(run: Run, size: int, mode: str, revealed: float, seed: int = 0) -> tuple[Figure, bool]:
+def filling(
+    task: LatinTask,
+    model: nn.Module,
+    shards: Iterable[Path],
+    size: int,
+    mode: str,
+    revealed: float,
+    seed: int = 0,
+) -> tuple[Figure, bool]:
     """A held-out puzzle filled cell by cell with the network's help: the picture, and whether it came out valid.
 
-    revealed: share of the cells that are given. Raises RunError for another task, ValueError for a size or mode that
-    the run does not know.
+    shards: of the held-out squares. revealed: share of the cells that are given. Raises ValueError for a size or mode
+    that the task does not know.
     """
     import torch
 
     from matrixlib.tasks.latin import decode, plots, pool
-    from matrixlib.tasks.latin.task import LatinTask
     from matrixlib.tasks.latin.vocabulary import MODES
 
-    task = run.task
-    if not isinstance(task, LatinTask):
-        raise RunError(f"this is for Latin squares; run '{run.name}' trains {run.config.task}")
     if size not in task.every_size or mode not in task.modes:
         raise ValueError(
             f"size {size}, mode '{mode}': the run knows sizes {task.every_size}, modes {list(task.modes)}"
         )
-    squares = pool.read(row.path for row in run.catalogue.shards("validation"))[size]
+    squares = pool.read(shards)[size]
     rng = np.random.default_rng([seed, size])
     square = torch.from_numpy(squares[rng.integers(len(squares))].astype(np.int64))[None]
     hidden = torch.from_numpy(rng.random((1, size, size)) >= revealed)
     sizes = torch.full((1,), size)
-    predict = decode.network(
-        task, run.trainer.evaluation_model().cpu(), sizes, torch.full_like(sizes, MODES.index(mode))
-    )
+    predict = decode.network(task, model.cpu(), sizes, torch.full_like(sizes, MODES.index(mode)))
     with torch.inference_mode():
         stream = torch.Generator().manual_seed(seed)
-        filled = decode.iterative(
-            decode.puzzle(square, hidden, sizes), sizes, predict, stream, keep_steps=True
-        )
-    figure = plots.filling_figure([step[0].numpy() for step in filled.steps], mode)
-    return figure, bool(filled.valid[0])
+        grids = decode.puzzle(square, hidden, sizes)
+        decoded = decode.iterative(grids, sizes, predict, stream, keep_steps=True)
+    figure = plots.filling_figure([step[0].numpy() for step in decoded.steps], mode)
+    return figure, bool(decoded.valid[0])

@@ -50,8 +50,8 @@ class LatinTask:
     @property
     def modes(self) -> tuple[str, ...]:
         """Modes of the puzzles in this stage."""
-        found: tuple[str, ...] = self._stage("mode")
-        return found
+        modes: tuple[str, ...] = self._stage("mode")
+        return modes
 
     @property
     def every_size(self) -> list[int]:
@@ -127,14 +127,14 @@ class LatinTask:
         fill = bounds[:, 0] + (bounds[:, 1] - bounds[:, 0]) * draws[1]
         # The first mode has half of the rows, the others share the rest.
         others = len(self.modes) - 1
-        chosen = np.where((draws[2] < 0.5) | (others == 0), 0, 1 + (draws[3] * others).astype(np.int64))
+        mode = np.where((draws[2] < 0.5) | (others == 0), 0, 1 + (draws[3] * others).astype(np.int64))
         side = self.sizes[-1]
         grid = inside(torch.from_numpy(size), side).numpy()
         return {
             "square": pool.unpack(records, side),
             "hidden": (cells[:, :side, :side] >= fill[:, None, None]) & grid,
             "size": size,
-            "mode": np.array([MODES.index(mode) for mode in self.modes])[chosen],
+            "mode": np.array([MODES.index(name) for name in self.modes])[mode],
             "key": key if permuted else np.full(count, augment.NO_KEY),
         }
 
@@ -169,10 +169,10 @@ class LatinTask:
             for term in sorted(active):
                 if term == "cell":
                     smoothing = self.config.loss.label_smoothing
-                    sums[term], found = losses.cell_loss(log_p, target, hidden, size, smoothing)
+                    sums[term], details = losses.cell_loss(log_p, target, hidden, size, smoothing)
                 else:
-                    sums[term], found = losses.constraint_loss(log_p, target, hidden, size)
-                metrics |= {f"{term}/{name}": value for name, value in found.items()}
+                    sums[term], details = losses.constraint_loss(log_p, target, hidden, size)
+                metrics |= {f"{term}/{name}": value for name, value in details.items()}
         return sums, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
@@ -190,9 +190,9 @@ class LatinTask:
         logits = model(self.tokens(batch, target), batch["size"], batch["mode"])
         tokens = self.digit_tokens(batch)[:, None, None]
         side = target.shape[1]
-        chosen = logits.gather(3, tokens.expand(-1, side, side, -1))
+        digits = logits.gather(3, tokens.expand(-1, side, side, -1))
         shown = (tokens != PAD) & inside(batch["size"], side)[..., None]
-        return {"cell": chosen.masked_fill(~shown, torch.nan)}
+        return {"cell": digits.masked_fill(~shown, torch.nan)}
 
     def digit_tokens(self, batch: Batch) -> Tensor:
         """(B, N) int64: token of each digit index of a row's puzzle, PAD = none."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from matrixlib.tasks.latin import tables as grids
+from matrixlib.tasks.latin import tables
 from matrixlib.tasks.latin.rates import Rate
 
 RATE = Rate(4, "standard", (0.5, 0.7), 100, 0.8, 0.85, 0.93, 0.4, 1.0, 1.0, 1.0, 1.0)
@@ -35,11 +35,11 @@ def figures(*rates: Rate) -> dict[str, Any]:
     ],
 )
 def test_targets(rate: Rate, name: str, passed: bool) -> None:
-    ((found, holds, _),) = grids.targets(figures(rate))
-    assert (found, holds) == (name, passed)
+    ((title, holds, _),) = tables.targets(figures(rate))
+    assert (title, holds) == (name, passed)
 
 
 def test_other_kinds_have_no_target() -> None:
     """Size 3 has twelve squares: it is reported, not gated."""
     others = (replace(RATE, size=3), replace(RATE, mode="negative"), replace(RATE, fill=(0.3, 0.5)))
-    assert grids.targets(figures(*others, replace(RATE, exact=None))) == []
+    assert tables.targets(figures(*others, replace(RATE, exact=None))) == []
