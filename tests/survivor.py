@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy_task import ToySource, ToyTask, toy_batch, toy_runtime
+from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
@@ -63,8 +63,7 @@ def toy(folder: Path, compress: int) -> Trainer:
         model=task.build_model(),
         runtime=toy_runtime(16),
         config=config,
-        source=ToySource(16, change=poison),
-        validation=lambda kind: [toy_batch(24, seed=77)],
+        data=ToyData(task, ToySource(16, change=poison), lambda kind: [toy_batch(24, seed=77)]),
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, compress),
         metrics=MetricsLog(folder / "metrics.jsonl"),

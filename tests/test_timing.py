@@ -67,10 +67,9 @@ def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
         "validation": [0.5],
         "other": pytest.approx([0.001, 0.004, 0.030]),
     }
-    lines = {line.split()[0]: line.split() for line in table(ROWS).splitlines()[1:]}
-    assert lines["validation"] == ["validation", "1", "0.5", "500.00", "500.00", "500.00", "89.3%"]
-    shares = [float(words[-1].rstrip("%")) for words in lines.values()]
-    assert sum(shares) == pytest.approx(100, abs=0.3)
+    frame = table(ROWS)
+    assert frame.loc["validation"].tolist() == ["1", "0.5", "500.00", "500.00", "500.00", "89.3%"]
+    assert frame["share"].str.rstrip("%").astype(float).sum() == pytest.approx(100, abs=0.3)
 
 
 @pytest.mark.parametrize(

@@ -125,19 +125,8 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Shorten the file to its last newline, reading backwards (the file may be long)."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        size = end
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
+    """Shorten the file to its last newline."""
+    if path.exists():
+        data = path.read_bytes()
+        if (end := data.rfind(b"\n") + 1) < len(data):
+            os.truncate(path, end)

@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from matrixlib.engine.stats import Stats
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PHASES = ("wait", "copy", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
 """wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
@@ -196,17 +199,21 @@ def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
     return {name: seconds * min(1.0, whole / total) if total else 0.0 for name, seconds in times.items()}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each phase: how often, in all, mean, median and 95th percentile, share of all the time."""
+def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A row for each phase: how often, seconds in all, milliseconds (mean, median, 95th percentile), share of all."""
+    import pandas as pd
+
     phases = totals(rows)
     whole = sum(float(seconds.sum()) for seconds in phases.values())
-    lines = [
-        f"{'phase':<12}{'count':>8}{'total s':>10}{'mean ms':>10}{'p50 ms':>10}{'p95 ms':>10}{'share':>8}"
-    ]
-    for name, seconds in phases.items():
-        p50, p95 = np.percentile(seconds, (50, 95)) * 1000
-        lines.append(
-            f"{name:<12}{len(seconds):>8,}{seconds.sum():>10.1f}{seconds.mean() * 1000:>10.2f}{p50:>10.2f}"
-            f"{p95:>10.2f}{seconds.sum() / whole if whole else 0:>8.1%}"
-        )
-    return "\n".join(lines)
+    columns = {
+        name: {
+            "count": f"{len(seconds):,}",
+            "total s": f"{seconds.sum():.1f}",
+            "mean ms": f"{seconds.mean() * 1000:.2f}",
+            "p50 ms": f"{np.percentile(seconds, 50) * 1000:.2f}",
+            "p95 ms": f"{np.percentile(seconds, 95) * 1000:.2f}",
+            "share": f"{seconds.sum() / whole if whole else 0:.1%}",
+        }
+        for name, seconds in phases.items()
+    }
+    return pd.DataFrame.from_dict(columns, orient="index")

@@ -203,11 +203,12 @@ class Run:
         from matrixlib.engine import timing as profile
 
         rows = self.history()
+        table = profile.table(rows).to_string(col_space=9)
         share, peak = _share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
         if share is None or peak is None:
-            return profile.table(rows)
+            return table
         return (
-            f"{profile.table(rows)}\n"
+            f"{table}\n"
             f"share of peak: {share:.0%} of {peak['gflops']:,.0f} GFLOP/s, the matrix rate measured in {peak['dtype']} "
             f"as this run began; {peak['position_flops'] / 1e9:.3g} GFLOP a position, forward and backward"
         )
