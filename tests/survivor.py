@@ -18,9 +18,10 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
-from matrixlib.runs import planting as faults
 from matrixlib.runs import run as runs
+from matrixlib.runs.faults import change_batches
 from matrixlib.tasks import load_config
+from matrixlib.tasks.spec import spoil_output
 
 STEPS = {"toy": 300, "latin": 150}
 POISONED = range(100, 104)
@@ -80,6 +81,6 @@ def latin(folder: Path, compress: int) -> Trainer:
     more = {"train": {"steps": STEPS["latin"]}, "checkpoint": {"compress": compress}}
     overrides = configuration.merge(configuration.merge(CHANGES, LATIN), more)
     current = runs.open_run("latin_demo", run="run", overrides=overrides)
-    now = faults.spoil(())
-    current.model.register_forward_hook(faults.spoil_output(math.nan, lambda: now[0] in POISONED))
+    number = change_batches(())
+    current.model.register_forward_hook(spoil_output(math.nan, lambda: number() in POISONED))
     return current.trainer

@@ -14,7 +14,7 @@ from survivor import STEPS, survive
 
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.runs.faults import PRELOAD
+from matrixlib.runs.injection_job import PRELOAD
 
 CLOCKS = {"time", "seconds", "times", "throughput", "share_of_peak", "memory", "messages"}
 
