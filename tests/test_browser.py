@@ -1,6 +1,6 @@
 """Every notebook in JupyterLab, in a real browser: opened, run, looked at.
 
-`make e2e` runs all of it and keeps the screenshots in reports/e2e/; `make test` only sees the live panel move.
+`make e2e` runs it and keeps the screenshots in reports/e2e/.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from playwright.sync_api import Page
 
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
 
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "reports" / "e2e"
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem != "train")
@@ -40,11 +41,10 @@ def lab(tmp_path: Path, reports: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Where the screenshots go: kept by `make e2e` alone."""
-    folder = PICTURES if request.node.get_closest_marker("e2e") else tmp_path / "pictures"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def pictures() -> Path:
+    """Where the screenshots go."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    return PICTURES
 
 
 def outputs(path: Path) -> list[nbformat.NotebookNode]:
@@ -84,25 +84,6 @@ def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
     return list(widths)
 
 
-@pytest.mark.e2e
-def test_the_live_panel_moves_and_ends_as_one_picture(lab: tuple[Path, str], pictures: Path) -> None:
-    folder, address = lab
-    path = copy_notebook("train", folder, steps=100)
-    with chromium() as page:
-        train = Lab(page, address, "train", pictures)
-        train.open()
-        page.evaluate(SEES_FRAMES)
-        train.run_all()
-        watch_frames(train, 3)
-        train.wait_until_run()
-        assert page.locator("img.widget-image").count() == 0
-        assert any("VERDICT: PASS" in text for text in train.texts())
-        train.save()
-    assert static_pictures(path) == 2, "the curves, and where the time went"
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(1200)
 def test_a_training_is_watched_interrupted_and_resumed(
     lab: tuple[Path, str], pictures: Path, reports: Path
 ) -> None:
@@ -124,13 +105,13 @@ def test_a_training_is_watched_interrupted_and_resumed(
         train.menu("Kernel", "Interrupt Kernel")
         train.wait_until_run()
         (run,) = (folder.name for folder in reports.glob("demo-*"))
-        said = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
+        text = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
         stopped = re.fullmatch(
             r"KeyboardInterrupt: stopped after (\d+) updates; the same command or notebook goes on from the "
             r"checkpoint of update (\d+)",
-            said.strip(),
+            text.strip(),
         )
-        assert stopped, said
+        assert stopped, text
         assert stopped[1] == stopped[2]
         assert (reports / run / "checkpoints" / f"step_{int(stopped[1]):08d}").is_dir()
         assert page.locator("img.widget-image").count() == 0
@@ -168,8 +149,6 @@ def test_a_training_is_watched_interrupted_and_resumed(
         look_at_html(page, reports / "index.html", pictures / "index.png")
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_to_its_verdict(lab: tuple[Path, str], pictures: Path, name: str) -> None:
     if name == "sample":
@@ -193,8 +172,6 @@ def test_a_notebook_runs_to_its_verdict(lab: tuple[Path, str], pictures: Path, n
         look_at_html(page, to_html(path), pictures / f"{name}-html.png")
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(1200)
 def test_menus_slider_and_buttons_draw_again(lab: tuple[Path, str], pictures: Path) -> None:
     folder, address = lab
     path = copy_notebook("browse", folder)

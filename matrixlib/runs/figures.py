@@ -1,4 +1,4 @@
-"""Static pictures of runs: curves of one, of two sides, of planted faults; where the time of an update goes.
+"""Static pictures of runs: curves of one, of two sides, of faults put in; where the time of an update goes.
 
 Only Figure objects are used, never pyplot's global state: nothing leaks and no backend is chosen for anyone.
 """
@@ -311,44 +311,41 @@ def _band(axes: Axes, runs: Sequence[Rows], name: str, colour: str, label: str) 
     return [*mean, *low, *high]
 
 
-def faults_figure(clean: Sequence[Rows], planted: Mapping[str, tuple[Rows, Rows]]) -> Figure:
+def faults_figure(clean: Sequence[Rows], faults: Mapping[str, tuple[Rows, Rows]]) -> Figure:
     """Training loss and validation losses (dots) of runs with a fault, each beside the first clean run.
 
-    clean: rows of the clean runs; the first has the planted runs' seed, the others are drawn in grey. planted: by
-    title (rows of the run, rows of the updates that it went back over: crosses, at the upper edge if beyond it).
+    clean: rows of the clean runs; the first has the faulty runs' seed, the others are drawn in grey. faults: by title
+    (rows of the run, rows of the updates that it went back over: crosses, at the upper edge if beyond it).
     """
-    columns = min(4, len(planted))
-    lines = -(-len(planted) // columns)
+    columns = min(4, len(faults))
+    lines = -(-len(faults) // columns)
     figure = Figure(figsize=(2.75 * columns, 2.1 * lines + 0.5), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False)
-    every = [row["loss"] for rows in clean for row in rows]
-    floor = min(
-        [*every, *(row["validation"]["loss"] for rows in clean for row in rows if "validation" in row)]
-    )
-    top = max(every) + 0.1
-    for axes, (title, (rows, left)) in zip(grid.flat, planted.items(), strict=False):
-        for other in clean[1:]:
-            _loss_curve(axes, other, "0.8", "other seeds")
+    losses = [row["loss"] for rows in clean for row in rows]
+    checks = [row["validation"]["loss"] for rows in clean for row in rows if "validation" in row]
+    low, high = min(losses + checks), max(losses) + 0.1
+    for axes, (title, (rows, left)) in zip(grid.flat, faults.items(), strict=False):
+        for number, other in enumerate(clean[1:]):
+            _loss_curve(axes, other, "0.8", "" if number else "other seeds")
         _loss_curve(axes, clean[0], "C0", "clean")
         _loss_curve(axes, rows, "C1", "with the fault")
-        heights = [min(row["loss"], top) if math.isfinite(row["loss"]) else top for row in left]
+        heights = [min(row["loss"], high) if math.isfinite(row["loss"]) else high for row in left]
         axes.plot([row["step"] for row in left], heights, "x", color="C3", label="rolled back")
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
-        axes.set_ylim(floor - 0.05, top + 0.05)
-    for axes in list(grid.flat)[len(planted) :]:
+        axes.set_ylim(low - 0.05, high + 0.05)
+    for axes in list(grid.flat)[len(faults) :]:
         axes.set_axis_off()
     handles, labels = grid.flat[0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    figure.legend(list(unique.values()), list(unique), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     figure.supylabel("loss [nat]", fontsize=8)
     return figure
 
 
 def _loss_curve(axes: Axes, rows: Rows, colour: str, label: str) -> None:
-    axes.plot(
-        [row["step"] for row in rows], [row["loss"] for row in rows], color=colour, linewidth=1, label=label
-    )
-    checks = [(row["step"], row["validation"]["loss"]) for row in rows if "validation" in row]
-    axes.plot([step for step, _ in checks], [loss for _, loss in checks], "o", markersize=3, color=colour)
+    losses = [row["loss"] for row in rows]
+    axes.plot([row["step"] for row in rows], losses, color=colour, linewidth=1, label=label)
+    checks = [row for row in rows if "validation" in row]
+    losses = [row["validation"]["loss"] for row in checks]
+    axes.plot([row["step"] for row in checks], losses, "o", markersize=3, color=colour)
