@@ -39,14 +39,13 @@ def test_moves_are_those_of_python_chess() -> None:
     moves, offsets = GAME.legal(states)
     owner = np.repeat(np.arange(len(boards)), np.diff(offsets))
     after = GAME.play(states[owner], moves)
-    wanted = []
+    played = []
     for i, move in zip(owner, moves, strict=True):
         board = boards[i].copy(stack=False)
         board.push(move_from_index(int(move), board))
-        wanted.append(board)
-    names = ("pieces", "castling", "en_passant", "halfmove", "side", "ply")
-    expected = from_boards(wanted)
-    for name in names:
+        played.append(board)
+    expected = from_boards(played)
+    for name in ("pieces", "castling", "en_passant", "halfmove", "side", "ply"):
         assert (after[name] == expected[name]).all(), name
     assert len(moves) == sum(board.legal_moves.count() for board in boards)
 
@@ -59,17 +58,12 @@ def test_endings_of_games() -> None:
             board.halfmove_clock = 99 + i % 3
     states = from_boards(boards)
     values = GAME.terminal(states, np.diff(legal_indices(states)[1]))
-    seen = set()
-    for board, value in zip(boards, values, strict=True):
-        if board.is_checkmate():
-            assert value == -1, board.fen()
-            seen.add("mate")
-        elif board.is_stalemate() or board.is_insufficient_material() or board.halfmove_clock >= 100:
-            assert value == 0, board.fen()
-            seen.add("draw")
-        else:
-            assert np.isnan(value), board.fen()
-    assert seen == {"mate", "draw"}
+    expected = []
+    for board in boards:
+        draw = board.is_stalemate() or board.is_insufficient_material() or board.halfmove_clock >= 100
+        expected.append(-1 if board.is_checkmate() else 0 if draw else np.nan)
+    np.testing.assert_array_equal(values, expected)
+    assert {-1, 0} < set(expected)
 
 
 def test_dead_positions() -> None:
@@ -87,9 +81,9 @@ def test_dead_positions() -> None:
                 board.set_piece_at(chess.H8, chess.Piece.from_symbol("k"))
                 if board.is_valid():
                     boards.append(board)
-    found = dead(from_boards(boards)["pieces"])
-    assert found.tolist() == [board.is_insufficient_material() for board in boards]
-    assert 0 < found.sum() < len(boards)
+    deaths = dead(from_boards(boards)["pieces"])
+    assert deaths.tolist() == [board.is_insufficient_material() for board in boards]
+    assert 0 < deaths.sum() < len(boards)
 
 
 MATES = (
@@ -109,17 +103,15 @@ def test_every_mating_move_is_recognised() -> None:
     boards = [board for board in boards if any(board.legal_moves)]
     states = from_boards(boards)
     moves, offsets = GAME.legal(states)
-    found = GAME.endings(states, moves, offsets)
-    wanted = played_endings(GAME, states, moves, offsets)
-    assert ((found == 1) == (wanted == 1)).all()
-    assert set(np.unique(found[~np.isnan(found)])) == {1}
-    assert (wanted == 1).sum() > 20
+    endings = GAME.endings(states, moves, offsets)
+    expected = played_endings(GAME, states, moves, offsets)
+    assert ((endings == 1) == (expected == 1)).all()
+    assert set(np.unique(endings[~np.isnan(endings)])) == {1}
+    assert (expected == 1).sum() > 20
     for i, (_, uci) in enumerate(MATES):
         for row in (i, i + len(MATES)):  # the mirrored board has the same policy index
-            index = policy_index(chess.Move.from_uci(uci), chess.WHITE)
-            assert (
-                index in moves[offsets[row] : offsets[row + 1]][found[offsets[row] : offsets[row + 1]] == 1]
-            ), uci
+            span = slice(offsets[row], offsets[row + 1])
+            assert policy_index(chess.Move.from_uci(uci), chess.WHITE) in moves[span][endings[span] == 1], uci
 
 
 def test_keys_are_equal_where_positions_repeat() -> None:
@@ -159,9 +151,9 @@ def test_a_move_into_the_third_occurrence_is_worth_exactly_a_draw() -> None:
     after.push_uci("h8g8")
     search = Search(GAME, material)
     search.reset(0, state(board), history=np.repeat(GAME.key(state(after)), 2))
-    found = search.run(400)[0]
-    assert move_from_index(found.best, board).uci() == "h8g8"
-    assert found.values[found.moves == found.best] == 0
+    result = search.run(400)[0]
+    assert move_from_index(result.best, board).uci() == "h8g8"
+    assert result.values[result.moves == result.best] == 0
     search.reset(0, state(board))
     assert search.run(400)[0].value < -0.5
     search.reset(0, state(board), history=np.repeat(GAME.key(state(board)), 2))
@@ -173,13 +165,13 @@ def test_fifty_moves_are_a_draw_unless_the_last_one_mates() -> None:
     """At 99 half moves every quiet move draws, whatever the material; a mate still counts; a pawn move goes on."""
     search = Search(GAME, material)
     search.reset(0, state(chess.Board("8/7k/8/8/8/1Q6/8/K7 w - - 99 150")))
-    found = search.run(200)[0]
-    assert (found.proven, found.value) == (True, 0.0)
+    result = search.run(200)[0]
+    assert (result.proven, result.value) == (True, 0.0)
     for options in (SearchOptions(), SearchOptions(look_ahead=False)):
         search = Search(GAME, material, options)
         search.reset(0, state(chess.Board("7k/8/6K1/8/8/8/2Q5/8 w - - 99 150")))
-        found = search.run(200)[0]
-        assert (found.proven, found.value) == (True, 1.0)
+        result = search.run(200)[0]
+        assert (result.proven, result.value) == (True, 1.0)
     pawn = chess.Board("8/7k/8/8/8/1Q6/P7/K7 w - - 99 150")
     search.reset(0, state(pawn))
     best = move_from_index(search.run(400)[0].best, pawn)
@@ -190,10 +182,10 @@ class Tables:
     """A table that knows three positions by the number of their men."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.fens: list[str] = []
 
     def get_wdl(self, board: chess.Board, default: int | None = None) -> int | None:
-        self.asked.append(board.fen())
+        self.fens.append(board.fen())
         return {3: 2 if board.turn == chess.WHITE else -2, 4: 1, 5: None}[len(board.piece_map())]
 
 
@@ -212,7 +204,7 @@ def test_tables_are_asked_where_they_are_exact() -> None:
     ]
     values = game.proven(from_boards([chess.Board(fen) for fen in fens]))
     np.testing.assert_array_equal(values, [1, -1, 0, np.nan, np.nan, np.nan, np.nan])
-    assert tables.asked == fens[:4]
+    assert tables.fens == fens[:4]
     with pytest.raises(ValueError, match="rtbw"):
         open_tables(Path(__file__).parent)
 
@@ -221,9 +213,9 @@ def test_the_search_takes_a_capture_into_a_won_table() -> None:
     board = chess.Board("8/8/8/4k3/8/8/3p1R2/3K4 w - - 10 60")  # Rxd2 leaves king and rook against king
     search = Search(ChessGame(Tables()), uniform)
     search.reset(0, state(board))
-    found = search.run(50)[0]
-    assert (found.proven, found.value) == (True, 1.0)
-    assert board.is_capture(move_from_index(found.best, board))
+    result = search.run(50)[0]
+    assert (result.proven, result.value) == (True, 1.0)
+    assert board.is_capture(move_from_index(result.best, board))
 
 
 def test_written_games_are_read_back() -> None:
@@ -249,7 +241,7 @@ def test_written_games_are_read_back() -> None:
 
 def puzzles(shared: Path, plies: int) -> list[tuple[chess.Board, chess.Move]]:
     """Puzzles solved by a mate in so many plies: (board after the set-up move, first move of the solution)."""
-    found = []
+    mates = []
     with (shared / "puzzles" / "lichess_dev.csv").open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             moves = [chess.Move.from_uci(uci) for uci in row["Moves"].split()]
@@ -261,40 +253,40 @@ def puzzles(shared: Path, plies: int) -> list[tuple[chess.Board, chess.Move]]:
             for move in moves[1:]:
                 end.push(move)
             if end.is_checkmate():
-                found.append((board, moves[1]))
-    return found
+                mates.append((board, moves[1]))
+    return mates
 
 
 def solved(
-    chosen: list[tuple[chess.Board, chess.Move]], simulations: int, plies: int, look_ahead: bool
+    mates: list[tuple[chess.Board, chess.Move]], simulations: int, plies: int, look_ahead: bool
 ) -> int:
-    """How many are solved: the solution's move is chosen, or another one proven to mate as fast."""
-    search = Search(GAME, material, SearchOptions(leaves=1, look_ahead=look_ahead), trees=len(chosen))
-    for tree, (board, _) in enumerate(chosen):
+    """How many are solved: the best move is the solution's, or another one proven to mate as fast."""
+    search = Search(GAME, material, SearchOptions(leaves=1, look_ahead=look_ahead), trees=len(mates))
+    for tree, (board, _) in enumerate(mates):
         search.reset(tree, state(board))
     count = 0
-    for (board, move), found in zip(chosen, search.run(simulations), strict=True):
-        best = move_from_index(found.best, board)
-        count += best == move or (found.value == 1 and found.proven and len(found.line) <= plies)
+    for (board, move), result in zip(mates, search.run(simulations), strict=True):
+        best = move_from_index(result.best, board)
+        count += best == move or (result.value == 1 and result.proven and len(result.line) <= plies)
     return count
 
 
 @pytest.mark.parametrize("look_ahead", [True, False])
 def test_mates_in_one_at_200_simulations(shared: Path, look_ahead: bool) -> None:
-    """100 of 100 where mating moves are recognised at once, nearly as many where each has to be found by selection."""
-    chosen = puzzles(shared, 1)[:100]
-    assert len(chosen) == 100
-    assert solved(chosen, 200, 1, look_ahead) >= (100 if look_ahead else 90)
+    """100 of 100 where mating moves are recognised at once, nearly as many where each has to be result by selection."""
+    mates = puzzles(shared, 1)[:100]
+    assert len(mates) == 100
+    assert solved(mates, 200, 1, look_ahead) >= (100 if look_ahead else 90)
 
 
 def test_some_mates_in_two(shared: Path) -> None:
-    chosen = puzzles(shared, 3)[:10]
-    assert solved(chosen, 20_000, 3, True) >= 9
+    mates = puzzles(shared, 3)[:10]
+    assert solved(mates, 20_000, 3, True) >= 9
 
 
 @pytest.mark.soak
 def test_mates_in_two_at_20000_simulations(shared: Path) -> None:
-    chosen = puzzles(shared, 3)
-    count = sum(solved(chosen[i : i + 20], 20_000, 3, True) for i in range(0, len(chosen), 20))
-    print(f"{count} of {len(chosen)} mates in two")
-    assert count >= 0.9 * len(chosen)
+    mates = puzzles(shared, 3)
+    count = sum(solved(mates[i : i + 20], 20_000, 3, True) for i in range(0, len(mates), 20))
+    print(f"{count} of {len(mates)} mates in two")
+    assert count >= 0.9 * len(mates)

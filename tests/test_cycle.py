@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,50 +198,33 @@ def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) ->
     assert len(opened.decisions()) == 2
 
 
-def stage(number: int, test: Callable[[Generation], object]) -> Callable[[Path], bool]:
-    """Whether a generation has come so far."""
-
-    def reached(root: Path) -> bool:
-        generation = read_generations(root / "c").get(number)
-        return generation is not None and bool(test(generation))
-
-    return reached
+STAGES = [
+    (n, part) for n in (1, 2) for part in ("chunks", "lesson", "checkpoint", "match", "anchor", "decision")
+]
 
 
-def checkpoint(number: int) -> Callable[[Path], bool]:
-    return lambda root: any(root.glob(f"c-{number:03d}/checkpoints/step_????????"))
-
-
-STAGES = {
-    f"{name} {number}": stage(number, test) if test else checkpoint(number)
-    for number in (1, 2)
-    for name, test in (
-        ("games", lambda g: g.chunks),
-        ("lesson", lambda g: g.lesson),
-        ("checkpoint", None),
-        ("match", lambda g: g.match),
-        ("anchor", lambda g: g.anchor),
-        ("decision", lambda g: g.decision),
-    )
-}
-
-
-def kill_at(process: subprocess.Popen[bytes], root: Path, name: str) -> None:
-    while not STAGES[name](root):
-        assert process.poll() is None, f"it ended before {name}"
+def kill_at(stage: tuple[int, str], process: subprocess.Popen[bytes], root: Path) -> None:
+    """Kill a cycle as soon as a generation has come so far."""
+    number, part = stage
+    while not (
+        any(root.glob(f"c-{number:03d}/checkpoints/step_????????"))
+        if part == "checkpoint"
+        else getattr(read_generations(root / "c").get(number), part, None)
+    ):
+        assert process.poll() is None, f"it ended before {stage}"
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
 @pytest.mark.parametrize(
-    "stages", [("games 1", "checkpoint 1"), pytest.param(tuple(STAGES)[:-1], marks=pytest.mark.soak)]
+    "stages", [STAGES[:3:2], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["two", "all"]
 )
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
-    whole: Path, tmp_path: Path, stages: tuple[str, ...]
+    whole: Path, tmp_path: Path, stages: list[tuple[int, str]]
 ) -> None:
-    for name in stages:
-        kill_at(run(tmp_path), tmp_path, name)
+    for stage in stages:
+        kill_at(stage, run(tmp_path), tmp_path)
     assert run(tmp_path).wait(300) == 0
     assert positions(tmp_path).tobytes() == positions(whole).tobytes()
     for generation in (1, 2):
@@ -255,7 +239,7 @@ def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
 def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path
 ) -> None:
-    kill_at(run(tmp_path, workers=2, generations=1), tmp_path, "games 1")
+    kill_at((1, "chunks"), run(tmp_path, workers=2, generations=1), tmp_path)
     assert len(read_generations(tmp_path / "c")[1].chunks) < 4, "it was killed amid self-play"
     assert run(tmp_path, workers=2, generations=1).wait(300) == 0
     assert positions(tmp_path).tobytes() == positions(whole, "selfplay_001").tobytes()
@@ -570,35 +554,31 @@ def test_a_cycle_needs_a_game_for_two() -> None:
         load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
 
 
-def test_old_option_names_are_answered_by_the_new_ones() -> None:
-    for section, old, new in (
-        ("search", "gumbel_scale", "search.value_scale"),
-        ("search", "gumbel", "search.max_num_considered_actions"),
-        ("search", "c_init", "search.pb_c_init"),
-        ("search", "noise_alpha", "search.dirichlet_alpha_total"),
-        ("selfplay", "simulations", "selfplay.num_simulations"),
-        ("match", "simulations", "match.num_simulations"),
-    ):
-        with pytest.raises(config.ConfigError, match=rf"'{section}\.{old}' is called '{new}' now"):
-            load_cycle("demo", {section: {old: 1}})
-    with pytest.raises(config.ConfigError, match="'arena' is called 'match' now"):
-        load_cycle("demo", {"arena": {"pairs": 4}})
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("search.gumbel_scale", "search.value_scale"),
+        ("search.gumbel", "search.max_num_considered_actions"),
+        ("selfplay.simulations", "selfplay.num_simulations"),
+        ("match.simulations", "match.num_simulations"),
+        ("arena", "match"),
+    ],
+)
+def test_old_option_names_are_answered_by_the_new_ones(old: str, new: str) -> None:
+    section, _, option = old.partition(".")
+    with pytest.raises(config.ConfigError, match=rf"'{re.escape(old)}' is called '{re.escape(new)}' now"):
+        load_cycle("demo", {section: {option or "pairs": 1}})
 
 
 @pytest.mark.parametrize("name", config.presets(files.PARAMS / "cycle"))
 def test_presets_name_only_what_differs_from_the_schema(name: str) -> None:
-    text = (files.PARAMS / "cycle" / f"{name}.yaml").read_text()
-    resolved, plain = (
-        config.dump(load_cycle(name)),
-        {n: f.default for n, f in CycleConfig.model_fields.items()},
-    )
-    for key, value in config.read_yaml(text, name).items():
-        if key == "network":
-            continue
-        for option, setting in value.items() if isinstance(value, dict) else [("", value)]:
-            default = getattr(plain[key], option) if option else plain[key]
-            assert setting != config.dump(plain[key])[option] if option else setting != default, (key, option)
-        assert key in resolved
+    path = files.PARAMS / "cycle" / f"{name}.yaml"
+    data = config.read_yaml(path.read_text(), name)
+    del data["network"]
+    options = {key: value if isinstance(value, dict) else {"": value} for key, value in data.items()}
+    named = {f"{key}.{option}".rstrip(".") for key, section in options.items() for option in section}
+    resolved = load_cycle(name)
+    assert named == set(config.difference(resolved, CycleConfig(network=resolved.network)))
 
 
 # --- what is shown, and another game

@@ -25,9 +25,9 @@ def choose(rng: np.random.Generator, moves: np.ndarray, offsets: np.ndarray) -> 
 def positions(game: Game, seed: int = 0) -> list[States]:
     """Batches of states of random games, each batch as far as every game in it goes on."""
     rng = np.random.default_rng(seed)
-    states, found = game.initial(BATCH), []
+    states, batches = game.initial(BATCH), []
     for _ in range(PLIES):
-        found.append(states)
+        batches.append(states)
         moves, offsets = game.legal(states)
         live = np.isnan(game.terminal(states, np.diff(offsets)))
         if not live.any():
@@ -35,7 +35,7 @@ def positions(game: Game, seed: int = 0) -> list[States]:
         states = states[live]
         moves, offsets = game.legal(states)
         states = game.play(states, choose(rng, moves, offsets))
-    return found
+    return batches
 
 
 def test_a_game_starts_alike_with_the_first_side(game: Game) -> None:
@@ -81,20 +81,19 @@ def test_sides_take_turns_and_play_leaves_its_input_alone(game: Game) -> None:
 
 def test_endings_are_those_that_playing_the_moves_finds(game: Game) -> None:
     """No ending is claimed that isn't one, and every win is recognised."""
-    seen: Counter[float] = Counter()
+    values: Counter[float] = Counter()
     for states in [batch for seed in range(5) for batch in positions(game, seed)]:
         moves, offsets = game.legal(states)
         live = np.isnan(game.terminal(states, np.diff(offsets)))
         if not live.any():
             continue
         moves, offsets = game.legal(states[live])
-        found = game.endings(states[live], moves, offsets)
-        wanted = games.endings(game, states[live], moves, offsets)
-        known = ~np.isnan(found)
-        assert (found[known] == wanted[known]).all()
-        assert ((found == 1) == (wanted == 1)).all()
-        seen.update(wanted[~np.isnan(wanted)].tolist())
-    assert seen[1] > 0
+        known = game.endings(states[live], moves, offsets)
+        played = games.endings(game, states[live], moves, offsets)
+        assert (known[~np.isnan(known)] == played[~np.isnan(known)]).all()
+        assert ((known == 1) == (played == 1)).all()
+        values.update(played[~np.isnan(played)].tolist())
+    assert values[1] > 0
 
 
 def test_keys_tell_positions_apart(game: Game) -> None:

@@ -40,11 +40,11 @@ def openings() -> np.ndarray:
 
 def test_random_openings_are_different_and_the_game_goes_on() -> None:
     game = ChessGame()
-    found = random_openings(game, 40, seed=1, plies=6)
-    assert len(set(game.key(found).tolist())) == 40
-    assert np.isnan(game.terminal(found, np.diff(game.legal(found)[1]))).all()
-    assert (found["ply"] == 6).all()
-    assert (found == random_openings(game, 40, seed=1, plies=6)).all()
+    starts = random_openings(game, 40, seed=1, plies=6)
+    assert len(set(game.key(starts).tolist())) == 40
+    assert np.isnan(game.terminal(starts, np.diff(game.legal(starts)[1]))).all()
+    assert (starts["ply"] == 6).all()
+    assert (starts == random_openings(game, 40, seed=1, plies=6)).all()
     with pytest.raises(ValueError, match=r"tic-tac-toe has hardly 10 different positions.*\(only 9\)"):
         random_openings(GAME, 10, seed=0, plies=1)
     assert len(random_openings(game, 0, seed=1, plies=6)) == 0
@@ -53,7 +53,7 @@ def test_random_openings_are_different_and_the_game_goes_on() -> None:
 def test_results_are_those_of_the_games_replayed() -> None:
     match = play_pairs(GAME, random_player(GAME, 1), random_player(GAME, 2), openings(), names=("one", "two"))
     assert len(match.games) == 20
-    seen = set()
+    results = set()
     for i, record in enumerate(match.games):
         assert record.start == openings()[i // 2]
         state = record.start
@@ -64,12 +64,12 @@ def test_results_are_those_of_the_games_replayed() -> None:
             state = GAME.play(state, np.array([move]))
         value = GAME.terminal(state, np.diff(GAME.legal(state)[1]))[0]
         assert record.result == (value if len(record.moves) % 2 == 0 else -value)
-        seen.add(record.result)
+        results.add(record.result)
         # The first player starts the first game of a pair; the side that starts tic-tac-toe is named first.
         starter = ("one", "two")[i % 2]
         assert record.players[int(record.start["side"][0])] == starter
         assert record.tags["Round"] == f"{i // 2 + 1}.{i % 2 + 1}"
-    assert seen == {-1, 0, 1}
+    assert results == {-1, 0, 1}
     points = match.scores()
     for i, record in enumerate(match.games):
         assert points[i] == ((1 + record.result) / 2 if i % 2 == 0 else (1 - record.result) / 2)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform
+from matrixlib.play.match import play_pairs, search_player
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.tree import considered_visits
 from matrixlib.tasks.tictactoe.game import TicTacToe
-from matrixlib.tasks.tictactoe.solution import best_moves
+from matrixlib.tasks.tictactoe.spec import perfect_player
 
 NODE = np.dtype([("node", "<i4"), ("side", "u1"), ("repetition", "u1")])
 # Exploration c = 1 whatever the visits, nothing taken off untried moves, one leaf at a time.
@@ -132,15 +133,15 @@ STEPS = (
 @pytest.mark.parametrize("simulations", range(1, 6))
 def test_golden_tree(simulations: int) -> None:
     tree = search(GOLDEN)
-    found = tree.run(simulations)[0]
+    result = tree.run(simulations)[0]
     visits, sums, total = STEPS[simulations - 1]
     values = [s / n if n else np.nan for s, n in zip(sums, visits, strict=True)]
-    assert found.visits.tolist() == list(visits)
-    np.testing.assert_allclose(found.values, values, atol=1e-6)
-    assert found.value == pytest.approx(total / (simulations + 1))
-    np.testing.assert_allclose(found.policy, np.array(visits) / simulations)
-    assert not found.proven
-    assert found.prior.tolist() == pytest.approx([0.6, 0.4])
+    assert result.visits.tolist() == list(visits)
+    np.testing.assert_allclose(result.values, values, atol=1e-6)
+    assert result.value == pytest.approx(total / (simulations + 1))
+    np.testing.assert_allclose(result.policy, np.array(visits) / simulations)
+    assert not result.proven
+    assert result.prior.tolist() == pytest.approx([0.6, 0.4])
     consistent(tree)
 
 
@@ -149,10 +150,10 @@ def test_golden_tree_line_and_continuation() -> None:
     one, five = search(GOLDEN), search(GOLDEN)
     for _ in range(5):
         last = one.run(1)[0]
-    found = five.run(5)[0]
-    assert found.best == 1
-    assert found.line == last.line == (1, 1, 0)
-    assert (found.visits == last.visits).all()
+    result = five.run(5)[0]
+    assert result.best == 1
+    assert result.line == last.line == (1, 1, 0)
+    assert (result.visits == last.visits).all()
 
 
 def test_first_play_urgency() -> None:
@@ -177,23 +178,25 @@ def test_the_sign_turns_at_every_ply(depth: int) -> None:
     """A value of 1 at one depth of a chain of single moves, looked at from every ply above."""
     chain = Graph({n: [n + 1] for n in range(12)}, values={depth: 1.0})
     tree = search(chain)
-    found = tree.run(depth)[0]
+    result = tree.run(depth)[0]
     p = tree.pool
-    for node in range(1, depth + 1):  # nodes are made in order; the edge into one belongs to the other side
+    for node in range(
+        1, depth + 1
+    ):  # nodes are numbered in order; the edge into one belongs to the other side
         into = p.into[node]
         assert p.visits[into] == depth - node + 1
         assert p.total[into] == (-1) ** (depth - node + 1)
-    assert found.value == pytest.approx((-1) ** depth / (depth + 1))
+    assert result.value == pytest.approx((-1) ** depth / (depth + 1))
 
 
 @pytest.mark.parametrize("good", [0, 1])
 def test_the_move_that_is_bad_for_the_opponent_is_preferred(good: int) -> None:
     game = Graph({0: [1, 2], **{n: [n + 2] for n in range(1, 200)}}, values={1 + good: -0.5, 2 - good: 0.5})
     for options in (PLAIN, SearchOptions(), SearchOptions(max_num_considered_actions=2)):
-        found = search(game, options).run(40)[0]
-        assert found.best == good
-        assert found.policy[good] > 0.5
-        assert found.values[good] > found.values[1 - good]
+        result = search(game, options).run(40)[0]
+        assert result.best == good
+        assert result.policy[good] > 0.5
+        assert result.values[good] > result.values[1 - good]
 
 
 # --- proven values --------------------------------------------------------------------------------
@@ -223,20 +226,20 @@ def test_a_proven_loss_corrects_the_averages_above() -> None:
 
 
 def test_endings_are_recognised_at_expansion() -> None:
-    """The winning move is known when the root is made; without looking ahead a prior of 0.001 hides it."""
+    """The winning move is known when the root is expanded; without looking ahead a prior of 0.001 hides it."""
     game = Graph({0: [1, 2], 1: [3], 3: [4]}, priors={0: [0.999, 0.001]}, over={2: -1.0})
-    found = search(game, plain(look_ahead=True)).run(100)[0]
-    assert (found.best, found.proven, found.value, found.simulations) == (1, True, 1.0, 0)
-    assert found.policy.tolist() == [0, 1]
+    result = search(game, plain(look_ahead=True)).run(100)[0]
+    assert (result.best, result.proven, result.value, result.simulations) == (1, True, 1.0, 0)
+    assert result.policy.tolist() == [0, 1]
     assert search(game).run(1)[0].best == 0
 
 
 def test_positions_won_by_the_next_move_are_not_evaluated() -> None:
     game = Graph({0: [1, 2], 1: [3, 4], 2: [5], 3: [6], 5: [6]}, over={4: -1.0})
     tree = search(game, plain(look_ahead=True))
-    found = tree.run(2)[0]
-    assert found.values.tolist() == [-1, 0]
-    assert found.best == 1
+    result = tree.run(2)[0]
+    assert result.values.tolist() == [-1, 0]
+    assert result.best == 1
     assert game.batches == [1, 1]
 
 
@@ -251,25 +254,25 @@ def test_the_winner_hurries_and_the_loser_does_not() -> None:
     for look_ahead in (False, True):
         tree = search(game, plain(look_ahead=look_ahead))
         tree.reset(0, np.array([(10, 0, 0)], NODE))
-        found = tree.run(100)[0]
-        assert (found.best, found.proven, found.value) == (1, True, -1.0)
+        result = tree.run(100)[0]
+        assert (result.best, result.proven, result.value) == (1, True, -1.0)
 
 
 def test_draws_are_proven_and_taken_rather_than_a_bad_move() -> None:
     """Move 0 draws, move 1 is worth less than a draw but not lost; most visits go to the draw anyway."""
     chain = {n: [n + 1] for n in range(2, 300)}
     game = Graph({0: [1, 2], **chain}, over={1: 0.0}, values=dict.fromkeys(range(2, 300, 2), 0.3))
-    found = search(game).run(60)[0]
-    assert (found.best, found.values[0], found.proven) == (0, 0.0, False)
+    result = search(game).run(60)[0]
+    assert (result.best, result.values[0], result.proven) == (0, 0.0, False)
     drawn = Graph({0: [1, 2], 2: [3]}, over={1: 0.0, 3: -1.0})
-    found = search(drawn).run(60)[0]
-    assert (found.best, found.value, found.proven) == (0, 0.0, True)
+    result = search(drawn).run(60)[0]
+    assert (result.best, result.value, result.proven) == (0, 0.0, True)
 
 
 def test_tables_settle_a_position_without_an_evaluation() -> None:
     game = Graph({0: [1, 2], 1: [3], 2: [4]}, known={1: 1.0, 2: -1.0})
-    found = search(game).run(10)[0]
-    assert (found.best, found.proven, found.value) == (1, True, 1.0)
+    result = search(game).run(10)[0]
+    assert (result.best, result.proven, result.value) == (1, True, 1.0)
     assert game.batches == [1]
 
 
@@ -278,8 +281,8 @@ def test_the_third_occurrence_is_a_draw() -> None:
     game = Graph({0: [1], 1: [2], 2: [3], 3: [0]}, values=dict.fromkeys(range(4), 0.7))
     tree = search(game)
     assert not tree.run(7)[0].proven
-    found = tree.run(1)[0]
-    assert (found.proven, found.value) == (True, 0.0)
+    result = tree.run(1)[0]
+    assert (result.proven, result.value) == (True, 0.0)
     tree.reset(0, game.initial(1), history=np.array([0, 3, 4, 7], np.uint64))  # keys: 2 * node + side
     assert tree.states["repetition"][0] == 1
     assert not tree.run(3)[0].proven
@@ -313,18 +316,18 @@ def random_tree(seed: int) -> Graph:
     rng = np.random.default_rng(seed)
     moves: dict[int, list[int]] = {}
     over: dict[int, float] = {}
-    level, made = [0], 1
+    level, count = [0], 1
     for ply in range(6):
         below: list[int] = []
         for node in level:
             if ply == 5 or (ply > 0 and rng.random() < 0.25):
                 over[node] = float(rng.choice([-1, -1, 0, 1]))
                 continue
-            moves[node] = list(range(made, made + int(rng.integers(2, 5))))
-            made += len(moves[node])
+            moves[node] = list(range(count, count + int(rng.integers(2, 5))))
+            count += len(moves[node])
             below += moves[node]
         level = below
-    values = dict(enumerate(rng.uniform(-0.9, 0.9, made).tolist()))
+    values = dict(enumerate(rng.uniform(-0.9, 0.9, count).tolist()))
     return Graph(moves, values=values, over=over)
 
 
@@ -345,14 +348,14 @@ def test_small_trees_are_solved(options: SearchOptions) -> None:
     for seed in range(25):
         game = random_tree(seed)
         tree = search(game, options)
-        found = tree.run(3000)[0]
-        wanted = minimax(game, 0)
+        result = tree.run(3000)[0]
+        expected = minimax(game, 0)
         consistent(tree)
-        assert -tree.pool.high[0] <= wanted <= -tree.pool.low[0], seed
-        if found.proven:
+        assert -tree.pool.high[0] <= expected <= -tree.pool.low[0], seed
+        if result.proven:
             solved += 1
-            assert found.value == wanted, seed
-            assert -minimax(game, game.moves[0][found.best]) == wanted, seed
+            assert result.value == expected, seed
+            assert -minimax(game, game.moves[0][result.best]) == expected, seed
     assert solved >= 20
 
 
@@ -375,8 +378,8 @@ def test_virtual_loss_spreads_the_leaves_of_a_batch() -> None:
 def test_a_leaf_is_never_evaluated_twice_in_a_batch() -> None:
     chain = Graph({n: [n + 1] for n in range(40)})
     tree = search(chain, plain(leaves=8))
-    found = tree.run(30)[0]
-    assert (found.visits.tolist(), found.simulations) == ([30], 30)
+    result = tree.run(30)[0]
+    assert (result.visits.tolist(), result.simulations) == ([30], 30)
     assert chain.batches == [1] * 31
     consistent(tree)
 
@@ -395,7 +398,7 @@ def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
     budgets = [40, 17, 90]
 
     def play(trees: list[int], seed: int = 5) -> dict[int, list[SearchResult]]:
-        found: dict[int, list[SearchResult]] = {tree: [] for tree in trees}
+        history: dict[int, list[SearchResult]] = {tree: [] for tree in trees}
         run = Search(game, uniform, options, trees=len(trees), seed=seed)
         for slot, tree in enumerate(trees):
             run.reset(slot, game.initial(1), stream=tree)
@@ -403,9 +406,9 @@ def test_a_tree_does_not_depend_on_its_neighbours(gumbel: int) -> None:
             results = run.run([budgets[tree] for tree in trees], noise=True)
             consistent(run)
             for tree, result in zip(trees, results, strict=True):
-                found[tree].append(result)
+                history[tree].append(result)
             run.advance(range(len(trees)), [result.best for result in results])
-        return found
+        return history
 
     together = play([0, 1, 2])
     for tree in range(3):
@@ -447,8 +450,8 @@ def test_an_unexplored_move_starts_a_new_tree() -> None:
     tree = search(game)
     tree.run(1)
     tree.advance([0], [1])
-    found = tree.run(1)[0]
-    assert (found.moves.tolist(), found.value) == ([0], pytest.approx(-0.5 / 2))
+    result = tree.run(1)[0]
+    assert (result.moves.tolist(), result.value) == ([0], pytest.approx(-0.5 / 2))
 
 
 def test_noise_is_mixed_once_into_the_root_alone() -> None:
@@ -457,13 +460,13 @@ def test_noise_is_mixed_once_into_the_root_alone() -> None:
         game, uniform, SearchOptions(leaves=1, dirichlet_fraction=0.9, dirichlet_alpha_total=1.0), seed=3
     )
     for _ in range(5):
-        found = tree.run(40, noise=True)[0]
-        assert (found.prior == found.prior[0]).all(), "priors come back without noise"
+        result = tree.run(40, noise=True)[0]
+        assert (result.prior == result.prior[0]).all(), "priors come back without noise"
     assert (tree.pool.prior[1 : tree.edges] >= 1 / 9 - 1e-6).all()
     plain = Search(game, uniform, SearchOptions(leaves=1), seed=3).run(200)[0]
     again = Search(game, uniform, SearchOptions(leaves=1), seed=4).run(200)[0]
     assert equal(plain, again), "without noise nothing is random"
-    assert found.visits.max() > 2 * plain.visits.max(), "noise of 0.9 draws the visits to a few moves"
+    assert result.visits.max() > 2 * plain.visits.max(), "noise of 0.9 draws the visits to a few moves"
 
 
 # --- Gumbel ---------------------------------------------------------------------------------------
@@ -488,15 +491,15 @@ def test_gumbel_golden_root() -> None:
     }
     game = Graph({0: [1, 2, 3, 4], **chain}, values=values, priors={0: [0.4, 0.1, 0.3, 0.2]})
     options = plain(max_num_considered_actions=4, maxvisit_init=1.0)
-    found = search(game, options).run(8)[0]
+    result = search(game, options).run(8)[0]
     # After the first round: ln prior + 2 * (q + 1) / 2 with q = -0.2 0.4 -0.5 0.6:
     # -0.916 + 0.8 = -0.116, -2.303 + 1.4 = -0.903, -1.204 + 0.5 = -0.704, -1.609 + 1.6 = -0.009: moves 3 and 0.
-    assert found.visits.tolist() == [3, 1, 1, 3]
-    np.testing.assert_allclose(found.values, [-0.2, 0.4, -0.5, 0.6], atol=1e-6)
+    assert result.visits.tolist() == [3, 1, 1, 3]
+    np.testing.assert_allclose(result.values, [-0.2, 0.4, -0.5, 0.6], atol=1e-6)
     # At the end (1 + 3) * (q + 1) / 2 = 1.6 2.8 1.0 3.2.
     scores = np.log([0.4, 0.1, 0.3, 0.2]) + np.array([1.6, 2.8, 1.0, 3.2])
-    np.testing.assert_allclose(found.policy, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
-    assert found.best == 3
+    np.testing.assert_allclose(result.policy, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
+    assert result.best == 3
 
 
 def test_gumbel_completes_the_value_of_untried_moves() -> None:
@@ -506,12 +509,12 @@ def test_gumbel_completes_the_value_of_untried_moves() -> None:
         priors={0: [0.5, 0.3, 0.2]},
         values={0: 0.1, 1: -0.2, 2: 0.1, 3: 0.9},
     )
-    found = search(game, plain(max_num_considered_actions=2, maxvisit_init=1.0)).run(2)[0]
-    assert found.visits.tolist() == [1, 1, 0]
+    result = search(game, plain(max_num_considered_actions=2, maxvisit_init=1.0)).run(2)[0]
+    assert result.visits.tolist() == [1, 1, 0]
     mixed = (0.1 + 2 * (0.5 * 0.2 + 0.3 * -0.1) / 0.8) / 3
     scores = np.log([0.5, 0.3, 0.2]) + (np.array([0.2, -0.1, mixed]) + 1)
-    np.testing.assert_allclose(found.policy, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
-    assert math.isnan(found.values[2])
+    np.testing.assert_allclose(result.policy, np.exp(scores) / np.exp(scores).sum(), rtol=1e-5)
+    assert math.isnan(result.values[2])
 
 
 def test_gumbel_noise_samples_moves_by_their_prior() -> None:
@@ -563,40 +566,18 @@ def test_an_interrupted_search_can_be_used_again() -> None:
     tree = Search(game, fails, seed=2)
     with pytest.raises(MemoryError):
         tree.run(200, noise=True)
-    found = tree.run(200)[0]
+    result = tree.run(200)[0]
     consistent(tree)
-    assert equal(found, Search(game, uniform, seed=2).run(200)[0])
+    assert equal(result, Search(game, uniform, seed=2).run(200)[0])
 
 
 def test_a_search_can_be_stopped() -> None:
     rounds = iter([False, False, True])
-    found = search(GOLDEN).run(100, until=lambda: next(rounds))[0]
-    assert found.simulations == 2
+    result = search(GOLDEN).run(100, until=lambda: next(rounds))[0]
+    assert result.simulations == 2
 
 
 # --- tic-tac-toe ----------------------------------------------------------------------------------
-
-
-def losses_against_perfect_play(games: int, simulations: int, options: SearchOptions, seed: int = 0) -> int:
-    """Games lost by the search, which starts every other one, against a player that chooses among the best moves."""
-    game, rng = TicTacToe(), np.random.default_rng(seed)
-    run = Search(game, uniform, options, trees=games, seed=seed)
-    lost, live = 0, list(range(games))
-    for ply in range(9):
-        mine = [g for g in live if g % 2 == ply % 2]
-        moves = {g: f.best for g, f in zip(mine, run.run(simulations, mine), strict=True)} if mine else {}
-        for g in set(live) - set(mine):
-            state = run.states[g]
-            moves[g] = int(rng.choice(best_moves(int(state["ours"]), int(state["theirs"]))[1]))
-        run.advance(live, [moves[g] for g in live])
-        states = run.states[live]
-        values = game.terminal(states, np.diff(game.legal(states)[1]))
-        for g, value in zip(list(live), values, strict=True):
-            if not np.isnan(value):
-                lost += value == -1 and g not in mine
-                live.remove(g)
-    assert not live
-    return lost
 
 
 @pytest.mark.parametrize(
@@ -605,22 +586,26 @@ def losses_against_perfect_play(games: int, simulations: int, options: SearchOpt
     ids=["defaults", "one by one without looking ahead"],
 )
 def test_no_loss_at_tic_tac_toe_in_200_games(options: SearchOptions) -> None:
-    assert losses_against_perfect_play(200, 5000, options) == 0
+    game = TicTacToe()
+    match = play_pairs(
+        game, search_player(game, uniform, 5000, options), perfect_player(0), game.initial(100)
+    )
+    assert (match.scores() == 0.5).all()
 
 
-# --- what a search is asked besides
+# --- lines, distances, moves to consider
 
 
 def test_the_plies_to_a_proven_end_are_those_of_best_play() -> None:
     """Move 0 wins at once; after move 1 the other side can lose in three plies or, as it will, in five."""
     game = Graph(moves={0: [1, 2], 2: [3, 4], 3: [5], 4: [6], 6: [7], 7: [8]}, over={1: -1, 5: -1, 8: -1})
     search = Search(game, game.evaluate, PLAIN)
-    found = search.run(60)[0]
-    assert found.plies.tolist() == [1, 0], "nothing more is tried once the win is sure"
+    result = search.run(60)[0]
+    assert result.plies.tolist() == [1, 0], "nothing more is tried once the win is sure"
     search.reset(0, game.initial(1), only=[1])
-    found = search.run(60)[0]
-    assert (found.moves.tolist(), found.plies.tolist(), found.value) == ([1], [5], 1.0)
-    assert search.line(0, 1) == found.line
+    result = search.run(60)[0]
+    assert (result.moves.tolist(), result.plies.tolist(), result.value) == ([1], [5], 1.0)
+    assert search.line(0, 1) == result.line
 
 
 def test_only_the_moves_to_consider_are_searched() -> None:
@@ -642,9 +627,9 @@ def test_only_the_moves_to_consider_are_searched() -> None:
 
 def test_each_move_has_its_own_line() -> None:
     search = Search(TicTacToe(), uniform)
-    found = search.run(300)[0]
-    assert search.line(0, found.best) == found.line
-    for move in found.moves:
+    result = search.run(300)[0]
+    assert search.line(0, result.best) == result.line
+    for move in result.moves:
         line = search.line(0, int(move))
         assert line[0] == move
         assert len(set(line)) == len(line)
