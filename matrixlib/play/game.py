@@ -115,7 +115,7 @@ class Game(Protocol):
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
         """(K,) the value for the mover of each legal move that ends the game, NaN where it goes on.
 
-        A move whose ending is dear to recognise may be NaN too; it is then found when the move is tried.
+        A move whose ending is dear to recognise may be NaN too; it is then recognised when the move is tried.
         """
         ...
 

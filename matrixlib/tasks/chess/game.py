@@ -62,7 +62,7 @@ def move_codes(states: States, moves: Moves) -> NDArray[np.uint16]:
 
 
 class ChessGame:
-    """The rules of chess. tables: Syzygy tables, asked about positions of at most `pieces` men."""
+    """The rules of chess. tables: Syzygy tables, for positions of at most `pieces` men."""
 
     name = "chess"
     actions = bitboard.POLICY_SIZE
@@ -115,7 +115,7 @@ class ChessGame:
         return states
 
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
-        """1 for each move (K,) that mates, else NaN: draws are found when the move is tried."""
+        """1 for each move (K,) that mates, else NaN: draws are recognised when the move is tried."""
         ends = np.full(len(moves), np.nan, np.float32)
         owner = np.repeat(np.arange(len(states)), np.diff(offsets))
         near = np.flatnonzero(_TOUCHES[moves] & _checking_squares(states)[owner])
@@ -189,11 +189,11 @@ def training_batch(traces: Iterable[Trace], ids: Mapping[int, int], source: int)
         rows["result"] = np.where(np.isnan(result), UNKNOWN, result)
         rows["wdl"], rows["source"], rows["game"] = 0, source, ids[trace.number]
         length = np.diff(trace.offsets)
-        chosen = np.repeat(trace.full, length)
+        targets = np.repeat(trace.full, length)
         records.append(rows)
         counts.append(length[trace.full])
-        indices.append(trace.moves[chosen].astype("<u2"))
-        weights.append(np.rint(trace.policy[chosen] * 65535).astype("<u2"))
+        indices.append(trace.moves[targets].astype("<u2"))
+        weights.append(np.rint(trace.policy[targets] * 65535).astype("<u2"))
     return {
         "records": np.concatenate(records),
         "policy_offset": np.concatenate(counts).cumsum().astype("<i8"),

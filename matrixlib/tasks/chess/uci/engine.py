@@ -44,11 +44,9 @@ BYTES = 4096  # of memory that a simulation takes, at most
 
 def ranking(result: SearchResult) -> list[int]:
     """Rows of the moves to show, best first: the one to play, then by visits; those never tried are left out."""
-    played = result.moves == result.best
-    known = ~np.isnan(result.values) | played
-    order = np.lexsort(
-        (result.prior, np.nan_to_num(result.values), result.visits, result.values != -1, played)
-    )
+    best = result.moves == result.best
+    known = ~np.isnan(result.values) | best
+    order = np.lexsort((result.prior, np.nan_to_num(result.values), result.visits, result.values != -1, best))
     return [int(row) for row in order[::-1] if known[row]]
 
 
