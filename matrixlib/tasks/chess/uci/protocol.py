@@ -146,7 +146,7 @@ def legal_move(board: chess.Board, text: str) -> chess.Move:
 def seconds_for(go: Go, turn: chess.Color, overhead: int) -> float | None:
     """Seconds to think; None where time does not limit the search. overhead: ms of each move that are lost outside.
 
-    By the clock: an equal share for each move that it has to last for (MOVES_LEFT without `movestogo`), and three quarters of
+    By the clock: an equal share for each move that it has to last for (MOVES_LEFT by itself), and three quarters of
     the increment, but never more than MOST_SHARE of what is left.
     """
     left = go.clock(turn)
