@@ -21,6 +21,7 @@ import yaml
 import zstandard
 from pages import PAGES, ROOT, blocks, lines
 
+from matrixlib.runs.run import open_run
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
@@ -122,12 +123,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(load("demo", TINY).model_dump(mode="json")))
     # As if Stockfish had made it: a game of it is too few to hold something out
     shutil.copytree(unpack_sample(), folder / "made" / "shards")
-    run("papermill notebooks/train.ipynb out.ipynb -p preset tiny.yaml -p run my-run", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIXLIB_REPORTS", str(folder / "reports"))
+        for _ in open_run(str(folder / "tiny.yaml"), "cpu", run="my-run").train():
+            pass
     return folder
 
 
-def run(command: str, folder: Path, said: str = "") -> str:
-    """What it prints. `said`: its input."""
+def run(command: str, folder: Path, typed: str = "") -> str:
+    """What it prints. `typed`: its input."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith("JPY_")}
     environment = keep | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{keep['PATH']}",
@@ -139,7 +143,7 @@ def run(command: str, folder: Path, said: str = "") -> str:
         ["bash", "-c", command],
         capture_output=True,
         text=True,
-        input=said,
+        input=typed,
         cwd=folder,
         env=environment,
         timeout=400,
@@ -175,22 +179,34 @@ def keys(mapping: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-DONE: set[str] = set()
+ELSEWHERE_SHOWN = {  # what test_notebooks.py runs in the same way
+    *("train.ipynb", "train.ipynb steps", "overfit.ipynb", "eval.ipynb"),
+    *(f"eval.ipynb {name}" for name in ("run", "puzzles", "games", "simulations", "suites", "onnx", "int8")),
+}
+DONE = {True: set[str](), False: ELSEWHERE_SHOWN}
+FIRST_READ = ("README.md", "play.md")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page, whole",
+    [
+        *((page, False) for page in PAGES if page.name in FIRST_READ),
+        *(pytest.param(page, True, marks=pytest.mark.soak) for page in PAGES),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else str(value),
+)
 def test_the_commands_of_a_page_run(page: Path, place: Path, whole: bool) -> None:
     """One after the other, as a reader would; one that shows nothing beyond those before it is left out.
 
-    whole: also those of LONG notebooks, whose parameters have tests of their own.
+    whole: every page, and the LONG notebooks too. In `make test` test_docs.py checks names and parameters of the rest,
+    and the notebooks' own tests run them.
     """
     for line in lines([page]):
         if line.split()[0] in ELSEWHERE or not (whole or LONG.isdisjoint(line.split())):
             continue
         command = smaller(line)
-        if shows(command) <= DONE:
+        if shows(command) <= DONE[whole]:
             continue
         if "sample.ipynb" in command or "engine_elo" in command:
             try:
@@ -198,12 +214,12 @@ def test_the_commands_of_a_page_run(page: Path, place: Path, whole: bool) -> Non
             except EngineError as error:
                 pytest.skip(str(error))
         if line.startswith("matrixlib-uci"):
-            said = run(command, place, "uci\nisready\nposition startpos moves e2e4\ngo nodes 8\nquit\n")
-            assert "uciok" in said
-            assert re.search(r"^bestmove [a-h][1-8]", said, re.MULTILINE)
+            output = run(command, place, "uci\nisready\nposition startpos moves e2e4\ngo nodes 8\nquit\n")
+            assert "uciok" in output
+            assert re.search(r"^bestmove [a-h][1-8]", output, re.MULTILINE)
         else:
             run(command.replace("tiny.yaml", str(place / "tiny.yaml")), place)
-        DONE.update(shows(command))
+        DONE[whole].update(shows(command))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,6 +228,17 @@ def test_steps_auto_is_fixed_at_the_start(reports: Path) -> None:
     again = runs.open_run(run="timed", overrides=override)
     assert again.steps == steps
     again.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_data_set_without_a_healthy_shard_is_refused_in_one_line(reports: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(unpack_sample(), data, ignore=shutil.ignore_patterns("catalogue*"))
+    for shard in data.glob("*.npz"):
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(ValueError, match="no healthy training shard") as caught:
+        runs.open_run(overrides=TINY | {"data": {"source": str(data)}})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_whose_only_checkpoints_are_damaged_is_refused(reports: Path) -> None:

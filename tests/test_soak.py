@@ -25,7 +25,7 @@ TINY: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("steps", "interval"),
-    [(200, 25), pytest.param(10_000, 250, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+    [(60, 10), pytest.param(10_000, 250, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
 )
 def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, interval: int) -> None:
     more = {"validation": {"interval": interval}, "checkpoint": {"interval": interval}}
