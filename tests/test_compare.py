@@ -226,6 +226,12 @@ def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
         compare.compare([a], [elsewhere])
     with pytest.raises(ValueError, match=r"validation\.limit, so they were measured on other held-out rows"):
         compare.compare([a], [fewer])
+    foreign = fake(reports, "foreign")
+    (foreign / "config.yaml").write_text(
+        (foreign / "config.yaml").read_text().replace("chess", "my.module:TASK")
+    )
+    with pytest.raises(ValueError, match=r"'my\.module:TASK', somebody's own code: name a preset of it"):
+        compare.compare([foreign], [a], ["demo"])
     with pytest.raises(ValueError, match="'empty' is no run"):
         compare.compare([a], [empty])
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from matrixlib import files
 from matrixlib.runs import run as runs
+from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {
     "KeyboardInterrupt": ("interrupted", signal.SIGINT),
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 128 + number
     summary = files.read_json(folder / "summary.json")
     if summary.get("complete"):
-        _print_result(folder, summary)
+        _print_result(folder, summary, get_task(load_config(options.preset).task).next_steps)
     if reason:
         print(reason, file=sys.stderr)
         print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
@@ -156,14 +157,11 @@ def _last_row(path: Path) -> dict[str, Any] | None:
     return json.loads(lines[-2]) if len(lines) > 1 and lines[-2].endswith(b"}") else None
 
 
-def _print_result(folder: Path, summary: dict[str, Any]) -> None:
+def _print_result(folder: Path, summary: dict[str, Any], next_steps: str) -> None:
     minutes = summary["seconds"] / 60
     print(f"{summary['positions']:,} positions in {minutes:.1f} min; held-out: {summary['headline']}")
     print(f"report: {_relative(folder / 'report.html')}")
-    print(
-        "next: open it in a browser; look into the network with eval.ipynb, ssl.ipynb and browse.ipynb (make lab),"
-    )
-    print(f"      or play against it: matrixlib-uci --checkpoint {_relative(folder)}")
+    print(f"next: open it in a browser; {next_steps.format(run=_relative(folder))}")
 
 
 def _relative(path: Path) -> str:

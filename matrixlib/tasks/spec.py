@@ -145,6 +145,8 @@ class TaskSpec(ABC, Generic[ConfigT]):
     """Overrides that make its demo preset smaller still, for a dozen runs with planted faults."""
     game: ClassVar[GameSpec | None] = None
     """Where it is a game for two."""
+    next_steps: ClassVar[str] = "look into the network with eval.ipynb and browse.ipynb (make lab)"
+    """What to do with a trained network, for people; `{run}` stands for its run's folder."""
     viewer_overrides: ClassVar[Mapping[str, Any]] = {}
     """Overrides of its demo preset by which a viewer has all that there is to show."""
 

@@ -107,6 +107,10 @@ class ChessSpec(TaskSpec[ChessConfig]):
         "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
     }
     game = ChessGameSpec()
+    next_steps = (
+        "look into the network with eval.ipynb, ssl.ipynb and browse.ipynb (make lab),\n"
+        "      or play against it: matrixlib-uci --checkpoint {run}"
+    )
     viewer_overrides = {"model": {"ssl": list(SSL_CHANNELS)}}
 
     @property
