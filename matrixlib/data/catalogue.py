@@ -1,8 +1,8 @@
 """The catalogue: one SQLite row for every shard of a folder, with counts, split, checksum, quality and state.
 
 The shards are the truth and the catalogue an index of them: a missing or damaged one is rebuilt, shards without a row
-are added, rows whose file is gone are quarantined, shards that others say they replace are put aside; each is said in
-``messages``. Why a shard was quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild
+are added, rows whose file is gone are quarantined, shards that others say they replace are put aside; ``messages`` has
+each. Why a shard was quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild
 uses it again. A connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory.
 """
 

@@ -303,7 +303,7 @@ def _stored(path: Path, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     if info.compress_type != zipfile.ZIP_STORED:
         raise ShardError(f"{path}: '{name}' is compressed and cannot be mapped; write it with write_shard")
     if max(info.file_size, info.compress_size) > path.stat().st_size:
-        raise ShardError(f"{path}: '{name}' is said to be larger than the file; {REMEDY}")
+        raise ShardError(f"{path}: '{name}' claims to be larger than the file; {REMEDY}")
     return info
 
 

@@ -1,6 +1,6 @@
 """Positions that a folder of shards holds more than once, merged into one: their counts added, their targets averaged.
 
-Equal are positions as `keys.keys_of` says: seen from the side to move, and where no castling right is left also with
+Equal are positions as `keys.keys_of` says: as the side to move sees them, and where no castling right is left also with
 the left-right mirror image. How many entries a position stands for (`COUNT`) is no field of the record, because nothing
 that trains or searches asks for it: it lies beside the shard, in `<shard>.counts.npy`, so that merging in several goes
 gives what merging at once gives.
@@ -153,10 +153,10 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Positions by number through all shards. kept: ascending, with the merged `batch` and `counts`. dropped: those
-    that are merged into others, ascending; heirs: into which ones. across: how many came from several sources."""
+    """Positions by number through all shards. remaining: ascending, with the merged `batch` and `counts`. dropped:
+    those that are merged into others, ascending; heirs: into which ones. across: how many came from several sources."""
 
-    kept: np.ndarray
+    remaining: np.ndarray
     batch: Batch
     counts: np.ndarray
     dropped: np.ndarray
@@ -185,16 +185,16 @@ def _find(folder: Path, rows: Sequence[ShardRow]) -> _Merge | None:
     same = np.flatnonzero(alike)  # a hash of 64 bits may be shared, once in a thousand folders
     batch, members, group = select(batch, same, LAYOUT), members[same], group[same]
     firsts = _firsts(group)
-    kept, dropped = members[firsts], np.delete(members, firsts)
+    remaining, dropped = members[firsts], np.delete(members, firsts)
     if not len(dropped):
         return None
     sources = batch["records"]["source"].astype(np.int64)
     across = np.maximum.reduceat(sources, firsts) > np.minimum.reduceat(sources, firsts)
-    into = np.repeat(kept, np.diff([*firsts, len(members)]))
+    into = np.repeat(remaining, np.diff([*firsts, len(members)]))
     merged, added = merge(batch, group, counts[same])
-    order, falling = np.argsort(kept), np.argsort(dropped)
+    order, falling = np.argsort(remaining), np.argsort(dropped)
     return _Merge(
-        kept[order],
+        remaining[order],
         select(merged, order, LAYOUT),
         added[order],
         dropped[falling],
@@ -293,11 +293,11 @@ def _write(folder: Path, rows: Sequence[ShardRow], merged: _Merge) -> int:
     """Write the shards that change anew into the unfinished subfolder, with what they replace. Returns how many are
     replaced."""
     starts = _starts(rows)
-    kept, dropped = _by_shard(merged.kept, starts), _by_shard(merged.dropped, starts)
+    remaining, dropped = _by_shard(merged.remaining, starts), _by_shard(merged.dropped, starts)
     heirs = np.searchsorted(starts, merged.heirs, "right") - 1  # the shard of each
     heirs_of = np.split(heirs, np.searchsorted(merged.dropped, starts[1:-1]))
     replaces: dict[int, set[str]] = {i: set() for i in range(len(rows))}
-    changed = [i for i in range(len(rows)) if len(kept[i]) or len(dropped[i])]
+    changed = [i for i in range(len(rows)) if len(remaining[i]) or len(dropped[i])]
     for i in changed:
         older = Shard(rows[i].path, LAYOUT).meta.get("replaces", [])
         empty = len(dropped[i]) == rows[i].count
@@ -307,7 +307,7 @@ def _write(folder: Path, rows: Sequence[ShardRow], merged: _Merge) -> int:
     times = Counter(names)
     for i in changed:
         name = names[i] if times[names[i]] == 1 else rows[i].name
-        at = np.searchsorted(merged.kept, kept[i])
+        at = np.searchsorted(merged.remaining, remaining[i])
         left = np.delete(np.arange(rows[i].count), dropped[i] - starts[i])
         shard = Shard(rows[i].path, LAYOUT)
         batch = shard.gather(left)
@@ -317,7 +317,7 @@ def _write(folder: Path, rows: Sequence[ShardRow], merged: _Merge) -> int:
         if not len(left):
             continue
         counts = counts_of(folder, rows[i], left, batch)
-        place = np.searchsorted(left, kept[i] - starts[i])
+        place = np.searchsorted(left, remaining[i] - starts[i])
         counts[place] = merged.counts[at]
         _overwrite(batch, place, select(merged.batch, at, LAYOUT))
         meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}

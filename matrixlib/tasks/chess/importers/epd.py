@@ -1,7 +1,7 @@
 """Reader of EPD suites: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`.
 
 `bm`: best moves, all equally good; `am`: moves to avoid, all others are equally good; `ce`: centipawns and `dm`: full
-moves to mate, both from the side to move. What is not said stays unknown: without bm or am the policy has no weight,
+moves to mate, both from the side to move. What a line lacks stays unknown: without bm or am the policy has no weight,
 without ce or dm win-draw-loss is 0. Other operations are of no use here. There are no games, so equal positions stand
 in for them in the split.
 """
@@ -9,7 +9,6 @@ in for them in the split.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ import numpy as np
 
 from matrixlib.tasks.chess.importers.notation import legal_of
 from matrixlib.tasks.chess.importers.parsing import (
+    Entries,
     ParseResult,
     Part,
-    Refused,
     lines_in_parts,
     lines_of,
     opened,
@@ -71,7 +70,7 @@ def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:
 
 def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
     """Operands by operation, and whether one began before the last had its semicolon, which is mended."""
-    found: dict[str, list[str]] = {}
+    operations: dict[str, list[str]] = {}
     operands: list[str] | None = None
     lost = False
     for quoted, end, word in TOKEN.findall(text):
@@ -79,10 +78,10 @@ def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
             operands = None
         elif operands is None or (word and OPERATIONS.fullmatch(word)):
             lost |= operands is not None
-            operands = found.setdefault(word or quoted, [])
+            operands = operations.setdefault(word or quoted, [])
         else:
             operands.append(word or quoted)
-    return found, lost
+    return operations, lost
 
 
 def moves_of(board: chess.Board, words: Sequence[str]) -> set[chess.Move]:
@@ -142,28 +141,26 @@ class Epd:
 
     def read(self, part: Part) -> ParseResult:
         lines = lines_of(part)
-        refused: list[Refused] = []
-        skipped: Counter[str] = Counter()
-        warned: Counter[str] = Counter()
+        entries = Entries(part)
         boards: list[chess.Board] = []
         best: list[set[chess.Move]] = []
         scores: list[int | None] = []
-        for number, line in enumerate(lines, part.first):
+        for number, line in enumerate(lines):
             if line.startswith("#"):
-                skipped["comment"] += 1
+                entries.skipped["comment"] += 1
                 continue
             try:
                 board, operations, lost = parse(line)
                 moves, score = best_of(board, operations), score_from(operations)
             except Unusable as error:
-                refused.append(Refused(number, error.reason, error.detail, 1, line))
+                entries.refuse(number, error.reason, error.detail, line)
                 continue
             if not any(board.legal_moves):
-                skipped["game over"] += 1
+                entries.skipped["game over"] += 1
             elif not moves and score is None:
-                skipped["neither bm, am, ce nor dm"] += 1
+                entries.skipped["neither bm, am, ce nor dm"] += 1
             else:
-                warned["missing semicolon"] += lost
+                entries.warned["missing semicolon"] += lost
                 boards.append(board)
                 best.append(moves)
                 scores.append(score)
@@ -175,7 +172,7 @@ class Epd:
         level = np.full(len(legal.index), NO_WEIGHT)
         for row, (board, moves) in enumerate(zip(boards, best, strict=True)):
             indices = legal.index[legal.offset[row] : legal.offset[row + 1]]
-            chosen = np.array([policy_index(move, board.turn) for move in moves], np.int64)
-            level[legal.offset[row] + np.searchsorted(indices, chosen)] = 0
+            best_indices = np.array([policy_index(move, board.turn) for move in moves], np.int64)
+            level[legal.offset[row] + np.searchsorted(indices, best_indices)] = 0
         batch = legal.batch(records, weights_of(level, legal.offset))
-        return ParseResult(batch, len(lines), len(boards), refused, skipped, +warned)
+        return entries.result(batch, len(lines))

@@ -10,7 +10,6 @@ that of the best score (scores.py). There are no games, so equal positions stand
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ import numpy as np
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.notation import CHESS960, castled, code_of, legal_of, read_fens
 from matrixlib.tasks.chess.importers.parsing import (
+    Entries,
     ParseResult,
     Part,
-    Refused,
     lines_in_parts,
     lines_of,
     opened,
@@ -45,7 +44,7 @@ def parse(line: str) -> tuple[str, int, list[tuple[str, int]]]:
     """
     try:
         entry: Any = json.loads(line)
-        deepest: Any = max(entry["evals"], key=lambda found: found["depth"], default=None)
+        deepest: Any = max(entry["evals"], key=lambda one: one["depth"], default=None)
         pvs = [(pv["line"].split()[0], white_score(pv)) for pv in deepest["pvs"]]
         fen, depth = entry["fen"], deepest["depth"]
     except (ValueError, RecursionError) as error:
@@ -83,50 +82,45 @@ class Evaluations:
 
     def read(self, part: Part) -> ParseResult:
         lines = lines_of(part)
-        refused: list[Refused] = []
-        skipped: Counter[str] = Counter()
-
-        def refuse(number: int, reason: str, detail: str) -> None:
-            refused.append(Refused(part.first + number, reason, detail, 1, lines[number]))
-
-        entries, fens, variations = [], [], []
+        entries = Entries(part)
+        numbers, fens, variations = [], [], []
         for number, line in enumerate(lines):
             try:
                 fen, depth, pvs = parse(line)
             except ValueError as error:
                 reason, _, detail = str(error).partition(": ")
-                refuse(number, reason, detail)
+                entries.refuse(number, reason, detail, line)
                 continue
             if depth < self.min_depth:
-                skipped[f"depth below {self.min_depth}"] += 1
+                entries.skipped[f"depth below {self.min_depth}"] += 1
                 continue
-            entries.append(number)
+            numbers.append(number)
             fens.append(fen)
             variations.append(pvs)
         records, faults = read_fens(fens, self.source)
         listed = np.array([row for row, pvs in enumerate(variations) for _ in pvs], np.int64)
         side = records["side"][listed]
         flat = [pv for pvs in variations for pv in pvs]
-        made = [code_of(uci, black) for (uci, _), black in zip(flat, side.tolist(), strict=True)]
-        codes = castled(records["pieces"][listed], made)
+        moves = [code_of(uci, black) for (uci, _), black in zip(flat, side.tolist(), strict=True)]
+        codes = castled(records["pieces"][listed], moves)
         wrong = {}
         for item in np.flatnonzero(legal_of(records).find(listed, codes) < 0).tolist():
             wrong[int(listed[item])] = flat[item][0]
         score = np.array([white for _, white in flat], np.int64) * np.where(side == 1, -1, 1)
-        kept = np.zeros(len(entries), bool)
-        for row, number in enumerate(entries):
+        good = np.zeros(len(numbers), bool)
+        for row, number in enumerate(numbers):
             if faults[row] == CHESS960:
-                skipped[CHESS960] += 1
+                entries.skipped[CHESS960] += 1
             elif faults[row]:
-                refuse(number, faults[row], f"FEN '{fens[row]}'")
+                entries.refuse(number, faults[row], f"FEN '{fens[row]}'", lines[number])
             elif row in wrong:
-                refuse(number, "illegal move", f"'{wrong[row]}' is not legal in '{fens[row]}'")
+                detail = f"'{wrong[row]}' is not legal in '{fens[row]}'"
+                entries.refuse(number, "illegal move", detail, lines[number])
             else:
-                kept[row] = True
-        refused.sort(key=lambda item: item.entry)
-        good = kept[listed]
-        batch = _targets(records[kept], (np.cumsum(kept) - 1)[listed[good]], codes[good], score[good])
-        return ParseResult(batch, len(lines), int(kept.sum()), refused, skipped)
+                good[row] = True
+        items = good[listed]
+        batch = _targets(records[good], (np.cumsum(good) - 1)[listed[items]], codes[items], score[items])
+        return entries.result(batch, len(lines))
 
 
 def _targets(records: Records, row: np.ndarray, codes: np.ndarray, score: np.ndarray) -> Batch:

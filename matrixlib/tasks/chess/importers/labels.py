@@ -6,7 +6,6 @@ each position as after `ucinewgame`, so that they follow from the position alone
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ import numpy as np
 
 from matrixlib.tasks.chess.importers.epd import Unusable, parse
 from matrixlib.tasks.chess.importers.parsing import (
+    Entries,
     ParseResult,
     Part,
-    Refused,
     empty,
     lines_in_parts,
     lines_of,
@@ -60,24 +59,23 @@ class Labelled:
     def read(self, part: Part) -> ParseResult:
         """Starts an engine of its own. Raises EngineError where that fails."""
         lines = lines_of(part)
-        refused: list[Refused] = []
-        skipped: Counter[str] = Counter()
+        entries = Entries(part)
         boards: list[chess.Board] = []
-        for number, line in enumerate(lines, part.first):
+        for number, line in enumerate(lines):
             if line.startswith("#"):
-                skipped["comment"] += 1
+                entries.skipped["comment"] += 1
                 continue
             try:
                 board, _, _ = parse(line)
             except Unusable as error:
-                refused.append(Refused(number, error.reason, error.detail, 1, line))
+                entries.refuse(number, error.reason, error.detail, line)
                 continue
             if any(board.legal_moves):
                 boards.append(board)
             else:
-                skipped["game over"] += 1
+                entries.skipped["game over"] += 1
         if not boards:
-            return ParseResult(empty(), len(lines), 0, refused, skipped)
+            return entries.result(empty(), len(lines))
         parameters = Parameters(shallow_depth=self.shallow_depth, deep_depth=self.deep_depth)
         with Stockfish(self.stockfish) as engine:
             columns = label_columns([label(engine, board, parameters) for board in boards])
@@ -86,4 +84,4 @@ class Labelled:
         chunk = columns | {name: records[name] for name in BOARD}
         level, _ = ordered(chunk, levels(chunk))
         batch = assemble(Positions(records, columns["wdl"], np.asarray(level)))
-        return ParseResult(batch, len(lines), len(boards), refused, skipped)
+        return entries.result(batch, len(lines))

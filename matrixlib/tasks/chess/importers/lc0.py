@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.data.shards import Batch, ragged_rows
+from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.leela import (
     ARMAGEDDON,
     DELETED,
@@ -29,11 +29,10 @@ from matrixlib.tasks.chess.importers.leela import (
     numbers_of,
     values_of,
 )
-from matrixlib.tasks.chess.importers.notation import Legal, legal_of
+from matrixlib.tasks.chess.importers.notation import legal_of
 from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, empty
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import Records, to_board
-from matrixlib.tasks.chess.scores import whole_shares
 
 VERSION, VERSIONS = 6, (3, 4, 5, 6, 7)  # what is read, what is known by name
 LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
@@ -161,8 +160,8 @@ class Lc0:
         owner = np.repeat(np.arange(len(rows)), np.diff(legal.offset))
         number = numbers_of(legal, records[rows], transform[rows], share[rows])
         listed = share[rows][owner, number]
-        found = np.bincount(owner, listed >= 0, len(rows))
-        same = (found == np.diff(legal.offset)) & (found == (share[rows] >= 0).sum(1))
+        both = np.bincount(owner, listed >= 0, len(rows))
+        same = (both == np.diff(legal.offset)) & (both == (share[rows] >= 0).sum(1))
         for item in np.flatnonzero(~same).tolist():
             ours = set(number[owner == item].tolist())
             theirs = set(np.flatnonzero(share[rows[item]] >= 0).tolist())
@@ -171,9 +170,7 @@ class Lc0:
                 "legal moves differ",
                 f"(as its mover sees the board) in one list only: {names}",
             )
-        kept = np.flatnonzero(same & (raw["flags"][rows] & DELETED == 0))
-        places, offset = ragged_rows(legal.offset, kept)
-        weight = np.rint(np.maximum(listed[places], 0) * 1e9).astype(np.int64)
-        chosen = Legal(legal.moves[places], legal.index[places], offset)
-        batch = chosen.batch(records[rows[kept]], whole_shares(weight, offset))
+        good = np.flatnonzero(same & (raw["flags"][rows] & DELETED == 0))
+        own, places = legal.rows(good)
+        batch = own.batch_of_shares(records[rows[good]], np.maximum(listed[places], 0))
         return records, reasons, batch

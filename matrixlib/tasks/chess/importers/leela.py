@@ -134,9 +134,9 @@ def decode(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArray[np.i
     faults.append(((rooks != plain).any(1), "Chess960 castling"))
     records = blank(len(raw), "lc0")
     records["pieces"] = bitboard.pieces_of(newest)
-    given = ((plain != 0) * np.array([2, 1, 8, 4])).sum(1)
-    records["castling"] = standing_rights(given, records["pieces"])
-    faults.append((records["castling"] != given, "castling without king or rook"))
+    rights = ((plain != 0) * np.array([2, 1, 8, 4])).sum(1)
+    records["castling"] = standing_rights(rights, records["pieces"])
+    faults.append((records["castling"] != rights, "castling without king or rook"))
     column = np.where(transform & FLIP, REVERSED[raw["side"]], raw["side"])
     # Formats without it: a pawn of theirs that stood on its second rank one ply ago and stands on its fourth now.
     before, now = boards[:, 19], newest[:, 6]

@@ -23,13 +23,13 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from matrixlib.data.shards import LFS_POINTER, ragged_rows
+from matrixlib.data.shards import LFS_POINTER
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import Legal, classes_of, legal_of, standing_rights
+from matrixlib.tasks.chess.importers.notation import classes_of, legal_of, standing_rights
 from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, blank
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import UNKNOWN, Records, absolute_index, playable, to_board
-from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
+from matrixlib.tasks.chess.scores import wdl_of_shares
 
 NAMES = {  # array -> its names, and the shape of a row
     "s": (("s", "states", "positions"), (19, 8, 8)),
@@ -69,16 +69,16 @@ def _arrays_of(archive: zipfile.ZipFile, path: Path) -> dict[str, str]:
     there = {name.removesuffix(".npy") for name in archive.namelist()}
     members = {}
     for array, (names, _) in NAMES.items():
-        found = [name for name in names if name in there]
-        if len(found) > 1 or (not found and array in NEEDED):
+        ours = [name for name in names if name in there]
+        if len(ours) > 1 or (not ours and array in NEEDED):
             words = (
-                f"{', '.join(found)} at once" if found else f"no array '{array}' (nor {', '.join(names[1:])})"
+                f"{', '.join(ours)} at once" if ours else f"no array '{array}' (nor {', '.join(names[1:])})"
             )
             raise ValueError(
                 f"{path} holds {words}; there are {', '.join(sorted(there)) or 'none'}: not Matrix0's data"
             )
-        if found:
-            members[array] = found[0]
+        if ours:
+            members[array] = ours[0]
     return members
 
 
@@ -215,8 +215,8 @@ class Matrix0Data:
         records["game"] = game
         if white != UNKNOWN:
             records["result"] = np.where(black, -white, white)
-        held = np.clip(np.nan_to_num(z.astype(np.float64)), -1, 1)
-        won, lost = np.maximum(held, 0), np.maximum(-held, 0)
+        points = np.clip(np.nan_to_num(z.astype(np.float64)), -1, 1)
+        won, lost = np.maximum(points, 0), np.maximum(-points, 0)
         records["wdl"] = wdl_of_shares(np.stack([won, 1 - won - lost, lost], axis=1))
         faults.append((~(np.abs(z) <= 1 + TOLERANCE), "value is not from -1 to 1"))
         faults.append((~(np.isfinite(pi) & (pi >= 0)).all(1), "policy is negative or not finite"))
@@ -231,16 +231,12 @@ class Matrix0Data:
             listed = np.bincount(owner, mask[owner, legal.index], len(records))
             faults.append(((listed != np.diff(legal.offset)) | (listed != mask.sum(1)), "legal moves differ"))
         refused = []
-        reasons = {
-            row: reason for found, reason in reversed(faults) for row in np.flatnonzero(found).tolist()
-        }
+        reasons = {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask).tolist()}
         for row, reason in sorted(reasons.items()):
             detail = f"sum of the policy {total[row]:.3f}, of it {coverage[row]:.1%} on legal moves, value {z[row]:.3f}"
             refused.append(Refused(part.first + row, reason, detail, 1, to_board(records[row]).fen()))
-        kept = np.array([row for row in range(len(records)) if row not in reasons], np.int64)
-        places, offset = ragged_rows(legal.offset, kept)
-        chosen = Legal(legal.moves[places], legal.index[places], offset)
-        batch = chosen.batch(
-            records[kept], whole_shares(np.rint(share[places] * 1e9).astype(np.int64), offset)
+        good = np.array([row for row in range(len(records)) if row not in reasons], np.int64)
+        own, places = legal.rows(good)
+        return ParseResult(
+            own.batch_of_shares(records[good], share[places]), len(records), len(good), refused
         )
-        return ParseResult(batch, len(records), len(kept), refused)

@@ -14,11 +14,12 @@ import chess
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from matrixlib.data.shards import Batch
+from matrixlib.data.shards import Batch, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, PLANES, POLICY_INDEX, ROOK
 from matrixlib.tasks.chess.importers.parsing import blank
 from matrixlib.tasks.chess.records import Records, playable
+from matrixlib.tasks.chess.scores import whole_shares
 
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
 DIGITS = 1000  # in a counter at most; int refuses some thousands
@@ -94,9 +95,9 @@ def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
     reads = [_read_fen(fen) for fen in fens]
     faults = [read if isinstance(read, str) else "" for read in reads]
     rows = np.flatnonzero([not fault for fault in faults])
-    found = [read for read in reads if not isinstance(read, str)]
-    ranks = np.frombuffer(b"".join(read[0] for read in found), np.uint8).reshape(-1, 8, 8)
-    columns = np.array([read[1] for read in found], np.int64).reshape(-1, 5)
+    whole = [read for read in reads if not isinstance(read, str)]
+    ranks = np.frombuffer(b"".join(read[0] for read in whole), np.uint8).reshape(-1, 8, 8)
+    columns = np.array([read[1] for read in whole], np.int64).reshape(-1, 5)
     classes = np.where(columns[:, 3, None, None] == 0, ranks[:, ::-1], ranks).reshape(-1, 64)
     pieces = classes[:, ::2] | classes[:, 1::2] << 4
     letters: NDArray[np.bool_] = classes.max(axis=1) <= EMPTY
@@ -151,6 +152,15 @@ class Legal:
         # A queen's promotion and a plain move to the last rank share an index, so the code must be the same too.
         right = (keys[place] == row * bitboard.POLICY_SIZE + index) & (self.moves[place] == code)
         return np.where(right & (index >= 0), place, -1)
+
+    def rows(self, rows: NDArray[np.int64]) -> tuple[Legal, NDArray[np.int64]]:
+        """The lists of these rows alone, and where their moves stood in `moves`."""
+        places, offset = ragged_rows(self.offset, rows)
+        return Legal(self.moves[places], self.index[places], offset), places
+
+    def batch_of_shares(self, records: Records, shares: NDArray[np.floating[Any]]) -> Batch:
+        """The batch of the N records whose moves have these shares (K,) of the policy."""
+        return self.batch(records, whole_shares(np.rint(shares * 1e9).astype(np.int64), self.offset))
 
     def batch(self, records: Records, weight: NDArray[np.uint16]) -> Batch:
         """The batch of the N records with the weights (K,) of their moves."""

@@ -10,6 +10,7 @@ import bz2
 import gzip
 import io
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,28 @@ class ParseResult:
         positions = len(self.batch["records"])
         if self.rows is not None and (len(self.rows) != self.stored or self.rows.sum() != positions):
             raise ValueError(f"the rows of {len(self.rows)} entries do not add up to {positions} positions")
+
+
+@dataclass
+class Entries:
+    """What becomes of the entries of a part while it is read."""
+
+    part: Part
+    refused: list[Refused] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    warned: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, number: int, reason: str, detail: str, text: str, positions: int = 1) -> None:
+        """Entry `number` of the part, from 0, goes to quarantine."""
+        self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
+
+    def result(
+        self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
+    ) -> ParseResult:
+        """stored: by default, as many as the batch has positions."""
+        stored = len(batch["records"]) if stored is None else stored
+        refused = sorted(self.refused, key=lambda entry: entry.entry)
+        return ParseResult(batch, entries, stored, refused, +self.skipped, +self.warned, rows)
 
 
 class Reader(Protocol):

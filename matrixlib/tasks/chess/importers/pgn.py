@@ -20,7 +20,15 @@ import numpy as np
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, blank, empty, opened, text_of
+from matrixlib.tasks.chess.importers.parsing import (
+    Entries,
+    ParseResult,
+    Part,
+    blank,
+    empty,
+    opened,
+    text_of,
+)
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.scores import wdl_of_score
@@ -154,8 +162,8 @@ def _main_line_by_tokens(text: bytes) -> tuple[list[bytes], str]:
         if first == b"{":
             if not token.endswith(b"}"):
                 return words, "a comment is not closed"
-            if not depth and (found := EVALUATION.fullmatch(token)):
-                words.append(b"%" + found[1])
+            if not depth and (evaluation := EVALUATION.fullmatch(token)):
+                words.append(b"%" + evaluation[1])
         elif first == b"(":
             depth += 1
         elif first == b")":
@@ -188,8 +196,8 @@ def meaning(word: bytes) -> int:
         return RESULTS[word]
     if word in NULL_MOVES:
         return NULL_MOVE
-    if found := SCORE.fullmatch(word):
-        mate, value = bool(found[1]), float(found[2])
+    if score := SCORE.fullmatch(word):
+        mate, value = bool(score[1]), float(score[2])
         if mate:
             return SCORED + (MATE if value > 0 else -MATE)
         return SCORED + round(min(max(100 * value, -CENTIPAWN_LIMIT), CENTIPAWN_LIMIT))
@@ -198,10 +206,10 @@ def meaning(word: bytes) -> int:
         return NOTHING
     if number := NUMBER.match(bare):
         return meaning(bare[number.end() :])
-    found = MOVE.fullmatch(bare)
-    if not found:
+    move = MOVE.fullmatch(bare)
+    if not move:
         return FOREIGN
-    piece, file, rank, target_file, target_rank, promotion, long = found.groups()
+    piece, file, rank, target_file, target_rank, promotion, long = move.groups()
     if target_file is None:
         return bitboard.CASTLING | (2 if long else 6) << 3
     target = target_file[0] - ord("a") + 8 * (target_rank[0] - ord("1"))
@@ -255,18 +263,18 @@ def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
         raise _Left("no moves")
     if special and max(codes[codes.index(special[0]) :]) >= 0:
         raise _Fault("broken move text", "moves go on after the result", len(moves))
-    said = WHITE_POINTS.get(RESULTS.get(tag.get(b"result", b"*"), OPEN), UNKNOWN)
-    found = WHITE_POINTS[special[0]] if special else UNKNOWN
-    if UNKNOWN not in (said, found) and said != found:
+    by_tag = WHITE_POINTS.get(RESULTS.get(tag.get(b"result", b"*"), OPEN), UNKNOWN)
+    by_text = WHITE_POINTS[special[0]] if special else UNKNOWN
+    if UNKNOWN not in (by_tag, by_text) and by_tag != by_text:
         warned["header and move text give different results: taken as unknown"] += 1
         points = UNKNOWN
     else:
-        points = found if said == UNKNOWN else said
+        points = by_text if by_tag == UNKNOWN else by_tag
     fen = text_of(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else chess.STARTING_FEN
     return _Game(number, fen, moves, points, codes if b"%eval" in text else [])
 
 
-def verdicts(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """What the rules say about last positions (n, 32) with their `Replayed.ends` (n, 4): points (n,) of the side to
     move (2: the game may go on), and the reasons.
 
@@ -342,19 +350,16 @@ class Pgn:
         """See `parsing.Reader`."""
         texts = list(split(io.BytesIO(part.data)))
         games: list[_Game] = []
-        skipped: Counter[str] = Counter()
-        warned: Counter[str] = Counter()
-        refused: list[Refused] = []
+        entries = Entries(part)
 
         def refuse(number: int, reason: str, detail: str, positions: int) -> None:
-            text = text_of(b"".join(texts[number]))
-            refused.append(Refused(part.first + number, reason, detail, positions, text))
+            entries.refuse(number, reason, detail, text_of(b"".join(texts[number])), positions)
 
         for number, (tags, text) in enumerate(texts):
             try:
-                games.append(understand(number, tags, text, warned))
+                games.append(understand(number, tags, text, entries.warned))
             except _Left as left:
-                skipped[str(left)] += 1
+                entries.skipped[str(left)] += 1
             except _Fault as reasons:
                 refuse(number, *reasons.args)
         rows_of = {fen: row for row, fen in enumerate(dict.fromkeys(game.fen for game in games))}
@@ -365,53 +370,52 @@ class Pgn:
         games = [game for game in games if not faults[rows_of[game.fen]]]
         start = start[[rows_of[game.fen] for game in games]]
         if not games:
-            return ParseResult(empty(), len(texts), 0, refused, skipped, warned, np.zeros(0, np.int64))
+            return entries.result(empty(), len(texts), rows=np.zeros(0, np.int64))
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
-        wanted = np.array([code for game in games for code in game.moves], np.int32)
+        moves = np.array([code for game in games for code in game.moves], np.int32)
         board = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
-        played = bitboard.replay(*[*board, wanted, bounds])
-        for row in np.flatnonzero(played.failed >= 0).tolist():
-            game, move = games[row], int(played.failed[row])
+        replay = bitboard.replay(*[*board, moves, bounds])
+        for row in np.flatnonzero(replay.failed >= 0).tolist():
+            game, move = games[row], int(replay.failed[row])
             words = [word for word in main_line(texts[game.number][1])[0] if MEANINGS[word] >= 0]
-            ply, count = int(start["ply"][row]) + move, int(played.matches[row])
+            ply, count = int(start["ply"][row]) + move, int(replay.matches[row])
             fits = f"fits {count} legal moves" if count else "is not legal"
             detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {text_of(words[move])} {fits}"
             refuse(game.number, "ambiguous move" if count else "illegal move", detail, len(game.moves))
-        whole = np.flatnonzero(played.failed < 0)
+        whole = np.flatnonzero(replay.failed < 0)
         games, start = [games[row] for row in whole], start[whole]
-        said = np.array([game.points for game in games], np.int64)
-        points, why = verdicts(played.end_pieces[whole], played.ends[whole])
+        claims = np.array([game.points for game in games], np.int64)
+        points, why = endings(replay.end_pieces[whole], replay.ends[whole])
         rows = np.array([len(game.moves) for game in games], np.int64)
         black = (start["side"] + rows) % 2 == 1  # is to move at the end
-        found = np.where(black & (points != UNKNOWN), -points, points)
-        wrong = (found != UNKNOWN) & (said != UNKNOWN) & (found != said)
+        shown = np.where(black & (points != UNKNOWN), -points, points)
+        wrong = (shown != UNKNOWN) & (claims != UNKNOWN) & (shown != claims)
         for row in np.flatnonzero(wrong).tolist():
             if self.repair:
-                warned[CONTRADICTED + ": taken from the board"] += 1
+                entries.warned[CONTRADICTED + ": taken from the board"] += 1
             else:
-                detail = f"{POINTS[said[row]]} is said, the board shows {POINTS[found[row]]}: {why[row]}"
+                detail = f"{POINTS[claims[row]]} is said, the board shows {POINTS[shown[row]]}: {why[row]}"
                 refuse(games[row].number, CONTRADICTED, detail, int(rows[row]))
-        batch = assemble(games, start, played, np.where(found == UNKNOWN, said, found))
+        batch = assemble(games, start, replay, np.where(shown == UNKNOWN, claims, shown))
         if wrong.any() and not self.repair:
             batch = select(batch, np.flatnonzero(np.repeat(~wrong, rows)), LAYOUT)
             rows = rows[~wrong]
-        refused.sort(key=lambda entry: entry.entry)
-        return ParseResult(batch, len(texts), len(rows), refused, skipped, warned, rows)
+        return entries.result(batch, len(texts), len(rows), rows)
 
 
-def assemble(games: list[_Game], start: np.ndarray, played: bitboard.Replayed, points: np.ndarray) -> Batch:
+def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replayed, points: np.ndarray) -> Batch:
     """The batch of games that were played to the end; points (n,) from White's side, 2 unknown."""
     rows = np.array([len(game.moves) for game in games], np.int64)
     first = np.cumsum(rows) - rows
-    records = blank(len(played.played), "pgn")
+    records = blank(len(replay.played), "pgn")
     for name in ("pieces", "castling", "en_passant", "halfmove", "repetition"):
-        records[name] = getattr(played, name)
+        records[name] = getattr(replay, name)
     ply = np.arange(len(records)) - np.repeat(first, rows)
     records["side"] = (np.repeat(start["side"], rows) + ply) % 2
     records["ply"] = np.minimum(np.repeat(start["ply"].astype(np.int64), rows) + ply, 65535)
     white = np.repeat(points, rows)
     records["result"] = np.where(records["side"] & (white != UNKNOWN), -white, white)
-    moves = played.played.astype("<u2")
+    moves = replay.played.astype("<u2")
     board = [start[name] for name in ("pieces", "castling", "en_passant", "side")]
     ids = [
         game_id(*(column[row].tobytes() for column in board), moves[begin : begin + length].tobytes())
@@ -422,18 +426,18 @@ def assemble(games: list[_Game], start: np.ndarray, played: bitboard.Replayed, p
     for game, begin in zip(games, first, strict=True):
         if game.evaluated:
             codes = np.array(game.evaluated, np.int64)
-            made, scored = np.cumsum(codes >= 0), codes < FOREIGN
-            scored &= made < len(game.moves)  # the position after the last move is not stored
-            places.append(begin + made[scored])
+            moves_before, scored = np.cumsum(codes >= 0), codes < FOREIGN
+            scored &= moves_before < len(game.moves)  # the position after the last move is not stored
+            places.append(begin + moves_before[scored])
             scores.append(codes[scored] - SCORED)
     place, score = np.concatenate(places), np.concatenate(scores)
     records["wdl"][place] = wdl_of_score(np.where(records["side"][place], -score, score))
-    weight = np.zeros(len(played.indices), "<u2")
-    weight[played.choice] = FULL_WEIGHT
+    weight = np.zeros(len(replay.indices), "<u2")
+    weight[replay.choice] = FULL_WEIGHT
     return {
         "records": records,
-        "policy_offset": played.offsets.astype("<i8"),
-        "policy_index": played.indices.astype("<u2"),
+        "policy_offset": replay.offsets.astype("<i8"),
+        "policy_index": replay.indices.astype("<u2"),
         "policy_weight": weight,
     }
 

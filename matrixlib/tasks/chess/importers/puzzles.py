@@ -2,14 +2,13 @@
 
 The FEN of a row is the position *before* the opponent's set-up move, which is the first of `Moves`; the solver makes
 the second, the fourth and so on. A puzzle says nothing about the result of its game, nor who wins by how much, so
-result and win-draw-loss stay unknown. Columns are found by the header; without one they are Lichess's own.
+result and win-draw-loss stay unknown. Columns are named by the header; without one they are Lichess's own.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ import numpy as np
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
 from matrixlib.tasks.chess.importers.parsing import (
+    Entries,
     ParseResult,
     Part,
-    Refused,
     lines_in_parts,
     lines_of,
     opened,
@@ -90,38 +89,33 @@ class Puzzles:
     def read(self, part: Part) -> ParseResult:
         lines = lines_of(part)
         names, lines = fields_of(lines[0]), lines[1:]
-        refused: list[Refused] = []
-        skipped: Counter[str] = Counter()
+        entries = Entries(part)
         needed = self.needed
-        entries: list[int] = []  # numbers in `lines` of the puzzles that are played through
+        numbers: list[int] = []  # numbers in `lines` of the puzzles that are played through
         fens, moves, games = [], [], []
         for number, line in enumerate(lines):
-            row = dict(zip(names, fields_of(line), strict=False))
-            solution = row.get("Moves", "").split()
-            if fault := self._fault(row, solution, needed):
-                refused.append(Refused(part.first + number, *fault, len(solution) // 2, line))
-            elif reason := self._unwanted(row, needed):
-                skipped[reason] += 1
+            cells = dict(zip(names, fields_of(line), strict=False))
+            solution = cells.get("Moves", "").split()
+            if fault := self._fault(cells, solution, needed):
+                entries.refuse(number, *fault, line, len(solution) // 2)
+            elif reason := self._unwanted(cells, needed):
+                entries.skipped[reason] += 1
             else:
-                entries.append(number)
-                fens.append(row["FEN"])
+                numbers.append(number)
+                fens.append(cells["FEN"])
                 moves.append(solution)
-                games.append(GAME.search(row.get("GameUrl", "")))
+                games.append(GAME.search(cells.get("GameUrl", "")))
         records, faults = read_fens(fens, self.source)
         records["game"] = ids_of(records)
-        for row_number, found in enumerate(games):
-            if found:
-                records["game"][row_number] = game_id("lichess.org", found[1])
+        for row, game in enumerate(games):
+            if game:
+                records["game"][row] = game_id("lichess.org", game[1])
         details = [f"FEN '{fen}'" for fen in fens]
         batch = _solve(records, moves, faults, details)
-        for row_number, number in enumerate(entries):
-            if faults[row_number]:
-                size = len(moves[row_number]) // 2
-                refused.append(
-                    Refused(part.first + number, faults[row_number], details[row_number], size, lines[number])
-                )
-        refused.sort(key=lambda item: item.entry)
-        return ParseResult(batch, len(lines), faults.count(""), refused, skipped)
+        for row, number in enumerate(numbers):
+            if faults[row]:
+                entries.refuse(number, faults[row], details[row], lines[number], len(moves[row]) // 2)
+        return entries.result(batch, len(lines), faults.count(""))
 
     def _fault(
         self, row: dict[str, str], solution: Sequence[str], needed: Sequence[str]
@@ -152,11 +146,11 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
     rows = np.flatnonzero([not fault for fault in faults])
     for step in range(max(map(len, moves), default=0)):
         rows = np.array([row for row in rows.tolist() if step < len(moves[row])], np.int64)
-        made = [
+        uci_codes = [
             code_of(moves[row][step], side)
             for row, side in zip(rows.tolist(), state["side"][rows], strict=True)
         ]
-        codes = castled(state["pieces"][rows], made)
+        codes = castled(state["pieces"][rows], uci_codes)
         legal = legal_of(state[rows])
         place = legal.find(np.arange(len(rows)), codes)
         for row in rows[place < 0].tolist():
