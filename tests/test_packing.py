@@ -85,7 +85,7 @@ def work(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def packed(work, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
-    summary = pack(work, folder, created="2024-01-01T00:00:00Z")
+    summary = pack(work, folder)
     shards = [Shard(path, LAYOUT) for path in sorted(folder.iterdir())]
     assert summary["shards"] == len(shards)
     assert summary["train"] + summary["validation"] == sum(map(len, shards))
@@ -235,7 +235,7 @@ def test_mirror_images_are_duplicates_unless_castling_is_possible():
 
 
 def test_packing_again_gives_the_same_bytes(work, packed, tmp_path):
-    pack(work, tmp_path, created="2024-01-01T00:00:00Z")
+    pack(work, tmp_path)
     for path, (shard, _) in zip(sorted(tmp_path.iterdir()), packed, strict=True):
         assert path.read_bytes() == shard.path.read_bytes()
         assert shard.meta["generator"]["engine"] == ENGINE
@@ -243,20 +243,11 @@ def test_packing_again_gives_the_same_bytes(work, packed, tmp_path):
 
 
 def test_a_folder_with_shards_is_not_packed_into(work, tmp_path):
-    pack(work, tmp_path, 300)
+    pack(work, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ValueError, match="holds shards already: give another folder"):
-        pack(work, tmp_path, 200)
+        pack(work, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_limit_takes_the_first(work):
-    (whole, _), (part, _) = packing.collect(work), packing.collect(work, 300)
-    assert len(part.records) == 300
-    assert (part.records == whole.records[:300]).all()
-    assert (
-        labels.assemble(part)["policy_weight"] == labels.assemble(whole)["policy_weight"][: len(part.level)]
-    ).all()
 
 
 def test_moves_that_are_not_legal_are_refused(work):

@@ -81,12 +81,12 @@ def decode(data: bytes) -> Positions:
     return Positions(records, np.stack([win, 1000 - win - loss, loss], axis=1), column["level"])
 
 
-def ship(work: Path | str, folder: Path = SAMPLE, limit: int | None = None) -> dict[str, Any]:
+def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
     """Compresses the positions of a work folder (generator.generate) into `folder`; returns the manifest.
 
     For the makers of the package: it needs the work folder, minutes, and room for the unpacked shards.
     """
-    positions, _ = packing.collect(Path(work), limit)
+    positions, _ = packing.collect(Path(work))
     meta = packing.provenance(Path(work))
     data = encode(positions)
     folder.mkdir(parents=True, exist_ok=True)

@@ -118,11 +118,6 @@ class Positions(NamedTuple):
     per_mille: np.ndarray  # (n, 3) u2, win-draw-loss of the side to move
     level: np.ndarray  # (K,) u1, of all legal moves in ascending order of policy index
 
-    def head(self, n: int) -> Positions:
-        """The first n positions."""
-        _, offset = legal_indices(self.records[:n])
-        return Positions(self.records[:n], self.per_mille[:n], self.level[: offset[-1]])
-
 
 def values(scores: np.ndarray) -> np.ndarray:
     """Stored scores (see stockfish.MATE) as centipawns: a shorter mate is better, any mate best."""

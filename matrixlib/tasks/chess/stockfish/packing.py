@@ -48,9 +48,8 @@ def convert(chunk: Batch, known: set[bytes]) -> Positions:
     return Positions(records[new], chunk["wdl"][new], level[np.repeat(new, np.diff(offset))])
 
 
-def collect(work: Path, limit: int | None = None) -> tuple[Positions, int]:
-    """The positions of all finished chunks of a work folder in order, without duplicates, at most `limit`; how many
-    duplicates were left out.
+def collect(work: Path) -> tuple[Positions, int]:
+    """The positions of all finished chunks of a work folder in order, without duplicates, and how many were left out.
 
     Raises ValueError for a damaged chunk and for a folder without any.
     """
@@ -63,16 +62,13 @@ def collect(work: Path, limit: int | None = None) -> tuple[Positions, int]:
         except ValueError as error:
             raise ValueError(f"chunk {number} of {work}: {error}") from error
         total += len(chunk["side"])
-        if limit is not None and len(known) >= limit:
-            break
     if not known:
         raise ValueError(f"{work} holds no finished chunk: call generator.generate first")
-    whole = Positions(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    return whole if limit is None or len(known) <= limit else whole.head(limit), total - len(known)
+    return Positions(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), total - len(known)
 
 
-def provenance(work: Path, created: str | None = None) -> dict[str, Any]:
-    """The meta data of shards made from a work folder, but the split. `created`: by default when it began."""
+def provenance(work: Path) -> dict[str, Any]:
+    """The meta data of shards made from a work folder, but the split; `created` is when the work began."""
     path = work / "generator.json"
     if not path.exists():
         raise ValueError(f"{work} holds no generated games: call generator.generate first")
@@ -83,7 +79,7 @@ def provenance(work: Path, created: str | None = None) -> dict[str, Any]:
         "source": "stockfish",
         "generator": {**generator, "packing": rules},
         "seed": generator["parameters"]["seed"],
-        "created": created or began.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "created": began.isoformat(timespec="seconds").replace("+00:00", "Z"),
     }
 
 
@@ -107,18 +103,16 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
     return infos
 
 
-def pack(
-    work: Path | str, out: Path | str, limit: int | None = None, created: str | None = None
-) -> dict[str, Any]:
-    """Packs the finished chunks of `work` into shards in `out`; at most `limit` positions.
+def pack(work: Path | str, out: Path | str) -> dict[str, Any]:
+    """Packs the finished chunks of `work` into shards in `out`.
 
     A position is in one split only and there once, its mirror image and its colour-swapped image included;
     games are whole in one split, about 5 % of them in validation. Opening the folder as a catalogue takes the
     shards in. Returns the numbers of shards, of train and validation positions, of duplicates left out, and
     bytes a position. Raises ValueError for an empty or damaged work folder, and where `out` holds shards.
     """
-    meta = provenance(Path(work), created)
-    positions, duplicates = collect(Path(work), limit)
+    meta = provenance(Path(work))
+    positions, duplicates = collect(Path(work))
     infos = write_splits(Path(out), assemble(positions), meta)
     count = {split: sum(info.count for info in infos if info.meta["split"] == split) for split in SPLITS}
     size = sum(info.bytes for info in infos) / sum(count.values())
