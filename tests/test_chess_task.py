@@ -16,10 +16,9 @@ import torch
 from test_task_contract import check_task
 from torch import Tensor, nn
 
-from matrixlib.config import ConfigError, dump, merge
+from matrixlib.config import ConfigError, merge
 from matrixlib.engine.task import slice_batch
-from matrixlib.tasks import load_config as load
-from matrixlib.tasks import validate_config as parse
+from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
@@ -34,9 +33,9 @@ Rows = dict[str, np.ndarray]
 
 
 def config(**changes: Any) -> ChessConfig:
-    found = parse(merge(dump(load("demo")), changes))
-    assert isinstance(found, ChessConfig)
-    return found
+    config = load_config("demo", changes)
+    assert isinstance(config, ChessConfig)
+    return config
 
 
 def task(encoding: str = "oriented", ssl: list[str] = ALL_SSL, **changes: Any) -> ChessTask:
@@ -226,7 +225,7 @@ def test_losses_are_sums_that_add_up_over_slices(rows: Rows, encoding: str, kind
 def test_losses_start_at_chance(rows: Rows, encoding: str, preset: str) -> None:
     """ln(number of legal moves), ln 3, and ln(classes) for the other heads."""
     small = {"channels": 32, "blocks": 3, "attention": {"heads": 4}, "encoding": encoding, "ssl": ALL_SSL}
-    chess_task = ChessTask(parse(merge(dump(load(preset)), {"model": small})))
+    chess_task = ChessTask(load_config(preset, {"model": small}))
     batch = tensors(chess_task.prepare(rows, rng()))
     counts, bounds = chess_task.counts(batch), chess_task.bounds(batch)
     with torch.no_grad():
@@ -326,7 +325,7 @@ def test_matrix0_moves_and_outputs(shared: Path) -> None:
         chess.Board(line) for line in (folder / "positions.fen").read_text().splitlines() if line.strip()
     ]
     options = matrix0_config(json.loads((folder / "small_cfg.json").read_text())["netconfig_full"])
-    settings = load("demo")
+    settings = load_config("demo")
     chess_task = ChessTask(settings.model_copy(update={"model": options}))
     batch = tensors(chess_task.prepare_plain(stored(boards), rng()))
     model = chess_task.build_model().eval()

@@ -26,11 +26,6 @@ Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 
 
-def se_width(channels: int, ratio: float) -> int:
-    """Hidden width of squeeze-and-excitation (at least 8, as in Matrix0)."""
-    return max(8, int(channels * ratio))
-
-
 def block_convolutions(config: ModelConfig) -> list[tuple[int, int, int]]:
     """(inputs, outputs, kernel) of a residual block's convolutions; ValueError for an empty bottleneck."""
     width = config.channels
@@ -145,11 +140,11 @@ class ChessFeatures(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Gate for each channel from the mean over the board; the sigmoid in fp32."""
+    """Gate for each channel from the mean over the board; the sigmoid in fp32. At least 8 hidden, as in Matrix0."""
 
     def __init__(self, channels: int, ratio: float, activation: Activation) -> None:
         super().__init__()
-        hidden = se_width(channels, ratio)
+        hidden = max(8, int(channels * ratio))
         self.reduce = nn.Linear(channels, hidden)
         self.expand = nn.Linear(hidden, channels)
         self.activation = activation

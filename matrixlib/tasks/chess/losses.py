@@ -19,9 +19,7 @@ Sums = dict[str, Tensor]
 
 
 def policy_rows(index: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    """(B,) bool: rows with a policy target, that is some weight on a listed move. `index`, `weight` are (B,
-    L).
-    """
+    """(B,) bool: rows with a policy target, that is some weight on a listed move, of index and weight (B, L)."""
     return rows & (torch.where(index != PAD, weight, 0.0).sum(1) > 0)
 
 
@@ -33,9 +31,7 @@ def policy_target(index: Tensor, weight: Tensor) -> Tensor:
 
 
 def smoothed(target: Tensor, index: Tensor, smoothing: float) -> Tensor:
-    """(1 - e) target + e / n over the n listed moves, never over pads or illegal moves (Szegedy et al.
-    2016).
-    """
+    """(1 - e) target + e / n over the n listed moves, never over pads or illegal moves (Szegedy et al. 2016)."""
     legal = index != PAD
     share = smoothing / legal.sum(1, keepdim=True).clamp(min=1)
     return torch.where(legal, (1 - smoothing) * target + share, 0.0)
@@ -89,8 +85,7 @@ def policy_bounds(index: Tensor, weight: Tensor, rows: Tensor, smoothing: float)
 
 
 def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tensor, Tensor]:
-    """(target (B, 3) win-draw-loss, known (B,) bool) from the teacher's `wdl` (B, 3) and the game's `result`
-    (B,).
+    """(target (B, 3) win-draw-loss, known (B,) bool) from the teacher's `wdl` (B, 3) and the game's `result` (B,).
 
     With s = result_share: both known, (1 - s) wdl + s one_hot(result); wdl alone (result 2), wdl, or nothing
     if s is 1; result alone (wdl all 0), one_hot(result), or nothing if s is 0; neither, nothing. So an
@@ -128,27 +123,23 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
 
 
 def scalar_loss(value: Tensor, target: Tensor, rows: Tensor, kind: str, delta: float) -> tuple[Tensor, Sums]:
-    """Squared (`mse`) or `huber` error of values (B,) in -1..1 against win - loss of targets (B, 3), summed
-    over `rows`.
-
-    Metrics: the moments of `_moments`.
+    """Squared (`mse`) or `huber` error of values (B,) in -1..1 against win - loss of targets (B, 3), summed over
+    `rows`. Metrics: the moments of `_moments`.
     """
-    wanted = target[:, 0] - target[:, 2]
-    loss = _scalar(value.float(), wanted, kind, delta)
+    result = target[:, 0] - target[:, 2]
+    loss = _scalar(value.float(), result, kind, delta)
     with torch.no_grad():
-        metrics = _moments((value.float() + 1) / 2, (wanted + 1) / 2, rows)
+        metrics = _moments((value.float() + 1) / 2, (result + 1) / 2, rows)
     return torch.where(rows, loss, 0.0).sum(), _floats(metrics)
 
 
 def value_bounds(target: Tensor, rows: Tensor, scalar: bool, kind: str, delta: float) -> tuple[float, float]:
-    """(chance, floor) sums: ln 3 and the target's entropy; for the scalar head the loss of the value 0, and
-    0.
-    """
+    """(chance, floor) sums: ln 3 and the target's entropy; for the scalar head the loss of the value 0, and 0."""
     target = target[rows].double()
     if not scalar:
         return len(target) * math.log(3), float(entropy(target).sum())
-    wanted = target[:, 0] - target[:, 2]
-    return float(_scalar(torch.zeros_like(wanted), wanted, kind, delta).sum()), 0.0
+    result = target[:, 0] - target[:, 2]
+    return float(_scalar(torch.zeros_like(result), result, kind, delta).sum()), 0.0
 
 
 def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor, Sums]:
@@ -202,16 +193,14 @@ def binary_bounds(target: Tensor, squares: Tensor, positive: float) -> tuple[flo
     return (int(squares.sum()) + (positive - 1) * actual) * math.log(2), 0.0
 
 
-def _scalar(value: Tensor, wanted: Tensor, kind: str, delta: float) -> Tensor:
+def _scalar(value: Tensor, result: Tensor, kind: str, delta: float) -> Tensor:
     if kind == "mse":
-        return (value - wanted).square()
-    return F.huber_loss(value, wanted, reduction="none", delta=delta)
+        return (value - result).square()
+    return F.huber_loss(value, result, reduction="none", delta=delta)
 
 
 def _moments(x: Tensor, y: Tensor, rows: Tensor) -> Sums:
-    """Sums over `rows` of x, x^2, y, y^2 and xy: expected scores of network and target, for their
-    correlation.
-    """
+    """Sums over `rows` of x, x^2, y, y^2 and xy: expected scores of network and target, for their correlation."""
     x, y = torch.where(rows, x, 0.0), torch.where(rows, y, 0.0)
     return {"x": x.sum(), "x2": (x * x).sum(), "y": y.sum(), "y2": (y * y).sum(), "xy": (x * y).sum()}
 

@@ -117,37 +117,41 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
     """
     if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED):
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
-    given = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED}
-    wanted: dict[str, Any] = {"planes": PLANES, "policy_size": MOVES, "wdl": False, "enable_visual": False}
-    if given["chess_features"]:
-        wanted["piece_square_tables"] = True
-    if given["self_supervised"]:
-        given["ssl_tasks"] = list(given["ssl_tasks"])
-        wanted["ssl_tasks"] = ["piece"]
+    options = DEFAULTS | {key: value for key, value in netconfig.items() if key not in IGNORED}
+    supported: dict[str, Any] = {"planes": PLANES, "policy_size": MOVES, "wdl": False, "enable_visual": False}
+    if options["chess_features"]:
+        supported["piece_square_tables"] = True
+    if options["self_supervised"]:
+        options["ssl_tasks"] = list(options["ssl_tasks"])
+        supported["ssl_tasks"] = ["piece"]
     if bad := [
-        f"{key} {given[key]!r} (only {value!r})" for key, value in wanted.items() if given[key] != value
+        f"{k} {options[k]!r} (only {value!r})" for k, value in supported.items() if options[k] != value
     ]:
         raise ValueError(f"options of Matrix0's network that are not supported: {', '.join(bad)}")
-    if given["aux_policy_from_square"] != given["aux_policy_move_type"]:
+    if options["aux_policy_from_square"] != options["aux_policy_move_type"]:
         raise ValueError("aux_policy_from_square and aux_policy_move_type must both be on or both off")
-    mix, rank, channels = given["attention_unmasked_mix"], given["policy_factor_rank"], given["channels"]
+    mix, rank, channels = (
+        options["attention_unmasked_mix"],
+        options["policy_factor_rank"],
+        options["channels"],
+    )
     return ModelConfig(
         encoding="matrix0",
         channels=channels,
-        blocks=given["blocks"],
+        blocks=options["blocks"],
         block="basic",
         bottleneck=2,
-        preact=given["preact"],
-        activation=given["activation"],
-        norm=NormConfig(blocks="batch", stem_heads=given["norm"], momentum=0.9),
-        se_ratio=given["se_ratio"] if given["se"] else 0.0,
-        droppath=given["droppath"],
+        preact=options["preact"],
+        activation=options["activation"],
+        norm=NormConfig(blocks="batch", stem_heads=options["norm"], momentum=0.9),
+        se_ratio=options["se_ratio"] if options["se"] else 0.0,
+        droppath=options["droppath"],
         dropout=0.1,
-        chess_features=given["chess_features"],
+        chess_features=options["chess_features"],
         attention=AttentionConfig(
-            every=given["attention_every_k"] if given["attention"] else 0,
-            heads=given["attention_heads"],
-            bias=given["attention_relbias"],
+            every=options["attention_every_k"] if options["attention"] else 0,
+            heads=options["attention_heads"],
+            bias=options["attention_relbias"],
             mask=mix > 0,
             unmasked_mix=mix if 0 < mix < 1 else 0.0,
             norm="post",
@@ -156,9 +160,9 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
             kind="factored" if rank else "dense", channels=64, rank=max(1, rank), clamp=5.0, logit_norm=True
         ),
         value=ValueHeadConfig(kind="scalar", pool="flatten", channels=64, hidden=channels, activation="relu"),
-        ssl=("piece",) if given["self_supervised"] else (),
+        ssl=("piece",) if options["self_supervised"] else (),
         ssl_trunk=True,
-        auxiliary=given["aux_policy_from_square"],
+        auxiliary=options["aux_policy_from_square"],
         checkpoint_every=0,
     )
 
@@ -173,9 +177,7 @@ def matrix0_name(name: str) -> str:
 
 
 def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
-    """The model's state dict under Matrix0's keys and shapes, aliases included (474 keys for the 53M
-    network).
-    """
+    """The model's state dict under Matrix0's keys and shapes, aliases included (474 keys for the 53M network)."""
     state = {}
     for name, tensor in model.state_dict().items():
         state[matrix0_name(name)] = tensor[:, :, None, None] if _POINTWISE.fullmatch(name) else tensor
@@ -256,19 +258,19 @@ def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]
     present = [key for key in SCHEMAS if isinstance(data.get(key), Mapping) and data[key]]
     messages = []
     if present:
-        schema, found = present[0], data[present[0]]
+        schema, weights = present[0], data[present[0]]
         if present[1:]:
             messages.append(f"took {schema}; the file also holds {', '.join(present[1:])}")
     elif data and all(isinstance(value, Tensor) for value in data.values()):
-        schema, found = "state dict", data
+        schema, weights = "state dict", data
     else:
         held = ", ".join(sorted(map(str, data))[:8]) or "nothing"
         raise ValueError(
             f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors; the file holds {held}"
         )
-    if bad := [str(key) for key, value in found.items() if not isinstance(value, Tensor)]:
+    if bad := [str(key) for key, value in weights.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"{schema} holds more than tensors: {', '.join(bad[:8])}")
-    state = {str(key): value for key, value in found.items()}
+    state = {str(key): value for key, value in weights.items()}
     while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None):
         state = {key.removeprefix(prefix): value for key, value in state.items()}
         messages.append(f"removed the prefix '{prefix}' that a wrapper had put before every key")
@@ -290,8 +292,7 @@ def _take_aliases(state: dict[str, Tensor]) -> tuple[list[str], list[str]]:
 
 
 def _add_counters(state: dict[str, Tensor], names: Mapping[str, str], data: Mapping[str, Any]) -> list[str]:
-    """BatchNorm's batch counters for averaged weights, from the raw weights where the file has them, else
-    zero.
+    """BatchNorm's batch counters for averaged weights, from the raw weights where the file has them, else zero.
 
     With the fixed momentum that we use nothing reads them.
     """

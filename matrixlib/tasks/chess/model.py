@@ -23,9 +23,7 @@ from matrixlib.tasks.chess.blocks import (
     ChessFeatures,
     ConvNorm,
     ResidualBlock,
-    block_convolutions,
     recomputed,
-    se_width,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 
@@ -36,11 +34,6 @@ AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
 HEAD_INIT = 0.1  # last layer of each head: outputs start near zero, so losses start at chance level
 PLAY_HEADS = frozenset({"policy", "value"})
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Number of parameters (shared ones once), frozen ones included, buffers not."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def ssl_width(channels: int) -> int:
@@ -56,59 +49,32 @@ def shrink(layer: nn.Module) -> None:
             layer.get_parameter("bias").zero_()
 
 
-def forward_flops(config: ModelConfig, heads: frozenset[str] | None = None) -> int:
-    """Floating-point operations of one forward pass for ONE position (a multiply-add is two).
-
-    Convolutions, linear layers and attention products; norms, activations and sums are left out. `heads` as
-    in PolicyValueNet.forward.
+def forward_flops(config: ModelConfig, heads: frozenset[str] = PLAY_HEADS) -> int:
+    """Floating-point operations of one forward pass for ONE position (a multiply-add is two): convolutions, linear
+    layers and attention products. heads: as in PolicyValueNet.forward.
     """
-    wanted = PLAY_HEADS if heads is None else heads
-    width = config.channels
-    total = _conv(PLANES, width, 3)
-    if config.chess_features:
-        total += _conv(width, width, 1) + _conv(width, width, 3)
-    block = sum(_conv(*shape) for shape in block_convolutions(config))
-    if config.se_ratio:
-        block += 2 * 2 * width * se_width(width, config.se_ratio)
-    total += config.blocks * block
-    options = config.attention
-    if options.every:
-        passes = 2 if options.norm == "pre" and options.mask and 0 < options.unmasked_mix < 1 else 1
-        products = passes * 2 * 2 * SQUARES * SQUARES * width
-        total += config.blocks // options.every * (_conv(width, 4 * width, 1) + products)
-    if "policy" in wanted:
-        inner, flat = config.policy.channels, config.policy.channels * SQUARES
-        total += _conv(width, inner, 1)
-        if config.policy.kind == "conv":
-            total += _conv(inner, MOVE_PLANES, 1)
-        elif config.policy.kind == "dense":
-            total += 2 * flat * MOVES
-        else:
-            total += 2 * config.policy.rank * (flat + MOVES)
-    if "value" in wanted:
-        inner, hidden = config.value.channels, config.value.hidden
-        half = max(1, hidden // 2)
-        flat = inner * (1 if config.value.pool == "pooled" else SQUARES)
-        total += _conv(width, inner, 1) + 2 * (
-            flat * hidden + hidden * half + half * (1 if config.value.kind == "scalar" else 3)
-        )
-    for name in config.ssl:
-        if f"ssl_{name}" in wanted:
-            total += _conv(width, ssl_width(width), 1) + _conv(ssl_width(width), SSL_CHANNELS[name], 1)
-    return total
+    return _flops(config, heads, training=False)
 
 
 def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
-    """Floating-point operations of training on ONE position: forward, and twice as many backward, as each product has
-    a gradient for either factor; the planes need none. What activation checkpointing repeats is not counted.
-    """
-    asked = [name for name in config.ssl if f"ssl_{name}" in heads and not config.ssl_trunk]
-    unneeded = sum(_conv(config.channels, ssl_width(config.channels), 1) for _ in asked)
-    return 3 * forward_flops(config, heads) - _conv(PLANES, config.channels, 3) - unneeded
+    """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted."""
+    return _flops(config, heads, training=True)
 
 
-def _conv(inputs: int, outputs: int, kernel: int) -> int:
-    return 2 * SQUARES * inputs * outputs * kernel * kernel
+def _flops(config: ModelConfig, heads: frozenset[str], training: bool) -> int:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):  # shapes without numbers
+        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}))
+        planes = torch.empty(1, PLANES, 8, 8)
+    # The counter knows the fused attention kernels of GPUs alone: let it see plain products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        out = net(planes, heads)
+        if training:
+            outputs = [*out.pop("ssl", {}).values(), *out.values()]
+            torch.stack([output.sum() for output in outputs]).sum().backward()
+    return int(counter.get_total_flops())
 
 
 class PolicyHead(nn.Module):
@@ -183,9 +149,7 @@ class ValueHead(nn.Module):
 
 
 class SquareHead(nn.Module):
-    """1x1 convolution, norm, activation, 1x1 convolution: (B, C, 8, 8) -> (B, outputs, 8, 8) logits per
-    square.
-    """
+    """1x1 convolution, norm, activation, 1x1 convolution: (B, C, 8, 8) -> (B, outputs, 8, 8) logits per square."""
 
     def __init__(self, config: ModelConfig, width: int, outputs: int) -> None:
         super().__init__()
@@ -229,29 +193,29 @@ class PolicyValueNet(nn.Module):
     def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
         """Outputs for `planes` (B, 19, 8, 8).
 
-        `heads` names what is wanted: "policy", "value", "ssl_<name>", "features"; None means policy and
-        value. Returns {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B,
-        c, 8, 8) logits}, "features": (B, C, 8, 8)}, all fp32 but the features, with only what was asked for.
+        heads: of "policy", "value", "ssl_<name>" and "features"; None means policy and value. Returns of {"policy":
+        (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B, c, 8, 8) logits}, "features":
+        (B, C, 8, 8)} what `heads` names, all fp32 but the features.
         Raises ValueError for a head that the network does not have.
         """
-        wanted = PLAY_HEADS if heads is None else heads
+        names = PLAY_HEADS if heads is None else heads
         known = {"policy", "value", "features", *(f"ssl_{name}" for name in self.ssl_heads)}
-        if unknown := sorted(wanted - known):
+        if unknown := sorted(names - known):
             raise ValueError(
                 f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}"
             )
         x = self.trunk(planes)
         out: dict[str, Any] = {}
-        if "policy" in wanted:
+        if "policy" in names:
             out["policy"] = self.policy_head(x)
-        if "value" in wanted:
+        if "value" in names:
             out["value"] = self.value_head(x)
-        if "features" in wanted:
+        if "features" in names:
             out["features"] = x
-        asked = {name: head for name, head in self.ssl_heads.items() if f"ssl_{name}" in wanted}
-        if asked:
+        ssl = {name: head for name, head in self.ssl_heads.items() if f"ssl_{name}" in names}
+        if ssl:
             shared = x if self.config.ssl_trunk else x.detach()
-            out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in asked.items()}
+            out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in ssl.items()}
         return out
 
     def trunk_parameters(self) -> list[nn.Parameter]:

@@ -45,37 +45,28 @@ def maps_figure(
     boards: Sequence[chess.Board],
     maps: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
 ) -> Figure:
-    """A row a head, two boards a position: what it says and what is true; pieces as letters, ours in capitals.
+    """A row a head, two boards a position: what it says and what is true; ours are the white pieces.
 
-    maps: head -> (said, truth, squares), each (N, 8, 8), of the side to move. Squares that a head is not asked about
+    maps: head -> (output, truth, squares), each (N, 8, 8), of the side to move. Squares that do not count for a head
     are left blank.
     """
     width = 2 * len(boards)
     figure = Figure(figsize=(1.75 * width, 1.75 * len(maps) + 0.3), layout="constrained")
     grid: NDArray[Any] = np.asarray(figure.subplots(len(maps), width, squeeze=False))
-    for row, (head, (said, truth, squares)) in enumerate(maps.items()):
+    for row, (head, (output, truth, squares)) in enumerate(maps.items()):
         colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
         grid[row, 0].set_ylabel(head, fontsize=11)
         for number, board in enumerate(boards):
             oriented = board if board.turn == chess.WHITE else board.mirror()
-            for offset, (label, values) in enumerate((("says", said), ("truth", truth))):
+            for offset, (label, values) in enumerate((("says", output), ("truth", truth))):
                 axes = grid[row, 2 * number + offset]
                 shown = np.where(squares[number], values[number], np.nan)
                 axes.imshow(shown, cmap=colours, vmin=low, vmax=high, origin="lower")
+                _men(axes, oriented, 9)
                 axes.set_xticks([])
                 axes.set_yticks([])
                 if row == 0:
                     axes.set_title(f"position {number + 1}: {label}", fontsize=9)
-                for square, piece in oriented.piece_map().items():
-                    axes.text(
-                        *(square % 8, square // 8),
-                        piece.symbol(),
-                        ha="center",
-                        va="center",
-                        fontsize=8,
-                        color="white",
-                        path_effects=[withStroke(linewidth=1.2, foreground="black")],
-                    )
     return figure
 
 
@@ -85,23 +76,18 @@ def calibration_figure(points: Mapping[str, Points], confusions: Mapping[str, ND
     figure = Figure(figsize=(4.2 * count, 3.8), layout="constrained")
     first, *others = np.atleast_1d(np.asarray(figure.subplots(1, count)))
     first.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
-    for head, found in points.items():
-        first.plot([p for p, _, _ in found], [share for _, share, _ in found], marker="o", label=head)
-    first.set(xlabel="probability said", ylabel="share that is so", title="calibration")
+    for head, bins in points.items():
+        first.plot([p for p, _, _ in bins], [share for _, share, _ in bins], marker="o", label=head)
+    first.set(xlabel="probability by the network", ylabel="share that is so", title="calibration")
     if points:
         first.legend(fontsize=8)
     for axes, (head, counts) in zip(others, confusions.items(), strict=True):
-        _confusion(axes, head, counts)
+        axes.imshow(counts / np.maximum(counts.sum(1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
+        names = CLASSES[head]
+        axes.set_xticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="likeliest class", ylabel="true class", title=f"{head}: share of each true class")
     return figure
-
-
-def _confusion(axes: Axes, head: str, counts: NDArray[np.int64]) -> None:
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    names = CLASSES[head]
-    axes.set_xticks(range(len(names)), names)
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="likeliest class", ylabel="true class", title=f"{head}: share of each true class")
 
 
 def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]) -> Figure:
@@ -113,14 +99,14 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     for head, prior in priors.items():
         name = f"ssl_{head}"
-        found = [
+        curve = [
             (row["step"], row["metrics"].get(f"{name}/cross_entropy", row["losses"][name]))
             for row in rows
             if name in row.get("losses", {})
         ]
-        if not found or not prior > 0:  # nan: nothing was asked
+        if not curve or not prior > 0:  # nan: no square counted
             continue
-        steps, losses = np.array(found, dtype=float).T
+        steps, losses = np.array(curve, dtype=float).T
         window = max(1, int(len(steps) * SMOOTH))
         mean = np.convolve(losses, np.ones(window) / window, "valid") / prior
         top.plot(steps[window - 1 :], mean, label=head)
@@ -167,12 +153,8 @@ def _arrows(axes: Axes, shares: Mapping[str, float]) -> None:
     for uci, share in sorted(shares.items(), key=lambda item: item[1])[-ARROWS:]:
         move = chess.Move.from_uci(uci)
         start, end = ((square % 8, square // 8) for square in (move.from_square, move.to_square))
-        style = {
-            "arrowstyle": "-|>",
-            "color": "tab:blue",
-            "alpha": 0.45 + 0.5 * share,
-            "lw": 1 + 4 * share,
-        }
+        style: dict[str, Any] = {"arrowstyle": "-|>", "color": "tab:blue", "lw": 1 + 4 * share}
+        style["alpha"] = 0.45 + 0.5 * share
         axes.annotate("", end, start, arrowprops=style)
 
 
@@ -182,15 +164,10 @@ def _men(axes: Axes, board: chess.Board, size: float = 16) -> None:
     for square, piece in board.piece_map().items():
         figure = chess.Piece(piece.piece_type, chess.BLACK).unicode_symbol()  # filled, unlike the white ones
         colour = "white" if piece.color else "black"
-        axes.text(
-            *(square % 8, square // 8),
-            figure,
-            ha="center",
-            va="center",
-            fontsize=size,
-            color=colour,
-            path_effects=[withStroke(linewidth=1.2, foreground="black")],
-        )
+        outline = [withStroke(linewidth=1.2, foreground="black")]
+        place = {"ha": "center", "va": "center"}
+        at = square % 8, square // 8
+        axes.text(*at, figure, place, fontsize=size, color=colour, path_effects=outline)
 
 
 def course_figure(values: NDArray[Any], first: int) -> Figure:

@@ -54,8 +54,7 @@ class ChessTask:
         repetition, side, ply; `policy_index` i16 (B, L) on the oriented board, -1 in pads; `policy_weight`
         f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32 (B, 3) likewise; `result` i8 (B,), 2
         unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as `ssl.MAPS`; with the piece head
-        `hidden` u8 (B, 8),
-        where its loss has a weight.
+        `hidden` u8 (B, 8), where its loss has a weight.
 
         Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right,
         before anything else is made of them. Every random number is drawn whether it is used or not. Rows with
@@ -100,9 +99,7 @@ class ChessTask:
         return out
 
     def build_model(self) -> PolicyValueNet:
-        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left
-        untouched.
-        """
+        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return PolicyValueNet(self.config.model)
@@ -129,16 +126,14 @@ class ChessTask:
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums of the active terms and their metrics (see losses.py); rows with hidden squares give only
-        `ssl_piece`.
-        """
+        """Sums of the active terms and their metrics (see losses.py); of rows with hidden squares `ssl_piece` alone."""
         out = model(planes(batch, self.config.model.encoding), active)
         sums: Sums = {}
         metrics: Sums = {}
         with torch.autocast(batch["pieces"].device.type, enabled=False):
             for term in sorted(active):
-                sums[term], found = self._term(term, out, batch)
-                metrics |= {f"{term}/{name}": value for name, value in found.items()}
+                sums[term], of_term = self._term(term, out, batch)
+                metrics |= {f"{term}/{name}": value for name, value in of_term.items()}
         return sums, metrics
 
     def _term(self, term: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
@@ -156,10 +151,10 @@ class ChessTask:
         name = term.removeprefix("ssl_")
         # Outputs are turned to the oriented board, where the targets are.
         logits, squares = self._oriented(out["ssl"][name], batch, name), _squares(batch, name)
-        wanted = ssl.target(batch, name)
+        target = ssl.target(batch, name)
         if SSL_CHANNELS[name] > 1:
-            return losses.class_loss(logits, wanted, squares)
-        return losses.binary_loss(logits, wanted, squares, self._positive(name))
+            return losses.class_loss(logits, target, squares)
+        return losses.binary_loss(logits, target, squares, self._positive(name))
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor) as sums over the items of `counts`: see losses.py; a self-supervised head
@@ -179,8 +174,8 @@ class ChessTask:
             if classes > 1:
                 out[f"ssl_{name}"] = (counts[f"ssl_{name}"] * math.log(classes), 0.0)
             else:
-                wanted = ssl.target(batch, name)
-                out[f"ssl_{name}"] = losses.binary_bounds(wanted, squares, self._positive(name))
+                maps = ssl.target(batch, name)
+                out[f"ssl_{name}"] = losses.binary_bounds(maps, squares, self._positive(name))
         return out
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -195,23 +190,23 @@ class ChessTask:
     def predict(
         self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()
     ) -> dict[str, Tensor]:
-        """What the network says, on the oriented board.
+        """Predictions on the oriented board.
 
-        `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in pads; `value` (B,)
-        expected result in -1..1; `wdl` (B, 3) probabilities, if the head gives them; `ssl/<head>` (B, c, 8,
-        8) probabilities for each of `heads`.
+        `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in pads; `value` (B,) expected result in
+        -1..1; `wdl` (B, 3) probabilities, if the head gives them; `ssl/<head>` (B, c, 8, 8) probabilities for each of
+        `heads`.
         """
-        wanted = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
-        out = model(planes(batch, self.config.model.encoding), wanted)
-        said = {"policy": losses.legal_logits(out["policy"], self._policy_index(batch)).log_softmax(1)}
+        names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
+        out = model(planes(batch, self.config.model.encoding), names)
+        result = {"policy": losses.legal_logits(out["policy"], self._policy_index(batch)).log_softmax(1)}
         if self.config.model.value.kind == "scalar":
-            said["value"] = out["value"]
+            result["value"] = out["value"]
         else:
-            said["wdl"] = out["value"].softmax(1)
-            said["value"] = said["wdl"][:, 0] - said["wdl"][:, 2]
+            result["wdl"] = out["value"].softmax(1)
+            result["value"] = result["wdl"][:, 0] - result["wdl"][:, 2]
         for name in heads:
-            said[f"ssl/{name}"] = self.shares(name, self._oriented(out["ssl"][name], batch, name))
-        return said
+            result[f"ssl/{name}"] = self.shares(name, self._oriented(out["ssl"][name], batch, name))
+        return result
 
     def shares(self, head: str, logits: Tensor) -> Tensor:
         """Probabilities of a self-supervised head's logits (B, c, 8, 8), corrected for `loss.positive`."""
@@ -220,8 +215,7 @@ class ChessTask:
         return losses.calibrated(logits, self._positive(head)).sigmoid()
 
     def illegal_mass(self, batch: dict[str, np.ndarray]) -> np.ndarray:
-        """(B,) f32: share of each row's policy target on moves that are not legal, of a batch of `prepare`;
-        0 is right.
+        """(B,) f32: share of each row's policy target on moves that are not legal, of a batch of `prepare`; 0 is right.
 
         For checks of the data: the losses trust the list of moves.
         """
@@ -283,9 +277,7 @@ def _plain_rows(batch: Batch) -> Tensor:
 
 
 def _squares(batch: Batch, name: str) -> Tensor:
-    """(B, 8, 8) bool: squares that count for a head: the hidden ones for `piece`, all of plain rows for the
-    others.
-    """
+    """(B, 8, 8) bool: squares that count for a head: the hidden ones for `piece`, all of plain rows for the others."""
     if name == "piece":
         hidden = batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))
         return unpack_maps(hidden).bool()
