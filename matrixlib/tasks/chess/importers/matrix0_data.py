@@ -23,7 +23,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from matrixlib.data.shards import LFS_POINTER, read_header
+from matrixlib.data.shards import LFS_POINTER
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import classes_of, legal_of, standing_rights
 from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, blank
@@ -48,9 +48,10 @@ TOLERANCE = 0.01  # of the policy's sum, of planes that hold 0 or 1, of |z| <= 1
 
 def _header(file: IO[bytes], name: str, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array that a stream starts with, which then stands at its data. ValueError names both."""
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
-        shape, fortran, dtype = read_header(file)
-    except ValueError as error:
+        shape, fortran, dtype = read[npy.read_magic(file)](file)
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"{path}: '{name}' does not begin like an array ({error}): restore the file"
         ) from error
