@@ -8,10 +8,9 @@ here are those of every task; a task's own stand in its folder.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -485,35 +484,3 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def options_table(section: type[Section], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(dotted key, type, default, meaning) of every option, in schema order; the options page is made of it."""
-    rows: list[tuple[str, str, str, str]] = []
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            rows += options_table(kind, f"{prefix}{name}.")
-        else:
-            default = "" if field.is_required() else _literal(field.default)
-            rows.append((prefix + name, _kind(kind), default, field.description or ""))
-    return rows
-
-
-def _literal(value: Any) -> str:
-    """A value as YAML has it."""
-    return json.dumps(value)
-
-
-def _kind(kind: Any) -> str:
-    if kind is Ellipsis:
-        return "..."
-    if get_origin(kind) is tuple:
-        return f"list of {_kind(get_args(kind)[0])}"
-    if args := [a for a in get_args(kind) if not hasattr(a, "gt") and type(a).__name__ not in _METADATA]:
-        parts = [repr(a) if isinstance(a, str) else _kind(a) for a in args]
-        return " or ".join(dict.fromkeys(p for p in parts if p != "..."))
-    return str(getattr(kind, "__name__", kind))
-
-
-_METADATA = {"BeforeValidator", "FieldInfo", "Ge", "Gt", "Le", "Lt"}

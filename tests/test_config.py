@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from options import options_of
 
 from matrixlib import config as configuration
 from matrixlib import files
@@ -249,7 +250,7 @@ def test_valid_changes_survive_yaml_and_are_the_difference(changes: dict[str, An
 
 @pytest.mark.parametrize("schema", [get_task(task).config for task in TASKS], ids=TASKS)
 def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) -> None:
-    rows = configuration.options_table(schema)
+    rows = options_of(schema)
     assert [row[0] for row in rows] == [".".join(path) for path in leaves(schema)]
     assert all(kind and default and meaning for key, kind, default, meaning in rows if key != "task")
 

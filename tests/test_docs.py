@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from options import options_of
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
 from papermill.cli import papermill
 
@@ -121,8 +122,8 @@ def performance() -> str:
 
 def own_options(task: str) -> list[tuple[str, str, str, str]]:
     """The options of a task that are not those of every task, or have another default."""
-    shared = config.options_table(config.Config)
-    own = config.options_table(get_task(task).config)
+    shared = options_of(config.Config)
+    own = options_of(get_task(task).config)
     return [row for row in own if row not in shared and row[0] != "task"]
 
 
@@ -131,13 +132,13 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "presets": (README, presets_table),
     "performance": (README, performance),
     "commands": (OPTIONS, commands_help),
-    "options": (OPTIONS, lambda: options_table(config.options_table(config.Config))),
+    "options": (OPTIONS, lambda: options_table(options_of(config.Config))),
     "chess-options": (OPTIONS, lambda: options_table(own_options("chess"))),
     "latin-options": (OPTIONS, lambda: options_table(own_options("latin"))),
     "tictactoe-options": (OPTIONS, lambda: options_table(own_options("tictactoe"))),
     "cycle-options": (
         GUIDES / "selfplay.md",
-        lambda: options_table([row for row in config.options_table(CycleConfig) if "network." not in row[0]]),
+        lambda: options_table([row for row in options_of(CycleConfig) if "network." not in row[0]]),
     ),
 }
 
@@ -345,11 +346,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
 
 
 def test_options_named_in_the_text_exist() -> None:
-    keys = {
-        key
-        for schema in [get_task(task).config for task in TASKS]
-        for key, *_ in config.options_table(schema)
-    }
+    keys = {key for schema in [get_task(task).config for task in TASKS] for key, *_ in options_of(schema)}
     sections = {key.partition(".")[0] for key in keys}
     words = {word for span in spans() for word in re.findall(r"^[a-z]+(?:\.[a-z_0-9]+)+$", span)}
     files = (".py", ".yaml", ".json", ".ipynb", ".html", ".jsonl", ".log")

@@ -22,7 +22,7 @@ from matrixlib import files
 from matrixlib.bench.workloads import ON_GPU, workloads
 from matrixlib.hardware import machine
 from matrixlib.hardware.benchmark import Figure, Plan, make_plan
-from matrixlib.runs.run import git_commit, versions
+from matrixlib.runs.record import git_commit, versions
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -33,6 +33,7 @@ from matrixlib.runs import cycle_games
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
 from matrixlib.runs.cycle_games import Chunk
 from matrixlib.runs.cycle_state import Decision, Generation, Lesson, read_generations
+from matrixlib.runs.record import runtime_settings
 from matrixlib.tasks import get_task
 from matrixlib.tasks.spec import Check, GameSpec
 
@@ -294,7 +295,7 @@ class Cycle:
             "seed": self.config.seed + number,
             "data": {"source": str(self.folder / "shards")},
             "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [lesson.sources]}},
-            "runtime": runs.runtime_settings(self.runtime),
+            "runtime": runtime_settings(self.runtime),
         }
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))

@@ -26,9 +26,9 @@ from matrixlib.data.reader import kept_rows
 from matrixlib.data.shards import BLOCK, Shard, concat, write_shard
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import figures
-from matrixlib.runs import run as runs
 from matrixlib.runs.faults import Fault, faults_of, flip_bytes, parse_names
 from matrixlib.runs.injection_job import Job, Outcome, run_job
+from matrixlib.runs.record import runtime_config
 from matrixlib.tasks import changed, get_task, load_config
 from matrixlib.tasks.spec import Check
 
@@ -219,9 +219,7 @@ def inject(
     if seed >= 0:
         requested = changed(requested, {"seed": seed})
     # Resolved once, as a measurement decides some of it: every run has the same.
-    resolved = runs.runtime_config(
-        requested, runtimes.resolve(requested.runtime, requested.train, requested.data)
-    )
+    resolved = runtime_config(requested, runtimes.resolve(requested.runtime, requested.train, requested.data))
     stem = f"faults-{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     folder = files.reports_root().resolve() / stem
     folder.mkdir(parents=True)

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import platform
 import statistics
-import subprocess
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.files import read_json, write_json, write_text
+from matrixlib.files import read_json, write_json
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware import speed
+from matrixlib.runs import autotune
 from matrixlib.runs.data import RunData, RunError, held_out_loader
-from matrixlib.tasks import changed, get_task, load_config, parse_config
+from matrixlib.runs.record import resume_config, runtime_config, write_record
+from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
-    from torch import Tensor, nn
+    from torch import nn
 
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
@@ -42,16 +39,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
     from matrixlib.tasks.spec import Check, TaskSpec
-
-MAY_CHANGE = (
-    "train.steps",
-    "train.minutes",
-    "train.heartbeat_seconds",
-    "validation.",
-    "checkpoint.",
-    "health.",
-    "memory.",
-)
 
 ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 
@@ -115,7 +102,7 @@ class Run:
         return self.trainer.model
 
     def describe(self) -> str:
-        """What was chosen and why, as text: run, data, runtime, differences from the preset."""
+        """What was decided and why, as text: run, data, runtime, differences from the preset."""
         counts = {
             split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")
         }
@@ -127,8 +114,8 @@ class Run:
             self.runtime.table(),
         ]
         changes = configuration.difference(self.requested, load_config(self.preset))
-        lines += (
-            ["differences from the preset:"] if changes else [f"no differences from preset '{self.preset}'"]
+        lines.append(
+            "differences from the preset:" if changes else f"no differences from preset '{self.preset}'"
         )
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
@@ -142,7 +129,7 @@ class Run:
         The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
         with it. What the trainer warns about is shown once and kept in `messages`.
         """
-        from matrixlib.engine import timing as profile
+        from matrixlib.engine import timing
 
         events: Events | None = None
         if self.complete:
@@ -157,7 +144,7 @@ class Run:
             events = self._events() if tensorboard else None
             # closed here and not where the last reference goes, from where an interrupt would reach nobody
             with contextlib.closing(self.trainer.train()) as updates:
-                for stats in profile.traced(updates, trace, self.folder / "trace.json"):
+                for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
                         self._say(f"update {stats.step}: {text}")
                     if events is not None and stats.action == "rollback":
@@ -200,10 +187,10 @@ class Run:
 
     def times(self) -> str:
         """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
-        from matrixlib.engine import timing as profile
+        from matrixlib.engine import timing
 
         rows = self.history()
-        table = profile.table(rows).to_string(col_space=9)
+        table = timing.table(rows).to_string(col_space=9)
         share, peak = _share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
         if share is None or peak is None:
             return table
@@ -215,11 +202,7 @@ class Run:
 
     def memory_table(self) -> pd.DataFrame:
         """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
-        from matrixlib.engine import memory, step
-
-        with step.throwaway(self.task, self.runtime, self.config) as updates:
-            batch = _tensors(self.training.batch(0))
-            return memory.by_part(lambda: updates(batch), updates.model, updates.optimiser)
+        return autotune.memory_table(self.data)
 
     def _measure_peak(self) -> None:
         """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json, also for
@@ -230,9 +213,9 @@ class Run:
             return
         record = read_json(self.folder / "run.json")
         runtime = self.runtime
-        wanted = {"device": runtime.device, "dtype": runtime.dtype, "position_flops": flops}
+        needs = {"device": runtime.device, "dtype": runtime.dtype, "position_flops": flops}
         peak = record.get("peak", {})
-        if not wanted.items() <= peak.items():
+        if not needs.items() <= peak.items():
             from matrixlib.engine.memory import out_of_memory
 
             try:
@@ -241,7 +224,7 @@ class Run:
                 if not out_of_memory(error):
                     raise
                 return
-            peak = {"gflops": gflops} | wanted
+            peak = {"gflops": gflops} | needs
             write_json(self.folder / "run.json", record | {"peak": peak})
         self.trainer.peak = peak["gflops"] * 1e9 / flops
 
@@ -352,30 +335,30 @@ def finished_run(
     name: str = "",
     preset: str = "demo",
     overrides: Mapping[str, Any] | None = None,
-    wanted: Callable[[Mapping[str, Any]], bool] = lambda requested: True,
+    fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True,
 ) -> Path:
     """Folder of a complete run: the named one, else the newest of the task of `preset`, which is trained where there
     is none.
 
-    wanted: which of them will do, by the configuration that was asked for. overrides: over the preset, so that what
+    fits: which of them will do, by the requested configuration. overrides: over the preset, so that what
     is trained will do. Raises RunError for a name without a complete run.
     """
     root = files.reports_root()
     ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
     task = load_config(preset).task
-    done = []
+    candidates = []
     for folder in ended:
         record = read_json(folder / "run.json")
-        asked = record.get("requested", {})
-        if name or (record.get("kind") == "train" and asked.get("task") == task and wanted(asked)):
-            done.append(folder)
+        requested = record.get("requested", {})
+        if name or (record.get("kind") == "train" and requested.get("task") == task and fits(requested)):
+            candidates.append(folder)
     if name:
-        if root / name not in done:
-            known = ", ".join(sorted(folder.name for folder in done)) or "none yet"
+        if root / name not in candidates:
+            known = ", ".join(sorted(folder.name for folder in candidates)) or "none yet"
             raise RunError(f"no complete run '{name}'; complete runs: {known}")
         return root / name
-    if done:
-        return max(done, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+    if candidates:
+        return max(candidates, key=lambda folder: (folder / "summary.json").stat().st_mtime)
     fresh = open_run(preset, overrides=overrides)
     for _ in fresh.train():
         pass
@@ -407,14 +390,14 @@ def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", s
 
 def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if device != "auto":
-        given["runtime"] = {"device": device}
+        arguments["runtime"] = {"device": device}
     if seed >= 0:
-        given["seed"] = seed
+        arguments["seed"] = seed
     if steps:
-        given["train"] = {"steps": steps}
-    return configuration.merge(overrides, given)
+        arguments["train"] = {"steps": steps}
+    return configuration.merge(overrides, arguments)
 
 
 def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Path:
@@ -424,15 +407,15 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
         if Path(run).name != run or run.startswith("."):
             raise RunError(f"run name {run!r} must be a plain folder name, without slashes or a leading dot")
         return root / run
-    asked = configuration.dump(requested)
+    request = configuration.dump(requested)
     records = [(read_json(path), path) for path in root.glob("*/run.json")]
     for record, path in sorted(records, key=lambda item: item[0].get("started", ""), reverse=True):
-        done = read_json(path.parent / "summary.json").get("complete")
+        complete = read_json(path.parent / "summary.json").get("complete")
         if (
-            not done
+            not complete
             and record.get("kind") == kind
             and record.get("preset") == preset
-            and record.get("requested") == asked
+            and record.get("requested") == request
             and not _locked(path.parent)
         ):
             return path.parent
@@ -461,7 +444,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     record = read_json(folder / "run.json")
     messages: list[str] = []
     if record:
-        config = _resume_config(folder, requested, record, messages)
+        config = resume_config(folder, requested, record, messages)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
         runtime = runtimes.reuse(record["runtime"])
@@ -472,101 +455,16 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     task = spec.task(config)
     data = RunData(config, runtime, spec, task, catalogue, messages)
     if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
-        runtime = _tune_micro_batch(data)
+        runtime = autotune.tune_micro_batch(data)
         config = runtime_config(config, runtime)
     if config.train.steps == "auto":
-        steps = _fit_steps(data)
+        steps = autotune.steps_in_time(data)
         config = changed(config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if not record:
-        _write_new(folder, preset, requested, config, runtime, catalogue.hash(), kind)
-    return Run(
-        folder,
-        preset,
-        config,
-        runtime,
-        spec,
-        task,
-        data,
-        requested,
-        bool(record),
-        lock,
-        messages,
-    )
-
-
-def _tune_micro_batch(data: RunData) -> runtimes.Runtime:
-    """The runtime with the best micro-batch of those that fit in memory, by trying."""
-    from matrixlib.engine.microbatch import tune_step
-    from matrixlib.engine.step import throwaway
-
-    with throwaway(data.task, data.runtime, data.config) as step:
-        tuning = tune_step(step, _tensors(data.training.batch(0)), data.config.memory.limit)
-    data.messages.append(
-        f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}"
-    )
-    return replace(data.runtime, micro_batch=tuning.size)
-
-
-def _fit_steps(data: RunData) -> int:
-    """Updates that fit in `train.minutes`."""
-    from matrixlib.engine.step import throwaway
-    from matrixlib.engine.timing import fit_steps
-
-    with throwaway(data.task, data.runtime, data.config) as step:
-        return fit_steps(lambda i: step(_tensors(data.training.batch(i))), data.config.train.minutes)
-
-
-def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    import torch
-
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
-def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
-    """The stored resolved configuration with the permitted changes; anything else is refused by name."""
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    stored = parse_config(yaml.safe_load(text), f"{folder.name}/config.yaml", requested.task)
-    before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
-    changes = configuration.difference(requested, before)
-    fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
-    if fixed:
-        text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
-        raise RunError(
-            f"run '{folder.name}' was started with other values ({text}); give it another run name"
-        )
-    data = configuration.dump(stored)
-    for key, (old, new) in changes.items():
-        section, name = key.split(".")
-        if key != "train.steps" or new != "auto":
-            data[section][name] = new
-            messages.append(f"changed on resume: {key} {old} -> {new}")
-    config = parse_config(data, f"{folder.name}/config.yaml", requested.task)
-    if changes:  # the next one to resume compares with this request
-        write_text(folder / "config.yaml", configuration.to_yaml(config))
-        write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
-    return config
-
-
-def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
-    """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
-    resolved = {
-        "runtime": runtime_settings(runtime),
-        "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
-        "train": {"micro_batch": runtime.micro_batch},
-    }
-    return changed(config, resolved)
-
-
-def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
-    """The section `runtime` of a configuration that asks for what was resolved."""
-    return {
-        "device": runtime.device,
-        "precision": runtime.dtype,
-        "threads": runtime.threads,
-        "channels_last": runtime.channels_last,
-        "compile": runtime.compile,
-    }
+        write_record(folder, preset, requested, config, runtime, catalogue.hash(), kind)
+    resumed = bool(record)
+    return Run(folder, preset, config, runtime, spec, task, data, requested, resumed, lock, messages)
 
 
 def _build_trainer(run: Run) -> Trainer:
@@ -592,59 +490,3 @@ def _build_trainer(run: Run) -> Trainer:
     )
     trainer.resume()
     return trainer
-
-
-def _write_new(
-    folder: Path,
-    preset: str,
-    requested: Config,
-    config: Config,
-    runtime: runtimes.Runtime,
-    catalogue: str,
-    kind: str,
-) -> None:
-    write_text(folder / "config.yaml", configuration.to_yaml(config))
-    write_json(
-        folder / "run.json",
-        {
-            "kind": kind,
-            "preset": preset,
-            "requested": configuration.dump(requested),
-            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-            "commit": git_commit(),
-            "versions": versions(),
-            "catalogue": catalogue,
-            "runtime": runtime.to_dict(),
-        },
-    )
-
-
-def git_commit() -> str:
-    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere."""
-    if files.CHECKOUT is None:
-        return ""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        return commit + (
-            "+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
-        )
-    except FileNotFoundError:
-        return ""
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes."""
-    found = {"python": platform.python_version()}
-    for name in ("matrixlib", "torch", "numpy", "numba", "chess", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -1,0 +1,135 @@
+"""What a run's folder records of its beginning, and what may change when it goes on."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from matrixlib import config as configuration
+from matrixlib import files
+from matrixlib.config import Config
+from matrixlib.files import write_json, write_text
+from matrixlib.hardware import runtime as runtimes
+from matrixlib.runs.data import RunError
+from matrixlib.tasks import changed, parse_config
+
+MAY_CHANGE = (
+    "train.steps",
+    "train.minutes",
+    "train.heartbeat_seconds",
+    "validation.",
+    "checkpoint.",
+    "health.",
+    "memory.",
+)
+"""Options, or sections with a dot at their end, that may be other ones when a run is resumed."""
+
+
+def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
+    """The stored resolved configuration with the permitted changes; anything else is refused by name."""
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    stored = parse_config(yaml.safe_load(text), f"{folder.name}/config.yaml", requested.task)
+    before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
+    changes = configuration.difference(requested, before)
+    fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
+    if fixed:
+        text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
+        raise RunError(
+            f"run '{folder.name}' was started with other values ({text}); give it another run name"
+        )
+    data = configuration.dump(stored)
+    for key, (old, new) in changes.items():
+        section, name = key.split(".")
+        if key != "train.steps" or new != "auto":
+            data[section][name] = new
+            messages.append(f"changed on resume: {key} {old} -> {new}")
+    config = parse_config(data, f"{folder.name}/config.yaml", requested.task)
+    if changes:  # the next one to resume compares with this request
+        write_text(folder / "config.yaml", configuration.to_yaml(config))
+        write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
+    return config
+
+
+def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
+    """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
+    resolved = {
+        "runtime": runtime_settings(runtime),
+        "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
+        "train": {"micro_batch": runtime.micro_batch},
+    }
+    return changed(config, resolved)
+
+
+def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
+    """The section `runtime` of a configuration that asks for what was resolved."""
+    return {
+        "device": runtime.device,
+        "precision": runtime.dtype,
+        "threads": runtime.threads,
+        "channels_last": runtime.channels_last,
+        "compile": runtime.compile,
+    }
+
+
+def write_record(
+    folder: Path,
+    preset: str,
+    requested: Config,
+    config: Config,
+    runtime: runtimes.Runtime,
+    catalogue: str,
+    kind: str,
+) -> None:
+    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what."""
+    write_text(folder / "config.yaml", configuration.to_yaml(config))
+    write_json(
+        folder / "run.json",
+        {
+            "kind": kind,
+            "preset": preset,
+            "requested": configuration.dump(requested),
+            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "commit": git_commit(),
+            "versions": versions(),
+            "catalogue": catalogue,
+            "runtime": runtime.to_dict(),
+        },
+    )
+
+
+def git_commit() -> str:
+    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere."""
+    if files.CHECKOUT is None:
+        return ""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + (
+            "+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except FileNotFoundError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes."""
+    packages = {"python": platform.python_version()}
+    for name in ("matrixlib", "torch", "numpy", "numba", "chess", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "not installed"
+    return packages
