@@ -387,7 +387,7 @@ def test_an_error_in_the_forward_pass_leaves_the_buffers_as_they_were() -> None:
     assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
 
 
-def test_gated_terms_warm_up_and_weigh_nothing_in_the_verdict() -> None:
+def test_gated_terms_warm_up_and_weigh_nothing_in_the_decision() -> None:
     step = build(ToyTask(gate_plane=True), gating={"warmup_steps": 4})
     stats = [step(toy_batch(32, seed)) for seed in range(5)]
     assert [s.gate for s in stats] == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -197,11 +197,24 @@ def signalling(at: int, number: signal.Signals) -> ToySource:
     return ToySource(20, change=lambda raw, batch: signal.raise_signal(number) if raw == at else None)
 
 
-def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(tmp_path: Path, whole: Any) -> None:
-    trainer = build(tmp_path, source=signalling(6, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt) as caught:
+SIGNALS = pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
+    ids=["TERM", "INT"],
+)
+
+
+@SIGNALS
+def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(
+    tmp_path: Path, whole: Any, number: signal.Signals, error: type[BaseException]
+) -> None:
+    before = signal.getsignal(number)
+    trainer = build(tmp_path, source=signalling(6, number))
+    with pytest.raises(error) as caught:
         list(trainer.train())
     assert "checkpoint of update 7" in caught.value.__notes__[0]
+    assert getattr(caught.value, "code", 143) == 143
+    assert signal.getsignal(number) == before
     assert trainer.checkpoints.newest().step == 7
     assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "stopped"
     again = build(tmp_path)
@@ -211,25 +224,7 @@ def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(tmp_path: Path, 
     assert history(tmp_path) == whole[1]
 
 
-def test_sigterm_finishes_the_update_saves_and_ends_with_143(tmp_path: Path, whole: Any) -> None:
-    trainer = build(tmp_path, source=signalling(6, signal.SIGTERM))
-    with pytest.raises(SystemExit) as caught:
-        list(trainer.train())
-    assert caught.value.code == 143
-    assert "checkpoint of update 7" in caught.value.__notes__[0]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    again = build(tmp_path)
-    assert again.resume() == 7
-    list(again.train())
-    assert equal(weights(again), whole[0])
-    assert history(tmp_path) == whole[1]
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
-    ids=["TERM", "INT"],
-)
+@SIGNALS
 def test_a_signal_while_the_caller_draws_its_plot_is_noticed_before_the_next_update(
     tmp_path: Path, number: signal.Signals, error: type[BaseException]
 ) -> None:
@@ -718,11 +713,11 @@ def test_names_in_a_checkpoint_are_plain_although_the_model_is_compiled(tmp_path
     task = ToyTask()
     trainer = build(tmp_path, task, model=Compiled(task.build_model()))
     list(trainer.train())
-    found = trainer.checkpoints.newest()
+    newest = trainer.checkpoints.newest()
     names = set(task.build_model().state_dict())
-    assert set(found.tensors["model"]) == set(found.tensors["ema"]) == names
-    assert {name.rpartition("/")[0] for name in found.tensors["optimiser"]} == names
-    assert found.state["config"] == {"name": "toy"}
+    assert set(newest.tensors["model"]) == set(newest.tensors["ema"]) == names
+    assert {name.rpartition("/")[0] for name in newest.tensors["optimiser"]} == names
+    assert newest.state["config"] == {"name": "toy"}
     plain = build(tmp_path, task)
     assert plain.resume() == STEPS
     assert equal(weights(plain), weights(trainer))
