@@ -28,19 +28,16 @@ class Stats:
     """Numbers of one update, all on the host.
 
     step: updates done, this one included. micro_step: forward passes done. loss: weighted total of `losses`, the
-    means over items by term, in training mode, before the update; metrics: means by "term/name".
-    grad_norm: global norm before clipping (unscaled). clip_share: share of clipped
-    gradients among the last after the warm-up. action: what became of the update ("verdict" in metrics.jsonl).
-    skipped, overflows: updates that moved no weight so far, for a
-    blow-up or for the loss scale. rollbacks: rollbacks so far, before this update.
-    seconds: waiting for data and updating; times: seconds
-    of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late.
-    throughput: rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known.
-    gate: factor on the weights of the self-supervised terms, where there are any.
-    phase: of the curriculum. validation: fields of `Validation`, where there was
-    one. memory: use since the last validation. statistics: "outputs", "gradient_norm", "blocks" and
-    "dead_units", at their interval. initial: at the first update, by term "loss", "chance" and "floor".
-    messages: what a person should know.
+    means over items by term, in training mode, before the update; metrics: means by "term/name". grad_norm: global
+    norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the warm-up. action:
+    what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no weight so far,
+    for a blow-up or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data and updating;
+    times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late. throughput:
+    rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known. gate:
+    factor on the weights of the self-supervised terms, where there are any. phase: of the curriculum. validation:
+    fields of `Validation`, where there was one. memory: use since the last validation. statistics: "outputs",
+    "gradient_norm", "blocks" and "dead_units", at their interval. initial: at the first update, by term "loss",
+    "chance" and "floor". messages: what a person should know.
 
     Not logged: main_loss: `loss` without the self-supervised terms, whose weights change. counts: items by term; one
     without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if any part (a
