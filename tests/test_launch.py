@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,27 +17,11 @@ from typing import Any
 import papermill
 import psutil
 import pytest
+from tqdm import tqdm
 
 from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
-
-
-class Bar(SimpleNamespace):
-    """Records what tqdm would be told."""
-
-    total: int | None = None
-    n: int = 0
-    initial: int = 0
-
-    def reset(self, total: int) -> None:
-        self.total, self.n = total, 0
-
-    def update(self, n: int) -> None:
-        self.n += n
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **options: None
 
 
 def write_rows(folder: Path, *steps: int, torn: str = "") -> None:
@@ -45,7 +30,7 @@ def write_rows(folder: Path, *steps: int, torn: str = "") -> None:
 
 
 def test_the_bar_follows_the_metrics_and_counts_from_where_a_run_resumed(tmp_path: Path) -> None:
-    bar = Bar()
+    bar = tqdm(file=io.StringIO())
     launch.show_progress(bar, tmp_path)
     assert bar.total is None
     (tmp_path / "config.yaml").write_text("train: {steps: 50}\n")
