@@ -1,11 +1,10 @@
-"""The way in from the shell: its progress, its last lines and its exit code."""
+"""The way in from the shell: its progress and its exit code; test_wheel.py trains with it to the end."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import psutil
 import pytest
 from tqdm import tqdm
 
-from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 
@@ -61,26 +59,6 @@ def test_a_failure_ends_with_its_reason_and_exit_code_1(
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("\r")]
     assert "RunError: no healthy shard" in lines
     assert lines[-1] == f"failed; the notebook is kept at {reports / 'mine' / 'train.ipynb'}"
-
-
-@pytest.mark.slow
-def test_the_shell_command_trains_and_ends_with_the_report(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
-    assert launch.main(["--preset", "demo", "--steps", "40"]) == 0
-    first, *_, result, report, look, play = capsys.readouterr().out.splitlines()
-    name = first.split()[1].rstrip(":")
-    assert name.startswith("demo-")
-    assert "best capture" in result
-    assert report.startswith("report: ")
-    named = re.findall(r"\w+\.ipynb", look)
-    assert look.startswith("next: ")
-    assert [notebook for notebook in named if not (files.NOTEBOOKS / notebook).exists()] == []
-    assert play.endswith(f"--checkpoint {reports / name}")
-    assert (reports / name / "train.ipynb").exists()
-    assert (reports / name / "report.html").exists()
-    assert name in (reports / "index.html").read_text()
 
 
 def command() -> subprocess.Popen[str]:

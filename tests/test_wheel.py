@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +24,8 @@ Run = Callable[..., str]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a command of an environment that has the wheel, and our dependencies but not this checkout, in an empty
     folder; returns what it printed."""
-    for builder in ("pip", "setuptools"):
-        pytest.importorskip(builder)
+    if not all(map(importlib.util.find_spec, ("pip", "setuptools"))):
+        pytest.skip("pip and setuptools build the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     source, empty = folder / "source", folder / "empty"
     source.mkdir()
@@ -74,9 +76,19 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     assert {p.relative_to(package).as_posix() for p in Path(package, "params").rglob("*.yaml")} == {
         p.relative_to(ROOT).as_posix() for p in (ROOT / "params").rglob("*.yaml")
     }
-    run("python", "-m", "matrixlib.runs.launch", "--preset", "demo", "--steps", "4", "--run", "first")
+    launch = ["python", "-m", "matrixlib.runs.launch", "--preset", "demo", "--steps", "40", "--run", "first"]
+    first, *_, result, report, look, play = run(*launch).splitlines()
     folder = Path(reports) / "first"
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+    assert first == "run first: notebooks/train.ipynb -> reports/first/train.ipynb"
+    assert "best capture" in result
+    assert report == "report: reports/first/report.html"
+    assert look.startswith("next: ")
+    assert [
+        name for name in re.findall(r"\w+\.ipynb", look) if not Path(package, "notebooks", name).exists()
+    ] == []
+    assert play.endswith("--checkpoint reports/first")
+    assert "first" in (Path(reports) / "index.html").read_text()
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 40
     assert json.loads((folder / "run.json").read_text())["commit"] == "", "there is no checkout"
     assert (folder / "train.ipynb").exists()
     (folder / "report.html").unlink()
