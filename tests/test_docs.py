@@ -30,7 +30,7 @@ README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
 MEASURED = ROOT / "tests" / "golden" / "presets.json"
 RECORD = MEASURED.with_name("bench.json")
-TREES = {"matrixlib": "*.py", "notebooks": "*.ipynb", "params": "*.yaml"}
+TREES = ("params", "notebooks", "matrixlib")
 
 
 def first_cells(text: str) -> list[str]:
@@ -127,8 +127,47 @@ def own_options(task: str) -> list[tuple[str, str, str, str]]:
     return [row for row in own if row not in shared and row[0] != "task"]
 
 
+def tree() -> str:
+    """Every preset, notebook and module with the first sentence that it says of itself; folders before files."""
+    out: list[str] = []
+
+    def show(folder: Path, depth: int) -> None:
+        out.append(f"{'  ' * depth}{folder.name}/".ljust(26) + " " + opening(folder / "__init__.py"))
+        entries = sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name))
+        for path in entries:
+            if path.is_dir() and path.name not in (
+                "__pycache__",
+                "guides",
+                "sample",
+                "templates",
+                ".ipynb_checkpoints",
+            ):
+                show(path, depth + 1)
+            elif path.suffix in (".py", ".yaml", ".ipynb") and path.name != "__init__.py":
+                out.append(f"{'  ' * (depth + 1)}{path.name}".ljust(26) + " " + opening(path))
+
+    for name in TREES:
+        show(ROOT / name, 0)
+    return "```text\n" + "\n".join(line.rstrip() for line in out) + "\n```"
+
+
+def opening(path: Path) -> str:
+    """The first clause of what a file says of itself."""
+    if not path.exists():
+        return ""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".yaml":
+        return purpose(text, path.stem).rstrip(".")
+    if path.suffix == ".ipynb":
+        return "".join(json.loads(text)["cells"][0]["source"]).splitlines()[0].lstrip("# ")
+    words = " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
+    assert words, f"{path.name} needs a docstring"
+    return re.split(r"(?<=[^.]{20}[.:;])\s", words, maxsplit=1)[0].rstrip(".:;")
+
+
 OPTIONS = GUIDES / "options.md"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "tree": (ROOT / "CONTRIBUTING.md", tree),
     "presets": (README, presets_table),
     "performance": (README, performance),
     "commands": (OPTIONS, commands_help),
@@ -173,48 +212,6 @@ def test_measured_parameters_are_those_of_the_code() -> None:
 
 
 # Files
-
-
-def tree() -> list[str]:
-    """Paths of the tree, from its indentation; folders end in a slash."""
-    found = re.search(
-        r"^```text\n(.*?)^```", section("CONTRIBUTING.md", "The tree"), re.MULTILINE | re.DOTALL
-    )
-    assert found
-    paths: list[str] = []
-    above: list[str] = []
-    for line in found[1].splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        assert depth <= len(above), f"'{line}' is indented too far"
-        above = above[:depth]
-        paths.append("".join(above) + name)
-        if name.endswith("/"):
-            above.append(name)
-    return paths
-
-
-def says_something(path: Path) -> bool:
-    """False for an `__init__.py` with nothing but a docstring: it only marks a package."""
-    if path.name != "__init__.py":
-        return True
-    return any(not isinstance(node, ast.Expr) for node in ast.parse(path.read_text(encoding="utf-8")).body)
-
-
-def test_the_tree_names_every_file_once_and_nothing_that_is_not_there() -> None:
-    paths = tree()
-    assert len(paths) == len(set(paths))
-    assert [path for path in paths if path.endswith("/") != (ROOT / path).is_dir()] == []
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    expected = {
-        path.relative_to(ROOT).as_posix()
-        for folder, pattern in TREES.items()
-        for path in (ROOT / folder).rglob(pattern)
-        if "checkpoint" not in path.parent.name and says_something(path)
-    }
-    suffixes = {Path(pattern).suffix for pattern in TREES.values()}
-    assert {
-        path for path in paths if Path(path).parts[0] in TREES and Path(path).suffix in suffixes
-    } == expected
 
 
 def test_links_lead_somewhere() -> None:
