@@ -288,24 +288,6 @@ def test_the_board_decides_when_the_game_is_over(fen: str, moves: str, why: str,
     assert almost.refused == []
 
 
-def test_insufficient_material_as_python_chess_judges_it() -> None:
-    rng = random.Random(3)
-    boards = []
-    for _ in range(600):
-        board = chess.Board(None)
-        squares = rng.sample(range(8, 56), 6)
-        men = [chess.Piece.from_symbol(letter) for letter in "Kk"]
-        men += [chess.Piece.from_symbol(rng.choice("NnBbBbNnQRPq")) for _ in range(rng.randrange(4))]
-        for square, piece in zip(squares, men, strict=False):
-            board.set_piece_at(square, piece)
-        if not board.was_into_check():
-            boards.append(board)
-    judged = pgn.insufficient(from_boards(boards)["pieces"])
-    expected = [board.is_insufficient_material() for board in boards]
-    assert judged.tolist() == expected
-    assert 50 < sum(expected) < len(boards) - 50
-
-
 # Evaluations
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from matrixlib.data.shards import Batch
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, unknown
 from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.keys import MIX, hashes_of
 from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, move_from_index, play, to_board
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
@@ -100,13 +101,7 @@ class ChessGame:
 
     def key(self, states: States) -> NDArray[np.uint64]:
         """(N,) hashes of pieces, side, castling rights and legal en passant: of what a repetition repeats."""
-        words = np.ascontiguousarray(states["pieces"]).view("<u8")
-        key = states["castling"] | (states["en_passant"] + 1).astype(np.uint64) << np.uint64(8)
-        key |= states["side"].astype(np.uint64) << np.uint64(16)
-        for i in range(4):
-            key = (key ^ words[:, i]) * np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
-            key ^= key >> np.uint64(29)
-        return key
+        return hashes_of(states) ^ states["side"] * MIX
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
         """The states with their number of earlier occurrences."""

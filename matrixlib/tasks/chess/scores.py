@@ -16,11 +16,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from matrixlib.tasks.chess.records import WDL_SUM
-from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT
+from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, score_of
 
 EVEN = 100.0  # centipawns with which half of the games are won
 SCALE = 18.32  # centipawns: 66.13 of 361 engine units, the published polynomial at ply 62
+LARGEST = 10000
 LIMIT = 2000  # centipawns; beyond, nothing changes but the exponential, which overflows
+
+
+def bounded_score(kind: str, value: int) -> int:
+    """`stockfish.score_of` of a number that somebody else wrote down: more than 10,000 moves to a mate or centipawns
+    say nothing new."""
+    return score_of(kind, max(-LARGEST, min(LARGEST, value)))
 
 
 def whole_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint16]:

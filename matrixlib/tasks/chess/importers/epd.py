@@ -27,12 +27,10 @@ from matrixlib.tasks.chess.importers.parsing import (
 )
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
-from matrixlib.tasks.chess.scores import wdl_of_score
-from matrixlib.tasks.chess.stockfish.client import score_of
+from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score
 from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, weights_of
 
 PART = 1 << 16  # bytes, about 700 positions
-LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
 TOKEN = re.compile(r'"([^"]*)"?|(;)|([^\s;"]+)')
 OPERATIONS = re.compile(  # for a line that has lost a semicolon; the comments c1 to c8 read like moves of a pawn
     r"acd|acn|acs|am|bm|ce|dm|draw_\w+|eco|fmvn|hmvc|id|nic|noop|pm|pv|rc|resign|sm|tcgs|tcri|tcsi|c[09]|v\d"
@@ -120,7 +118,7 @@ def score_from(operations: Mapping[str, Sequence[str]]) -> int | None:
             words = operations[name]
             if len(words) != 1 or not re.fullmatch(r"[+-]?\d{1,9}", words[0]):
                 raise Unusable("bad number", f"{name} {' '.join(words)}")
-            return score_of(kind, max(-LARGEST, min(LARGEST, int(words[0]))))
+            return bounded_score(kind, int(words[0]))
     return None
 
 

@@ -29,12 +29,11 @@ from matrixlib.tasks.chess.importers.parsing import (
 )
 from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import Records
-from matrixlib.tasks.chess.scores import wdl_of_score
-from matrixlib.tasks.chess.stockfish.client import MATE, score_of
+from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score
+from matrixlib.tasks.chess.stockfish.client import MATE
 from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, STEP, values, weights_of
 
 PART = 1 << 19  # bytes, about 700 positions
-LARGEST = 10000  # moves to a mate or centipawns; more of either says nothing new
 
 
 def parse(line: str) -> tuple[str, int, list[tuple[str, int]]]:
@@ -61,7 +60,7 @@ def white_score(pv: dict[str, Any]) -> int:
     kind = "cp" if "cp" in pv else "mate"
     if not isinstance(pv[kind], int):
         raise TypeError(f"{kind} is {pv[kind]!r}")
-    return score_of(kind, max(-LARGEST, min(LARGEST, pv[kind])))
+    return bounded_score(kind, pv[kind])
 
 
 @dataclass(frozen=True)

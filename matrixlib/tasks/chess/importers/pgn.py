@@ -19,6 +19,7 @@ import numpy as np
 
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.game import dead
 from matrixlib.tasks.chess.importers.notation import read_fens
 from matrixlib.tasks.chess.importers.parsing import (
     Entries,
@@ -286,7 +287,7 @@ def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]
     reasons = {
         "mate": stuck & check,
         "stalemate": stuck & ~check,
-        "insufficient material": ~stuck & insufficient(pieces),
+        "insufficient material": ~stuck & dead(pieces),
         "seventy-five moves": ~stuck & (clock >= 150),
         "fivefold repetition": ~stuck & (earlier >= 4),
     }
@@ -296,26 +297,6 @@ def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]
         for row in np.flatnonzero(mask):
             why[row] = why[row] or name
     return points, why
-
-
-def insufficient(pieces: np.ndarray) -> np.ndarray:
-    """(n,) bool of nibble maps (n, 32): no sequence of moves leads to a mate, as python-chess judges it."""
-    boards = bitboard.bitboards(pieces)
-    pawns, knights, bishops, rooks, queens, _ = np.moveaxis(boards.reshape(-1, 2, 6), 2, 0)
-    men = np.bitwise_count(boards).reshape(-1, 2, 6).sum(2)
-    dark = np.uint64(0xAA55AA55AA55AA55)  # of squares, the bishops' one colour
-    both = bishops[:, 0] | bishops[:, 1]
-    one_colour = ((both & dark) == 0) | ((both & ~dark) == 0)
-    no_pawns_or_knights = (pawns | knights).max(1) == 0
-    lacking = []
-    for side in (0, 1):
-        other = pawns[:, 1 - side] | knights[:, 1 - side] | bishops[:, 1 - side] | rooks[:, 1 - side]
-        by_knight = (men[:, side] <= 2) & (other == 0)
-        by_bishop = one_colour & no_pawns_or_knights
-        lack = np.where(knights[:, side] != 0, by_knight, (bishops[:, side] == 0) | by_bishop)
-        lacking.append(lack & ((pawns | rooks | queens)[:, side] == 0))
-    both_lack: np.ndarray = lacking[0] & lacking[1]
-    return both_lack
 
 
 # The reader
