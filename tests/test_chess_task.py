@@ -424,7 +424,7 @@ def test_a_few_updates_lower_every_loss(rows: Rows) -> None:
 
 @pytest.mark.parametrize("trunk", [True, False])
 def test_ssl_reaches_the_trunk_unless_it_is_switched_off(rows: Rows, trunk: bool) -> None:
-    """Matrix0 cut its trunk off by default, so its self-supervised loss could not shape the network (R162)."""
+    """Matrix0 cut its trunk off by default, so its self-supervised loss could not shape the network."""
     chess_task = task(model={"ssl_trunk": trunk})
     model, batch = chess_task.build_model(), tensors(chess_task.prepare(rows, rng()))
     for head in ALL_SSL:
@@ -505,7 +505,7 @@ def heads_only(chess_task: ChessTask, rows: Rows, chunk: int) -> tuple[list[Tens
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 96, 1000])
 def test_a_chunk_of_the_heads_changes_nothing_but_memory(rows: Rows, chunk: int) -> None:
-    """R103: parts weigh by their size, the shared features get one gradient, and the losses are the same."""
+    """Parts weigh by their size, the shared features get one gradient, and the losses are the same."""
     chess_task = task()
     whole, most = heads_only(chess_task, rows, 0)
     parts, kept = heads_only(chess_task, rows, chunk)

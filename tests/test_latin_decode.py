@@ -61,7 +61,7 @@ def test_candidates_by_hand() -> None:
 
 @pytest.mark.parametrize(("size", "low", "high"), [(3, 1, 1), (4, 0.93, 0.99), (5, 0.9, 0.99), (9, 0.6, 0.9)])
 def test_the_baseline_without_a_network_is_known(size: int, low: float, high: float) -> None:
-    """R192: fewest candidates first and a random digit give 1.00, .95, .95 and .73 of the empty grids."""
+    """Fewest candidates first and a random digit give 1.00, .95, .95 and .73 of the empty grids."""
     cells, sizes = empty(300 if size < 9 else 100, size)
     found = decode.iterative(cells, sizes, None, generator())
     check(found, cells, sizes)

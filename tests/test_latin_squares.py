@@ -30,7 +30,7 @@ from matrixlib.tasks.latin.vocabulary import (
 
 @pytest.mark.parametrize("size", range(2, 17))
 def test_every_generated_square_is_latin(size: int) -> None:
-    """R079: a random swap of four cells leaves 0 % of the squares Latin."""
+    """A random swap of four cells leaves 0 % of the squares Latin."""
     found = squares.generate(size, 5, seed=1)
     assert found.shape == (5, size, size)
     assert squares.is_latin(found).all()
@@ -209,7 +209,7 @@ def moved(square: np.ndarray, keys: range) -> np.ndarray:
 
 
 def test_permuted_squares_are_latin_and_never_held_out() -> None:
-    """The orbit of a square of size 3 is all twelve, those held out among them (R088)."""
+    """The orbit of a square of size 3 is all twelve, those held out among them."""
     for size in (3, 4, 5, 6):
         start = next(s for s in squares.generate(size, 50, 2) if not pool.held_out(s[None])[0])
         found = moved(start, range(1, 2001))

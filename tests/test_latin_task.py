@@ -83,7 +83,7 @@ def test_the_pool_has_the_squares_of_every_stage(tmp_path: Path) -> None:
 
 
 def test_some_puzzles_stay_easy() -> None:
-    """R083: with next to nothing revealed no identity can be learned."""
+    """With next to nothing revealed no identity can be learned."""
     rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
     task = latin_task(data={"easy_share": 0.5})
     empty = {"size": (4, 4), "mode": ("standard",), "fill": (0.0, 0.0)}
@@ -138,7 +138,7 @@ def test_tokens_show_the_revealed_digits_of_the_mode(mode: str) -> None:
 
 
 def test_only_hidden_cells_count() -> None:
-    """R191, mistake 2: in a mean over all 256 cells a random guess on an empty 3 x 3 costs 0.039."""
+    """In a mean over all 256 cells a random guess on an empty 3 x 3 costs 0.039."""
     task = latin_task()
     found = batch(task, records(), plain=True)
     count = task.counts(found)
@@ -158,7 +158,7 @@ def test_only_hidden_cells_count() -> None:
 
 
 def test_the_constraint_is_that_of_the_mode_s_own_digits() -> None:
-    """R089: over the tokens of 1..n the term says nothing about the other modes."""
+    """Over the tokens of 1..n the term says nothing about the other modes."""
     task = latin_task()
     model = task.build_model()
     for mode in MODES:
@@ -175,7 +175,7 @@ def test_the_constraint_is_that_of_the_mode_s_own_digits() -> None:
 
 
 def test_uniform_predictions_satisfy_the_constraint_on_an_empty_grid() -> None:
-    """R193: so the term cannot break the symmetry; with givens it costs something."""
+    """So the term cannot break the symmetry; with givens it costs something."""
     size = torch.tensor([4, 3])
     target = torch.from_numpy(pool.unpack(pool.pack(squares.every(4)[:2]), 4)).long()
     empty = torch.ones(2, 4, 4, dtype=torch.bool)
@@ -243,7 +243,7 @@ def test_grids_of_several_sizes_do_not_disturb_each_other() -> None:
 
 
 def test_the_mode_is_given_to_the_network() -> None:
-    """R082: the same empty grid has three sets of labels."""
+    """The same empty grid has three sets of labels."""
     task = latin_task()
     tokens = torch.full((3, 4, 4), EMPTY)
     logits = task.build_model().eval()(tokens, torch.full((3,), 4), torch.arange(3))
