@@ -41,26 +41,28 @@ def test_values_and_gradients_are_those_of_two_softmaxes(
     monkeypatch.setattr(attention, "PIECE", piece)
     scores, bias = inputs(size=size)
     mask, given = board_mask(), bias if biased else None
-    wanted, found = plain(scores, given, mask), shares(scores, given, mask)
-    torch.testing.assert_close(found, wanted)
+    expected, result = plain(scores, given, mask), shares(scores, given, mask)
+    torch.testing.assert_close(result, expected)
     if size > 100:
         assert (scores * SCALE).abs().max() > SCORE_LIMIT
     leaves = [scores, bias] if biased else [scores]
-    weights = torch.randn_like(wanted)
+    weights = torch.randn_like(expected)
     for new, old in zip(
-        torch.autograd.grad(found, leaves, weights), torch.autograd.grad(wanted, leaves, weights), strict=True
+        torch.autograd.grad(result, leaves, weights),
+        torch.autograd.grad(expected, leaves, weights),
+        strict=True,
     ):
         torch.testing.assert_close(new, old)
 
 
 def test_scores_at_the_limits_stay_finite_in_fp32() -> None:
     scores, bias = inputs(size=1e4, dtype=torch.float32)
-    found = shares(scores, bias, board_mask())
-    found.square().sum().backward()
-    assert found.isfinite().all()
+    result = shares(scores, bias, board_mask())
+    result.square().sum().backward()
+    assert result.isfinite().all()
     assert scores.grad is not None
     assert scores.grad.isfinite().all()
-    torch.testing.assert_close(found.sum(-1), torch.ones(5, 3, 64))
+    torch.testing.assert_close(result.sum(-1), torch.ones(5, 3, 64))
 
 
 def test_a_score_that_is_not_finite_is_not_hidden() -> None:
@@ -74,10 +76,10 @@ def test_a_score_that_is_not_finite_is_not_hidden() -> None:
 def test_shares_of_half_precision_are_computed_in_fp32(biased: bool) -> None:
     scores, bias = inputs(dtype=torch.float32)
     low, given, scale = scores.detach().bfloat16(), bias if biased else None, 0.3
-    found = blended(low, given, board_mask(), scale, MIX, SCORE_LIMIT, 0.0, torch.float32)
-    torch.testing.assert_close(found, plain(low.float(), given, board_mask(), scale))
+    result = blended(low, given, board_mask(), scale, MIX, SCORE_LIMIT, 0.0, torch.float32)
+    torch.testing.assert_close(result, plain(low.float(), given, board_mask(), scale))
     half = blended(low, given, board_mask(), scale, MIX, SCORE_LIMIT, 0.0, torch.bfloat16)
-    assert torch.equal(half, found.bfloat16())
+    assert torch.equal(half, result.bfloat16())
 
 
 def test_a_dropout_that_is_next_to_nothing_leaves_out_nothing() -> None:
@@ -103,12 +105,12 @@ def test_the_gradient_of_dropped_shares_is_that_of_their_mask() -> None:
     scores, bias = inputs()
     weights = torch.randn(scores.shape, dtype=scores.dtype)
     torch.manual_seed(2)
-    found = shares(scores, bias, board_mask(), 0.3)
-    kept, gain = (found != 0).double(), 2**16 / round(0.7 * 2**16)
-    wanted = plain(scores, bias, board_mask()) * kept * gain
+    result = shares(scores, bias, board_mask(), 0.3)
+    kept, gain = (result != 0).double(), 2**16 / round(0.7 * 2**16)
+    expected = plain(scores, bias, board_mask()) * kept * gain
     for new, old in zip(
-        torch.autograd.grad(found, [scores, bias], weights),
-        torch.autograd.grad(wanted, [scores, bias], weights),
+        torch.autograd.grad(result, [scores, bias], weights),
+        torch.autograd.grad(expected, [scores, bias], weights),
         strict=True,
     ):
         torch.testing.assert_close(new, old)

@@ -95,17 +95,17 @@ def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
     for count in (1, 7, len(boards)):
         batch = packed(net, boards[:count])
         given = planes({k: torch.from_numpy(v) for k, v in batch.items()}, net.task.config.model.encoding)
-        said = dict(zip(file.outputs, session.run(None, {"planes": given.numpy()}), strict=True))
+        answers = dict(zip(file.outputs, session.run(None, {"planes": given.numpy()}), strict=True))
         heads = frozenset(net.task.config.model.ssl)
-        wanted = net.predict(batch, heads)
+        expected = net.predict(batch, heads)
         value = "value" if net.task.config.model.value.kind == "scalar" else "wdl"
-        np.testing.assert_allclose(said[value], wanted[value], atol=1e-5)
-        assert said["policy"].shape == (count, 4672)
+        np.testing.assert_allclose(answers[value], expected[value], atol=1e-5)
+        assert answers["policy"].shape == (count, 4672)
         for head in heads if net.task.config.model.encoding == "oriented" else ():
-            np.testing.assert_allclose(said[f"ssl_{head}"], wanted[f"ssl/{head}"], atol=1e-5)
-        seen = export.load(net, path).predict(batch)
+            np.testing.assert_allclose(answers[f"ssl_{head}"], expected[f"ssl/{head}"], atol=1e-5)
+        by_file = export.load(net, path).predict(batch)
         for key in ("policy", "value"):
-            np.testing.assert_allclose(seen[key], wanted[key], atol=1e-4)
+            np.testing.assert_allclose(by_file[key], expected[key], atol=1e-4)
     assert net.model.training is False
 
 
@@ -116,8 +116,8 @@ def test_a_file_that_says_something_else_is_not_written(
     net, path = random_net(), tmp_path / "model.onnx"
     path.write_text("an earlier one")
     for wrong in (1e-3, float("nan")):
-        found = [np.zeros(3), np.array([0.0, wrong]), np.zeros(2)]
-        monkeypatch.setattr(onnx, "differences", lambda *_, found=found: iter(found))
+        result = [np.zeros(3), np.array([0.0, wrong]), np.zeros(2)]
+        monkeypatch.setattr(onnx, "differences", lambda *_, result=result: iter(result))
         with pytest.raises(ValueError, match="differ from the network"):
             export.export(net, path)
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an earlier one"]
@@ -137,8 +137,8 @@ def test_the_file_explains_itself_and_becomes_small_and_can_play(tmp_path: Path)
     assert notes["encoding"] == "oriented"
     boards = [board for board in hard_positions() if any(board.legal_moves)]
     batch = packed(net, boards)
-    wanted, said = (asked.predict(batch)["value"] for asked in (net, export.load(net, small)))
-    assert 0 < np.abs(wanted - said).max() < 0.1
+    expected, answers = (requested.predict(batch)["value"] for requested in (net, export.load(net, small)))
+    assert 0 < np.abs(expected - answers).max() < 0.1
     assert network_player(export.load(net, small), 0)
 
 
@@ -148,14 +148,14 @@ def test_moves_are_named_by_their_index(encoding: str) -> None:
     assert len(named) == 4672
     assert all(len(PLANE_NAMES[name]) == 19 for name in PLANE_NAMES)
     for board in hard_positions():
-        seen = board if board.turn or encoding == "matrix0" else board.mirror()
+        shown = board if board.turn or encoding == "matrix0" else board.mirror()
         net_index = {policy_index(move, board.turn): move for move in board.legal_moves}
         task_index = export_frame(encoding, board.turn, list(net_index))
         for index, move in zip(task_index, net_index.values(), strict=True):
             text = named[index] + ("q" if move.promotion == chess.QUEEN else "")
-            turned = move if seen is board else mirrored(move)
+            turned = move if shown is board else mirrored(move)
             assert text == turned.uci()
-            assert chess.Move.from_uci(text) in seen.legal_moves
+            assert chess.Move.from_uci(text) in shown.legal_moves
 
 
 def export_frame(encoding: str, white: bool, indices: list[int]) -> list[int]:

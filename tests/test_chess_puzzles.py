@@ -158,9 +158,9 @@ def test_a_search_solves_more_with_more_simulations() -> None:
         Puzzle(board, (chess.Move.from_uci(uci),), 1000)
         for board, uci in ((chess.Board(MATE_IN_ONE), "d1d8"), (chess.Board(FREE_QUEEN), "c3d5"))
     ]
-    found = puzzles.solve(by, items).loc["all"].set_index("solver")["first move"]
-    assert found["search 64"].hits == 2
-    assert found["best capture"].hits <= 1
+    result = puzzles.solve(by, items).loc["all"].set_index("solver")["first move"]
+    assert result["search 64"].hits == 2
+    assert result["best capture"].hits <= 1
     mated = chess.Board("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1")
     assert puzzles.searcher(random_net(), 8)([mated, fork])[0] is None
     drawn = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90")
@@ -226,8 +226,8 @@ def test_files_that_can_be_imported_are_read(tmp_path: Path, ending: str) -> Non
 def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
     path = tmp_path / "puzzles.csv"
     path.write_text(f"FEN,Moves,Rating,Themes\n{chess.STARTING_FEN},e2e4 e7e5 g1f3 b8c6,1500,opening short\n")
-    (found,) = puzzles.read_puzzles(path)
-    assert ([move.uci() for move in found.line], found.themes) == (
+    (result,) = puzzles.read_puzzles(path)
+    assert ([move.uci() for move in result.line], result.themes) == (
         ["e7e5", "g1f3", "b8c6"],
         ("opening", "short"),
     )

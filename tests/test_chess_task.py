@@ -181,9 +181,9 @@ def test_hidden_squares_have_their_shares(rows: Rows) -> None:
     big = {name: np.concatenate([array] * 20) for name, array in rows.items() if name != "policy_offset"}
     big["policy_offset"] = np.concatenate([[0], np.cumsum(np.tile(np.diff(rows["policy_offset"]), 20))])
     hidden = task().prepare(big, rng())["hidden"]
-    chosen = hidden.any(1)
-    assert chosen.mean() == pytest.approx(0.25, abs=0.04)
-    assert np.bitwise_count(hidden[chosen]).sum(1).mean() / 64 == pytest.approx(0.3, abs=0.02)
+    selection = hidden.any(1)
+    assert selection.mean() == pytest.approx(0.25, abs=0.04)
+    assert np.bitwise_count(hidden[selection]).sum(1).mean() / 64 == pytest.approx(0.3, abs=0.02)
     assert not task().prepare_plain(big, rng())["hidden"].any()
 
 
@@ -229,26 +229,26 @@ def test_losses_start_at_chance(rows: Rows, encoding: str, preset: str) -> None:
     batch = tensors(chess_task.prepare(rows, rng()))
     counts, bounds = chess_task.counts(batch), chess_task.bounds(batch)
     with torch.no_grad():
-        found, _ = chess_task.losses(chess_task.build_model(), batch, frozenset(chess_task.weights))
+        actual, _ = chess_task.losses(chess_task.build_model(), batch, frozenset(chess_task.weights))
     legal = (batch["policy_index"] >= 0).sum(1)[batch["hidden"].eq(0).all(1)].double()
     assert bounds["policy"][0] == pytest.approx(float(legal.log().sum()))
     for term, (chance, floor) in bounds.items():
         assert floor <= chance
         near = 0.08 * math.log(3)
-        assert float(found[term]) / counts[term] == pytest.approx(chance / counts[term], abs=near), term
+        assert float(actual[term]) / counts[term] == pytest.approx(chance / counts[term], abs=near), term
     if chess_task.config.model.value.kind == "wdl":
         assert bounds["value"][0] == pytest.approx(counts["value"] * math.log(3))
 
 
 def test_only_active_heads_are_computed(rows: Rows) -> None:
     chess_task = task()
-    asked: list[frozenset[str]] = []
+    requested: list[frozenset[str]] = []
     model = chess_task.build_model()
-    model.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[1]))
-    found, metrics = chess_task.losses(model, tensors(chess_task.prepare(rows, rng())), frozenset({"value"}))
-    assert set(found) == {"value"}
+    model.register_forward_pre_hook(lambda _, inputs: requested.append(inputs[1]))
+    actual, metrics = chess_task.losses(model, tensors(chess_task.prepare(rows, rng())), frozenset({"value"}))
+    assert set(actual) == {"value"}
     assert all(name.startswith("value/") for name in metrics)
-    assert asked == [frozenset({"value"})]
+    assert requested == [frozenset({"value"})]
 
 
 def test_rows_with_hidden_squares_give_only_the_piece_loss(rows: Rows) -> None:
@@ -309,11 +309,11 @@ class Perfect(nn.Module):
 def test_square_heads_live_in_the_frame_of_the_planes(rows: Rows, encoding: str) -> None:
     chess_task = task(encoding, ["piece"])
     batch = tensors(chess_task.prepare_plain(rows, rng()))
-    said = chess_task.predict(Perfect(), batch, frozenset({"piece"}))["ssl/piece"]
-    assert torch.equal(said.argmax(1), ssl_target(batch, "piece").long())
+    answers = chess_task.predict(Perfect(), batch, frozenset({"piece"}))["ssl/piece"]
+    assert torch.equal(answers.argmax(1), ssl_target(batch, "piece").long())
     # as a loss: all squares "hidden" in the target's mask only
-    squares = torch.ones(len(said), 8, 8, dtype=torch.bool)
-    loss, _ = losses.class_loss(said.log(), ssl_target(batch, "piece"), squares)
+    squares = torch.ones(len(answers), 8, 8, dtype=torch.bool)
+    loss, _ = losses.class_loss(answers.log(), ssl_target(batch, "piece"), squares)
     assert float(loss) == pytest.approx(0, abs=1e-3)
 
 
@@ -331,9 +331,9 @@ def test_matrix0_moves_and_outputs(shared: Path) -> None:
     model = chess_task.build_model().eval()
     load_matrix0(folder / "small_ckpt.pt", model)
     with torch.no_grad():
-        said = chess_task.predict(model, batch, frozenset({"piece"}))
+        answers = chess_task.predict(model, batch, frozenset({"piece"}))
         raw = chess_task.outputs(model, batch)["policy"]
-    np.testing.assert_allclose(said["value"].numpy(), expected["value"], atol=1e-4)
+    np.testing.assert_allclose(answers["value"].numpy(), expected["value"], atol=1e-4)
     offsets = expected["legal_offsets"]
     for row, board in enumerate(boards):
         legal = expected["legal_flat"][offsets[row] : offsets[row + 1]]
@@ -352,14 +352,14 @@ def test_predictions_are_distributions(rows: Rows) -> None:
     chess_task = task()
     batch = tensors(chess_task.prepare_plain(rows, rng()))
     with torch.no_grad():
-        said = chess_task.predict(chess_task.build_model().eval(), batch, frozenset(ALL_SSL))
-    probability = said["policy"].exp()
+        answers = chess_task.predict(chess_task.build_model().eval(), batch, frozenset(ALL_SSL))
+    probability = answers["policy"].exp()
     assert not probability[batch["policy_index"] < 0].any()
     torch.testing.assert_close(probability.sum(1), torch.ones(96))
-    torch.testing.assert_close(said["wdl"].sum(1), torch.ones(96))
-    torch.testing.assert_close(said["value"], said["wdl"][:, 0] - said["wdl"][:, 2])
+    torch.testing.assert_close(answers["wdl"].sum(1), torch.ones(96))
+    torch.testing.assert_close(answers["value"], answers["wdl"][:, 0] - answers["wdl"][:, 2])
     for name, channels in {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}.items():
-        maps = said[f"ssl/{name}"]
+        maps = answers[f"ssl/{name}"]
         assert maps.shape == (96, channels, 8, 8)
         assert ((maps >= 0) & (maps <= 1)).all()
 
@@ -414,10 +414,10 @@ def test_a_few_updates_lower_every_loss(rows: Rows) -> None:
     terms, counts = frozenset(chess_task.weights), chess_task.counts(batch)
     history = []
     for _ in range(25):
-        found, _ = chess_task.losses(model, batch, terms)
-        history.append({term: float(value.detach()) for term, value in found.items()})
+        actual, _ = chess_task.losses(model, batch, terms)
+        history.append({term: float(value.detach()) for term, value in actual.items()})
         optimiser.zero_grad()
-        torch.stack([found[term] / counts[term] for term in sorted(terms)]).sum().backward()
+        torch.stack([actual[term] / counts[term] for term in sorted(terms)]).sum().backward()
         optimiser.step()
     assert all(history[-1][term] < history[0][term] for term in terms)
 
@@ -429,8 +429,8 @@ def test_ssl_reaches_the_trunk_unless_it_is_switched_off(rows: Rows, trunk: bool
     model, batch = chess_task.build_model(), tensors(chess_task.prepare(rows, rng()))
     for head in ALL_SSL:
         model.zero_grad(set_to_none=True)
-        found, _ = chess_task.losses(model, batch, frozenset({f"ssl_{head}"}))
-        found[f"ssl_{head}"].backward()
+        actual, _ = chess_task.losses(model, batch, frozenset({f"ssl_{head}"}))
+        actual[f"ssl_{head}"].backward()
         reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
         heads = {name for name in reached if name.startswith(f"ssl_heads.{head}.")}
         assert heads
@@ -481,8 +481,8 @@ def test_predictions_are_corrected_for_positive_weights(rows: Rows) -> None:
     batch = tensors(chess_task.prepare_plain(rows, rng()))
     for parameter in model.ssl_heads["pin"].out.parameters():
         torch.nn.init.zeros_(parameter)
-    said = chess_task.predict(model, batch, frozenset({"pin"}))["ssl/pin"]
-    torch.testing.assert_close(said, torch.full_like(said, 1 / 51))
+    answers = chess_task.predict(model, batch, frozenset({"pin"}))["ssl/pin"]
+    torch.testing.assert_close(answers, torch.full_like(answers, 1 / 51))
 
 
 def heads_only(chess_task: ChessTask, rows: Rows, chunk: int) -> tuple[list[Tensor], int]:
@@ -496,11 +496,11 @@ def heads_only(chess_task: ChessTask, rows: Rows, chunk: int) -> tuple[list[Tens
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        found, _ = chess_task.losses(model, batch, chess_task.gated)
+        actual, _ = chess_task.losses(model, batch, chess_task.gated)
     kept = sum(storages.values())
-    torch.stack([found[term] for term in sorted(found)]).sum().backward()
+    torch.stack([actual[term] for term in sorted(actual)]).sum().backward()
     grads = [value.grad for value in model.parameters() if value.grad is not None]
-    return [*(found[term].detach() for term in sorted(found)), *grads], kept
+    return [*(actual[term].detach() for term in sorted(actual)), *grads], kept
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 96, 1000])

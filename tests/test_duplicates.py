@@ -24,7 +24,7 @@ from matrixlib.tasks.chess.importers.audit import audit_folder, faults
 from matrixlib.tasks.chess.importers.duplicates import counts_of, deduplicate, single_counts
 from matrixlib.tasks.chess.importers.import_files import import_files
 from matrixlib.tasks.chess.keys import keys_of
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_board, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN, from_boards, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares
 
 GAMES = """[Result "1-0"]
@@ -61,7 +61,7 @@ def stored(folder: Path) -> tuple[Batch, np.ndarray]:
 
 def row_of(batch: Batch, board: chess.Board) -> int:
     (row,) = np.flatnonzero(
-        [key == keys_of(np.array([from_board(board)]))[0] for key in keys_of(batch["records"])]
+        [key == keys_of(np.array([from_boards([board])[0]]))[0] for key in keys_of(batch["records"])]
     )
     return int(row)
 

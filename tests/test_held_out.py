@@ -34,8 +34,8 @@ def test_captured_value_agrees_with_python_chess() -> None:
         value = records.captured_value(rows["pieces"], padded)
         for k, i in enumerate(index):
             move = records.move_from_index(int(i), board)
-            taken = board.piece_at(move.to_square)
-            assert value[0, k] == (records.PIECE_VALUES[taken.piece_type - 1] if taken else 0)
+            captured = board.piece_at(move.to_square)
+            assert value[0, k] == (records.PIECE_VALUES[captured.piece_type - 1] if captured else 0)
         assert (value[0, len(index) :] == 0).all()
 
 
@@ -94,13 +94,13 @@ def loader(net: Net, count: int) -> SimpleNamespace:
 
 def test_reliability_counts_known_results_alone() -> None:
     net = random_net()
-    found = held_out.reliability(net, loader(net, 90))  # type: ignore[arg-type]
-    assert list(found) == ["win", "draw", "loss"]
-    for name, points in found.items():
+    actual = held_out.reliability(net, loader(net, 90))  # type: ignore[arg-type]
+    assert list(actual) == ["win", "draw", "loss"]
+    for name, points in actual.items():
         assert sum(count for _, _, count in points) == 45
         assert all(share == (1 if name == "win" else 0) for _, share, _ in points)
-    said = sum(p * count for p, _, count in found["win"]) / 45
-    assert held_out.calibration_error(found["win"]) == pytest.approx(1 - said)
+    outputs = sum(p * count for p, _, count in actual["win"]) / 45
+    assert held_out.calibration_error(actual["win"]) == pytest.approx(1 - outputs)
     scalar = random_net(**MATRIX0)
     points = held_out.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
     assert [(share, count) for _, share, count in points] in (
@@ -111,7 +111,7 @@ def test_reliability_counts_known_results_alone() -> None:
 
 
 def test_bins_hold_what_was_said_and_what_is_so() -> None:
-    said = np.array([0.0, 0.04, 0.55, 0.51, 1.0])
-    found = held_out._bins(said, np.array([0.0, 1.0, 1.0, 0.0, 1.0]))
-    assert found == [(0.02, 0.5, 2), (pytest.approx(0.53), 0.5, 2), (1.0, 1.0, 1)]
-    assert held_out.calibration_error(found) == pytest.approx((2 * 0.48 + 2 * 0.03) / 5)
+    outputs = np.array([0.0, 0.04, 0.55, 0.51, 1.0])
+    actual = held_out._bins(outputs, np.array([0.0, 1.0, 1.0, 0.0, 1.0]))
+    assert actual == [(0.02, 0.5, 2), (pytest.approx(0.53), 0.5, 2), (1.0, 1.0, 1)]
+    assert held_out.calibration_error(actual) == pytest.approx((2 * 0.48 + 2 * 0.03) / 5)

@@ -99,12 +99,12 @@ def test_layers_equal_matrix0s(parity: tuple[PolicyValueNet, Any]) -> None:
     net, expected = parity
     with torch.no_grad():
         x = net.stem(torch.from_numpy(expected["planes"][:2]))
-        seen = {"stem": x}
+        stages = {"stem": x}
         assert net.features is not None
-        seen["chess_features"] = x = net.features(x)
+        stages["chess_features"] = x = net.features(x)
         for index, block in enumerate(net.tower):
-            seen[f"tower_{index}"] = x = block(x)
-        for name, value in seen.items():
+            stages[f"tower_{index}"] = x = block(x)
+        for name, value in stages.items():
             assert np.abs(value.numpy() - expected[f"act_{name}_first2"]).max() < 1e-4, name
         for name, head in net.auxiliary.items():
             assert np.abs(head(x).numpy() - expected[f"aux_{name}_first4"][:2]).max() < 1e-4, name

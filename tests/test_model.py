@@ -185,17 +185,17 @@ def test_norm_is_honoured_in_every_block_and_head(in_blocks: str, in_heads: str)
         attention=ATTENTION,
     )
     kinds = {"group": nn.GroupNorm, "batch": nn.BatchNorm2d}
-    seen = {"group": 0, "batch": 0}
+    counts = {"group": 0, "batch": 0}
     for name, module in net.named_modules():
         if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
-            wanted = in_blocks if name.startswith(("tower.", "features.")) else in_heads
-            assert type(module) is kinds[wanted], name
-            seen[wanted] += 1
+            expected = in_blocks if name.startswith(("tower.", "features.")) else in_heads
+            assert type(module) is kinds[expected], name
+            counts[expected] += 1
             if isinstance(module, nn.BatchNorm2d):
                 assert module.momentum == 0.25
             else:
                 assert module.num_groups == max(1, module.num_channels // 16)
-    assert sum(seen.values()) == 2 * BLOCKS + 2 + 3 + len(ALL_SSL) + 2
+    assert sum(counts.values()) == 2 * BLOCKS + 2 + 3 + len(ALL_SSL) + 2
 
 
 def test_a_width_that_groups_do_not_divide_is_explained() -> None:
@@ -352,9 +352,9 @@ def update(every: int, dtype: torch.dtype, kind: str = "batch", passes: int = 1)
         outs = [net(planes(seed=seed)) for seed in range(passes)]
         loss = torch.stack([out["policy"].square().sum() + out["value"].square().sum() for out in outs]).sum()
     loss.backward()
-    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    result = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     assert all(m.momentum == 0.3 for m in net.tower.modules() if isinstance(m, nn.BatchNorm2d))
-    return found | dict(net.named_buffers()) | {"random state": torch.get_rng_state()}
+    return result | dict(net.named_buffers()) | {"random state": torch.get_rng_state()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -364,18 +364,18 @@ def test_checkpointing_changes_no_bit(every: int, kind: str, dtype: torch.dtype)
     """The traps: a second forward pass that moves BatchNorm's statistics again, draws other dropout and DropPath
     masks, leaves the random stream elsewhere, or runs outside autocast.
     """
-    plain, made = update(0, dtype, kind), update(every, dtype, kind)
-    assert plain.keys() == made.keys()
-    assert sum("num_batches_tracked" in name for name in made) == (2 * BLOCKS if kind == "batch" else 0)
+    plain, product = update(0, dtype, kind), update(every, dtype, kind)
+    assert plain.keys() == product.keys()
+    assert sum("num_batches_tracked" in name for name in product) == (2 * BLOCKS if kind == "batch" else 0)
     for name, value in plain.items():
-        assert torch.equal(made[name], value), name
+        assert torch.equal(product[name], value), name
 
 
 def test_checkpointing_of_two_passes_in_one_autocast() -> None:
     """The second pass finds the weights of the first in autocast's cache; the backward pass does not."""
-    plain, made = (update(every, torch.bfloat16, passes=2) for every in (0, 1))
+    plain, product = (update(every, torch.bfloat16, passes=2) for every in (0, 1))
     for name, value in plain.items():
-        assert torch.equal(made[name], value), name
+        assert torch.equal(product[name], value), name
 
 
 def saved_bytes(net: nn.Module) -> tuple[int, int]:
@@ -403,13 +403,13 @@ def saved_bytes(net: nn.Module) -> tuple[int, int]:
 
 def test_checkpointing_recomputes_every_kth_block_and_keeps_less() -> None:
     """It is really active: k = 1 keeps little more than a tensor a block, larger k something between."""
-    found = {}
+    result = {}
     for every in (0, 1, 2, 3, 7):
         torch.manual_seed(0)
-        found[every] = saved_bytes(build(blocks=6, checkpoint_every=every).train())
-    forwards = {every: count for every, (_, count) in found.items()}
+        result[every] = saved_bytes(build(blocks=6, checkpoint_every=every).train())
+    forwards = {every: count for every, (_, count) in result.items()}
     assert forwards == {0: 6, 1: 6 + 6, 2: 6 + 3, 3: 6 + 2, 7: 6}
-    kept = {every: size for every, (size, _) in found.items()}
+    kept = {every: size for every, (size, _) in result.items()}
     assert kept[1] < kept[2] < kept[3] < kept[0] == kept[7]
     stream = 8 * C * 64 * 4
     saving = kept[0] - kept[1]
@@ -454,10 +454,10 @@ def test_the_random_stream_of_mps_is_replayed(monkeypatch: pytest.MonkeyPatch) -
     state = ["before the first pass"]
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: state[0])
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda new: state.__setitem__(0, new))
-    made: list[Any] = []
-    monkeypatch.setattr(blocks, "checkpoint", lambda block, x, context_fn, **_: made.extend(context_fn()))
+    product: list[Any] = []
+    monkeypatch.setattr(blocks, "checkpoint", lambda block, x, context_fn, **_: product.extend(context_fn()))
     blocks.recomputed(nn.Identity(), SimpleNamespace(device=SimpleNamespace(type="mps")))
-    first, second = made
+    first, second = product
     with first:
         state[0] = "after the forward pass"
     with suppress(KeyError), second:
@@ -526,14 +526,14 @@ def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str) -> None:
 @pytest.mark.parametrize("kind", ["group", "batch"])
 def test_the_network_compiles_whole_with_checkpointing(kind: str) -> None:
     """torch.compile in one graph gives the same gradients and the same running statistics."""
-    found = []
+    result = []
     for compiled in (False, True):
         net = build(norm={"blocks": kind, "momentum": 0.3}, attention=ATTENTION, checkpoint_every=1).train()
         call = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
         out = call(planes(8), frozenset({"policy", "value"}))
         (out["policy"].square().sum() + out["value"].square().sum()).backward()
         grads = [p.grad for p in net.parameters() if p.grad is not None]
-        found.append((grads, [buffer.clone() for buffer in net.buffers()]))
-    for one, two in zip(found[0], found[1], strict=True):
+        result.append((grads, [buffer.clone() for buffer in net.buffers()]))
+    for one, two in zip(result[0], result[1], strict=True):
         for value, other in zip(one, two, strict=True):
             torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)

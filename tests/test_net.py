@@ -40,16 +40,16 @@ def net() -> Net:
 
 def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None:
     fens = [chess.STARTING_FEN, KIWIPETE, "8/P6k/8/8/8/8/7p/K7 b - - 0 1"]
-    for fen, seen in zip(fens, net.evaluate(fens), strict=True):
+    for fen, evaluation in zip(fens, net.evaluate(fens), strict=True):
         board = chess.Board(fen)
-        assert set(seen.moves) == {move.uci() for move in board.legal_moves}
-        shares = list(seen.moves.values())
+        assert set(evaluation.moves) == {move.uci() for move in board.legal_moves}
+        shares = list(evaluation.moves.values())
         assert sum(shares) == pytest.approx(1, abs=1e-5)
         assert shares == sorted(shares, reverse=True)
-        assert seen.best == next(iter(seen.moves))
-        assert seen.wdl is not None
-        assert sum(seen.wdl) == pytest.approx(1, abs=1e-5)
-        assert seen.value == pytest.approx(seen.wdl[0] - seen.wdl[2], abs=1e-5)
+        assert evaluation.best == next(iter(evaluation.moves))
+        assert evaluation.wdl is not None
+        assert sum(evaluation.wdl) == pytest.approx(1, abs=1e-5)
+        assert evaluation.value == pytest.approx(evaluation.wdl[0] - evaluation.wdl[2], abs=1e-5)
 
 
 def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> None:
@@ -71,19 +71,19 @@ def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> N
 
 
 def test_maps_have_their_shapes_and_are_probabilities(net: Net) -> None:
-    (seen,) = net.evaluate(KIWIPETE)
-    assert {head: maps.shape for head, maps in seen.ssl.items()} == {
+    (evaluation,) = net.evaluate(KIWIPETE)
+    assert {head: maps.shape for head, maps in evaluation.ssl.items()} == {
         "piece": (13, 8, 8),
         "threat": (1, 8, 8),
         "control": (3, 8, 8),
     }
-    np.testing.assert_allclose(seen.ssl["piece"].sum(0), 1, atol=1e-5)
+    np.testing.assert_allclose(evaluation.ssl["piece"].sum(0), 1, atol=1e-5)
 
 
 def test_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
-    (seen,) = net.evaluate("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3")
-    assert (seen.moves, seen.best) == ({}, None)
-    assert -1 <= seen.value <= 1
+    (evaluation,) = net.evaluate("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3")
+    assert (evaluation.moves, evaluation.best) == ({}, None)
+    assert -1 <= evaluation.value <= 1
 
 
 def packed(net: Net, count: int) -> dict[str, np.ndarray]:
@@ -97,11 +97,11 @@ def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: froze
     plain = random_net(ssl=["piece", "threat"], **model)
     filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False, ()))
     batch = packed(plain, 37)
-    wanted, said = plain.predict(batch, heads), filled.predict(batch, heads)
-    assert wanted.keys() == said.keys()
-    for name, array in wanted.items():
-        assert array.dtype == said[name].dtype == np.float32
-        np.testing.assert_allclose(said[name], array, atol=1e-5)
+    expected, outputs = plain.predict(batch, heads), filled.predict(batch, heads)
+    assert expected.keys() == outputs.keys()
+    for name, array in expected.items():
+        assert array.dtype == outputs[name].dtype == np.float32
+        np.testing.assert_allclose(outputs[name], array, atol=1e-5)
         assert (plain.predict(batch, heads)[name] == array).all(), "not the same bits twice"
 
 
@@ -133,9 +133,9 @@ def test_a_compiled_network_says_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     batch = packed(plain, 20)
     for _ in range(2):
         for heads in (frozenset(), frozenset({"threat"})):
-            wanted, said = plain.predict(batch, heads), fast.predict(batch, heads)
-            for name, array in wanted.items():
-                np.testing.assert_allclose(said[name], array, atol=1e-5)
+            expected, outputs = plain.predict(batch, heads), fast.predict(batch, heads)
+            for name, array in expected.items():
+                np.testing.assert_allclose(outputs[name], array, atol=1e-5)
     assert len(compiled) == 2, "one graph a size, none for maps"
 
 
@@ -150,8 +150,8 @@ def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyP
     batch = packed(plain, 3)
     with pytest.warns(RuntimeWarning, match="going on without it: .*no C\\+\\+ compiler here"):
         first = net.predict(batch)
-    for said in (first, net.predict(batch)):
-        np.testing.assert_allclose(said["value"], plain.predict(batch)["value"], atol=1e-5)
+    for outputs in (first, net.predict(batch)):
+        np.testing.assert_allclose(outputs["value"], plain.predict(batch)["value"], atol=1e-5)
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> tuple[Net, Net, list[object]]:
@@ -182,9 +182,9 @@ def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(
     for size in (2, 3):
         net.predict(packed(plain, size))
     with pytest.warns(RuntimeWarning, match="going on without it: .*recompile limit"):
-        said = net.predict(packed(plain, 4))
+        outputs = net.predict(packed(plain, 4))
     assert len(graphs) == 2
-    np.testing.assert_allclose(said["value"], plain.predict(packed(plain, 4))["value"], atol=1e-5)
+    np.testing.assert_allclose(outputs["value"], plain.predict(packed(plain, 4))["value"], atol=1e-5)
 
 
 @pytest.mark.parametrize(("good", "error"), [(0, torch.OutOfMemoryError), (1, RuntimeError)])

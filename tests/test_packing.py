@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.keys import keys_of
-from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_board, move_from_index, policy_index, to_board
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_boards, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.scores import wdl_of_shares
 from matrixlib.tasks.chess.stockfish import games, labels, packing
 from matrixlib.tasks.chess.stockfish import generator as sources
@@ -222,7 +222,7 @@ def test_no_position_twice_and_no_game_in_both_splits(work, packed):
 
 def test_mirror_images_are_duplicates_unless_castling_is_possible():
     def key(fen: str) -> bytes:
-        return keys_of(np.array([from_board(chess.Board(fen))], RECORD))[0]
+        return keys_of(np.array([from_boards([chess.Board(fen)])[0]], RECORD))[0]
 
     plain = "6k1/5ppp/8/3pP3/8/8/5PPP/6K1 w - d6 0 30"
     board = chess.Board(plain)

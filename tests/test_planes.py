@@ -27,19 +27,19 @@ def boards() -> list[chess.Board]:
 
 def oriented(board: chess.Board, repetition: int) -> np.ndarray:
     """(19, 8, 8) of the board of the side to move, which `Board.mirror` turns into White's."""
-    seen = board if board.turn else board.mirror()
+    upright = board if board.turn else board.mirror()
     x = np.zeros((19, 8, 8), np.float32)
-    for square, piece in seen.piece_map().items():
+    for square, piece in upright.piece_map().items():
         plane = piece.piece_type - 1 + (0 if piece.color else 6)
         x[plane, chess.square_rank(square), chess.square_file(square)] = 1
     x[12] = repetition / 2
-    x[13] = seen.has_kingside_castling_rights(chess.WHITE)
-    x[14] = seen.has_queenside_castling_rights(chess.WHITE)
-    x[15] = seen.has_kingside_castling_rights(chess.BLACK)
-    x[16] = seen.has_queenside_castling_rights(chess.BLACK)
-    if seen.has_legal_en_passant():
-        assert seen.ep_square is not None
-        x[17, chess.square_rank(seen.ep_square), chess.square_file(seen.ep_square)] = 1
+    x[13] = upright.has_kingside_castling_rights(chess.WHITE)
+    x[14] = upright.has_queenside_castling_rights(chess.WHITE)
+    x[15] = upright.has_kingside_castling_rights(chess.BLACK)
+    x[16] = upright.has_queenside_castling_rights(chess.BLACK)
+    if upright.has_legal_en_passant():
+        assert upright.ep_square is not None
+        x[17, chess.square_rank(upright.ep_square), chess.square_file(upright.ep_square)] = 1
     x[18] = np.float32(board.halfmove_clock) / np.float32(100)
     return x
 
@@ -138,8 +138,8 @@ def test_hidden_squares_vanish_from_the_piece_planes_alone(encoding: str) -> Non
     full, masked = planes.planes(batch, encoding), planes.planes({**batch, "hidden": hidden}, encoding)
     for i, board in enumerate(some):
         # bits are by oriented rank; Matrix0's rows run from rank 8 of the absolute board
-        seen = bits[i, ::-1] if encoding == "matrix0" and board.turn else bits[i]
-        assert torch.equal(masked[i, :12], full[i, :12] * torch.from_numpy(~seen)), board.fen()
+        squares = bits[i, ::-1] if encoding == "matrix0" and board.turn else bits[i]
+        assert torch.equal(masked[i, :12], full[i, :12] * torch.from_numpy(~squares)), board.fen()
     assert torch.equal(masked[:, 12:], full[:, 12:])
 
 

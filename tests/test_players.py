@@ -114,9 +114,9 @@ def test_a_search_with_material_takes_the_queen() -> None:
     free = chess.Board("4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1")
     choice = network_player(material_net(), 100)(turn([free, free.mirror()]))
     for board, move in zip((free, free.mirror()), choice.moves, strict=True):
-        taken = board.piece_at(move_from_index(int(move), board).to_square)
-        assert taken is not None
-        assert taken.piece_type == chess.QUEEN
+        captured = board.piece_at(move_from_index(int(move), board).to_square)
+        assert captured is not None
+        assert captured.piece_type == chess.QUEEN
 
 
 def test_the_capture_player_takes_the_best_piece() -> None:

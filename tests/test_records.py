@@ -49,11 +49,11 @@ def test_the_record_is_small_and_little_endian() -> None:
 @settings(max_examples=150, deadline=None)
 @given(played_boards())
 def test_boards_come_back_from_records(board: chess.Board) -> None:
-    row = records.from_board(board)
+    row = records.from_boards([board])[0]
     again = records.to_board(row)
     assert again.fen() == board.fen()
     assert again.is_valid() == board.is_valid()
-    assert records.from_board(again, repetition=row["repetition"]) == row
+    assert records.from_boards([again], repetition=row["repetition"])[0] == row
 
 
 def test_a_position_is_the_same_for_both_colours() -> None:
@@ -65,13 +65,15 @@ def test_a_position_is_the_same_for_both_colours() -> None:
 
 
 def test_the_layout_of_a_known_position() -> None:
-    row = records.from_board(chess.Board("rnbqkbnr/pppp1ppp/8/8/3Pp3/8/PPP1PPPP/RNBQKBNR b KQkq d3 7 3"))
+    row = records.from_boards([chess.Board("rnbqkbnr/pppp1ppp/8/8/3Pp3/8/PPP1PPPP/RNBQKBNR b KQkq d3 7 3")])[
+        0
+    ]
     # Black's rook on a8 is ours on a1 (class 3), the knight beside it (1) is in the high nibble.
     assert row["pieces"][0] == 3 | 1 << 4
     assert row["pieces"][31] == 7 | 9 << 4
     assert (row["castling"], row["en_passant"], row["halfmove"], row["side"], row["ply"]) == (15, 3, 7, 1, 5)
     assert (row["result"], row["repetition"], row["source"], row["game"]) == (records.UNKNOWN, 0, 0, 0)
-    half = records.from_board(chess.Board("r3k2r/8/8/8/8/8/8/R3K2R b Qk - 0 1"))
+    half = records.from_boards([chess.Board("r3k2r/8/8/8/8/8/8/R3K2R b Qk - 0 1")])[0]
     assert half["castling"] == 1 | 8  # Black's own king's side, White's queen's side
 
 
@@ -83,29 +85,29 @@ def test_fields_are_set_and_unknown_ones_refused() -> None:
     assert rows["wdl"].sum(1).tolist() == [records.WDL_SUM] * 2
     assert rows["game"].tolist() == [2**63] * 2
     with pytest.raises(ValueError, match="score"):
-        records.from_board(chess.Board(), score=1)
+        records.from_boards([chess.Board()], score=1)[0]
     with pytest.raises(ValueError, match="pieces"):
-        records.from_board(chess.Board(), pieces=0)
+        records.from_boards([chess.Board()], pieces=0)[0]
 
 
 def test_repetitions_are_counted_from_the_move_stack() -> None:
-    board, seen = chess.Board(), []
+    board, repetitions = chess.Board(), []
     for _ in range(3):
         for move in ("g1f3", "g8f6", "f3g1", "f6g8"):
-            seen.append(int(records.from_board(board)["repetition"]))
+            repetitions.append(int(records.from_boards([board])[0]["repetition"]))
             board.push_uci(move)
-    assert seen == [0] * 4 + [1] * 4 + [2] * 4
+    assert repetitions == [0] * 4 + [1] * 4 + [2] * 4
     board.push_uci("e2e4")
-    assert records.from_board(board)["repetition"] == 0
+    assert records.from_boards([board])[0]["repetition"] == 0
 
 
 def test_en_passant_is_stored_only_where_the_capture_is_legal() -> None:
     for board in hard_positions():
         expected = chess.square_file(board.ep_square) if board.has_legal_en_passant() else -1
-        assert records.from_board(board)["en_passant"] == expected
+        assert records.from_boards([board])[0]["en_passant"] == expected
     pinned = chess.Board("8/8/8/1KPp3r/8/8/8/7k w - - 0 50")
     pinned.ep_square = chess.D6
-    assert records.from_board(pinned)["en_passant"] == -1
+    assert records.from_boards([pinned])[0]["en_passant"] == -1
 
 
 @pytest.mark.parametrize(
@@ -135,24 +137,24 @@ def test_unplayable_boards_are_named(placement: str) -> None:
 
 def test_chess960_castling_is_refused() -> None:
     with pytest.raises(ValueError, match="Chess960"):
-        records.from_board(chess.Board.from_chess960_pos(0))
+        records.from_boards([chess.Board.from_chess960_pos(0)])[0]
 
 
 def test_every_legal_move_has_an_index_and_comes_back() -> None:
     """Both sides, every promotion, castling and en passant among them."""
     kinds = set()
     for board in hard_positions() + random_positions(500, seed=22):
-        seen = set()
+        indices = set()
         for move in board.legal_moves:
             index = records.policy_index(move, board.turn)
             assert 0 <= index < records.POLICY_SIZE
             assert records.move_from_index(index, board) == move
-            seen.add(index)
+            indices.add(index)
             kinds.add((board.turn, move.promotion, board.is_castling(move), board.is_en_passant(move)))
-        assert len(seen) == board.legal_moves.count()
-        values, offsets = records.legal_indices(records.from_board(board))
-        assert values.tolist() == sorted(seen)
-        assert offsets.tolist() == [0, len(seen)]
+        assert len(indices) == board.legal_moves.count()
+        values, offsets = records.legal_indices(records.from_boards([board])[0])
+        assert values.tolist() == sorted(indices)
+        assert offsets.tolist() == [0, len(indices)]
     for turn in (chess.WHITE, chess.BLACK):
         assert {(turn, kind, False, False) for kind in (None, 2, 3, 4, 5)} <= kinds
         assert {(turn, None, True, False), (turn, None, False, True)} <= kinds
@@ -203,9 +205,9 @@ def test_the_mirror_is_an_exact_symmetry_where_no_castling_is_left() -> None:
     assert len(some) > 300
     rows = records.from_boards(some)
     batch = batch_of(rows)
-    chosen = np.arange(len(some)) % 4 != 0
-    mirrored = records.mirror(batch, chosen)
-    expected = records.from_boards([left_right(b) if c else b for b, c in zip(some, chosen, strict=True)])
+    selection = np.arange(len(some)) % 4 != 0
+    mirrored = records.mirror(batch, selection)
+    expected = records.from_boards([left_right(b) if c else b for b, c in zip(some, selection, strict=True)])
     for name in ("pieces", "castling", "en_passant"):
         assert (mirrored["records"][name] == expected[name]).all(), name
     index, offset = records.legal_indices(expected)
@@ -215,15 +217,15 @@ def test_the_mirror_is_an_exact_symmetry_where_no_castling_is_left() -> None:
         some
     ):  # python-chess's own moves of the mirrored board, and the weights go along
         here = slice(offset[i], offset[i + 1])
-        image = left_right(board) if chosen[i] else board
+        image = left_right(board) if selection[i] else board
         assert {records.policy_index(m, image.turn) for m in image.legal_moves} == set(index[here].tolist())
-        table = records.mirror_index if chosen[i] else np.arange(records.POLICY_SIZE)
+        table = records.mirror_index if selection[i] else np.arange(records.POLICY_SIZE)
         before = {
             int(table[k]): w
             for k, w in zip(batch["policy_index"][here], batch["policy_weight"][here], strict=True)
         }
         assert before == dict(zip(index[here].tolist(), mirrored["policy_weight"][here], strict=True))
-    twice = records.mirror(mirrored, chosen)
+    twice = records.mirror(mirrored, selection)
     for name, array in batch.items():
         assert np.array_equal(twice[name], array), name
 
@@ -279,4 +281,4 @@ def test_playing_turns_the_result() -> None:
 def test_matrix0_parity_positions(shared: Path) -> None:
     for fen in (shared / "parity" / "positions.fen").read_text().splitlines():
         board = records.parse_fen(fen)
-        assert records.to_board(records.from_board(board)).fen() == board.fen()
+        assert records.to_board(records.from_boards([board])[0]).fen() == board.fen()

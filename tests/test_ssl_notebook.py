@@ -135,8 +135,8 @@ def test_conflicts_are_those_of_the_true_gradients(cosine: float) -> None:
     """Noise of 3 times the gradient, half of it shared, would pull every cosine of one batch towards one half."""
     hits = 0
     for seed in range(20):
-        found = ssl_gradients.conflict(gradients(cosine, 3.0, seed=seed), 1, {"policy": 0}, [2.0, 0.5])
-        angle, effect = found.cosine["policy"], found.effect["policy"]
+        result = ssl_gradients.conflict(gradients(cosine, 3.0, seed=seed), 1, {"policy": 0}, [2.0, 0.5])
+        angle, effect = result.cosine["policy"], result.effect["policy"]
         assert angle is not None
         assert effect is not None
         assert abs(angle[0] - cosine) < 0.4
@@ -159,16 +159,16 @@ class Contrary(ChessTask):
     """The threat head's loss is a third of the policy's, turned round."""
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        found = super().counts(batch)
-        return found | {"ssl_threat": found["policy"]}
+        result = super().counts(batch)
+        return result | {"ssl_threat": result["policy"]}
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if active != {"ssl_threat"}:
             return super().losses(model, batch, active)
-        found, _ = super().losses(model, batch, frozenset({"policy"}))
-        return {"ssl_threat": -found["policy"] / 3}, {}
+        result, _ = super().losses(model, batch, frozenset({"policy"}))
+        return {"ssl_threat": -result["policy"] / 3}, {}
 
 
 def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,13 +176,13 @@ def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.Monke
     folder = trained(root, "contrary", monkeypatch, settings)
     net = matrixlib.load(folder, device="cpu")
     net.task = Contrary(net.task.config)
-    found = ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), batches=4)["threat"]
-    cosine, effect = found.cosine["policy"], found.effect["policy"]
+    result = ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), batches=4)["threat"]
+    cosine, effect = result.cosine["policy"], result.effect["policy"]
     assert cosine is not None
     assert effect is not None
     assert cosine == (pytest.approx(-1, abs=1e-4), pytest.approx(0, abs=1e-3))
     assert effect[0] == pytest.approx(-1 / 3, abs=1e-4)
-    assert ssl_gradients.table({"threat": found}).loc["threat", "cosine with policy"] == "-1.00 +- 0.00"
+    assert ssl_gradients.table({"threat": result}).loc["threat", "cosine with policy"] == "-1.00 +- 0.00"
     assert not any(value.requires_grad for value in net.model.parameters())
 
 

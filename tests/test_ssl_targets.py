@@ -22,7 +22,7 @@ def truth(board: chess.Board) -> np.ndarray:
     return np.stack(every).reshape(5, 64).astype(bool)
 
 
-def found(boards: list[chess.Board]) -> np.ndarray:
+def result(boards: list[chess.Board]) -> np.ndarray:
     maps = ssl.targets(records.from_boards(boards))
     assert maps.shape == (len(boards), 5, 8)
     assert maps.dtype == np.uint8
@@ -31,7 +31,7 @@ def found(boards: list[chess.Board]) -> np.ndarray:
 
 def compare(boards: list[chess.Board]) -> np.ndarray:
     """No difference in any map; returns how often each map is set."""
-    maps = found(boards)
+    maps = result(boards)
     for i, board in enumerate(boards):
         expected = truth(board)
         differs = np.argwhere(maps[i] != expected)
@@ -42,7 +42,7 @@ def compare(boards: list[chess.Board]) -> np.ndarray:
 def squares(fen: str, name: str) -> set[str]:
     """Names, in real colours, of the squares set in one map."""
     board = chess.Board(fen)
-    flags = found([board])[0, ssl.MAPS.index(name)]
+    flags = result([board])[0, ssl.MAPS.index(name)]
     return {chess.square_name(s if board.turn else s ^ 56) for s in np.flatnonzero(flags)}
 
 
@@ -150,7 +150,7 @@ def test_matrix0_truth(shared: Path) -> None:
     fens = (shared / "parity" / "positions.fen").read_text().splitlines()
     boards = [chess.Board(fen) for fen in fens]
     expected = np.load(shared / "parity" / "ssl_truth.npz")
-    maps = found(boards).reshape(-1, 5, 8, 8).astype(int)
+    maps = result(boards).reshape(-1, 5, 8, 8).astype(int)
     for i, board in enumerate(boards):
         absolute = maps[i, :, ::-1] if board.turn else maps[i]
         sign = 1 if board.turn else -1

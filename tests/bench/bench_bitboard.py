@@ -63,7 +63,7 @@ def main() -> None:
             truth(board)
 
     start = chess.Board()
-    row = records.from_board(start)
+    row = records.from_boards([start])[0]
     table = (
         (
             "legal policy indices",

@@ -66,11 +66,11 @@ class _Blend(Function):
         clamped, near_squares = False, mask.to(wide)
         for piece in _pieces(scores):
             e = exp[piece]
-            given = scores[piece].to(wide)  # `out` alone would not widen what is computed in
+            piece_scores = scores[piece].to(wide)  # `out` alone would not widen what is computed in
             if bias is None:
-                torch.mul(given, scale, out=e)
+                torch.mul(piece_scores, scale, out=e)
             else:
-                torch.add(bias, given, alpha=scale, out=e)
+                torch.add(bias, piece_scores, alpha=scale, out=e)
             low, high = e.aminmax()
             if not (-limit <= low and high <= limit):
                 clamped = True

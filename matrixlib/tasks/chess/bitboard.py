@@ -553,19 +553,19 @@ def _perft_root(pieces: U8, castling: Int, file: Int, depth: Int) -> Int:
 
 
 @njit(cache=True, nogil=True)
-def _fits(bb: U64, move: Int, wanted: Int, mirrored: Int) -> bool:
-    """Whether a legal move is the one that a notation names; see `replay` for what `wanted` holds."""
+def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
+    """Whether a legal move is the one that a notation names; see `replay`."""
     s, t, promotion = move & 63, move >> 6 & 63, move >> 12
-    kind, target = wanted & 7, wanted >> 3 & 63
+    kind, target = notation & 7, notation >> 3 & 63
     if kind == CASTLING:
         return s == 4 and t == target and bb[KING] == _E1
-    if t != (target ^ mirrored) or promotion != wanted >> 17 & 7:
+    if t != (target ^ mirrored) or promotion != notation >> 17 & 7:
         return False
     if kind == KING and abs(s - t) == 2:
         return False  # castling has a notation of its own
     if kind <= KING and bb[kind] & _bit(s) == _ZERO:
         return False
-    file, rank = wanted >> 9 & 15, wanted >> 13 & 15
+    file, rank = notation >> 9 & 15, notation >> 13 & 15
     return (file == 8 or file == s & 7) and (rank == 8 or rank == (s ^ mirrored) >> 3)
 
 
@@ -574,26 +574,32 @@ def _occurrences(
     pieces: U8, castling: U8, file: I8, since: Int, row: Int, board: U8, rights: Int, capture: Int
 ) -> Int:
     """How many of the rows since, ..., row - 1 with the same side to move as row hold this position."""
-    seen = 0
+    count = 0
     for j in range(row - 2, since - 1, -2):
         if castling[j] == rights and file[j] == capture:
             byte = 0
             while byte < 32 and pieces[j, byte] == board[byte]:
                 byte += 1
             if byte == 32:
-                seen += 1
-    return seen
+                count += 1
+    return count
 
 
 @njit(cache=True, nogil=True)
 def _replay(
-    start_pieces: U8, start_castling: U8, start_file: I8, start_clock: U8, black: U8, wanted: I32, offset: I64
+    start_pieces: U8,
+    start_castling: U8,
+    start_file: I8,
+    start_clock: U8,
+    black: U8,
+    notation: I32,
+    offset: I64,
 ) -> Any:
-    games, total = start_pieces.shape[0], wanted.shape[0]
+    games, total = start_pieces.shape[0], notation.shape[0]
     # A game's last position is a row too, for the count of repetitions; it is taken back after the game.
     pieces, castling = np.empty((total + 1, 32), np.uint8), np.empty(total + 1, np.uint8)
     file, clock = np.empty(total + 1, np.int8), np.empty(total + 1, np.uint8)
-    repetition, played = np.empty(total + 1, np.uint8), np.empty(total + 1, np.uint16)
+    repetition, game_moves = np.empty(total + 1, np.uint8), np.empty(total + 1, np.uint16)
     choice, offsets = np.empty(total + 1, np.int64), np.zeros(total + 1, np.int64)
     indices = np.empty(40 * total + 64, np.uint16)
     ends, end_pieces = np.zeros((games, 4), np.int64), np.empty((games, 32), np.uint8)
@@ -608,12 +614,12 @@ def _replay(
         mirrored = 56 if black[g] else 0
         for k in range(offset[g], offset[g + 1] + 1):
             _pack(bb, pieces[row])
-            seen = _occurrences(pieces, castling, file, since, row, pieces[row], c, f)
+            earlier = _occurrences(pieces, castling, file, since, row, pieces[row], c, f)
             if k == offset[g + 1]:
                 end_pieces[g] = pieces[row]
-                ends[g, 0], ends[g, 1], ends[g, 2], ends[g, 3] = c, f, h, seen
+                ends[g, 0], ends[g, 1], ends[g, 2], ends[g, 3] = c, f, h, earlier
                 break
-            castling[row], file[row], clock[row], repetition[row] = c, f, h, min(seen, 2)
+            castling[row], file[row], clock[row], repetition[row] = c, f, h, min(earlier, 2)
             count = _legal(bb, c, f, row_moves)
             _sort_moves(row_moves, row_keys, count)
             if used + count > indices.shape[0]:
@@ -621,7 +627,7 @@ def _replay(
             fitting, best = 0, 0
             for j in range(count):
                 indices[used + j] = row_keys[j]
-                if _fits(bb, np.int64(row_moves[j]), np.int64(wanted[k]), mirrored):
+                if _fits(bb, np.int64(row_moves[j]), np.int64(notation[k]), mirrored):
                     fitting += 1
                     best = j
             if fitting != 1:
@@ -629,7 +635,7 @@ def _replay(
                 row, used = first_row, first_used
                 break
             move = np.int64(row_moves[best])
-            played[row], choice[row] = move, used + best
+            game_moves[row], choice[row] = move, used + best
             used += count
             row += 1
             offsets[row] = used
@@ -644,7 +650,7 @@ def _replay(
         file[:row].copy(),
         clock[:row].copy(),
         repetition[:row].copy(),
-        played[:row].copy(),
+        game_moves[:row].copy(),
         choice[:row].copy(),
         indices[:used].copy(),
         offsets[: row + 1].copy(),
@@ -714,20 +720,6 @@ def _attack_sets_batch(pieces: U8) -> U64:
                     out[i, s] = _pawn_west(origin, j == 0) | _pawn_east(origin, j == 0)
                 else:
                     out[i, s] = _piece_attacks(j % 6, s, occupied)
-    return out
-
-
-@njit(cache=True, nogil=True)
-def _attack_counts_batch(pieces: U8) -> U8:
-    sets = _attack_sets_batch(pieces)
-    out = np.zeros((pieces.shape[0], 2, 64), np.uint8)
-    for i in range(pieces.shape[0]):
-        for s in range(64):
-            piece = np.int64(pieces[i, s >> 1]) >> 4 * (s & 1) & 15
-            rest = sets[i, s]
-            while rest != _ZERO:
-                out[i, piece // 6, _ctz(rest)] += 1
-                rest &= rest - _ONE
     return out
 
 
@@ -925,7 +917,7 @@ def make_moves(
     return tuple(state)  # type: ignore[return-value]
 
 
-class Replayed(NamedTuple):
+class Replay(NamedTuple):
     """Games that were played through: R positions before a move, of the games that could be played to the end."""
 
     pieces: U8  # (R, 32)
@@ -933,7 +925,7 @@ class Replayed(NamedTuple):
     en_passant: I8  # (R,)
     halfmove: U8  # (R,)
     repetition: U8  # (R,) earlier occurrences in the game: 0, 1, 2 (or more)
-    played: U16  # (R,) the move that was made
+    moves: U16  # (R,) the game's move in each
     choice: I64  # (R,) where in `indices` that move stands
     indices: U16  # (K,) policy indices of all legal moves, ascending in each position
     offsets: I64  # (R + 1,)
@@ -949,12 +941,12 @@ def replay(
     en_passant: ArrayLike,
     halfmove: ArrayLike,
     black: ArrayLike,
-    wanted: ArrayLike,
+    notation: ArrayLike,
     offsets: I64,
-) -> Replayed:
+) -> Replay:
     """Play G games through, from the positions (G, ...) in which they start (`black`: Black is to move there).
 
-    Game g consists of wanted[offsets[g]:offsets[g + 1]], each int32 what a notation says about a move: kind
+    Game g consists of notation[offsets[g]:offsets[g + 1]], each int32 what a notation says about a move: kind
     (0-5 P N B R Q K, 6 any, 7 castling) | target square << 3 | file of origin << 9 | rank of origin << 13
     (8 unknown) | promotion << 17 (0 none, 1 N, 2 B, 3 R, 4 Q). Squares and ranks as White sees them, but the
     target of castling is 6 or 2 for both colours. A move must fit exactly one legal move.
@@ -967,10 +959,10 @@ def replay(
         halfmove=(halfmove, np.uint8),
         black=(black, np.uint8),
     )
-    words, bounds = _dense(wanted, np.int32), _dense(offsets, np.int64)
+    words, bounds = _dense(notation, np.int32), _dense(offsets, np.int64)
     if len(bounds) != len(dense) + 1 or bounds[0] != 0 or bounds[-1] != len(words):
         raise ValueError(f"offsets must run from 0 to {len(words)} with one entry more than there are games")
-    return Replayed(*_replay(*[dense, *columns, words, bounds]))
+    return Replay(*_replay(*[dense, *columns, words, bounds]))
 
 
 def legal_en_passant(pieces: ArrayLike, en_passant: ArrayLike) -> I8:
@@ -987,11 +979,6 @@ def in_check(pieces: ArrayLike) -> NDArray[np.bool_]:
 def attack_sets(pieces: ArrayLike) -> U64:
     """(N, 64) uint64: the squares that the piece on each square attacks (0 where empty), pins ignored."""
     return _attack_sets_batch(_boards(pieces))
-
-
-def attack_counts(pieces: ArrayLike) -> U8:
-    """(N, 2, 64) uint8: how many pieces of ours (0) and of theirs (1) attack each square, pins ignored."""
-    return _attack_counts_batch(_boards(pieces))
 
 
 def ssl_maps(pieces: ArrayLike) -> U64:

@@ -89,7 +89,7 @@ def _second_pass(norms: list[nn.BatchNorm2d], stream: Tensor | None) -> Iterator
     stream: random state of an MPS device at the first pass. torch replays those of CPU and CUDA, but not this one,
     without a word (pytorch issue 127676): dropout would draw other masks, and the gradient would be wrong.
     """
-    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     after = None
     if stream is not None:
         after = torch.mps.get_rng_state()
@@ -102,7 +102,7 @@ def _second_pass(norms: list[nn.BatchNorm2d], stream: Tensor | None) -> Iterator
     try:
         yield
     finally:
-        for norm, momentum, counter in kept:
+        for norm, momentum, counter in before:
             norm.momentum, norm.num_batches_tracked = momentum, counter
         if after is not None:
             torch.mps.set_rng_state(after)

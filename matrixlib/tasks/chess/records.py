@@ -151,12 +151,6 @@ def _check(boards: Sequence[chess.Board], oriented: NDArray[np.uint64]) -> None:
         raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
 
 
-def from_board(board: chess.Board, **fields: Any) -> np.void:
-    """The record of one board; see `from_boards`."""
-    record: np.void = from_boards([board], **fields)[0]
-    return record
-
-
 def to_board(record: np.void | Records) -> chess.Board:
     """The board, in real colours, of one record; full-move number from ply, no move stack."""
     row = np.atleast_1d(record)[0]

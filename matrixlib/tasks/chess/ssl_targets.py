@@ -43,17 +43,16 @@ def target(batch: Mapping[str, Tensor], head: str) -> Tensor:
 def hide(rng: np.random.Generator, rows: int, rows_share: float, squares_share: float) -> NDArray[np.uint8]:
     """Squares (B, 8) uint8 to hide at the input, bit maps like `targets`.
 
-    Each of the B rows is chosen with probability rows_share; in a chosen row each square is hidden with
-    probability squares_share, and (unless that is 0) at least one is. The other rows are all 0. Rows with
-    hidden squares give only the piece loss.
+    Each of the B rows has some with probability rows_share: each of its squares with probability squares_share, and
+    (unless that is 0) at least one. The other rows are all 0. Rows with hidden squares give only the piece loss.
     """
     for name, share in (("rows_share", rows_share), ("squares_share", squares_share)):
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {share}")
     # All numbers are drawn whatever the shares, so a row's squares do not depend on the choice of the others.
-    chosen, draws, one = rng.random(rows), rng.random((rows, 64), np.float32), rng.integers(64, size=rows)
+    row_draws, draws, one = rng.random(rows), rng.random((rows, 64), np.float32), rng.integers(64, size=rows)
     squares = draws < squares_share
     none = ~squares.any(axis=1)
     squares[none, one[none]] = squares_share > 0
-    squares &= (chosen < rows_share)[:, None]
+    squares &= (row_draws < rows_share)[:, None]
     return np.packbits(squares.reshape(rows, 8, 8), axis=2, bitorder="little")[:, :, 0]

@@ -22,7 +22,7 @@ BATCH = 512  # boards turned into arrays at a time
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a network says of one position, seen from the side to move.
+    """A network's evaluation of one position, from the side to move.
 
     moves: UCI -> probability, most probable first, all legal moves. wdl: (win, draw, loss), None for a scalar head.
     value: expected result in [-1, 1]. ssl: head -> float array (classes, 8, 8) of probabilities on the real board

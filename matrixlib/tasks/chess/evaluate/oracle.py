@@ -27,7 +27,7 @@ _WORTH = (*PIECE_VALUES[:5], 1000)  # P N B R Q K, which is above all
 
 
 def maps(board: chess.Board, backwards: bool = False) -> Maps:
-    """Targets (8, 8) uint8 of one position by head, on the board of the side to move (DESIGN: chess facts); and `ours`,
+    """Targets (8, 8) uint8 of one position by head, on the board of the side to move; and `ours`,
     what that side attacks.
 
     backwards: with pawns that attack the two squares behind them.

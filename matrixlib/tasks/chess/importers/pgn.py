@@ -276,7 +276,7 @@ def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
 
 
 def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """What the rules say about last positions (n, 32) with their `Replayed.ends` (n, 4): points (n,) of the side to
+    """What the rules say about last positions (n, 32) with their `Replay.ends` (n, 4): points (n,) of the side to
     move (2: the game may go on), and the reasons.
 
     Mate and stalemate; and without a claim: material that can't mate, seventy-five moves, the fifth repetition.
@@ -384,11 +384,11 @@ class Pgn:
         return entries.result(batch, len(texts), len(rows), rows)
 
 
-def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replayed, points: np.ndarray) -> Batch:
+def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, points: np.ndarray) -> Batch:
     """The batch of games that were played to the end; points (n,) from White's side, 2 unknown."""
     rows = np.array([len(game.moves) for game in games], np.int64)
     first = np.cumsum(rows) - rows
-    records = blank(len(replay.played), "pgn")
+    records = blank(len(replay.moves), "pgn")
     for name in ("pieces", "castling", "en_passant", "halfmove", "repetition"):
         records[name] = getattr(replay, name)
     ply = np.arange(len(records)) - np.repeat(first, rows)
@@ -396,7 +396,7 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replayed, p
     records["ply"] = np.minimum(np.repeat(start["ply"].astype(np.int64), rows) + ply, 65535)
     white = np.repeat(points, rows)
     records["result"] = np.where(records["side"] & (white != UNKNOWN), -white, white)
-    moves = replay.played.astype("<u2")
+    moves = replay.moves.astype("<u2")
     board = [start[name] for name in ("pieces", "castling", "en_passant", "side")]
     ids = [
         game_id(*(column[row].tobytes() for column in board), moves[begin : begin + length].tobytes())
