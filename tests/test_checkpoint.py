@@ -63,40 +63,6 @@ def best_of(folder: Path) -> tuple[int, float, str]:
     return found.step, found.value, found.path.name
 
 
-def test_optimiser_and_model_continue_as_if_never_stopped(tmp_path: Path) -> None:
-    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def update(model: torch.nn.Module, optimiser: torch.optim.Optimizer, step: int) -> None:
-        optimiser.zero_grad()
-        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimiser.step()
-
-    model, optimiser = build()
-    for step in range(3):
-        update(model, optimiser, step)
-    flat = {f"{i}.{k}": v for i, s in optimiser.state_dict()["state"].items() for k, v in s.items()}
-    groups = optimiser.state_dict()["param_groups"]
-    Checkpoints(tmp_path, 2).save(
-        3, {"model": model.state_dict(), "optimiser": flat}, {"groups": groups}, wait=True
-    )
-    update(model, optimiser, 3)
-
-    other, other_optimiser = build()
-    found = Checkpoints(tmp_path, 2).newest()
-    assert found is not None
-    other.load_state_dict(found.tensors["model"], strict=True)
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in found.tensors["optimiser"].items():
-        state.setdefault(int(key.split(".")[0]), {})[key.split(".")[1]] = tensor
-    other_optimiser.load_state_dict({"state": state, "param_groups": found.state["groups"]})
-    update(other, other_optimiser, 3)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name]), name
-
-
 def test_shared_memory_is_stored_for_each_name(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     members = {"a": base, "tied": base, "row": base[1], "column": base[:, 2], "alone": torch.zeros(2)}
@@ -449,16 +415,6 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, c
     assert found is not None
     assert found.step == 100
     assert name in store.messages[0]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_a_truncated_file_is_found(tmp_path: Path, name: str, share: float) -> None:
-    save(Checkpoints(tmp_path, 2), 100, 200)
-    file = tmp_path / "step_00000200" / name
-    os.truncate(file, int(file.stat().st_size * share))
-    with pytest.warns(CheckpointWarning, match="step_00000200"):
-        assert newest_step(tmp_path) == 100
 
 
 def test_a_missing_file_and_a_wrong_name_are_found(tmp_path: Path) -> None:

@@ -276,13 +276,6 @@ def test_a_frame_is_never_unpacked_beyond_its_recorded_size(
         storage.read(path)
 
 
-def test_a_missing_file_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", small(), {})
-    (path / "optimiser.safetensors").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"a: optimiser\.safetensors is missing"):
-        storage.read(path)
-
-
 def test_schema_1_is_read_and_a_newer_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a", small(), {"x": 1})
     data = storage.read_state(path)
