@@ -131,7 +131,7 @@ class Catalogue:
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
-        row = _kept_out(self._named(name), reason)
+        row = _quarantined(self._named(name), reason)
         if self.writable:
             reason_file(row.path).write_text(reason, encoding="utf-8")
         self._put([row])
@@ -252,7 +252,7 @@ class Catalogue:
 
     def _reconcile(self) -> None:
         """Add shards without a row; quarantine rows without a file, until it returns, those whose file was cut short
-        or replaced by one of another size (the loader could not even open it), and those that were kept out.
+        or replaced by one of another size (the loader could not even open it), and those with a note.
 
         Other processes may write meanwhile: what they say of a shard stands.
         """
@@ -266,7 +266,7 @@ class Catalogue:
             if name in self._replaced:
                 continue
             if row.state == "healthy" and (reason := _unfit(row)):
-                changed.append((row, _kept_out(row, reason), f"{reason}; quarantined"))
+                changed.append((row, _quarantined(row, reason), f"{reason}; quarantined"))
             elif name in files and row.reason == MISSING and not self._check(row):
                 changed.append(
                     (row, replace(row, state="healthy", reason=""), "is back and whole; used again")
@@ -294,7 +294,7 @@ class Catalogue:
                 continue
             row = self._row(name, info, str(info.meta["source"]), info.meta.get("quality", {}))
             reason = f"'{damaged}' is damaged (zip checksum)" if damaged else _note(row.path)
-            rows.append(_kept_out(row, reason) if reason else row)
+            rows.append(_quarantined(row, reason) if reason else row)
             if not reason:
                 self._replaced.update(filter(_is_inside, info.meta.get("replaces", ())))
         for path in (self.folder / name for name in self._replaced if self.writable):
@@ -362,7 +362,7 @@ class Catalogue:
                 self._image = db.serialize()
 
 
-def _kept_out(row: ShardRow, reason: str) -> ShardRow:
+def _quarantined(row: ShardRow, reason: str) -> ShardRow:
     return replace(row, state="quarantined", reason=reason)
 
 

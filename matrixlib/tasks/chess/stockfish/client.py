@@ -45,13 +45,13 @@ def find_stockfish(path: str | Path | None = None) -> Path:
     Raises EngineError that says how to install it.
     """
     name = "stockfish" if path is None else str(path)
-    found = shutil.which(name) or (None if path else shutil.which(name, path=os.pathsep.join(_FOLDERS)))
-    if found is None:
+    file = shutil.which(name) or (None if path else shutil.which(name, path=os.pathsep.join(_FOLDERS)))
+    if file is None:
         hint = (
             "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
         )
         raise EngineError(f"no Stockfish at {name!r}: {hint}")
-    return Path(found)
+    return Path(file)
 
 
 def score_of(kind: bytes | str, value: int) -> int:
@@ -198,12 +198,12 @@ class Stockfish:
         option = f"setoption name MultiPV value {lines}\n" if lines != self._multipv else ""
         self._multipv = lines
         self._send(f"{option}position {position}\ngo {limit}")
-        found = parse_info(self._read_until(b"bestmove"))
-        if not found:
+        variations = parse_info(self._read_until(b"bestmove"))
+        if not variations:
             raise EngineError(
                 f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?"
             )
-        return found
+        return variations
 
     def best_move(self, position: str, limit: str) -> str:
         """The move that the engine plays, in UCI; one of limited strength often plays another than its best line's.

@@ -160,7 +160,7 @@ def generate(
     total = -(-games // parameters.games_per_chunk)
     todo = [chunk for chunk in range(total) if not chunk_path(folder, chunk).exists()]
     workers = max(1, min(workers or os.cpu_count() or 1, len(todo)))
-    start, played, labelled = time.monotonic(), 0, 0
+    start, games_made, labelled = time.monotonic(), 0, 0
     bar = live_bar(
         total=total * parameters.games_per_chunk,
         initial=(total - len(todo)) * parameters.games_per_chunk,
@@ -172,7 +172,7 @@ def generate(
         jobs = [pool.submit(_write_chunk, folder, chunk, parameters, path) for chunk in todo]
         for job in as_completed(jobs):
             games_done, positions = job.result()
-            played, labelled = played + games_done, labelled + positions
+            games_made, labelled = games_made + games_done, labelled + positions
             bar.update(games_done)
             rate = f"{labelled / (time.monotonic() - start):.0f}/s"
             bar.set_postfix(positions=labelled, rate=rate, refresh=False)
@@ -184,4 +184,4 @@ def generate(
             wait=False, cancel_futures=True
         )  # after an error, what is being made is made to its end
     seconds = time.monotonic() - start
-    return {"games": played, "positions": labelled, "seconds": seconds, "engine": name, "chunks": total}
+    return {"games": games_made, "positions": labelled, "seconds": seconds, "engine": name, "chunks": total}
