@@ -12,30 +12,26 @@ import chess
 import numpy as np
 import pytest
 import torch
-from networks import MATRIX0, random_net
+from networks import CPU, MATRIX0, random_net
 from positions import random_positions
 
 import matrixlib
 from matrixlib import config as configuration
-from matrixlib.hardware.runtime import Serving, resolve
+from matrixlib.hardware.runtime import Serving
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.records import from_boards, legal_indices
 from matrixlib.tasks.chess.spec import load as load_chess
-from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import find_run
 
-CPU = {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False}
 KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1"
 
 
 @pytest.fixture(scope="module")
 def net() -> Net:
     """A network with random weights: what it says is nonsense, but it must be the same nonsense for equal positions."""
-    settings = load_config("demo", {"model": {"ssl": ["piece", "threat", "control"]}, "runtime": CPU})
-    task = ChessTask(settings)
-    return Net(task.build_model(), task, resolve(settings.runtime, settings.train, settings.data))
+    return random_net(ssl=["piece", "threat", "control"])
 
 
 def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None:
@@ -120,23 +116,31 @@ def test_batches_have_few_sizes_and_the_host_waits_once_for_each(monkeypatch: py
     assert sizes == [256, 5], "on the CPU a new shape costs nothing"
 
 
-def test_a_compiled_network_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tracer alone: what a compiler does to the graph is not this package's, and takes seconds."""
-    plain, compiled = random_net(ssl=["threat"]), []
+def traced(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **model: Any
+) -> tuple[Net, Net, list[object]]:
+    """(a network, the same with a tracer for a compiler, its graphs)."""
+    torch.compiler.reset()
+    plain, graphs = random_net(**model), list[object]()
 
     def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        compiled.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    fast = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, True, ()))
+    return plain, Net(plain.model, plain.task, plain.runtime, Serving(sizes, True, True, ())), graphs
+
+
+def test_a_compiled_network_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tracer alone: what a compiler does to the graph is not this package's, and takes seconds."""
+    plain, fast, graphs = traced(monkeypatch, (4, 16), ssl=["threat"])
     batch = packed(plain, 20)
     for _ in range(2):
         for heads in (frozenset(), frozenset({"threat"})):
             expected, outputs = plain.predict(batch, heads), fast.predict(batch, heads)
             for name, array in expected.items():
                 np.testing.assert_allclose(outputs[name], array, atol=1e-5)
-    assert len(compiled) == 2, "one graph a size, none for maps"
+    assert len(graphs) == 2, "one graph a size, none for maps"
 
 
 def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,19 +156,6 @@ def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyP
         first = net.predict(batch)
     for outputs in (first, net.predict(batch)):
         np.testing.assert_allclose(outputs["value"], plain.predict(batch)["value"], atol=1e-5)
-
-
-def traced(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> tuple[Net, Net, list[object]]:
-    """(a network, the same with a tracer for a compiler, the graphs that this has made)."""
-    torch.compiler.reset()
-    plain, graphs = random_net(), list[object]()
-
-    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    return plain, Net(plain.model, plain.task, plain.runtime, Serving(sizes, True, True, ())), graphs
 
 
 def test_more_sizes_than_torch_compiles_by_itself_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
