@@ -451,5 +451,14 @@ def test_an_unfinished_import_comes_first(tmp_path: Path) -> None:
     deduplicate(folder)
 
 
+def test_an_unfinished_merge_of_an_older_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / "imports").mkdir()
+    (tmp_path / "imports" / "merge.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"merge\.json: a merge by an older version was not finished; delete"
+    ):
+        deduplicate(tmp_path)
+
+
 def test_an_empty_folder_has_nothing_to_merge(tmp_path: Path) -> None:
     assert deduplicate(tmp_path / "new").text() == "0 positions, each of them once"

@@ -185,9 +185,14 @@ def quiet_catalogue(folder: Path) -> Catalogue:
 def locked(folder: Path) -> Iterator[Catalogue]:
     """The catalogue of a folder, made if it is not there, that no other import or merge writes meanwhile.
 
-    ImportStopped where one does.
+    ImportStopped where one does, ValueError where a merge by an older version was cut off.
     """
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    if (plan := folder / FOLDER / "merge.json").is_file():
+        raise ValueError(
+            f"{plan}: a merge by an older version was not finished; delete this file and {plan.with_name('staged')}, "
+            "and the shards that are in quarantine because of it"
+        )
     try:
         with FileLock(folder / FOLDER / "lock", timeout=0):
             yield quiet_catalogue(folder)
