@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from matrixlib.config import ConfigError
-from matrixlib.data.shards import check
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import check, write_shard
 from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import Serving, resolve
 from matrixlib.play.evaluator import Evaluator
@@ -20,6 +23,7 @@ from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.match import play_pairs, random_player, search_player
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
+from matrixlib.runs import overfit
 from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
@@ -187,3 +191,24 @@ def test_figures_beside_perfect_play_of_an_evaluator_that_knows_all_and_of_one_t
     assert worst["policy: move does not lose"] < 0.8
     assert worst["policy: games lost"] > 0.2
     assert [passed for _, passed, _ in rules.checks(worst)] == [False]
+
+
+def test_it_learns_a_few_positions_by_heart(tmp_path: Path, reports: Path) -> None:
+    """The overfit check takes a game, whose first positions come again with other results."""
+    options = SelfPlayOptions(num_simulations=16, random_plies=(3, 4))
+    traces = sorted(play_games(GAME, uniform, range(40), options, SearchOptions(), 0), key=lambda t: t.number)
+    batch = SPEC.game.batch(traces, {number: number for number in range(40)})
+    for split in ("train", "validation"):
+        meta = {"source": "games", "generator": "test", "seed": 0, "split": split}
+        write_shard(tmp_path / f"{split}.npz", LAYOUT, batch, meta)
+    Catalogue(tmp_path)
+    preset = {
+        "task": "tictactoe",
+        "data": {"source": str(tmp_path)},
+        "runtime": {"precision": "fp32", "threads": 1},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
+    current = overfit.open_run(str(tmp_path / "mine.yaml"), "cpu", 0, "", 0, {})
+    diagnosis = overfit.check(current)
+    current.close()
+    assert diagnosis.learned, diagnosis

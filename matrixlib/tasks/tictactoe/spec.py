@@ -93,13 +93,8 @@ class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
     config = TicTacToeConfig
     objective_options = ("loss.",)
     measured_on_options = ("validation.limit",)
-    overfit = Overfit(
-        overrides={"data": {"augment": False}},
-        gaps={"policy": 0.05},
-        exact=("value/accuracy",),
-        inputs=("squares",),
-        labels=("policy", "result"),
-    )
+    # The first positions of games come again and again, with other results: those can't be learned by heart.
+    overfit = Overfit(overrides={"data": {"augment": False}}, gaps={"policy": 0.05})
     game = TicTacToeGameSpec()
 
     @property
