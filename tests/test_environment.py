@@ -18,15 +18,15 @@ CONDA_NAMES = {"pytorch": "torch"}
 CONDA_ALONE = {"python", "pip", "make", "git"}
 
 
-def wanted() -> dict[str, Requirement]:
+def declared() -> dict[str, Requirement]:
     """Every requirement of pyproject.toml, extras included, by normalised name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [
         *project["dependencies"],
         *(line for extra in project["optional-dependencies"].values() for line in extra),
     ]
-    found = [Requirement(line) for line in lines]
-    return {canonicalize_name(item.name): item for item in found}
+    requirements = [Requirement(line) for line in lines]
+    return {canonicalize_name(item.name): item for item in requirements}
 
 
 def locked() -> list[Requirement]:
@@ -40,12 +40,14 @@ def test_environment_has_the_same_packages_and_ranges() -> None:
     (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
     assert pip[-1] == "--editable ."
     lines = [item for item in environment["dependencies"] if isinstance(item, str)] + pip[:-1]
-    found = [Requirement(line) for line in lines]
-    ranges = {canonicalize_name(CONDA_NAMES.get(item.name, item.name)): item.specifier for item in found}
+    requirements = [Requirement(line) for line in lines]
+    ranges = {
+        canonicalize_name(CONDA_NAMES.get(item.name, item.name)): item.specifier for item in requirements
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert str(ranges["python"]) == project["requires-python"]
     mine = {name: item for name, item in ranges.items() if name not in CONDA_ALONE}
-    assert mine == {name: item.specifier for name, item in wanted().items()}
+    assert mine == {name: item.specifier for name, item in declared().items()}
 
 
 def test_lock_is_exact_satisfies_every_range_and_pins_torch() -> None:
@@ -55,7 +57,7 @@ def test_lock_is_exact_satisfies_every_range_and_pins_torch() -> None:
         assert specifier.operator == "==", f"{item} is not exact"
         pins.setdefault(canonicalize_name(item.name), set()).add(specifier.version)
     assert pins["torch"] == {"2.13.0"}
-    for name, requirement in wanted().items():
+    for name, requirement in declared().items():
         assert name in pins, f"{name} is not in requirements.lock: run `make lock`"
         assert all(requirement.specifier.contains(version) for version in pins[name])
 

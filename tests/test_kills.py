@@ -38,13 +38,13 @@ def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
 
 def result(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], Any]:
     """Every tensor of the last checkpoint, the metrics without clock times, and the curriculum's state."""
-    found = Checkpoints(folder / "run" / "checkpoints", 2).newest()
-    assert found is not None
+    newest = Checkpoints(folder / "run" / "checkpoints", 2).newest()
+    assert newest is not None
     tensors = {
-        f"{group}/{name}": t for group, members in found.tensors.items() for name, t in members.items()
+        f"{group}/{name}": t for group, members in newest.tensors.items() for name, t in members.items()
     }
     rows = [without_clocks(row) for row in metrics.read(folder / "run" / "metrics.jsonl")]
-    return tensors, rows, found.state.get("curriculum")
+    return tensors, rows, newest.state.get("curriculum")
 
 
 SOAK = pytest.mark.soak
@@ -93,8 +93,8 @@ def test_killed_at_random_moments_every_resume_is_bit_equal(
                 in_a_write += any(checkpoints.glob("*.tmp"))
             else:
                 assert process.exitcode == 0
-            found = Checkpoints(checkpoints, 2).newest()
-            step = found.step if found else 0
+            checkpoint = Checkpoints(checkpoints, 2).newest()
+            step = checkpoint.step if checkpoint else 0
             assert step >= newest or step >= 90, "only the rollback goes back"
             newest = step
         tensors, rows, curriculum = result(folder)

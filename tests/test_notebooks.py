@@ -98,11 +98,11 @@ def needs_stockfish(name: str) -> None:
     if name == "sample":
         try:
             with Stockfish(find_stockfish()) as engine:
-                found = engine.name
+                version = engine.name
         except EngineError as error:
             pytest.skip(str(error))
-        if found != "Stockfish 15.1":
-            pytest.skip(f"sample.ipynb was stored with Stockfish 15.1, here is {found}")
+        if version != "Stockfish 15.1":
+            pytest.skip(f"sample.ipynb was stored with Stockfish 15.1, here is {version}")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -194,10 +194,10 @@ def test_a_bad_parameter_stops_with_one_line(
 def test_papermill_reads_every_parameter_with_its_type_and_help() -> None:
     """What `--help-notebook` shows. papermill cannot parse `int | None`, and drops all that follows it."""
     for path in NOTEBOOKS:
-        found = papermill_api.inspect_notebook(path)
+        parameters = papermill_api.inspect_notebook(path)
         tagged = [c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])]
-        assert list(found) == [statement.target.id for statement in ast.parse(tagged[0].source).body]
-        for parameter in found.values():
+        assert list(parameters) == [statement.target.id for statement in ast.parse(tagged[0].source).body]
+        for parameter in parameters.values():
             assert parameter["inferred_type_name"] != "None"
             assert parameter["help"]
 

@@ -38,7 +38,7 @@ def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, 
     assert all(math.isfinite(value) for value in values)
     assert (rows[-1]["skipped"], rows[-1]["rollbacks"]) == (0, 0)
     memory = [row["memory"] for row in rows if "memory" in row]
-    resident = [found["rss_mib"] for found in memory]
+    resident = [usage["rss_mib"] for usage in memory]
     quarter = len(resident) // 4
     growth = max(resident[-quarter:]) - statistics.median(resident[quarter : 2 * quarter])
     print(
