@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Soak and browser tests run only when asked for by `-m soak` and `-m e2e`."""
+    """Soak and browser tests run only with `-m soak` and `-m e2e`; files with the most slow tests come first, so that
+    none of them is left at the end for one process of two.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])  # stable: a file's tests stay together, in their order
     for mark in ("soak", "e2e"):
         if mark in config.getoption("-m"):
             continue
