@@ -325,7 +325,7 @@ class _UniqueLoader(yaml.SafeLoader):
 
 
 def _unique_mapping(loader: _UniqueLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, int] = {}
+    lines: dict[Any, int] = {}
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str):
@@ -333,9 +333,9 @@ def _unique_mapping(loader: _UniqueLoader, node: yaml.MappingNode) -> dict[Any, 
                 f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes"
             )
         line = key_node.start_mark.line + 1
-        if key in seen:
-            raise ConfigError(f"key '{key}' stands twice (lines {seen[key]} and {line}); keep one")
-        seen[key] = line
+        if key in lines:
+            raise ConfigError(f"key '{key}' stands twice (lines {lines[key]} and {line}); keep one")
+        lines[key] = line
     return loader.construct_mapping(node, deep=True)
 
 

@@ -27,8 +27,8 @@ def reports_root() -> Path:
 
 def cache_root() -> Path:
     """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
-    if chosen := os.environ.get("MATRIXLIB_CACHE"):
-        return Path(chosen).expanduser()
+    if folder := os.environ.get("MATRIXLIB_CACHE"):
+        return Path(folder).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "matrixlib"
     if sys.platform == "darwin":

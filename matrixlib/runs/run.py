@@ -169,8 +169,8 @@ class Run:
     def first_losses(self) -> str:
         """The losses before any update beside chance level and attainable floor, a line for each term."""
         return "\n".join(
-            f"first {term} loss {found['loss']:.2f}; chance {found['chance']:.2f}, floor {found['floor']:.2f}"
-            for term, found in (self.trainer.initial or {}).items()
+            f"first {term} loss {levels['loss']:.2f}; chance {levels['chance']:.2f}, floor {levels['floor']:.2f}"
+            for term, levels in (self.trainer.initial or {}).items()
         )
 
     def _say(self, text: str) -> None:

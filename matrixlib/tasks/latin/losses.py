@@ -23,8 +23,8 @@ def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     side = logits.shape[1]
     index = tokens[:, None, None].expand(-1, side, side, -1)
-    chosen = logits.float().gather(3, index)
-    return chosen.masked_fill(index == 0, IMPOSSIBLE).log_softmax(3)
+    digit_logits = logits.float().gather(3, index)
+    return digit_logits.masked_fill(index == 0, IMPOSSIBLE).log_softmax(3)
 
 
 def cell_loss(

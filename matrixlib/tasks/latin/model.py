@@ -28,10 +28,10 @@ class Block(nn.Module):
         self.outer = nn.Linear(config.feedforward * width, width)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, relations: Tensor, seen: Tensor) -> Tensor:
-        """x (B, L, width); relations (L, L) int64; seen (B or 1, 1, L, L) 0 where a cell sees, else -inf."""
+    def forward(self, x: Tensor, relations: Tensor, mask: Tensor) -> Tensor:
+        """x (B, L, width); relations (L, L) int64; mask (B or 1, 1, L, L) 0 where a cell sees, else -inf."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        bias = seen if self.relation is None else seen + self.relation[:, relations]
+        bias = mask if self.relation is None else mask + self.relation[:, relations]
         mixed = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=bias.to(q.dtype), dropout_p=self.dropout if self.training else 0.0
         )
@@ -77,16 +77,16 @@ class LatinNet(nn.Module):
         whole = (self.size(size) + self.mode(mode))[:, None, None]
         first = self.token(tokens) + self.row(places)[:, None] + self.column(places) + whole
         first = first.flatten(1, 2)
-        relations, seen = cell_relations(side, tokens.device), self._seen(tokens.flatten(1))
+        relations, mask = cell_relations(side, tokens.device), self._mask(tokens.flatten(1))
         x = first
         for repeat in range(self.config.repeats):
             x = x + first if repeat else x
             for block in self.blocks:
-                x = block(x, relations, seen)
+                x = block(x, relations, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits.unflatten(1, (side, side))
 
-    def _seen(self, tokens: Tensor) -> Tensor:
+    def _mask(self, tokens: Tensor) -> Tensor:
         """(B, 1, L, L) fp32: 0 where a cell may look, -inf at cells outside the grid, and, if causal, at later
         ones.
         """

@@ -83,10 +83,10 @@ def source(size: int) -> str:
 def distinct(size: int, count: int, seed: int) -> np.ndarray:
     """At most `count` different squares of a size in random order: all of them where there are no more."""
     if size in COUNTS and COUNTS[size] <= count and size <= 5:
-        found = every(size)
+        squares = every(size)
     else:
-        found = np.unique(generate(size, count, seed), axis=0)
-    return np.random.default_rng([seed, size]).permutation(found)
+        squares = np.unique(generate(size, count, seed), axis=0)
+    return np.random.default_rng([seed, size]).permutation(squares)
 
 
 def build(folder: Path | str, sizes: Sequence[int], count: int, seed: int) -> None:
@@ -104,8 +104,8 @@ def build(folder: Path | str, sizes: Sequence[int], count: int, seed: int) -> No
             squares = distinct(size, count, seed)
             out = held_out(squares)
             rows = {"train": count - count // HELD_OUT, "validation": max(1, count // HELD_OUT)}
-            for split, chosen in (("train", squares[~out]), ("validation", squares[out])):
-                if not len(chosen):
+            for split, part in (("train", squares[~out]), ("validation", squares[out])):
+                if not len(part):
                     raise ValueError(f"data.squares {count} is too few: none of size {size} is in {split}")
                 meta = {
                     "source": source(size),
@@ -114,6 +114,6 @@ def build(folder: Path | str, sizes: Sequence[int], count: int, seed: int) -> No
                     "split": split,
                     "created": CREATED,
                 }
-                meta["distinct"] = min(len(chosen), rows[split])
-                records = pack(np.resize(chosen, (rows[split], size, size)))
+                meta["distinct"] = min(len(part), rows[split])
+                records = pack(np.resize(part, (rows[split], size, size)))
                 write_shard(paths[split], LAYOUT, {"records": records}, meta)

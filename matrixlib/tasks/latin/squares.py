@@ -121,11 +121,11 @@ def is_latin(squares: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def _search(cells: I8, counts: I64, limit: Int, found: I8) -> Int:
+def _search(cells: I8, counts: I64, limit: Int, grids: I8) -> Int:
     """Count completions of `cells` (n, n), -1 empty: depth first, the cell with the fewest candidates next.
 
-    counts (n, n, n): how many completions have each digit in each cell. The first len(found) completions are
-    written to `found`. Stops at `limit`. Returns their number.
+    counts (n, n, n): how many completions have each digit in each cell. The first len(grids) completions are
+    written to `grids`. Stops at `limit`. Returns their number.
     """
     n = len(cells)
     rows, columns = np.zeros(n, np.int64), np.zeros(n, np.int64)
@@ -143,8 +143,8 @@ def _search(cells: I8, counts: I64, limit: Int, found: I8) -> Int:
     solutions, depth = 0, 0
     while depth >= 0:
         if depth == empty:
-            if solutions < len(found):
-                found[solutions] = cells
+            if solutions < len(grids):
+                grids[solutions] = cells
             solutions += 1
             for r in range(n):
                 for c in range(n):
@@ -190,9 +190,9 @@ def every(size: int) -> np.ndarray:
     """All Latin squares of an order up to 5, (count, size, size) uint8."""
     if not 1 <= size <= 5:
         raise ValueError(f"there are too many squares of size {size} to list; generate some")
-    found = np.empty((COUNTS[size], size, size), np.int8)
-    _search(np.full((size, size), -1, np.int8), np.zeros((size, size, size), np.int64), 1 << 62, found)
-    return found.astype(np.uint8)
+    grids = np.empty((COUNTS[size], size, size), np.int8)
+    _search(np.full((size, size), -1, np.int8), np.zeros((size, size, size), np.int64), 1 << 62, grids)
+    return grids.astype(np.uint8)
 
 
 def marginals(puzzle: np.ndarray, limit: int = 1_000_000) -> tuple[np.ndarray, int]:

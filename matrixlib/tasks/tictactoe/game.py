@@ -80,5 +80,5 @@ class TicTacToe:
 
 def _won(states: States) -> NDArray[np.bool_]:
     """Whether the side that has just moved has three in a row."""
-    found: NDArray[np.bool_] = ((states["theirs"][:, None] & LINES) == LINES).any(1)
-    return found
+    lost: NDArray[np.bool_] = ((states["theirs"][:, None] & LINES) == LINES).any(1)
+    return lost

@@ -45,16 +45,16 @@ class Solution:
 @cache
 def solve() -> Solution:
     """The 4,520 positions; X has played as often as O, or once more."""
-    found: dict[tuple[int, int], int] = {}
+    positions: dict[tuple[int, int], int] = {}
     level, side = {(0, 0)}, 0
     while level:
         level = {pair for pair in level if move_values(*pair)}
-        found |= dict.fromkeys(sorted(level), side)
+        positions |= dict.fromkeys(sorted(level), side)
         level = {(theirs, ours | 1 << s) for ours, theirs in level for s in move_values(ours, theirs) or ()}
         side = 1 - side
-    moves = np.full((len(found), SQUARES), -2, np.int8)
-    for row, pair in zip(moves, found, strict=True):
+    moves = np.full((len(positions), SQUARES), -2, np.int8)
+    for row, pair in zip(moves, positions, strict=True):
         for square, value in (move_values(*pair) or {}).items():
             row[square] = value
-    states = np.array([(*pair, side) for pair, side in found.items()], STATE)
+    states = np.array([(*pair, side) for pair, side in positions.items()], STATE)
     return Solution(states, moves.max(1), moves)

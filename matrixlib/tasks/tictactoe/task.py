@@ -84,14 +84,14 @@ class TicTacToeTask:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sums of the active terms and their metrics (see losses.py)."""
         policy, value = model(batch["squares"])
-        found = {}
+        terms = {}
         with torch.autocast(policy.device.type, enabled=False):
             if "policy" in active:
-                found["policy"] = losses.policy_loss(policy, batch["policy"], batch["squares"] == 0)
+                terms["policy"] = losses.policy_loss(policy, batch["policy"], batch["squares"] == 0)
             if "value" in active:
-                found["value"] = losses.value_loss(value, batch["result"])
-        metrics = {f"{term}/{name}": v for term, (_, named) in found.items() for name, v in named.items()}
-        return {term: loss for term, (loss, _) in found.items()}, metrics
+                terms["value"] = losses.value_loss(value, batch["result"])
+        metrics = {f"{term}/{name}": v for term, (_, named) in terms.items() for name, v in named.items()}
+        return {term: loss for term, (loss, _) in terms.items()}, metrics
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor) as sums over the rows of `counts`."""
