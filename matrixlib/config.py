@@ -66,9 +66,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 class DataConfig(Section):
-    source: str = Field(
-        default="", description="a folder of shards with a catalogue, or a name that the task knows"
-    )
+    source: str = Field(default="", description="a folder of shards with a catalogue, or a name that the task knows")
     limit: CountOrZero = Field(
         default=0,
         description="use only N training positions, the first of each source, of all the same share; 0 = all",
@@ -77,19 +75,13 @@ class DataConfig(Section):
         default=0,
         description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)",
     )
-    workers: CountOrZero | Auto = Field(
-        default="auto", description="loader processes; 0 = in the main process"
-    )
+    workers: CountOrZero | Auto = Field(default="auto", description="loader processes; 0 = in the main process")
     prefetch: Count | Auto = Field(default="auto", description="updates prepared ahead by each worker")
 
 
 class OptimConfig(Section):
-    learning_rate: Annotated[Real, Field(ge=0)] = Field(
-        default=0.003, description="peak learning rate of AdamW"
-    )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="decay after the warm-up"
-    )
+    learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate of AdamW")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
     final_fraction: Fraction = Field(
         default=0.05, description="learning rate at the last update as a share of the peak"
     )
@@ -102,9 +94,7 @@ class OptimConfig(Section):
     beta1: Fraction = Field(default=0.9, description="AdamW beta1")
     beta2: Fraction = Field(default=0.98, description="AdamW beta2")
     eps: Positive = Field(default=1e-08, description="AdamW epsilon")
-    clip_norm: Positive = Field(
-        default=1.0, description="global gradient norm above which gradients are scaled down"
-    )
+    clip_norm: Positive = Field(default=1.0, description="global gradient norm above which gradients are scaled down")
     ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
         default=0.999,
         description="exponential moving average of the weights, evaluated and exported; 0 = off",
@@ -117,21 +107,15 @@ class TrainConfig(Section):
     )
     minutes: Positive = Field(default=10.0, description="training time aimed at where steps is `auto`")
     batch_size: Count = Field(default=128, description="positions of one update")
-    micro_batch: Count | Auto = Field(
-        default="auto", description="positions of one forward pass; gradients are summed"
-    )
-    statistics_interval: Count = Field(
-        default=500, description="updates between output and gradient statistics"
-    )
+    micro_batch: Count | Auto = Field(default="auto", description="positions of one forward pass; gradients are summed")
+    statistics_interval: Count = Field(default=500, description="updates between output and gradient statistics")
     heartbeat_seconds: Positive = Field(default=5.0, description="seconds between heartbeat.json writes")
 
 
 class ValidationConfig(Section):
     interval: Count = Field(default=500, description="updates between validations")
     sample: Count = Field(default=1024, description="positions of the fixed sample that each validation uses")
-    limit: CountOrZero = Field(
-        default=0, description="use only N held-out rows, taken as those of data.limit; 0 = all"
-    )
+    limit: CountOrZero = Field(default=0, description="use only N held-out rows, taken as those of data.limit; 0 = all")
     full_every: Count = Field(default=3, description="every k-th validation uses the whole set")
     batch_size: Count = Field(default=512, description="positions of one forward pass in validation")
     plateau: CountOrZero = Field(
@@ -141,9 +125,7 @@ class ValidationConfig(Section):
     patience: CountOrZero = Field(
         default=0, description="full validations without improvement before stopping; 0 = off"
     )
-    min_delta: NonNegative = Field(
-        default=0.001, description="what counts as an improvement of the validation loss"
-    )
+    min_delta: NonNegative = Field(default=0.001, description="what counts as an improvement of the validation loss")
     target_loss: NonNegative = Field(
         default=0.0,
         description="stop at this full validation loss (0 = off); refused below the attainable floor",
@@ -155,16 +137,10 @@ class HealthConfig(Section):
         default=50,
         description="accepted updates that the running band of loss and gradient norm looks back on",
     )
-    band: Positive = Field(
-        default=10.0, description="robust standard deviations above the median that make an outlier"
-    )
+    band: Positive = Field(default=10.0, description="robust standard deviations above the median that make an outlier")
     patience: Count = Field(default=5, description="outliers in a row after which the run is rolled back")
-    skips: Count = Field(
-        default=10, description="non-finite updates in a row after which the run is rolled back"
-    )
-    rollbacks: CountOrZero = Field(
-        default=3, description="rollbacks of a run; one more stops it with a diagnosis"
-    )
+    skips: Count = Field(default=10, description="non-finite updates in a row after which the run is rolled back")
+    rollbacks: CountOrZero = Field(default=3, description="rollbacks of a run; one more stops it with a diagnosis")
     rate_factor: Annotated[Real, Field(gt=0, le=1)] = Field(
         default=0.5, description="factor on the learning rate after a rollback"
     )
@@ -194,9 +170,7 @@ class MemoryConfig(Section):
         default=0.0,
         description="share of the accelerator's memory that this process may take; 0 = the library's own limit",
     )
-    warn: Fraction = Field(
-        default=0.85, description="share of that memory in use above which a warning is given"
-    )
+    warn: Fraction = Field(default=0.85, description="share of that memory in use above which a warning is given")
     clear: Fraction = Field(default=0.92, description="share above which the allocator's cache is given back")
 
 
@@ -259,14 +233,10 @@ class CurriculumConfig(Section):
         default="fractions",
         description="stages end at shares of the updates, or when `metric` is good enough",
     )
-    metric: str = Field(
-        default="", description="what `adaptive` looks at, as validation names it (`term/name`)"
-    )
+    metric: str = Field(default="", description="what `adaptive` looks at, as validation names it (`term/name`)")
     up: Real = Field(default=0.4, description="`adaptive`: go on when the metric is at least this ...")
     patience: Count = Field(default=2, description="... in so many validations in a row")
-    down: Real = Field(
-        default=0.2, description="`adaptive`: go back below this, as often in a row; must be below `up`"
-    )
+    down: Real = Field(default=0.2, description="`adaptive`: go back below this, as often in a row; must be below `up`")
     dwell: Count = Field(default=2, description="`adaptive`: validations in a phase before it may change")
     longest: CountOrZero = Field(
         default=0, description="`adaptive`: validations after which a phase ends in any case; 0 = never"
@@ -291,9 +261,7 @@ class StagesConfig(Section):
     @model_validator(mode="after")
     def _complete(self) -> StagesConfig:
         if not self.stages or len(self.stages) != len(self.fractions):
-            raise ValueError(
-                f"{len(self.stages)} stages and {len(self.fractions)} fractions; give one for each"
-            )
+            raise ValueError(f"{len(self.stages)} stages and {len(self.fractions)} fractions; give one for each")
         if abs(sum(self.fractions) - 1) > 1e-9:
             raise ValueError(f"fractions {list(self.fractions)} add up to {sum(self.fractions):g}, not to 1")
         return self
@@ -329,9 +297,7 @@ def _unique_mapping(loader: _UniqueLoader, node: yaml.MappingNode) -> dict[Any, 
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str):
-            raise ConfigError(
-                f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes"
-            )
+            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is not a word; put it in quotes")
         line = key_node.start_mark.line + 1
         if key in lines:
             raise ConfigError(f"key '{key}' stands twice (lines {lines[key]} and {line}); keep one")
@@ -402,9 +368,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     out = dict(base)
     for key, value in overrides.items():
         inside = out.get(key)
-        out[key] = (
-            merge(inside, value) if isinstance(inside, Mapping) and isinstance(value, Mapping) else value
-        )
+        out[key] = merge(inside, value) if isinstance(inside, Mapping) and isinstance(value, Mapping) else value
     return out
 
 
@@ -447,9 +411,7 @@ def _written(where: list[str], schema: type[Section]) -> list[str]:
     section: Any = schema
     for depth, part in enumerate(where):
         field = section.model_fields.get(part)
-        if field is None or not (
-            isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-        ):
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
             return where[: depth + 1]
         section = field.annotation
     return where

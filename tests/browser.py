@@ -72,9 +72,7 @@ def chromium() -> Iterator[Page]:
 @contextmanager
 def laboratory(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """A JupyterLab over `folder`, with no settings but its own; yields the address to put a path behind."""
-    own = {
-        name: str(folder / f".jupyter-{name}") for name in ("config", "data", "runtime", "settings", "work")
-    }
+    own = {name: str(folder / f".jupyter-{name}") for name in ("config", "data", "runtime", "settings", "work")}
     news = Path(own["settings"], "@jupyterlab", "apputils-extension", "notification.jupyterlab-settings")
     news.parent.mkdir(parents=True, exist_ok=True)
     news.write_text(json.dumps(NO_NEWS))
@@ -93,9 +91,7 @@ def laboratory(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     command += [f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=e2e"]
     command += [f"--ServerApp.root_dir={folder}"]
     with (folder / ".jupyter.log").open("wb") as log:
-        server = subprocess.Popen(
-            command, cwd=folder, env={**keep, **variables, **environment}, stdout=log, stderr=log
-        )
+        server = subprocess.Popen(command, cwd=folder, env={**keep, **variables, **environment}, stdout=log, stderr=log)
     try:
         wait_for_port(port, server, folder / ".jupyter.log")
         yield f"http://127.0.0.1:{port}/lab/tree/{{}}?token=e2e&reset"
@@ -170,9 +166,7 @@ class Lab:
     def save(self) -> None:
         """Save, until the file is no longer marked as changed."""
         self.menu("File", "Save Notebook")
-        self.page.wait_for_selector(
-            ".jp-mod-current.jp-mod-dirty, .lm-mod-current.jp-mod-dirty", state="detached"
-        )
+        self.page.wait_for_selector(".jp-mod-current.jp-mod-dirty, .lm-mod-current.jp-mod-dirty", state="detached")
 
     def texts(self) -> list[str]:
         """Texts of the outputs in order, also of those out of sight."""
@@ -197,8 +191,6 @@ class Lab:
             "() => [...document.querySelectorAll('.jp-Cell')].at(-1).getBoundingClientRect().bottom"
         )
         path = self.pictures / f"{self.name}-{words}.png"
-        self.page.screenshot(
-            path=path, clip={"x": 280, "y": 30, "width": 990, "height": min(TALLEST, bottom) - 20}
-        )
+        self.page.screenshot(path=path, clip={"x": 280, "y": 30, "width": 990, "height": min(TALLEST, bottom) - 20})
         self.page.set_viewport_size(SIZE)
         return path

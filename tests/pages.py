@@ -26,12 +26,7 @@ def blocks(language: str, pages: list[Path] = PAGES) -> list[str]:
 
 def lines(pages: list[Path] = PAGES) -> list[str]:
     """Shell commands, one a line."""
-    return [
-        line
-        for body in blocks("sh", pages)
-        for line in body.replace("\\\n", " ").splitlines()
-        if line.strip()
-    ]
+    return [line for body in blocks("sh", pages) for line in body.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def spans(pages: list[Path] = PAGES) -> list[str]:

@@ -47,9 +47,7 @@ def test_arrows_point_on_the_real_board() -> None:
     (arrow,) = [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None)]
     assert (tuple(arrow.xyann), tuple(arrow.xy)) == ((2, 2), (3, 0))
     men = {
-        (text.get_position(), text.get_text(), text.get_color())
-        for text in figure.axes[0].texts
-        if text is not arrow
+        (text.get_position(), text.get_text(), text.get_color()) for text in figure.axes[0].texts if text is not arrow
     }
     white, black = (
         [((3, 0), "♛", "white"), ((4, 0), "♚", "white")],
@@ -78,9 +76,7 @@ def test_what_is_no_position_to_analyse_is_named() -> None:
 
 def test_the_course_of_a_game_is_seen_from_white(tmp_path: Path) -> None:
     path = tmp_path / "game.pgn"
-    path.write_text(
-        '[Event "x"]\n\n1. e4 d5 2. exd5 Qxd5 3. Nc3 Qe6+ 4. Be2 Nf6 {a comment} (4... h6) 5. d4 *\n'
-    )
+    path.write_text('[Event "x"]\n\n1. e4 d5 2. exd5 Qxd5 3. Nc3 Qe6+ 4. Be2 Nf6 {a comment} (4... h6) 5. d4 *\n')
     boards = analysis.read_game(path)
     assert len(boards) == 10
     values = analysis.along(material_net(), boards)

@@ -30,9 +30,7 @@ def inputs(rows: int = 5, size: float = 10.0, dtype: torch.dtype = torch.float64
     return scores.requires_grad_(), bias.requires_grad_()
 
 
-@pytest.mark.parametrize(
-    "piece", [1, 2 * 3 * 64 * 64, 2**18]
-)  # one row at a time, a last piece that is short, all
+@pytest.mark.parametrize("piece", [1, 2 * 3 * 64 * 64, 2**18])  # one row at a time, a last piece that is short, all
 @pytest.mark.parametrize("size", [10.0, 300.0])  # with the larger ones scores are clamped
 @pytest.mark.parametrize("biased", [True, False])
 def test_values_and_gradients_are_those_of_two_softmaxes(

@@ -203,9 +203,7 @@ def test_the_odd_shard_stands_out(tmp_path: Path) -> None:
 
 
 def test_accounts_add_up_unless_somebody_changes_something(tmp_path: Path) -> None:
-    (tmp_path / "in.pgn").write_text(
-        '[Result "1-0"]\n\n1. f3 e5 2. g4 Qh4# 1-0\n\n[Event "x"]\n\n1. e4 e5 *\n'
-    )
+    (tmp_path / "in.pgn").write_text('[Result "1-0"]\n\n1. f3 e5 2. g4 Qh4# 1-0\n\n[Event "x"]\n\n1. e4 e5 *\n')
     import_files(tmp_path / "in.pgn", tmp_path / "f", workers=1, progress=False)
     found = audit_folder(tmp_path / "f")
     assert found.account_faults() == []

@@ -165,9 +165,7 @@ def test_pictures_have_axes_and_every_board_its_fen(tmp_path: Path) -> None:
     suspects = report.suspects()
     boards = tables.boards_figure(report, suspects)
     random, suspicious = ([axes for axes in part.axes if axes.axison] for part in boards.subfigs)
-    assert all(
-        chess.Board("".join(axes.get_xlabel().split("\n"))).is_valid() for axes in [*random, *suspicious]
-    )
+    assert all(chess.Board("".join(axes.get_xlabel().split("\n"))).is_valid() for axes in [*random, *suspicious])
     assert len(random) == 6
     assert sum(map(len, suspects.values())) >= len(suspicious) == 2
     assert "win-draw-loss gives" in suspicious[0].get_title()

@@ -56,11 +56,7 @@ def test_a_rate_that_fell_and_a_time_that_grew_are_named_and_nothing_else(report
 
 
 def test_figures_that_are_new_or_have_another_unit_are_not_compared_and_named(reports: Path) -> None:
-    keep(
-        record(
-            Figure("a", 100, "positions/s"), Figure("b", 100, "positions/s"), started="2026-01-01T00:00:00Z"
-        )
-    )
+    keep(record(Figure("a", 100, "positions/s"), Figure("b", 100, "positions/s"), started="2026-01-01T00:00:00Z"))
     now = record(Figure("new", 1, "s"), Figure("a", 900, "s"), Figure("b", 100, "positions/s"))
     slower, words = bench.regressions(now)
     assert not slower
@@ -97,9 +93,7 @@ def test_a_record_of_a_few_workloads_hides_no_regression_of_the_others(reports: 
 
 
 def test_limits_and_shares_stand_beside_the_figures() -> None:
-    entry = record(
-        Figure("rate", 50, "positions/s", 200, "copying"), Figure("time", 4.0, "s", 1.0, "the disk")
-    )
+    entry = record(Figure("rate", 50, "positions/s", 200, "copying"), Figure("time", 4.0, "s", 1.0, "the disk"))
     table = bench.table(entry)
     assert table.loc["updates", "rate"].tolist() == ["50 positions/s", "200", "25%", "copying"]
     assert table.loc["updates", "time"].tolist() == ["4 s", "1", "25%", "the disk"]
@@ -118,9 +112,7 @@ def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) ->
     assert bench.machine_name("cpu").endswith("-16-cores")
 
 
-def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(
-    reports: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "workloads", lambda: {"updates": lambda plan: iter([Figure("a", 1.0, "s")])})
     plan = make_plan("cpu", 0.0, brief=True)
     with pytest.raises(ValueError, match="unknown benchmark nonsense; there are updates"):
@@ -176,9 +168,7 @@ def test_the_command_line_fails_for_a_regression_only_when_asked(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = iter([1.0, 2.0, 4.0])
-    monkeypatch.setattr(
-        bench, "workloads", lambda: {"updates": lambda plan: iter([Figure("a", next(seconds), "s")])}
-    )
+    monkeypatch.setattr(bench, "workloads", lambda: {"updates": lambda plan: iter([Figure("a", next(seconds), "s")])})
     arguments = ["--device", "cpu"]
     plan = make_plan("cpu", 0.0, brief=True)
     monkeypatch.setattr(bench, "make_plan", lambda *options: plan)
@@ -201,9 +191,7 @@ def test_no_gpu_is_said_in_one_line(reports: Path, capsys: pytest.CaptureFixture
 
 def test_the_picture_has_a_panel_for_each_sweep() -> None:
     scaling = [
-        Figure(f"{what} {n}, 128 rows", 10.0 * n, "positions/s", 5000)
-        for what in ("batch", "blocks")
-        for n in (1, 2)
+        Figure(f"{what} {n}, 128 rows", 10.0 * n, "positions/s", 5000) for what in ("batch", "blocks") for n in (1, 2)
     ]
     entry = record() | {
         "figures": {

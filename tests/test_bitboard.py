@@ -91,9 +91,7 @@ def test_legal_policy_indices_are_those_of_the_moves() -> None:
 
 
 def test_the_longest_list_of_moves_of_chess() -> None:
-    row = np.atleast_1d(
-        records.from_boards([chess.Board("R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1")])[0]
-    )
+    row = np.atleast_1d(records.from_boards([chess.Board("R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1")])[0])
     rows = np.repeat(row, 50)  # more than the buffer's first size
     assert (np.diff(moves_of(rows)[2]) == 218).all()
 
@@ -104,9 +102,7 @@ def test_a_board_full_of_queens_overruns_nothing() -> None:
         board.set_piece_at(square, chess.Piece(chess.QUEEN, (square // 8 + square) % 2 == 0))
     board.set_piece_at(chess.A1, chess.Piece(chess.KING, chess.WHITE))
     board.set_piece_at(chess.C4, chess.Piece(chess.KING, chess.BLACK))
-    masks = [
-        board.pieces_mask(kind, colour) for colour in (chess.WHITE, chess.BLACK) for kind in chess.PIECE_TYPES
-    ]
+    masks = [board.pieces_mask(kind, colour) for colour in (chess.WHITE, chess.BLACK) for kind in chess.PIECE_TYPES]
     pieces = bitboard.pieces_of(np.array([masks], np.uint64))
     assert len(bitboard.legal_moves(pieces, [0], [-1])[0]) == board.legal_moves.count()
     assert bitboard.ssl_maps(pieces).shape == (1, 5)

@@ -132,9 +132,7 @@ def test_headless_one_picture_and_no_widget(
     assert [type(one) for one in display] == [IPython.display.Image]
 
 
-def test_menus_slider_and_buttons_draw_again_in_place(
-    display: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_menus_slider_and_buttons_draw_again_in_place(display: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     calls: list[tuple[str, int]] = []
 

@@ -84,9 +84,7 @@ def look_at_html(page: Page, path: Path, picture: Path) -> list[int]:
     return list(widths)
 
 
-def test_a_training_is_watched_interrupted_and_resumed(
-    lab: tuple[Path, str], pictures: Path, reports: Path
-) -> None:
+def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
     folder, address = lab
     path = copy_notebook("train", folder, steps=STEPS)
     with chromium() as page:
@@ -120,10 +118,7 @@ def test_a_training_is_watched_interrupted_and_resumed(
 
         page.evaluate(SEES_FRAMES)
         train.run_all()
-        assert (
-            "resumed"
-            in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
-        )
+        assert "resumed" in page.locator(".jp-OutputArea-output pre", has_text=f"run          {run}").inner_text()
         watch_frames(train, 1)
         train.picture("4-resumed")
         train.wait_until_run()
@@ -196,9 +191,7 @@ def test_menus_slider_and_buttons_draw_again(lab: tuple[Path, str], pictures: Pa
         browse.picture("checkpoint")
         browse.save()
     widgets = [
-        output
-        for output in outputs(path)
-        if "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+        output for output in outputs(path) if "application/vnd.jupyter.widget-view+json" in output.get("data", {})
     ]
     assert len(widgets) == 2, "menus of curves and of boards"
     assert sum("image/png" in output.get("data", {}) for output in outputs(path)) == 2, "pictures beside them"

@@ -57,9 +57,7 @@ def newest_step(folder: Path) -> int:
 def best_of(folder: Path) -> tuple[int, float, str]:
     found = Checkpoints(folder, 2).best
     assert found is not None
-    assert torch.equal(
-        storage.read(found.path).tensors["model"]["weight"], tensors(found.step)["model"]["weight"]
-    )
+    assert torch.equal(storage.read(found.path).tensors["model"]["weight"], tensors(found.step)["model"]["weight"])
     return found.step, found.value, found.path.name
 
 
@@ -172,9 +170,7 @@ def test_only_one_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("wait", ["best", "steps", "pick", "load", "discard_after"])
-def test_readers_wait_for_the_save_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str
-) -> None:
+def test_readers_wait_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     slow = Slow(monkeypatch)
     store = Checkpoints(tmp_path, 2)
     path = store.save(1, tensors(1), {"cursor": 1}, best=2.0)
@@ -448,9 +444,7 @@ def test_a_newer_schema_is_an_error_not_a_fallback(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(storage, "SCHEMA", 7)
     save(Checkpoints(tmp_path, 2), 200)
     monkeypatch.undo()
-    with pytest.raises(
-        NewerCheckpoint, match=r"step_00000200 has checkpoint schema 7, .* up to schema 2\. Update"
-    ):
+    with pytest.raises(NewerCheckpoint, match=r"step_00000200 has checkpoint schema 7, .* up to schema 2\. Update"):
         Checkpoints(tmp_path, 2).newest()
 
 
@@ -502,9 +496,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
         again.pick("step_00000123")
 
 
-def test_nothing_is_removed_before_the_new_one_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_removed_before_the_new_one_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Checkpoints(tmp_path, 2)
     save(store, 100, 200)
     seen: list[list[str]] = []
@@ -613,9 +605,7 @@ def test_room_that_will_not_do_is_said_once(tmp_path: Path, monkeypatch: pytest.
     save(store, 100)  # four of 1 MB fit
     assert store.messages == []
     store = Checkpoints(tmp_path, 3)
-    with pytest.warns(
-        CheckpointWarning, match=r"keep = 3, .* take up to 5\.2 MB, 0\.2 MB more than"
-    ) as caught:
+    with pytest.warns(CheckpointWarning, match=r"keep = 3, .* take up to 5\.2 MB, 0\.2 MB more than") as caught:
         save(store, 200, 300)
     assert len(caught) == 1
     assert store.steps() == [100, 200, 300]

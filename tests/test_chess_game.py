@@ -257,9 +257,7 @@ def puzzles(shared: Path, plies: int) -> list[tuple[chess.Board, chess.Move]]:
     return mates
 
 
-def solved(
-    mates: list[tuple[chess.Board, chess.Move]], simulations: int, plies: int, look_ahead: bool
-) -> int:
+def solved(mates: list[tuple[chess.Board, chess.Move]], simulations: int, plies: int, look_ahead: bool) -> int:
     """How many are solved: the best move is the solution's, or another one proven to mate as fast."""
     search = Search(GAME, material, SearchOptions(leaves=1, look_ahead=look_ahead), trees=len(mates))
     for tree, (board, _) in enumerate(mates):

@@ -110,9 +110,7 @@ def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
 
 
 @needs_packages
-def test_a_file_that_says_something_else_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_says_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, path = random_net(), tmp_path / "model.onnx"
     path.write_text("an earlier one")
     for wrong in (1e-3, float("nan")):
@@ -165,15 +163,11 @@ def export_frame(encoding: str, white: bool, indices: list[int]) -> list[int]:
 
 
 def mirrored(move: chess.Move) -> chess.Move:
-    return chess.Move(
-        chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion
-    )
+    return chess.Move(chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion)
 
 
 @pytest.mark.parametrize("name", onnx.PACKAGES)
-def test_a_missing_package_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for present in onnx.PACKAGES:
         monkeypatch.setitem(sys.modules, present, ModuleType(present))
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed

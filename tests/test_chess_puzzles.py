@@ -27,8 +27,7 @@ class Material:
         worth = {1: 1, 2: 3, 3: 3, 4: 5, 5: 9, 6: 0}
         return np.array(
             [
-                sum(worth[p.piece_type] * (1 if p.color == b.turn else -1) for p in b.piece_map().values())
-                / 40
+                sum(worth[p.piece_type] * (1 if p.color == b.turn else -1) for p in b.piece_map().values()) / 40
                 for b in boards
             ]
         )
@@ -43,9 +42,7 @@ def test_one_ply_search_takes_the_queen_and_prefers_mate() -> None:
     moves = puzzles.one_ply(net, boards)  # type: ignore[arg-type]
     assert moves[0] in ("e4d5", "c3d5")
     assert moves[1] == "d1d8"
-    assert moves[2] in ("e5d4", "c6d4"), (
-        "the value is the opponent's: a search that maximises it hangs the queen"
-    )
+    assert moves[2] in ("e5d4", "c6d4"), "the value is the opponent's: a search that maximises it hangs the queen"
 
 
 def test_one_ply_knows_stalemate_and_positions_without_moves() -> None:

@@ -264,9 +264,7 @@ def test_rows_with_hidden_squares_give_only_the_piece_loss(rows: Rows) -> None:
     terms = frozenset(chess_task.weights)
     with torch.no_grad():
         one, two = (chess_task.losses(model, b, terms)[0] for b in (batch, spoilt))
-    assert {term: float(value) for term, value in one.items()} == {
-        term: float(value) for term, value in two.items()
-    }
+    assert {term: float(value) for term, value in one.items()} == {term: float(value) for term, value in two.items()}
 
 
 def losses_squares(batch: dict[str, Tensor]) -> Tensor:
@@ -290,9 +288,7 @@ def test_self_supervised_targets_are_those_of_python_chess(rows: Rows) -> None:
                     assert mine == 1 + (ours > theirs) - (ours < theirs)
                 else:
                     piece = board.piece_at(square)
-                    assert mine == (
-                        12 if piece is None else piece.piece_type - 1 + 6 * (piece.color != board.turn)
-                    )
+                    assert mine == (12 if piece is None else piece.piece_type - 1 + 6 * (piece.color != board.turn))
 
 
 class Perfect(nn.Module):
@@ -321,9 +317,7 @@ def test_matrix0_moves_and_outputs(shared: Path) -> None:
     """Policy indices of all legal moves, and a whole prediction, against what Matrix0's own code gave."""
     folder = shared / "parity"
     expected = np.load(folder / "parity.npz")
-    boards = [
-        chess.Board(line) for line in (folder / "positions.fen").read_text().splitlines() if line.strip()
-    ]
+    boards = [chess.Board(line) for line in (folder / "positions.fen").read_text().splitlines() if line.strip()]
     options = matrix0_config(json.loads((folder / "small_cfg.json").read_text())["netconfig_full"])
     settings = load_config("demo")
     chess_task = ChessTask(settings.model_copy(update={"model": options}))
@@ -401,9 +395,7 @@ def test_the_task_is_frozen_and_travels_to_workers(rows: Rows) -> None:
 
 
 def test_weights() -> None:
-    chess_task = task(
-        ssl=["pin", "piece"], loss={"policy": 2.0, "value": 0.5, "ssl": {"pin": 0.1, "piece": 0.3}}
-    )
+    chess_task = task(ssl=["pin", "piece"], loss={"policy": 2.0, "value": 0.5, "ssl": {"pin": 0.1, "piece": 0.3}})
     assert chess_task.weights == {"policy": 2.0, "value": 0.5, "ssl_pin": 0.1, "ssl_piece": 0.3}
 
 
@@ -459,10 +451,7 @@ def test_nothing_is_hidden_for_a_piece_head_without_weight(rows: Rows) -> None:
     chess_task = task(loss={"ssl": {"piece": 0.0}})
     batch = tensors(chess_task.prepare(rows, rng()))
     assert "hidden" not in batch
-    assert (
-        chess_task.counts(batch)["policy"]
-        == chess_task.counts(tensors(task().prepare_plain(rows, rng())))["policy"]
-    )
+    assert chess_task.counts(batch)["policy"] == chess_task.counts(tensors(task().prepare_plain(rows, rng())))["policy"]
     assert chess_task.counts(batch)["ssl_piece"] == 0
 
 

@@ -223,9 +223,7 @@ def test_the_commands_of_a_page_run(page: Path, place: Path, whole: bool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks("python", [page])], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", [page])], ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page: Path, place: Path) -> None:
     if not (place / "data" / "mine").exists():  # unless the commands have made it
         shutil.copytree(place / "made" / "shards", place / "data" / "mine")

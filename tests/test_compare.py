@@ -41,12 +41,8 @@ def fake(
     """A run as it lies on disk: ten updates of 0.1 s, the first of 5 s, the last with `last` over it."""
     folder = root / name
     folder.mkdir()
-    requested = load_config(
-        "demo", config.merge({"train": {"steps": 10}, **(overrides or {})}, {"seed": seed})
-    )
-    write_json(
-        folder / "run.json", {"preset": "demo", "requested": config.dump(requested), "catalogue": catalogue}
-    )
+    requested = load_config("demo", config.merge({"train": {"steps": 10}, **(overrides or {})}, {"seed": seed}))
+    write_json(folder / "run.json", {"preset": "demo", "requested": config.dump(requested), "catalogue": catalogue})
     (folder / "config.yaml").write_text(config.to_yaml(requested))
     validation = {"kind": "full", "loss": loss, "losses": {"policy": loss - 1, "value": 1.0}}
     with MetricsLog(folder / "metrics.jsonl") as log:
@@ -126,9 +122,7 @@ def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
         ({"train": {"batch_size": 64, "steps": 10}}, False),
     ],
 )
-def test_same_data_is_claimed_only_when_it_is_true(
-    reports: Path, overrides: dict[str, Any], same: bool
-) -> None:
+def test_same_data_is_claimed_only_when_it_is_true(reports: Path, overrides: dict[str, Any], same: bool) -> None:
     comparison = sides(reports, [3.0], [2.0], overrides)
     assert comparison.same_data is same
     assert ("same seed, same data order" in comparison.describe()) is same
@@ -227,9 +221,7 @@ def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
     with pytest.raises(ValueError, match=r"validation\.limit, so they were measured on other held-out rows"):
         compare.compare([a], [fewer])
     foreign = fake(reports, "foreign")
-    (foreign / "config.yaml").write_text(
-        (foreign / "config.yaml").read_text().replace("chess", "my.module:TASK")
-    )
+    (foreign / "config.yaml").write_text((foreign / "config.yaml").read_text().replace("chess", "my.module:TASK"))
     with pytest.raises(ValueError, match=r"'my\.module:TASK', somebody's own code: name a preset of it"):
         compare.compare([foreign], [a], ["demo"])
     with pytest.raises(ValueError, match="'empty' is no run"):
@@ -264,9 +256,7 @@ def test_training_pairs_alternates_and_goes_on_under_its_name(reports: Path) -> 
     comparison = compare.compare(a, b)
     assert comparison.same_data
     assert [r.stable for r in comparison.runs] == [True] * 4
-    assert comparison.figures[0].a == comparison.figures[0].b, (
-        "one configuration, one seed: the same bits on the CPU"
-    )
+    assert comparison.figures[0].a == comparison.figures[0].b, "one configuration, one seed: the same bits on the CPU"
     assert comparison.figures[0].a[0] != comparison.figures[0].a[1], "another seed, another network"
     records = [json.loads((folder / "run.json").read_text()) for folder in (*a, *b)]
     assert {record["kind"] for record in records} == {"compare"}

@@ -145,9 +145,7 @@ def latin(**sections: Any) -> Config:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_option_has_its_default_in_the_schema(task: str) -> None:
     whole = parse({"task": task}, "config")
-    assert set(leaves(type(whole))) == {
-        tuple(key.split(".")) for key, _ in configuration._leaves(dump(whole))
-    }
+    assert set(leaves(type(whole))) == {tuple(key.split(".")) for key, _ in configuration._leaves(dump(whole))}
 
 
 @pytest.mark.parametrize("name", presets())

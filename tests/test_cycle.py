@@ -104,13 +104,9 @@ class Script:
             raise KeyboardInterrupt
         trainer = SimpleNamespace(step=0, start_from=lambda tensors: None)
         summary = {"evaluation": {"top1": 0.5}}
-        return SimpleNamespace(
-            trainer=trainer, steps=1, train=list, close=lambda: None, summary=lambda: summary
-        )
+        return SimpleNamespace(trainer=trainer, steps=1, train=list, close=lambda: None, summary=lambda: summary)
 
-    def play_pairs(
-        self, game: Any, one: Any, two: Any, openings: Any, plies: int, names: Any, _: int
-    ) -> Match:
+    def play_pairs(self, game: Any, one: Any, two: Any, openings: Any, plies: int, names: Any, _: int) -> Match:
         outcome = "even"
         if len(openings) == 64:
             self.opponents.append(names)
@@ -119,9 +115,7 @@ class Script:
             raise KeyboardInterrupt
         first = {"won": [1, -1], "lost": [-1, 1]}  # results of a pair, for the side that moves first
         pairs = [first.get(outcome, first["won" if i % 2 else "lost"]) for i in range(len(openings))]
-        return Match(
-            tuple(GameRecord(game.initial(1), [], float(result)) for pair in pairs for result in pair)
-        )
+        return Match(tuple(GameRecord(game.initial(1), [], float(result)) for pair in pairs for result in pair))
 
     def train(self, *matches: str) -> list[Generation]:
         """As many generations more as there are matches."""
@@ -198,9 +192,7 @@ def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) ->
     assert len(opened.decisions()) == 2
 
 
-STAGES = [
-    (n, part) for n in (1, 2) for part in ("chunks", "lesson", "checkpoint", "match", "anchor", "decision")
-]
+STAGES = [(n, part) for n in (1, 2) for part in ("chunks", "lesson", "checkpoint", "match", "anchor", "decision")]
 
 
 def kill_at(stage: tuple[int, str], process: subprocess.Popen[bytes], root: Path) -> None:
@@ -236,9 +228,7 @@ def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
 
 
 @pytest.mark.soak
-def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(whole: Path, tmp_path: Path) -> None:
     kill_at((1, "chunks"), run(tmp_path, workers=2, generations=1), tmp_path)
     assert len(read_generations(tmp_path / "c")[1].chunks) < 4, "it was killed amid self-play"
     assert run(tmp_path, workers=2, generations=1).wait(300) == 0
@@ -394,16 +384,12 @@ def test_rolling_back_is_one_call(script: Script) -> None:
         script.cycle.roll_back(7, "")
 
 
-def test_a_lesson_is_settled_when_the_training_begins(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lesson_is_settled_when_the_training_begins(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a shard that is quarantined between a kill and the resume changes the run's configuration."""
     counts = [("selfplay_001", 30), ("selfplay_002", 20), ("selfplay_002", 5)]
     rows = [SimpleNamespace(source=source, count=count) for source, count in counts]
     shards = Catalogue.shards
-    monkeypatch.setattr(
-        Catalogue, "shards", lambda self, split="", **more: rows if split else shards(self, **more)
-    )
+    monkeypatch.setattr(Catalogue, "shards", lambda self, split="", **more: rows if split else shards(self, **more))
     script.train("even")
     script.killed = True
     for quarantined in (2, 0):
@@ -411,9 +397,7 @@ def test_a_lesson_is_settled_when_the_training_begins(
             script.train("even")
         assert script.lessons[-1] == {"selfplay_001": 30.0, "selfplay_002": 25.0}
         del rows[quarantined]
-    with pytest.raises(
-        cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"
-    ):
+    with pytest.raises(cycle.CycleError, match=r"learn from 'selfplay_001', of which there is no healthy shard"):
         script.train("even")
 
 
@@ -425,9 +409,7 @@ def test_a_match_of_no_pairs_is_none(script: Script) -> None:
     assert generation.pairs("anchor") == (0, 0, 0, 0, 0)
 
 
-def test_checks_judge_the_best_network_and_all_games(
-    opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_judge_the_best_network_and_all_games(opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = opened.history()
     strong, weak = ((0, 0, 0, 4, 60),), ((60, 4, 0, 0, 0),)
     history = [first.model_copy(update={"anchor": weak}), second.model_copy(update={"anchor": strong})]
@@ -483,15 +465,11 @@ def test_all_networks_compute_as_was_resolved_when_the_cycle_began(
         for name in ("device", "dtype", "threads", "channels_last", "compile"):
             assert stored[name] == getattr(again.runtime, name)
     monkeypatch.setattr(cycle.runtimes, "reuse", lambda stored: replace(again.runtime, device="cuda"))
-    with pytest.raises(
-        cycle.CycleError, match=r"was begun on 'cuda'; give it another name to run it on 'cpu'"
-    ):
+    with pytest.raises(cycle.CycleError, match=r"was begun on 'cuda'; give it another name to run it on 'cpu'"):
         cycle.open_cycle("demo", "cpu", "c", TINY)
 
 
-def test_an_opened_and_a_trained_cycle_have_the_threads_that_were_resolved(
-    opened: cycle.Cycle, threads: None
-) -> None:
+def test_an_opened_and_a_trained_cycle_have_the_threads_that_were_resolved(opened: cycle.Cycle, threads: None) -> None:
     list(opened.train())  # nothing is left to do
     assert torch.get_num_threads() == 1
     torch.set_num_threads(2)
@@ -499,9 +477,7 @@ def test_an_opened_and_a_trained_cycle_have_the_threads_that_were_resolved(
     assert torch.get_num_threads() == 1
 
 
-def test_of_two_that_begin_a_cycle_at_once_one_decides(
-    reports: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_begin_a_cycle_at_once_one_decides(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve, resolved = cycle.runtimes.resolve, []
 
     def slow(*arguments: Any) -> Any:
@@ -548,9 +524,7 @@ def test_a_cycle_needs_a_game_for_two() -> None:
         load_cycle("demo", {"network": {"task": "latin", "model": {}, "data": {}, "loss": {}}})
     with pytest.raises(config.ConfigError, match=r"key 'network.task' is missing"):
         load_cycle("demo", {"network": {"task": None}})
-    with pytest.raises(
-        config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"
-    ):
+    with pytest.raises(config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"):
         load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
 
 
@@ -620,9 +594,7 @@ def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
     assert course[0]["policy: games lost"] > 0.5 > course[2]["policy: games lost"]
     assert current.checks()[-1][0] == "loses to nobody"
     text = next((reports / "t" / "matches").glob("001*.txt")).read_text()
-    assert text.startswith("generation 0 - generation 1: "), (
-        "three plies were random, so O is the first to choose"
-    )
+    assert text.startswith("generation 0 - generation 1: "), "three plies were random, so O is the first to choose"
     assert cycle_figures.course_table(course).shape == (len(course[0]), 3)
     assert len(cycle_figures.course_figure(course).axes[0].lines) == len(course[0])
     monkeypatch.setattr(cycle_games, "network", None)

@@ -71,9 +71,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def test_blocks_of_a_chess_network() -> None:
-    net = chess_net(
-        blocks=3, ssl=["piece", "pin"], chess_features=True, auxiliary=True, attention={"every": 2}
-    )
+    net = chess_net(blocks=3, ssl=["piece", "pin"], chess_features=True, auxiliary=True, attention={"every": 2})
     tower = [f"tower.{index}" for index in range(4)]
     heads = ["policy_head", "value_head", "ssl_heads.piece", "ssl_heads.pin"]
     auxiliary = ["auxiliary.from_square", "auxiliary.move_type"]
@@ -581,9 +579,7 @@ def test_a_chess_network(every: int) -> None:
         "ssl": ["pin"],
     }
     torch.manual_seed(0)
-    model = PolicyValueNet(
-        ModelConfig.model_validate(merge(dump(load_config("demo"))["model"], options))
-    ).train()
+    model = PolicyValueNet(ModelConfig.model_validate(merge(dump(load_config("demo"))["model"], options))).train()
     x = torch.rand(4, PLANES, 8, 8, generator=torch.Generator().manual_seed(1))
 
     def replay() -> None:

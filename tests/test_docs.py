@@ -290,11 +290,7 @@ def parameters(notebook: Path) -> set[str]:
     tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     assert len(tagged) == 1, notebook.name
     body = ast.parse("".join(tagged[0]["source"])).body
-    return {
-        node.target.id
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
 
 
 def test_papermill_examples_would_be_accepted() -> None:
@@ -326,9 +322,7 @@ def test_papermill_examples_would_be_accepted() -> None:
 def test_options_of_commands_exist() -> None:
     sources = (ROOT / "matrixlib" / name for name in ("runs/launch.py", "bench/report.py"))
     source = "".join(path.read_text(encoding="utf-8") for path in sources)
-    papermills = {
-        option for parameter in papermill.params for option in (*parameter.opts, *parameter.secondary_opts)
-    }
+    papermills = {option for parameter in papermill.params for option in (*parameter.opts, *parameter.secondary_opts)}
     asked = {word for span in spans([README]) for word in span.split() if word.startswith("--")}
     for option in asked - {"--file"} - papermills:
         assert f'"{option}"' in source, option

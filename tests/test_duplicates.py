@@ -69,9 +69,7 @@ def row_of(batch: Batch, board: chess.Board) -> int:
 def moves_of(batch: Batch, row: int, board: chess.Board) -> dict[str, float]:
     """Moves with weight, by name."""
     start, stop = batch["policy_offset"][row : row + 2]
-    share = dict(
-        zip(batch["policy_index"][start:stop], batch["policy_weight"][start:stop] / 65535, strict=True)
-    )
+    share = dict(zip(batch["policy_index"][start:stop], batch["policy_weight"][start:stop] / 65535, strict=True))
     found = {board.san(move): share[policy_index(move, board.turn)] for move in board.legal_moves}
     return {name: round(float(weight), 3) for name, weight in found.items() if weight}
 
@@ -100,9 +98,7 @@ def test_counts_are_added_and_targets_averaged(tmp_path: Path) -> None:
     after_e4.push_san("e4")
     wdl = batch["records"]["wdl"][row_of(batch, after_e4)] / 65535
     judged = wdl_of_score([-50])[0] / 65535
-    assert wdl == pytest.approx((judged + np.array([0, 0, 1])) / 2, abs=1e-4), (
-        "an evaluation, and a lost game's result"
-    )
+    assert wdl == pytest.approx((judged + np.array([0, 0, 1])) / 2, abs=1e-4), "an evaluation, and a lost game's result"
 
 
 def test_results_that_agree_are_kept(tmp_path: Path) -> None:
@@ -186,9 +182,7 @@ def same_position(entries: list[Entry]) -> Batch:
 
 def merged(parts: list[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
     whole = concat([batch for batch, _ in parts], LAYOUT)
-    return duplicates.merge(
-        whole, np.zeros(len(whole["records"]), int), np.concatenate([count for _, count in parts])
-    )
+    return duplicates.merge(whole, np.zeros(len(whole["records"]), int), np.concatenate([count for _, count in parts]))
 
 
 @settings(deadline=None, max_examples=150)
@@ -295,11 +289,7 @@ def test_sources_and_splits_are_merged_and_training_keeps_the_position(tmp_path:
     import_files([shared / "games" / "engine_matches.pgn"], folder, workers=1, progress=False)
     add(
         folder,
-        "".join(
-            f"1. {a} {b} *\n\n"
-            for a in ("a3", "b3", "c3", "d3", "e3")
-            for b in ["a6", "b6", "c6", "d6", "e6"]
-        ),
+        "".join(f"1. {a} {b} *\n\n" for a in ("a3", "b3", "c3", "d3", "e3") for b in ["a6", "b6", "c6", "d6", "e6"]),
     )
     fen = chess.Board().fen()
     (tmp_path / "a.epd").write_text(f"{' '.join(fen.split()[:4])} bm e4;\n")
@@ -385,9 +375,7 @@ def test_stopped_anywhere_it_ends_in_the_same_shards(tmp_path: Path, monkeypatch
     assert steps > 10
 
 
-TWICE = (
-    "1. e4 e5 2. Nf3 Nc6 *\n"  # in two files with another game each, the shards of one of which are used up
-)
+TWICE = "1. e4 e5 2. Nf3 Nc6 *\n"  # in two files with another game each, the shards of one of which are used up
 SECOND = "1. e4 e5 2. Nf3 Nc6 3. Bb5 *\n"
 
 
@@ -415,9 +403,7 @@ def test_a_step_that_is_done_again_does_not_store_what_was_merged(tmp_path: Path
     if rebuilt:
         (folder / NAME).unlink()
     assert import_files(files, folder, workers=1, progress=False).fresh_entries == 2
-    assert [(row.name, row.sha256) for row in Catalogue(folder).shards()] == [
-        (row.name, row.sha256) for row in rows
-    ]
+    assert [(row.name, row.sha256) for row in Catalogue(folder).shards()] == [(row.name, row.sha256) for row in rows]
     assert audit_folder(folder).account_faults() == []
     assert import_files(files, folder, workers=1, progress=False).fresh_entries == 0
 
@@ -454,9 +440,7 @@ def test_an_unfinished_import_comes_first(tmp_path: Path) -> None:
 def test_an_unfinished_merge_of_an_older_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "imports").mkdir()
     (tmp_path / "imports" / "merge.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"merge\.json: a merge by an older version was not finished; delete"
-    ):
+    with pytest.raises(ValueError, match=r"merge\.json: a merge by an older version was not finished; delete"):
         deduplicate(tmp_path)
 
 

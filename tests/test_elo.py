@@ -91,9 +91,7 @@ def test_sprt_ratio_near_its_approximation() -> None:
     score = counts @ PAIR_SCORES / n
     variance = counts @ (PAIR_SCORES - score) ** 2 / n
     s0, s1 = expected_score(sprt.elo0), expected_score(sprt.elo1)
-    assert sprt.ratio(counts) == pytest.approx(
-        (s1 - s0) * (2 * score - s0 - s1) * n / (2 * variance), rel=0.02
-    )
+    assert sprt.ratio(counts) == pytest.approx((s1 - s0) * (2 * score - s0 - s1) * n / (2 * variance), rel=0.02)
     assert sprt.bounds() == pytest.approx((-2.944, 2.944), abs=1e-3)
 
 

@@ -41,9 +41,7 @@ def test_environment_has_the_same_packages_and_ranges() -> None:
     assert pip[-1] == "--editable ."
     lines = [item for item in environment["dependencies"] if isinstance(item, str)] + pip[:-1]
     requirements = [Requirement(line) for line in lines]
-    ranges = {
-        canonicalize_name(CONDA_NAMES.get(item.name, item.name)): item.specifier for item in requirements
-    }
+    ranges = {canonicalize_name(CONDA_NAMES.get(item.name, item.name)): item.specifier for item in requirements}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert str(ranges["python"]) == project["requires-python"]
     mine = {name: item for name, item in ranges.items() if name not in CONDA_ALONE}
@@ -69,9 +67,7 @@ def test_lock_drags_in_no_cuda_and_no_index() -> None:
 
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {
-        key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "VENV"))
-    }
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "VENV"))}
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,

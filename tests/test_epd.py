@@ -103,9 +103,7 @@ def test_a_lost_semicolon_is_mended_and_said(tmp_path):
     assert whole.policy(0) == {"e2e4": 65535}
 
 
-@pytest.mark.parametrize(
-    "name, stored, semicolons", [("bk24", 24, 0), ("kaufman25", 25, 2), ("wac300", 300, 0)]
-)
+@pytest.mark.parametrize("name, stored, semicolons", [("bk24", 24, 0), ("kaufman25", 25, 2), ("wac300", 300, 0)])
 def test_real_suites(shared, name, stored, semicolons):
     whole = read_file(Epd(), shared / "puzzles" / f"{name}.epd")
     assert (whole.stored, whole.refused) == (stored, [])

@@ -92,9 +92,7 @@ def test_a_mate_against_the_mover(tmp_path):
 def test_castling_is_written_as_king_takes_rook(tmp_path, side):
     rank = "1" if side == "w" else "8"
     pvs = [{"cp": 0, "line": f"e{rank}h{rank} a7a6"}, {"cp": 0, "line": f"e{rank}c{rank}"}]
-    line = json.dumps(
-        {"fen": f"r3k2r/p6p/8/8/8/8/P6P/R3K2R {side} KQkq -", "evals": [{"pvs": pvs, "depth": 20}]}
-    )
+    line = json.dumps({"fen": f"r3k2r/p6p/8/8/8/8/P6P/R3K2R {side} KQkq -", "evals": [{"pvs": pvs, "depth": 20}]})
     whole = read_file(Evaluations(), write(tmp_path, line))
     assert near(whole.policy(0), {f"e{rank}g{rank}": 0.5, f"e{rank}c{rank}": 0.5})
 
@@ -129,9 +127,7 @@ def test_equal_positions_are_one_game(tmp_path):
     board = chess.Board("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1")
     pairs = [(board, "d1d8"), (board.mirror(), "d8d1"), (board.transform(chess.flip_horizontal), "e1e8")]
     lines = [
-        json.dumps(
-            {"fen": " ".join(b.fen().split()[:4]), "evals": [{"pvs": [{"cp": 0, "line": uci}], "depth": 1}]}
-        )
+        json.dumps({"fen": " ".join(b.fen().split()[:4]), "evals": [{"pvs": [{"cp": 0, "line": uci}], "depth": 1}]})
         for b, uci in pairs
     ]
     game = read_file(Evaluations(), write(tmp_path, *lines, BLACK)).batch["records"]["game"]

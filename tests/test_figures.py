@@ -75,10 +75,7 @@ def test_updates_that_are_not_finite_are_counted_in_the_title() -> None:
 
 
 def test_figure_has_axes_with_units_and_is_a_picture() -> None:
-    rows = [
-        row(step, validation={"policy": 2.0, "policy/top1": 0.1} if step % 2 else None)
-        for step in range(1, 9)
-    ]
+    rows = [row(step, validation={"policy": 2.0, "policy/top1": 0.1} if step % 2 else None) for step in range(1, 9)]
     figure = training_figure(rows)
     labels = {axes.get_ylabel() for axes in figure.axes}
     assert labels == {

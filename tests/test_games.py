@@ -87,9 +87,7 @@ def test_the_share_of_labelled_positions():
     parameters = Parameters(keep=0.6, keep_first=0.1, keep_decided=0.2)
     played = [Game(n, (chess.Move.null(),) * 100, (0,) * 50 + (9000,) * 50, 2, 0) for n in range(200)]
     share = np.mean([choose(game, parameters) for game in played], axis=0)
-    np.testing.assert_allclose(
-        [share[:4].mean(), share[4:50].mean(), share[50:].mean()], [0.1, 0.6, 0.2], atol=0.05
-    )
+    np.testing.assert_allclose([share[:4].mean(), share[4:50].mean(), share[50:].mean()], [0.1, 0.6, 0.2], atol=0.05)
     assert (choose(played[3], parameters) == choose(played[3], parameters)).all()
     assert (choose(played[3], parameters) != choose(played[4], parameters)).any()
 

@@ -21,9 +21,7 @@ from matrixlib.tasks.chess.stockfish.games import ENDINGS, Parameters, position_
 from matrixlib.tasks.chess.stockfish.generator import generate
 from matrixlib.tasks.chess.stockfish.labels import oriented
 
-TINY = Parameters(
-    seed=5, games_per_chunk=2, nodes=(20, 60), plies=60, keep=0.3, shallow_depth=2, deep_depth=3
-)
+TINY = Parameters(seed=5, games_per_chunk=2, nodes=(20, 60), plies=60, keep=0.3, shallow_depth=2, deep_depth=3)
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,7 @@ def settled(**changes: object) -> Health:
     """After enough good updates for the band to be known."""
     health = Health(options(**changes))
     stream = random.Random(1)
-    assert (
-        run(health, ((2 + stream.gauss(0, 0.05), 1 + stream.gauss(0, 0.1)) for _ in range(20))) == [OK] * 20
-    )
+    assert run(health, ((2 + stream.gauss(0, 0.05), 1 + stream.gauss(0, 0.1)) for _ in range(20))) == [OK] * 20
     return health
 
 
@@ -126,8 +124,7 @@ def test_noise_and_drift_are_no_spike(seed: int, noise: float, slope: float) -> 
     stream = random.Random(seed)
     health = Health(options(window=50, patience=3))
     updates = [
-        (3 * math.exp(slope * i) * (1 + noise * stream.gauss(0, 1)), math.exp(stream.gauss(0, 0.5)))
-        for i in range(300)
+        (3 * math.exp(slope * i) * (1 + noise * stream.gauss(0, 1)), math.exp(stream.gauss(0, 0.5))) for i in range(300)
     ]
     assert ROLLBACK not in run(health, updates)
 

@@ -175,9 +175,7 @@ def test_the_same_games_in_another_file_are_left_out(matches: Path, tmp_path: Pa
     ("name", "entries", "source"),
     [("lichess_dev.csv", 5000, "puzzles"), ("bk24.epd", 24, "epd"), ("kaufman25.epd", 26, "epd")],
 )
-def test_other_kinds_go_the_same_way(
-    shared: Path, tmp_path: Path, name: str, entries: int, source: str
-) -> None:
+def test_other_kinds_go_the_same_way(shared: Path, tmp_path: Path, name: str, entries: int, source: str) -> None:
     report = run(shared / "puzzles" / name, tmp_path)
     assert report.entries == entries
     assert report.stored > 0.9 * entries
@@ -242,9 +240,7 @@ def test_limit_stops_at_a_step_and_another_call_goes_on(tmp_path: Path, small: N
 
 
 @pytest.mark.parametrize(("workers", "kills"), [(1, 4), (2, 1), pytest.param(1, 100, marks=pytest.mark.soak)])
-def test_killed_anywhere_it_ends_in_the_same_bytes(
-    tmp_path: Path, forkserver: Any, workers: int, kills: int
-) -> None:
+def test_killed_anywhere_it_ends_in_the_same_bytes(tmp_path: Path, forkserver: Any, workers: int, kills: int) -> None:
     path, whole = tmp_path / "a.pgn", tmp_path / "whole"
     path.write_text(line_games(600, 60))
     first = forkserver.Process(target=import_small, args=(path, whole, 1))
@@ -313,9 +309,7 @@ def test_a_lost_shard_is_made_again(tmp_path: Path, small: None, how: str) -> No
     assert all(row.state == "healthy" for row in Catalogue(tmp_path / "f").shards(state=None))
 
 
-def test_a_step_that_is_done_again_with_less_leaves_nothing_of_the_first_time(
-    tmp_path: Path, small: None
-) -> None:
+def test_a_step_that_is_done_again_with_less_leaves_nothing_of_the_first_time(tmp_path: Path, small: None) -> None:
     folder, games = tmp_path / "f", line_games(60)
     (tmp_path / "a.pgn").write_text(games)
     (tmp_path / "b.pgn").write_text("\n" + games)
@@ -354,9 +348,7 @@ class Deadly:
 
 
 def test_a_dead_worker_stops_the_import_with_a_reason(tmp_path: Path, small: None, monkeypatch: Any) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "a.pgn").write_text(line_games(100))
     with pytest.raises(ImportStopped, match="a worker process died"):
         import_files(tmp_path / "a.pgn", tmp_path / "f", reader=Deadly(), workers=2, progress=False)
@@ -396,9 +388,7 @@ def test_two_imports_into_a_folder_do_not_mix(tmp_path: Path) -> None:
         ("games.pgn", b"nothing of the kind\n", "holds no games in PGN"),
     ],
 )
-def test_files_that_cannot_be_imported_are_named(
-    tmp_path: Path, name: str, content: bytes | None, what: str
-) -> None:
+def test_files_that_cannot_be_imported_are_named(tmp_path: Path, name: str, content: bytes | None, what: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=what) as caught:

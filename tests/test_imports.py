@@ -114,9 +114,7 @@ def test_the_imports_go_in_no_circle() -> None:
 def test_the_root_and_its_files_stay_small() -> None:
     assert len([parts for parts in MODULES if len(parts) == 2]) <= 4
     lines = {p: p.read_text(encoding="utf-8").count("\n") for p in PACKAGE.rglob("*.py")}
-    long = [
-        f"{p.relative_to(PACKAGE)} ({n})" for p, n in lines.items() if n > 500 and p.name != "bitboard.py"
-    ]
+    long = [f"{p.relative_to(PACKAGE)} ({n})" for p, n in lines.items() if n > 500 and p.name != "bitboard.py"]
     assert not long, f"more than 500 lines, so two nouns: {', '.join(long)}"
 
 
@@ -145,8 +143,7 @@ def cells(path: Path) -> list[str]:
     notebook = json.loads(path.read_text(encoding="utf-8"))
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [
-        "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("%", "!")))
-        for text in sources
+        "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("%", "!"))) for text in sources
     ]
 
 
@@ -190,7 +187,5 @@ def test_no_module_does_work_at_import(parts: tuple[str, ...]) -> None:
         for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
                 name = ast.unparse(call.func)
-                bad = re.search(
-                    r"(^|\.)(open|Thread|Popen|run|read_text|read_bytes|load|loads|connect|print)$", name
-                )
+                bad = re.search(r"(^|\.)(open|Thread|Popen|run|read_text|read_bytes|load|loads|connect|print)$", name)
                 assert not bad, f"line {call.lineno}: {name}() at import"

@@ -87,9 +87,7 @@ def test_each_fault_is_noticed_loses_nothing_and_ends_near_the_clean_runs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, names", CASES)
-def test_the_clean_runs_differ_and_nothing_happens_to_them(
-    trials_of: TrialsOf, preset: str, names: str
-) -> None:
+def test_the_clean_runs_differ_and_nothing_happens_to_them(trials_of: TrialsOf, preset: str, names: str) -> None:
     trials = trials_of(preset, names)
     assert trials.checks()[0][1:] == (True, "")
     assert len({outcome.loss for outcome in trials.clean}) == 3
@@ -107,9 +105,7 @@ def test_processes_end_as_their_faults_end_them(trials_of: TrialsOf, preset: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names, seeds", [("learning_rate,kill", 2), pytest.param("all", 3, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("names, seeds", [("learning_rate,kill", 2), pytest.param("all", 3, marks=pytest.mark.soak)])
 def test_a_curriculum_goes_on_where_it_was(trials_of: TrialsOf, names: str, seeds: int) -> None:
     """The phase changes after 6 and 24 updates, whatever happened in the middle."""
     trials = trials_of("latin_demo", names, seeds)
@@ -159,9 +155,7 @@ def test_a_row_fails_when_it_should(trials: injection.Trials, monkeypatch: pytes
 @pytest.mark.soak
 @pytest.mark.parametrize("preset", ["demo", "latin_demo"])
 def test_more_updates_and_more_seeds(reports: Path, preset: str) -> None:
-    slower = {
-        "optim": {"learning_rate": 0.003}
-    }  # at the demo's rate, runs of that length drift apart by themselves
+    slower = {"optim": {"learning_rate": 0.003}}  # at the demo's rate, runs of that length drift apart by themselves
     trials = injection.inject(preset, device="cpu", steps=400, seeds=5, overrides=slower)
     print(trials.table().to_string(), trials.final_losses().to_string(), sep="\n")
     assert {row.title: row.problems for row in trials.rows if row.problems} == {}
@@ -178,10 +172,7 @@ def test_what_cannot_be_compared_is_refused(reports: Path, wrong: dict[str, int]
 def test_messages_are_freed_of_what_differs_between_machines() -> None:
     job = injection_job.Job("kill", "demo", {}, Path("/there/faults/kill"), 20)
     text = "/proc/12/root/there/faults/kill/disk/run: update 26: loss 14044, gradient norm 1.5e+03, tower.0.conv, x 0.5"
-    assert (
-        injection_job._plain(text, job)
-        == "kill/disk/run: update 26: loss ~, gradient norm ~, tower.0.conv, x ~"
-    )
+    assert injection_job._plain(text, job) == "kill/disk/run: update 26: loss ~, gradient norm ~, tower.0.conv, x ~"
 
 
 @pytest.mark.soak

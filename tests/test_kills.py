@@ -40,9 +40,7 @@ def result(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]],
     """Every tensor of the last checkpoint, the metrics without clock times, and the curriculum's state."""
     newest = Checkpoints(folder / "run" / "checkpoints", 2).newest()
     assert newest is not None
-    tensors = {
-        f"{group}/{name}": t for group, members in newest.tensors.items() for name, t in members.items()
-    }
+    tensors = {f"{group}/{name}": t for group, members in newest.tensors.items() for name, t in members.items()}
     rows = [without_clocks(row) for row in metrics.read(folder / "run" / "metrics.jsonl")]
     return tensors, rows, newest.state.get("curriculum")
 

@@ -63,9 +63,7 @@ def test_isotopy_classes_of_size_4_come_as_often_as_they_are() -> None:
 
     def intercalates(square: np.ndarray) -> int:
         pairs = list(itertools.combinations(range(4), 2))
-        return sum(
-            square[r, c] == square[s, d] and square[r, d] == square[s, c] for r, s in pairs for c, d in pairs
-        )
+        return sum(square[r, c] == square[s, d] and square[r, d] == square[s, c] for r, s in pairs for c, d in pairs)
 
     found = [intercalates(square) for square in squares.generate(4, 2000, seed=5)]
     assert set(found) == {4, 12}

@@ -270,9 +270,7 @@ def test_relations_are_those_of_the_grid() -> None:
     assert torch.equal(relations, cell_relations(3, torch.device("cpu")).T)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"repeats": 3}, {"relations": False}, {"causal": True}, {"dropout": 0.1}]
-)
+@pytest.mark.parametrize("changes", [{"repeats": 3}, {"relations": False}, {"causal": True}, {"dropout": 0.1}])
 def test_every_option_trains_every_parameter(changes: dict[str, Any]) -> None:
     task = latin_task(model=changes)
     model = task.build_model()

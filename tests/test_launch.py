@@ -40,9 +40,7 @@ def test_the_bar_follows_the_metrics_and_counts_from_where_a_run_resumed(tmp_pat
     assert bar.n == 21
 
 
-def test_an_unknown_preset_is_one_line_and_exit_code_2(
-    reports: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_preset_is_one_line_and_exit_code_2(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["--preset", "quik"]) == 2
     assert "did you mean 'quick'" in capsys.readouterr().err
     assert list(reports.iterdir()) == []

@@ -189,9 +189,7 @@ def play(fen: str, plies: int, seed: int) -> tuple[list[chess.Board], list[dict[
         boards.append(board.copy(stack=False))
         shares.append(random_shares(board, rng))
         last = board.move_stack[-2] if len(boards) > 2 else chess.Move.null()
-        back = [
-            move for move in moves if (move.to_square, move.from_square) == (last.from_square, last.to_square)
-        ]
+        back = [move for move in moves if (move.to_square, move.from_square) == (last.from_square, last.to_square)]
         board.push(rng.choice(back if back and rng.random() < 0.3 else moves))
     return boards, shares
 
@@ -262,9 +260,7 @@ def test_what_the_positions_are_for_was_there(tmp_path):
     for fen in (KIWIPETE, *HARD):
         for board in (chess.Board(fen), chess.Board(fen).mirror()):
             for move in board.legal_moves:
-                castling |= (
-                    {(board.turn, board.is_queenside_castling(move))} if board.is_castling(move) else set()
-                )
+                castling |= {(board.turn, board.is_queenside_castling(move))} if board.is_castling(move) else set()
                 passing |= {board.turn} if board.is_en_passant(move) else set()
                 promoting |= {(board.turn, move.promotion)}
     assert len(castling) == 4
@@ -305,9 +301,7 @@ def test_castling_as_older_programs_wrote_it(tmp_path):
 
 def test_values_are_the_movers(tmp_path):
     boards, shares = play(chess.STARTING_FEN, 2, 1)
-    data = b"".join(
-        pack(boards[: k + 1], 1, shares[k], value=(0.2, 0.4), best=(-1.0, 0.0), white=1) for k in range(2)
-    )
+    data = b"".join(pack(boards[: k + 1], 1, shares[k], value=(0.2, 0.4), best=(-1.0, 0.0), white=1) for k in range(2))
     root = read_file(Lc0(), write(tmp_path, data)).batch["records"]
     assert np.allclose(root["wdl"] / 65535, [0.4, 0.4, 0.2], atol=1e-4)
     assert root["result"].tolist() == [1, -1]
@@ -344,9 +338,7 @@ def broken() -> dict[str, bytes]:
         "not a position of chess": patched(good, 8 + 7432 + 5 * 8, "<Q", 0),
         "transform is no symmetry": patched(pack([board], 3, shares), 8 + 7432 + 832 + 6, "<B", 1),
         "Chess960 castling": patched(pack([board], 3, shares), 8 + 7432 + 832, "<B", 2),
-        "castling without king or rook": patched(
-            pack([chess.Board(HARD[33])], 1, {}), 8 + 7432 + 832, "<B", 1
-        ),
+        "castling without king or rook": patched(pack([chess.Board(HARD[33])], 1, {}), 8 + 7432 + 832, "<B", 1),
         "several en-passant files": patched(plain, 8 + 7432 + 832 + 4, "<B", 3),
         "value is no probability": patched(good, 8280, "<f", 1.5),
         "result is neither win, draw nor loss": patched(good, 8280 + 7 * 4, "<f", 0.5),
@@ -376,9 +368,7 @@ def test_a_record_that_cannot_be_used_is_refused(tmp_path, fault):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.sampled_from(["good", "deleted", *BROKEN]), min_size=1, max_size=8), st.integers(0, SIZE - 1)
-)
+@given(st.lists(st.sampled_from(["good", "deleted", *BROKEN]), min_size=1, max_size=8), st.integers(0, SIZE - 1))
 def test_every_record_is_accounted_for(tmp_path_factory, kinds, rest):
     good = pack([chess.Board()], 1, {"e2e4": 1.0})
     records = {
@@ -418,9 +408,7 @@ def test_a_file_that_is_cut_short_gives_what_is_whole(tmp_path):
         cut = read_file(Lc0(), path)
         assert cut.reasons == {"cut short": 1}
         assert cut.entries == cut.stored + 1
-        assert (
-            cut.batch["policy_weight"] == whole.batch["policy_weight"][: len(cut.batch["policy_weight"])]
-        ).all()
+        assert (cut.batch["policy_weight"] == whole.batch["policy_weight"][: len(cut.batch["policy_weight"])]).all()
     path.write_bytes(packed[:-8])  # every record is there, only the checksum is not
     assert read_file(Lc0(), path).reasons == {"cut short": 1}
     path.write_bytes(packed + bytes(100))  # padded

@@ -77,9 +77,7 @@ def test_every_row_exactly_once_per_epoch(folder: Path, window: int, size: int) 
 
 def test_window_reads_few_blocks_at_a_time(folder: Path) -> None:
     """A batch touches the blocks of a window or two; without a window it touches most blocks."""
-    starts = np.concatenate(
-        [np.arange(a, a + n, BLOCK) for a, n in zip([0, 4996, 5696], COUNTS, strict=True)]
-    )
+    starts = np.concatenate([np.arange(a, a + n, BLOCK) for a, n in zip([0, 4996, 5696], COUNTS, strict=True)])
     narrow = open_loader(folder, 256, window_blocks=1).batch(2)["row"]
     wide = open_loader(folder, 256).batch(2)["row"]
     assert len(np.unique(np.searchsorted(starts, narrow, side="right"))) <= 2
@@ -128,9 +126,7 @@ def two_sources(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("window", [0, 1])
-def test_weights_decide_about_each_batch_and_rows_come_round_in_each_source(
-    tmp_path: Path, window: int
-) -> None:
+def test_weights_decide_about_each_batch_and_rows_come_round_in_each_source(tmp_path: Path, window: int) -> None:
     rows = two_sources(tmp_path)
     weights = {"one": 3.0, "two": 1.0}
     loader = Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights=weights, window_blocks=window)
@@ -255,18 +251,14 @@ def test_error_in_prepare_surfaces_with_its_cause(folder: Path, workers: int) ->
     fail_at = int(plain.batch(3)["row"][7])
     iterator = open_loader(folder, workers=workers, prepare=Toy(fail_at).prepare).batches(0)
     assert all(equal(next(iterator), plain.batch(i)) for i in range(3))
-    with pytest.raises(
-        LoaderError, match=f"batch 3 could not be made: KeyError: 'label of row {fail_at}'"
-    ) as error:
+    with pytest.raises(LoaderError, match=f"batch 3 could not be made: KeyError: 'label of row {fail_at}'") as error:
         next(iterator)
     assert isinstance(error.value.__cause__, WorkerTraceback)
     assert "in prepare" in str(error.value.__cause__)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "with batches that it has made ahead"])
-def test_killed_workers_are_started_again_and_no_batch_changes(
-    folder: Path, tmp_path: Path, ahead: bool
-) -> None:
+def test_killed_workers_are_started_again_and_no_batch_changes(folder: Path, tmp_path: Path, ahead: bool) -> None:
     """Batches that were made ahead lie in memory that only the worker could have handed over."""
     pid_file, said = tmp_path / "pid", list[str]()
     loader = open_loader(
@@ -350,9 +342,7 @@ def test_prepare_that_cannot_be_sent(folder: Path) -> None:
         (lambda b: np.float64(3), "return arrays|first size"),
     ],
 )
-def test_prepare_must_return_what_torch_can_slice(
-    folder: Path, bad: Callable[[Batch], Any], message: str
-) -> None:
+def test_prepare_must_return_what_torch_can_slice(folder: Path, bad: Callable[[Batch], Any], message: str) -> None:
     with pytest.raises(LoaderError, match=message):
         open_loader(folder, 10, prepare=lambda b, rng: {"x": bad(b)}).batch(0)
 
@@ -450,9 +440,7 @@ def test_flipped_bits_never_reach_a_batch(tmp_path: Path, flips: int) -> None:
     toy_shards(tmp_path, counts)
     clean = [open_loader(tmp_path, 1403).batch(i) for i in range(3)]  # just more than an epoch: every row
     rows = {
-        (int(r), int(s), p.tobytes())
-        for b in clean
-        for r, s, p in zip(b["row"], b["sum"], b["pixels"], strict=True)
+        (int(r), int(s), p.tobytes()) for b in clean for r, s, p in zip(b["row"], b["sum"], b["pixels"], strict=True)
     }
     whole, rng, detected = path.read_bytes(), np.random.default_rng(11), 0
     for bit in rng.integers(0, len(whole) * 8, flips):
@@ -485,9 +473,7 @@ def test_a_shard_that_cannot_be_opened_is_replaced_like_damaged_blocks(tmp_path:
     (tmp_path / "a.npz").write_bytes(b"PK" + bytes((tmp_path / "a.npz").stat().st_size - 2))
     (tmp_path / "c.npz").unlink()
     found: list[tuple[str, int]] = []
-    loader = Loader(
-        rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda name, block, why: found.append((name, block))
-    )
+    loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda name, block, why: found.append((name, block)))
     got = rows_of(loader, range(8))
     assert set(got.tolist()) == set(range(300, 500))
     assert sorted(found) == [("a.npz", WHOLE), ("c.npz", WHOLE)]

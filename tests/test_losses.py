@@ -110,9 +110,7 @@ def test_policy_is_additive_over_slices_and_blind_to_illegal_moves(seed: int, cu
         assert float(sum(m[name] for _, m in parts)) == pytest.approx(float(value), rel=1e-4, abs=1e-4)
 
 
-def one_row(
-    weight: list[float], logits: list[float], smoothing: float = 0.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+def one_row(weight: list[float], logits: list[float], smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     full = torch.zeros(1, MOVES)
     full[0, : len(logits)] = torch.tensor(logits)
     index = torch.full((1, 8), -1, dtype=torch.int16)
@@ -148,9 +146,7 @@ def test_ties_in_the_target_count_as_right() -> None:
 def test_rows_without_target_or_moves_are_skipped_with_zero_gradient() -> None:
     logits = torch.zeros(3, MOVES, requires_grad=True)
     index = torch.tensor([[0, 1, -1], [0, 1, 2], [-1, -1, -1]], dtype=torch.int16)
-    weight = torch.tensor(
-        [[1.0, 0.0, 5.0], [0.0, 0.0, 0.0], [0.0, 7.0, 0.0]]
-    )  # weight in pads counts nothing
+    weight = torch.tensor([[1.0, 0.0, 5.0], [0.0, 0.0, 0.0], [0.0, 7.0, 0.0]])  # weight in pads counts nothing
     rows = torch.ones(3, dtype=torch.bool)
     loss, metrics = losses.policy_loss(logits, index, weight, rows, 0.1)
     assert float(loss.detach()) == pytest.approx(math.log(2))
@@ -234,9 +230,7 @@ def value_case(seed: int) -> dict[str, Any]:
 def test_wdl_equals_a_slow_reference(seed: int) -> None:
     case = value_case(seed)
     loss, metrics = losses.wdl_loss(**tensors(case))
-    chance, floor = losses.value_bounds(
-        *(torch.from_numpy(case[k]) for k in ("target", "rows")), False, "mse", 1.0
-    )
+    chance, floor = losses.value_bounds(*(torch.from_numpy(case[k]) for k in ("target", "rows")), False, "mse", 1.0)
     expected: dict[str, float] = dict.fromkeys(("loss", "accuracy", "x", "x2", "y", "y2", "xy", "floor"), 0.0)
     for row in np.flatnonzero(case["rows"]):
         target = case["target"][row].astype(np.float64)
@@ -256,9 +250,7 @@ def test_wdl_equals_a_slow_reference(seed: int) -> None:
 
 def test_ties_in_the_wdl_target_count_as_right() -> None:
     target = torch.tensor([[0.4, 0.2, 0.4], [0.4, 0.4, 0.2]])
-    _, metrics = losses.wdl_loss(
-        torch.tensor([[0.0, 0, 9], [0.0, 0, 9]]), target, torch.ones(2, dtype=torch.bool)
-    )
+    _, metrics = losses.wdl_loss(torch.tensor([[0.0, 0, 9], [0.0, 0, 9]]), target, torch.ones(2, dtype=torch.bool))
     assert float(metrics["accuracy"]) == 1
 
 

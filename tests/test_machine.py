@@ -49,9 +49,7 @@ def cpu_tree(root: Path, l3: list[tuple[str, str]], siblings: list[str]) -> Path
 
 
 def test_l3_is_counted_by_instance_so_an_epyc_is_no_vcache(tmp_path: Path) -> None:
-    epyc = cpu_tree(
-        tmp_path / "epyc", [("32768K", "0-1")] * 2 + [("32768K", "2-3")] * 2, ["0", "1", "2", "3"]
-    )
+    epyc = cpu_tree(tmp_path / "epyc", [("32768K", "0-1")] * 2 + [("32768K", "2-3")] * 2, ["0", "1", "2", "3"])
     caches = machine.l3_caches(epyc, range(4))
     assert caches == [(32 * 2**20, 2)] * 2
     assert not machine.vcache("AuthenticAMD", caches)
@@ -89,9 +87,7 @@ def test_cores_are_physical_and_within_affinity_and_quota(tmp_path: Path) -> Non
         ({"cpu.max": "100000 100000"}, "0::/not/in/this/container\n", 1.0),
     ],
 )
-def test_quota_of_both_cgroup_versions(
-    tmp_path: Path, files: dict[str, str], membership: str, expected: float
-) -> None:
+def test_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str], membership: str, expected: float) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")

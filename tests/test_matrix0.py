@@ -122,9 +122,7 @@ def test_474_keys_of_the_53m_network() -> None:
     assert len(state) == 474
     aliases = [key for key in state if key.startswith("ssl_head.")]
     statistics = [
-        key
-        for key in state
-        if key.rsplit(".", 1)[1] in ("running_mean", "running_var", "num_batches_tracked")
+        key for key in state if key.rsplit(".", 1)[1] in ("running_mean", "running_var", "num_batches_tracked")
     ]
     assert len(aliases) == 4
     assert len(statistics) == 150
@@ -170,9 +168,7 @@ def test_every_schema_fills_every_tensor(weights: Weights, schema: str, tmp_path
 
 def test_precedence_and_counters_of_averaged_weights(weights: Weights) -> None:
     net = small()
-    report = load_matrix0(
-        {"model_state_dict": weights, "model": weights, "model_ema": averaged(weights)}, net
-    )
+    report = load_matrix0({"model_state_dict": weights, "model": weights, "model_ema": averaged(weights)}, net)
     assert report.schema == "model_ema"
     assert "took model_ema; the file also holds model, model_state_dict" in report.messages
     state = matrix0_state(net)
@@ -223,22 +219,16 @@ def test_whatever_does_not_fit_is_named_and_nothing_is_loaded(
 
 
 def test_an_absent_alias_is_fine(weights: Weights) -> None:
-    report = load_matrix0(
-        {key: value for key, value in weights.items() if not key.startswith("ssl_head.")}, small()
-    )
+    report = load_matrix0({key: value for key, value in weights.items() if not key.startswith("ssl_head.")}, small())
     assert report.aliases == ()
 
 
 def test_group_norm_files_are_recognised(weights: Weights) -> None:
-    grouped = {
-        k: v for k, v in weights.items() if not k.rsplit(".", 1)[1].startswith(("running", "num_batches"))
-    }
+    grouped = {k: v for k, v in weights.items() if not k.rsplit(".", 1)[1].startswith(("running", "num_batches"))}
     with pytest.raises(ValueError, match=r"norm\.blocks 'group'"):
         load_matrix0({"model": grouped}, small())
     config = matrix0_config(SMALL)
-    net = PolicyValueNet(
-        config.model_copy(update={"norm": config.norm.model_copy(update={"blocks": "group"})})
-    )
+    net = PolicyValueNet(config.model_copy(update={"norm": config.norm.model_copy(update={"blocks": "group"})}))
     assert load_matrix0({"model": grouped}, net).keys == len(grouped)
 
 
@@ -256,9 +246,7 @@ class Payload:
         return print, ("executed",)
 
 
-def test_code_in_a_file_is_never_executed(
-    weights: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_in_a_file_is_never_executed(weights: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "evil.pt"
     torch.save({"model": weights, "note": Payload()}, path)
     with pytest.raises(ValueError, match=r"evil\.pt holds more than tensors and numbers"):
@@ -314,9 +302,7 @@ def test_mix_of_attention_is_translated() -> None:
 
 
 def test_options_that_change_the_network() -> None:
-    config = matrix0_config(
-        {"se": False, "attention": False, "chess_features": False, "self_supervised": False}
-    )
+    config = matrix0_config({"se": False, "attention": False, "chess_features": False, "self_supervised": False})
     net = PolicyValueNet(config.model_copy(update={"channels": 16, "blocks": 1}))
     assert config.policy.kind == "dense"
     assert matrix0_name("policy_head.dense.weight") == "policy_fc.weight"

@@ -69,9 +69,7 @@ def check(whole: Whole, boards: list[chess.Board], arrays: Arrays) -> None:
     assert len(records) == len(boards), whole.refused[:2]
     for row, (board, found) in enumerate(zip(boards, whole.boards(), strict=True)):
         pi = arrays["pi"][row]
-        played = any(
-            board.is_en_passant(move) and pi[index_of(board, move)] > 0 for move in board.legal_moves
-        )
+        played = any(board.is_en_passant(move) and pi[index_of(board, move)] > 0 for move in board.legal_moves)
         known = played or ("legal_mask" in arrays and passes(board))
         want = board.copy(stack=False)
         if not known:
@@ -116,9 +114,7 @@ def test_parity_with_matrix0s_own_encoder(shared: Path, tmp_path):
     over = [row for row, fen in enumerate(fens) if not any(chess.Board(fen).legal_moves)]
     assert [item.entry for item in whole.refused] == over == [19]
     left = [row for row in range(len(fens)) if row not in over]
-    check(
-        whole, [chess.Board(fens[row]) for row in left], {name: array[left] for name, array in arrays.items()}
-    )
+    check(whole, [chess.Board(fens[row]) for row in left], {name: array[left] for name, array in arrays.items()})
 
 
 @settings(max_examples=25, deadline=None)
@@ -154,8 +150,7 @@ def test_other_names_types_and_shapes(tmp_path):
 
 def test_two_files_are_two_games_and_a_copy_is_the_same(tmp_path):
     paths = [
-        write(tmp_path, arrays_of(BOARDS[:3], seed), name)
-        for seed, name in ((0, "a.npz"), (1, "b.npz"), (0, "c.npz"))
+        write(tmp_path, arrays_of(BOARDS[:3], seed), name) for seed, name in ((0, "a.npz"), (1, "b.npz"), (0, "c.npz"))
     ]
     games = [int(read_file(Matrix0Data(), path).batch["records"]["game"][0]) for path in paths]
     assert games[0] == games[2] != games[1]

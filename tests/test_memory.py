@@ -321,9 +321,7 @@ print("done")
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS binds on Linux alone")
 def test_the_cpu_runs_out_for_real_and_goes_on_in_smaller_parts() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["RuntimeError True", "MemoryError True", "done"], done.stderr
 
 
@@ -390,9 +388,7 @@ def test_the_memory_of_each_part_of_a_network() -> None:
     table = by_part(update, model, adamw)["MiB"]
     rows = ["wasteful", "heads.one", "heads.two", "weights", "their gradients", "optimiser"]
     assert list(table.index) == rows
-    assert table["wasteful"] == pytest.approx(2.0, abs=0.1), (
-        "what goes into GELU and what comes out, 1 MiB each"
-    )
+    assert table["wasteful"] == pytest.approx(2.0, abs=0.1), "what goes into GELU and what comes out, 1 MiB each"
     weights = sum(value.numel() for value in model.parameters()) * 4 / MEBI
     assert table["weights"] == table["their gradients"] == pytest.approx(weights, abs=0.01)
     assert table["optimiser"] == pytest.approx(2 * weights, abs=0.01), "AdamW's two moments"

@@ -97,9 +97,7 @@ class Machine:
 
     def read(self, device: torch.device) -> Figures:
         found = {"rss_mib": float(self.used), "total_mib": 1000.0}
-        return (
-            {**found, "driver_mib": found["rss_mib"], "device_total_mib": 1000.0} if self.on_cuda else found
-        )
+        return {**found, "driver_mib": found["rss_mib"], "device_total_mib": 1000.0} if self.on_cuda else found
 
     def tune(self, batch: int, device: torch.device = CPU, budget: float = 1e6, **options: float) -> Tuning:
         return tune(self.step, batch, device, budget, read=self.read, clock=lambda: self.now, **options)
@@ -125,9 +123,7 @@ def test_running_out_on_an_accelerator_is_a_trial_like_others(monkeypatch: pytes
     assert tuning.size == 512
     problems = {trial.size: trial.problem for trial in tuning.trials}
     assert problems == {32: "", 64: "", 128: "", 256: "", 512: "", 1024: "out of memory"}
-    assert len(cleared) == len(
-        tuning.trials
-    )  # before each trial, or the driver's count would be of an earlier one
+    assert len(cleared) == len(tuning.trials)  # before each trial, or the driver's count would be of an earlier one
     tight = machine.tune(2048, CUDA, headroom=0.5)
     assert tight.size == 256
     assert {t.size: t.problem for t in tight.trials}[512] == "61% of the memory, more than 50%"

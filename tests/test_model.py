@@ -145,11 +145,7 @@ def test_option_gives_shapes_gradients_and_its_parameter_count(name: str) -> Non
     assert {name: tuple(value.shape) for name, value in maps.items()} == {
         name: (4, SSL_CHANNELS[name], 8, 8) for name in net.config.ssl
     }
-    loss = (
-        out["policy"].square().sum()
-        + out["value"].square().sum()
-        + sum(m.square().sum() for m in maps.values())
-    )
+    loss = out["policy"].square().sum() + out["value"].square().sum() + sum(m.square().sum() for m in maps.values())
     assert torch.isfinite(loss)
     loss.backward()
     for parameter_name, parameter in net.named_parameters():
@@ -224,9 +220,7 @@ def test_heads_are_computed_only_when_asked_for() -> None:
     assert set(out) == {"ssl"}
     assert set(out["ssl"]) == {"pin"}
     assert ran == ["pin"]
-    with pytest.raises(
-        ValueError, match=r"no head ssl_fork; it has features, policy, ssl_pin, ssl_threat, value"
-    ):
+    with pytest.raises(ValueError, match=r"no head ssl_fork; it has features, policy, ssl_pin, ssl_threat, value"):
         net(planes(), frozenset({"ssl_fork"}))
 
 
@@ -317,11 +311,7 @@ def slow_attention(block: blocks.AttentionBlock, x: torch.Tensor, mask: bool, mi
         far = scores.softmax(-1) @ value[..., span]
         parts.append((1 - mix) * near + mix * far if mask else far)
     branch = torch.cat(parts, 2) @ block.proj.weight.T
-    out = (
-        F.layer_norm(tokens + branch, (width,), block.norm.weight, block.norm.bias)
-        if block.post
-        else tokens + branch
-    )
+    out = F.layer_norm(tokens + branch, (width,), block.norm.weight, block.norm.bias) if block.post else tokens + branch
     return out.transpose(1, 2).reshape(x.shape)
 
 
@@ -516,9 +506,7 @@ def test_bf16_autocast_gives_fp32_outputs_near_those_of_fp32(norm: str) -> None:
             out = net(planes(), heads)
     for name in ("policy", "value"):
         assert out[name].dtype == torch.float32
-        torch.testing.assert_close(
-            out[name], exact[name], rtol=0.1, atol=0.1 * float(exact[name].abs().max())
-        )
+        torch.testing.assert_close(out[name], exact[name], rtol=0.1, atol=0.1 * float(exact[name].abs().max()))
     assert all(value.dtype == torch.float32 for value in out["ssl"].values())
 
 

@@ -54,9 +54,7 @@ def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> N
 
     def flip(uci: str) -> str:
         move = chess.Move.from_uci(uci)
-        turned = chess.Move(
-            chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion
-        )
+        turned = chess.Move(chess.square_mirror(move.from_square), chess.square_mirror(move.to_square), move.promotion)
         return turned.uci()
 
     assert white.wdl == pytest.approx(black.wdl)
@@ -116,9 +114,7 @@ def test_batches_have_few_sizes_and_the_host_waits_once_for_each(monkeypatch: py
     assert sizes == [256, 5], "on the CPU a new shape costs nothing"
 
 
-def traced(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **model: Any
-) -> tuple[Net, Net, list[object]]:
+def traced(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **model: Any) -> tuple[Net, Net, list[object]]:
     """(a network, the same with a tracer for a compiler, its graphs)."""
     torch.compiler.reset()
     plain, graphs = random_net(**model), list[object]()
@@ -221,9 +217,7 @@ def test_batches_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatch) -> No
     assert net.values([]).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    "fen", ["not a position", "8/8/8/8/8/8/8/8 w - - 0 1", "rnbqkbnr/8/8/8/8/8/8/8 w - - 0 1"]
-)
+@pytest.mark.parametrize("fen", ["not a position", "8/8/8/8/8/8/8/8 w - - 0 1", "rnbqkbnr/8/8/8/8/8/8/8 w - - 0 1"])
 def test_a_bad_fen_is_named(net: Net, fen: str) -> None:
     with pytest.raises(ValueError, match=fen.split("/", 1)[0].split()[0]):
         net.evaluate(fen)
@@ -248,10 +242,7 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
     folder = reports / "mine" / "checkpoints" / "step_00000002"
     assert find_run(folder) == (reports / "mine", "step_00000002")
     second = matrixlib.load(folder, device="cpu").evaluate(KIWIPETE)[0]
-    assert (
-        second.moves
-        == matrixlib.load("mine", checkpoint=folder.name, device="cpu").evaluate(KIWIPETE)[0].moves
-    )
+    assert second.moves == matrixlib.load("mine", checkpoint=folder.name, device="cpu").evaluate(KIWIPETE)[0].moves
     with pytest.raises(ValueError, match="step_00000099"):
         matrixlib.load("mine", checkpoint="step_00000099", device="cpu")
     with pytest.raises(ValueError, match="no run at 'other'"):

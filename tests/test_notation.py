@@ -73,9 +73,7 @@ def test_no_positions():
 
 
 def test_rights_without_king_or_rook_are_dropped():
-    records, _ = read_fens(
-        ["4k2r/8/8/8/8/8/8/R3K3 w KQkq - 0 1", "4k2r/8/8/8/8/8/8/R3K3 b KQkq - 0 1"], "epd"
-    )
+    records, _ = read_fens(["4k2r/8/8/8/8/8/8/R3K3 w KQkq - 0 1", "4k2r/8/8/8/8/8/8/R3K3 b KQkq - 0 1"], "epd")
     assert records["castling"].tolist() == [2 + 4, 8 + 1]
 
 
@@ -128,8 +126,6 @@ def test_castling_as_king_takes_rook():
         codes = castled(pieces, [code_of(short, row), code_of(long, row)])
         files = short[0] + short[1]
         assert codes.tolist() == [code_of(f"{files}g{short[1]}", row), code_of(f"{files}c{short[1]}", row)]
-    rook = from_boards(
-        [chess.Board("3k4/8/8/8/8/8/8/K3R3 w - - 0 1"), chess.Board("3k4/8/8/8/8/8/8/R3KQ2 w - - 0 1")]
-    )
+    rook = from_boards([chess.Board("3k4/8/8/8/8/8/8/K3R3 w - - 0 1"), chess.Board("3k4/8/8/8/8/8/8/R3KQ2 w - - 0 1")])
     code = code_of("e1h1", 0)
     assert castled(rook["pieces"], [code, code]).tolist() == [code, code]

@@ -25,9 +25,7 @@ overrides: dict = {}
 plain = "text"
 free = None
 '''
-SECOND = (
-    "from matrixlib.runs import notebook\nnotebook.clean_errors()\nvalues = notebook.check_parameters()\n"
-)
+SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\nvalues = notebook.check_parameters()\n"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -96,9 +94,7 @@ def test_wrong_parameters_are_one_clear_line(line: str, message: str) -> None:
 
 
 def test_every_wrong_parameter_is_named() -> None:
-    with pytest.raises(
-        ParameterError, match=r"'devcie', did you mean 'device'.*; parameter 'seed' must be int"
-    ):
+    with pytest.raises(ParameterError, match=r"'devcie', did you mean 'device'.*; parameter 'seed' must be int"):
         check(injected("devcie = 'cpu'", "seed = 'x'"))
 
 
@@ -232,9 +228,7 @@ def test_papermill_passes_parameters_shows_whole_tables_and_short_warnings(tmp_p
     assert plain.count("x" * 70) == markup.count("x" * 70) == 3 * 99
     assert len(plain.splitlines()) == 100
     text = "".join("".join(output["text"]) for output in warned)
-    assert text == "warning: the loader is late\na.py:3: UserWarning: x\nwarning: ours\n", (
-        "no cell, no path of ours"
-    )
+    assert text == "warning: the loader is late\na.py:3: UserWarning: x\nwarning: ours\n", "no cell, no path of ours"
 
 
 def test_papermill_stops_at_an_unknown_parameter_with_one_line(tmp_path: Path) -> None:

@@ -124,9 +124,7 @@ def test_form(path: Path) -> None:
     for cell in code:
         tree = ast.parse(cell.source)
         kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Lambda)
-        assert not any(isinstance(node, kinds) for node in ast.walk(tree)), (
-            "notebooks hold no function or class"
-        )
+        assert not any(isinstance(node, kinds) for node in ast.walk(tree)), "notebooks hold no function or class"
         assert cell.execution_count is not None, "a stored output without a count is not compared by nbval"
         for output in cell.outputs:
             assert output.output_type != "error"
@@ -182,9 +180,7 @@ def test_train_runs_headless_and_leaves_static_pictures(reports: Path) -> None:
     ],
     ids=["misspelt parameter", "misspelt override"],
 )
-def test_a_bad_parameter_stops_with_one_line(
-    reports: Path, name: str, options: list[str], reason: str
-) -> None:
+def test_a_bad_parameter_stops_with_one_line(reports: Path, name: str, options: list[str], reason: str) -> None:
     done, error = papermill(name, reports, *options)
     assert done.returncode != 0
     assert reason in error
@@ -220,9 +216,7 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
     save_run(reports / "demo-tiny", random_net())
     (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
     (reports / "demo-tiny" / "run.json").write_text("{}")
-    (tmp_path / "puzzles.csv").write_text(
-        "FEN,Moves,Rating\n6k1/4rppp/8/8/8/8/5PPP/3R2K1 b - - 0 1,e7a7 d1d8,900\n"
-    )
+    (tmp_path / "puzzles.csv").write_text("FEN,Moves,Rating\n6k1/4rppp/8/8/8/8/5PPP/3R2K1 b - - 0 1,e7a7 d1d8,900\n")
     (tmp_path / "mates.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
     (tmp_path / "game.pgn").write_text("1. f3 e5 2. g4 Qh4# 0-1\n")
     options = {
@@ -241,9 +235,7 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
     outputs, text = shown(reports / "eval.ipynb")
     assert "VERDICT" in text, done.stderr[-2000:]
     assert sum("image/png" in o.get("data", {}) for o in outputs) == 3
-    assert re.search(r"^all +1 +search 16 +100.0% \[.*\] +\d", text, re.MULTILINE), (
-        "a mate in one comes first"
-    )
+    assert re.search(r"^all +1 +search 16 +100.0% \[.*\] +\d", text, re.MULTILINE), "a mate in one comes first"
     assert re.search(r"^mates +1 +search 4 +100.0%", text, re.MULTILINE)
     assert re.search(r"network 16 +network 4 ", text)
     assert (tmp_path / "played.pgn").read_text().count("[Event ") == 10
@@ -296,9 +288,7 @@ def test_data_brings_games_in_and_shows_what_is_in_quarantine(reports: Path, tmp
     assert (done.returncode, error) == (0, ""), done.stderr[-2000:]
     outputs, text = shown(reports / "data.ipynb")
     assert "3 entries: 2 stored, 1 in quarantine, 0 left out" in text
-    assert re.search(
-        r'^result contradicts the board +games\.pgn +1 +0-1 .*\[White "Scholar"\]', text, re.MULTILINE
-    )
+    assert re.search(r'^result contradicts the board +games\.pgn +1 +0-1 .*\[White "Scholar"\]', text, re.MULTILINE)
     assert re.search(r"^games\.pgn +pgn +3 +2 +1 +0 +17$", text, re.MULTILINE)
     assert sum("image/png" in o.get("data", {}) for o in outputs) == 4
     assert (tmp_path / "copy.sqlite").exists()

@@ -86,9 +86,7 @@ def test_a_frozen_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize(
-    ("steps", "warmup"), [(100, 10), (100, 0), (100, 1), (2, 10), (1, 10), (7, 3), (60, 59)]
-)
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (100, 1), (2, 10), (1, 10), (7, 3), (60, 59)])
 def test_schedule_shape(kind: str, steps: int, warmup: int) -> None:
     peak, final = 3e-3, 0.05
     schedule = Schedule.of(
@@ -200,9 +198,7 @@ def test_loading_other_tensors_is_refused_and_changes_nothing(change: str) -> No
         tensors["extra"] = torch.zeros(1)
     else:
         tensors["plane.bias"] = torch.zeros(2)
-    with pytest.raises(
-        ValueError, match={"missing": "inner.weight", "unknown": "extra", "shape": "plane"}[change]
-    ):
+    with pytest.raises(ValueError, match={"missing": "inner.weight", "unknown": "extra", "shape": "plane"}[change]):
         optim.load_tensors(model, tensors)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -211,9 +207,7 @@ def test_loading_other_tensors_is_refused_and_changes_nothing(change: str) -> No
 def test_optimiser_state_by_name_continues_bit_for_bit(layout: torch.memory_format) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).to(
-            memory_format=layout
-        )
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).to(memory_format=layout)
 
     def go(model: nn.Module, adamw: torch.optim.Optimizer, start: int, stop: int) -> None:
         for index in range(start, stop):

@@ -76,9 +76,7 @@ def test_a_weight_that_would_never_be_drawn_is_refused() -> None:
     st.integers(1, 700),
     st.integers(0, 10**9),
 )
-def test_a_mixture_is_a_function_of_the_place(
-    sources: list[tuple[int, float]], size: int, start: int
-) -> None:
+def test_a_mixture_is_a_function_of_the_place(sources: list[tuple[int, float]], size: int, start: int) -> None:
     """Any batch has each source's share to within two rows, and one batch is the same as two halves."""
     weights = {str(i): weight for i, (_, weight) in enumerate(sources)}
     edges = np.cumsum([0, *(count for count, _ in sources)])

@@ -41,9 +41,7 @@ def test_a_sound_network_learns_16_positions(reports: Path) -> None:
 
 @pytest.mark.slow
 def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
-    current = overfit.open_run(
-        "latin_demo", "cpu", 0, "", 0, {"runtime": {"precision": "fp32", "threads": 1}}
-    )
+    current = overfit.open_run("latin_demo", "cpu", 0, "", 0, {"runtime": {"precision": "fp32", "threads": 1}})
     diagnosis = overfit.check(current)
     current.close()
     assert diagnosis.learned, diagnosis
@@ -73,9 +71,7 @@ def test_a_learning_rate_far_too_large_is_named(reports: Path) -> None:
 def test_labels_that_change_between_visits_are_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = ChessTask.prepare
 
-    def restless(
-        self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator
-    ) -> dict[str, np.ndarray]:
+    def restless(self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         out = sound(self, batch, rng)
         out["wdl"] = rng.permuted(out["wdl"], axis=1)
         return out
@@ -88,9 +84,7 @@ def test_labels_that_change_between_visits_are_named(reports: Path, monkeypatch:
 def test_target_mass_on_illegal_moves_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = ChessTask.prepare
 
-    def shifted(
-        self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator
-    ) -> dict[str, np.ndarray]:
+    def shifted(self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         out = sound(self, batch, rng)
         index = out["policy_index"]
         out["policy_index"] = np.where(index >= 0, (index + 73) % 4672, index).astype(index.dtype)

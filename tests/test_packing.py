@@ -175,14 +175,10 @@ def test_targets_are_those_of_the_label(packed):
             start, stop = batch["policy_offset"][row : row + 2]
             best = int(batch["policy_index"][start:stop][batch["policy_weight"][start:stop].argmax()])
             move = move_from_index(best, board)
-            flipped = (
-                move if board.turn else chess.Move(move.from_square ^ 56, move.to_square ^ 56, move.promotion)
-            )
+            flipped = move if board.turn else chess.Move(move.from_square ^ 56, move.to_square ^ 56, move.promotion)
             scores = dict(zip(made.deep_moves, made.deep_scores, strict=True))
             assert max(made.deep_scores) - scores[flipped.uci()] <= labels.STEP
-            np.testing.assert_allclose(
-                batch["records"]["wdl"][row] / 65535, np.array(made.wdl) / 1000, atol=1e-4
-            )
+            np.testing.assert_allclose(batch["records"]["wdl"][row] / 65535, np.array(made.wdl) / 1000, atol=1e-4)
 
 
 def test_results_are_the_movers(work, packed):

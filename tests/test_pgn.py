@@ -198,12 +198,8 @@ def dressed(seed: int, plies: int) -> tuple[str, chess.pgn.Game]:
             break
         move = style.choice(moves)
         if board.turn or style.random() < 0.3:
-            words.append(
-                f"{board.fullmove_number}{'.' if board.turn else '...'}" + style.choice(["", " ", "\n"])
-            )
-        words.append(
-            notation(board, move, style) + style.choice([" ", "\n", "  "]) + clutter(style, board) + " "
-        )
+            words.append(f"{board.fullmove_number}{'.' if board.turn else '...'}" + style.choice(["", " ", "\n"]))
+        words.append(notation(board, move, style) + style.choice([" ", "\n", "  "]) + clutter(style, board) + " ")
         board.push(move)
         node = node.add_variation(move)
     tags = f'[Event "{seed}"]\n[SetUp "1"]\n[FEN "{fen}"]\n[Result "*"]\n\n'

@@ -48,9 +48,7 @@ def test_the_search_hears_what_evaluate_says(model: dict[str, object]) -> None:
     priors, values = Evaluator(net)(states, moves, offsets)
     for i, (board, evaluation) in enumerate(zip(boards, net.evaluate_boards(boards), strict=True)):
         row = slice(offsets[i], offsets[i + 1])
-        priors_by_move = {
-            move_from_index(int(m), board).uci(): p for m, p in zip(moves[row], priors[row], strict=True)
-        }
+        priors_by_move = {move_from_index(int(m), board).uci(): p for m, p in zip(moves[row], priors[row], strict=True)}
         assert priors_by_move == pytest.approx(evaluation.moves, abs=1e-5), board.fen()
         assert values[i] == pytest.approx(evaluation.value, abs=1e-5), board.fen()
         assert priors[row].sum() == pytest.approx(1, abs=1e-5)

@@ -32,8 +32,6 @@ def test_the_probe_describes_this_machine_and_is_kept(reports: Path, monkeypatch
     assert {"cuda", "cudnn", "nccl", "mkl", "onednn"} <= set(result["environment"])
     suggestions = runtimes.suggest(machine.facts(), "cpu")
     text = probe.report(result)
-    assert (
-        result["suggested"].keys() == suggestions.keys() == {"threads", "workers", "prefetch", "micro_batch"}
-    )
+    assert result["suggested"].keys() == suggestions.keys() == {"threads", "workers", "prefetch", "micro_batch"}
     for name, (value, _) in suggestions.items():
         assert f"{name} = {value} (" in text

@@ -122,9 +122,7 @@ def test_seconds_by_the_clock(go: Go, turn: chess.Color, seconds: float | None) 
 
 
 @given(*[st.integers(-1000, 10**10)] * 2, *[st.integers(0, 10**6)] * 3)
-def test_the_clock_never_runs_out(
-    left: int, movetime: int, increment: int, moves: int, overhead: int
-) -> None:
+def test_the_clock_never_runs_out(left: int, movetime: int, increment: int, moves: int, overhead: int) -> None:
     go = Go(clocks=(left, left), increments=(increment, increment), movestogo=moves)
     for turn in chess.COLORS:
         seconds = seconds_for(go, turn, overhead)

@@ -96,9 +96,7 @@ def test_the_solver_moves_after_the_set_up_move(tmp_path):
 
 def test_puzzles_of_one_game_belong_together(tmp_path):
     game = read_file(Puzzles(), write(tmp_path, *LINES)).batch["records"]["game"].tolist()
-    assert (
-        game[0] == game[1] == game[2]
-    )  # two positions of the first puzzle, and the second, of the same game
+    assert game[0] == game[1] == game[2]  # two positions of the first puzzle, and the second, of the same game
     assert len(set(game)) == 4  # the third is the mirror image of the second, but of no known game
     assert game[4] == game[5]
 

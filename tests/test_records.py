@@ -65,9 +65,7 @@ def test_a_position_is_the_same_for_both_colours() -> None:
 
 
 def test_the_layout_of_a_known_position() -> None:
-    row = records.from_boards([chess.Board("rnbqkbnr/pppp1ppp/8/8/3Pp3/8/PPP1PPPP/RNBQKBNR b KQkq d3 7 3")])[
-        0
-    ]
+    row = records.from_boards([chess.Board("rnbqkbnr/pppp1ppp/8/8/3Pp3/8/PPP1PPPP/RNBQKBNR b KQkq d3 7 3")])[0]
     # Black's rook on a8 is ours on a1 (class 3), the knight beside it (1) is in the high nibble.
     assert row["pieces"][0] == 3 | 1 << 4
     assert row["pieces"][31] == 7 | 9 << 4
@@ -78,9 +76,7 @@ def test_the_layout_of_a_known_position() -> None:
 
 
 def test_fields_are_set_and_unknown_ones_refused() -> None:
-    rows = records.from_boards(
-        [chess.Board()] * 2, result=[1, -1], wdl=[(65535, 0, 0), (0, 0, 65535)], game=2**63
-    )
+    rows = records.from_boards([chess.Board()] * 2, result=[1, -1], wdl=[(65535, 0, 0), (0, 0, 65535)], game=2**63)
     assert rows["result"].tolist() == [1, -1]
     assert rows["wdl"].sum(1).tolist() == [records.WDL_SUM] * 2
     assert rows["game"].tolist() == [2**63] * 2
@@ -213,16 +209,13 @@ def test_the_mirror_is_an_exact_symmetry_where_no_castling_is_left() -> None:
     index, offset = records.legal_indices(expected)
     assert (mirrored["policy_offset"] == offset).all()
     assert (mirrored["policy_index"] == index).all()
-    for i, board in enumerate(
-        some
-    ):  # python-chess's own moves of the mirrored board, and the weights go along
+    for i, board in enumerate(some):  # python-chess's own moves of the mirrored board, and the weights go along
         here = slice(offset[i], offset[i + 1])
         image = left_right(board) if selection[i] else board
         assert {records.policy_index(m, image.turn) for m in image.legal_moves} == set(index[here].tolist())
         table = records.mirror_index if selection[i] else np.arange(records.POLICY_SIZE)
         before = {
-            int(table[k]): w
-            for k, w in zip(batch["policy_index"][here], batch["policy_weight"][here], strict=True)
+            int(table[k]): w for k, w in zip(batch["policy_index"][here], batch["policy_weight"][here], strict=True)
         }
         assert before == dict(zip(index[here].tolist(), mirrored["policy_weight"][here], strict=True))
     twice = records.mirror(mirrored, selection)

@@ -80,9 +80,7 @@ def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00
     (folder / "config.yaml").write_text("task: chess\nseed: 0\n")
     with MetricsLog(folder / "metrics.jsonl") as log:
         for step in range(1, 6):
-            log.write(
-                {"step": step, "losses": {"policy": math.nan if step == 3 else 3.0 / step}, "grad_norm": 1.0}
-            )
+            log.write({"step": step, "losses": {"policy": math.nan if step == 3 else 3.0 / step}, "grad_norm": 1.0})
     return folder
 
 
@@ -209,9 +207,7 @@ def test_what_nobody_knows_breaks_nothing(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     odd = {"items": 1, "evaluation": ["no", "mapping"], "verdict": "good", "steps": "many", "seconds": "nan"}
-    write_json(
-        folder / "summary.json", summary | odd | {"runtime": 3, "new": {"deep": [1, {}]}, "headline": 5}
-    )
+    write_json(folder / "summary.json", summary | odd | {"runtime": 3, "new": {"deep": [1, {}]}, "headline": 5})
     write_json(folder / "run.json", {"versions": "none", "runtime": [1], "started": 7})
     assert "no verdict" in Structure(report.write_report(folder).read_text(encoding="utf-8")).text
     assert "no verdict" in Structure(report.write_index(tmp_path).read_text(encoding="utf-8")).text

@@ -111,9 +111,7 @@ def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.
     assert json.loads((current.folder / "run.json").read_text())["peak"]["gflops"] == 1.0
 
 
-def test_without_memory_for_the_matrix_rate_a_run_trains(
-    reports: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_for_the_matrix_rate_a_run_trains(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -271,9 +269,7 @@ def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: P
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert int(done.stdout.split()[0]) == 5, "resumes after the checkpoint of update 4"
     assert_equal(final_weights(whole.folder), final_weights(reports / "killed"))
-    steps = [
-        json.loads(line)["step"] for line in (reports / "killed" / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [json.loads(line)["step"] for line in (reports / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps), "metrics.jsonl is cut back to the checkpoint"
 
 
@@ -288,9 +284,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(reports: Path) -
     ("kind", "stop"),
     [("chess", 7), ("fractions", 3), ("fractions", 4), ("fractions", 9), ("adaptive", 2), ("adaptive", 5)],
 )
-def test_stopped_and_resumed_equals_the_uninterrupted_run_bit_for_bit(
-    reports: Path, kind: str, stop: int
-) -> None:
+def test_stopped_and_resumed_equals_the_uninterrupted_run_bit_for_bit(reports: Path, kind: str, stop: int) -> None:
     """N updates, a stop, M updates are N + M updates; with a curriculum, the phases are the same ones."""
     preset, overrides = ("demo", TINY) if kind == "chess" else ("latin_demo", LATIN)
     if kind != "chess":

@@ -199,9 +199,7 @@ def test_resolve_here() -> None:
         ("mps", "auto", 1024, True, False),
     ],
 )
-def test_how_networks_are_evaluated(
-    device: str, option: bool | str, largest: int, fill: bool, compiled: bool
-) -> None:
+def test_how_networks_are_evaluated(device: str, option: bool | str, largest: int, fill: bool, compiled: bool) -> None:
     plan = serving(device, option)
     assert (plan.sizes[-1], plan.fill, plan.compile) == (largest, fill, compiled)
     assert list(plan.sizes) == sorted(plan.sizes)

@@ -24,9 +24,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "generate", generate)
 
 
-def test_made_again_with_more_games_every_shard_is_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_made_again_with_more_games_every_shard_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SHARD", 100)
     for chunks in (2, 4, 4):
         with warnings.catch_warnings():

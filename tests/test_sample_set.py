@@ -19,9 +19,7 @@ from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.sample_set import damage, read_manifest, ship, unpack_sample
 from matrixlib.tasks.chess.stockfish import packing
 
-SHIPPED = pytest.mark.skipif(
-    not (shipped.SAMPLE / shipped.MANIFEST).exists(), reason="no sample set is shipped"
-)
+SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / shipped.MANIFEST).exists(), reason="no sample set is shipped")
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,7 @@ def test_the_engine_shows_the_same(engine: Stockfish):
     commands = ["setoption name UCI_ShowWDL value true"]
     for fen in fens:
         commands += [f"position fen {fen} w - - 0 32", "go nodes 20000", "isready"]
-    found = subprocess.Popen(
-        [str(engine.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
+    found = subprocess.Popen([str(engine.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert found.stdin is not None
     assert found.stdout is not None
     seen = 0

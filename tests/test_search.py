@@ -45,10 +45,7 @@ class Graph:
         return np.zeros(n, NODE)
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
-        rows = [
-            range(0 if int(s["node"]) in self.over else len(self.moves.get(int(s["node"]), ())))
-            for s in states
-        ]
+        rows = [range(0 if int(s["node"]) in self.over else len(self.moves.get(int(s["node"]), ()))) for s in states]
         offsets = np.cumsum([0, *map(len, rows)])
         return np.array([m for row in rows for m in row], np.int32), offsets
 
@@ -180,9 +177,7 @@ def test_the_sign_turns_at_every_ply(depth: int) -> None:
     tree = search(chain)
     result = tree.run(depth)[0]
     p = tree.pool
-    for node in range(
-        1, depth + 1
-    ):  # nodes are numbered in order; the edge into one belongs to the other side
+    for node in range(1, depth + 1):  # nodes are numbered in order; the edge into one belongs to the other side
         into = p.into[node]
         assert p.visits[into] == depth - node + 1
         assert p.total[into] == (-1) ** (depth - node + 1)
@@ -386,9 +381,7 @@ def test_a_leaf_is_never_evaluated_twice_in_a_batch() -> None:
 
 def equal(a: SearchResult, b: SearchResult) -> bool:
     pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(SearchResult)]
-    return all(
-        np.array_equal(x, y, equal_nan=True) if isinstance(x, np.ndarray) else x == y for x, y in pairs
-    )
+    return all(np.array_equal(x, y, equal_nan=True) if isinstance(x, np.ndarray) else x == y for x, y in pairs)
 
 
 @pytest.mark.parametrize("gumbel", [0, 4])
@@ -456,9 +449,7 @@ def test_an_unexplored_move_starts_a_new_tree() -> None:
 
 def test_noise_is_mixed_once_into_the_root_alone() -> None:
     game = TicTacToe()
-    tree = Search(
-        game, uniform, SearchOptions(leaves=1, dirichlet_fraction=0.9, dirichlet_alpha_total=1.0), seed=3
-    )
+    tree = Search(game, uniform, SearchOptions(leaves=1, dirichlet_fraction=0.9, dirichlet_alpha_total=1.0), seed=3)
     for _ in range(5):
         result = tree.run(40, noise=True)[0]
         assert (result.prior == result.prior[0]).all(), "priors come back without noise"
@@ -485,9 +476,7 @@ def test_gumbel_golden_root() -> None:
     """Four moves, 8 simulations: each once, the best two three times; sigma(q) = (1 + most visits) * (q + 1) / 2."""
     chain = {n: [n + 4] for n in range(1, 40)}
     values = {
-        n + 4 * k: (-1) ** k * v
-        for n, v in zip(range(1, 5), (0.2, -0.4, 0.5, -0.6), strict=True)
-        for k in range(9)
+        n + 4 * k: (-1) ** k * v for n, v in zip(range(1, 5), (0.2, -0.4, 0.5, -0.6), strict=True) for k in range(9)
     }
     game = Graph({0: [1, 2, 3, 4], **chain}, values=values, priors={0: [0.4, 0.1, 0.3, 0.2]})
     options = plain(max_num_considered_actions=4, maxvisit_init=1.0)
@@ -587,9 +576,7 @@ def test_a_search_can_be_stopped() -> None:
 )
 def test_no_loss_at_tic_tac_toe_in_200_games(options: SearchOptions) -> None:
     game = TicTacToe()
-    match = play_pairs(
-        game, search_player(game, uniform, 5000, options), perfect_player(0), game.initial(100)
-    )
+    match = play_pairs(game, search_player(game, uniform, 5000, options), perfect_player(0), game.initial(100))
     assert (match.scores() == 0.5).all()
 
 

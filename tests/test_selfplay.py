@@ -59,9 +59,7 @@ def replayed(game: Game, trace: Trace) -> float:
 
 @pytest.mark.parametrize("gumbel", [0, 4])
 def test_every_result_is_that_of_its_own_game(gumbel: int) -> None:
-    traces = list(
-        play_games(GAME, uniform, range(60), OPTIONS, SearchOptions(max_num_considered_actions=gumbel))
-    )
+    traces = list(play_games(GAME, uniform, range(60), OPTIONS, SearchOptions(max_num_considered_actions=gumbel)))
     assert sorted(by_number(traces)) == list(range(60))
     for trace in traces:
         result = replayed(GAME, trace)
@@ -172,9 +170,7 @@ def test_chess_games_become_records(tmp_path: Path) -> None:
         "4k3/8/8/8/8/8/8/4K2R w K - 0 1",
         "8/8/4k3/8/8/4K3/8/7R b - - 96 99",
     ]
-    options = SelfPlayOptions(
-        parallel=6, num_simulations=12, num_quick_simulations=4, full_share=0.6, plies=60
-    )
+    options = SelfPlayOptions(parallel=6, num_simulations=12, num_quick_simulations=4, full_share=0.6, plies=60)
     game, traces = ChessGame(), list[Trace]()
     for number, fen in enumerate(fens):
         late = LateChess(from_boards([chess.Board(fen)]))

@@ -90,9 +90,7 @@ def test_a_piece_head_that_says_empty_everywhere_is_dead() -> None:
 def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
     """Of what stands on which square: it saves a fifth of the entropy of threats, and no network is needed for it."""
     exact = ALTERNATIVES["threat"][oracle.EXACT]
-    one = diagnosis(
-        "threat", ssl_diagnosis.square_table(head_output("threat", maps(np.full(exact.shape, 0.5))), exact)
-    )
+    one = diagnosis("threat", ssl_diagnosis.square_table(head_output("threat", maps(np.full(exact.shape, 0.5))), exact))
     assert one.word == "trivial"
     assert "a table of what stands on which square does as well" in one.reason
     assert one.gain[0] > 0.1
@@ -113,9 +111,7 @@ def test_too_few_squares_are_undecided() -> None:
     some = slice(0, 40)
     wrong: dict[str, np.ndarray] = {}
     few = HeadOutput(
-        np.log(maps(np.where(exact[some] == 1, 0.9, 0.001 + rng().random(exact[some].shape) / 1e4))).astype(
-            np.float32
-        ),
+        np.log(maps(np.where(exact[some] == 1, 0.9, 0.001 + rng().random(exact[some].shape) / 1e4))).astype(np.float32),
         exact[some],
         EVERYWHERE[some],
         CONTENT[some],
@@ -178,9 +174,7 @@ def test_calibrating_anew_finds_slope_and_offset_on_other_positions() -> None:
         HeadOutput(np.log(maps(probability)).astype(np.float32), truth, EVERYWHERE, CONTENT)
     )
     bent = 1 / (1 + np.exp(-(0.3 * right - 2)))
-    again = ssl_diagnosis.calibrated(
-        HeadOutput(np.log(maps(bent)).astype(np.float32), truth, EVERYWHERE, CONTENT)
-    )
+    again = ssl_diagnosis.calibrated(HeadOutput(np.log(maps(bent)).astype(np.float32), truth, EVERYWHERE, CONTENT))
     assert again.nats(truth).mean() == pytest.approx(best.nats(truth).mean(), rel=1e-3)
 
 

@@ -187,9 +187,7 @@ def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.Monke
 
 
 def test_a_network_without_heads_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = trained(
-        root, "none", monkeypatch, {"train": {"steps": 1}, "model": {"channels": 16, "blocks": 1}}
-    )
+    folder = trained(root, "none", monkeypatch, {"train": {"steps": 1}, "model": {"channels": 16, "blocks": 1}})
     net = matrixlib.load(folder, device="cpu")
     with pytest.raises(ValueError, match=r"no self-supervised heads: name some in model\.ssl"):
         head_outputs(net, runs.held_out_data(net.task.config), 8)

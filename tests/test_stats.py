@@ -8,9 +8,7 @@ from matrixlib.engine.stats import Action, Stats, norm_quantiles
 
 
 def test_a_row_has_the_keys_of_the_log_and_leaves_out_what_an_update_has_not() -> None:
-    stats = Stats(
-        1, 1.5, 2.0, micro_step=2, losses={"a": 1.5}, action=Action.SKIP, counts={"a": 3}, detail="x"
-    )
+    stats = Stats(1, 1.5, 2.0, micro_step=2, losses={"a": 1.5}, action=Action.SKIP, counts={"a": 3}, detail="x")
     assert json.loads(json.dumps(stats.row())) == {
         "step": 1,
         "loss": 1.5,

@@ -328,11 +328,7 @@ class Hungry(ToyTask):
         self.seen = (*self.seen, len(batch["x"]))
         out = super().losses(model, batch, active)
         if len(batch["x"]) > self.room:
-            raise (
-                RuntimeError(self.error)
-                if self.error
-                else torch.OutOfMemoryError("CUDA out of memory. Tried ...")
-            )
+            raise (RuntimeError(self.error) if self.error else torch.OutOfMemoryError("CUDA out of memory. Tried ..."))
         return out
 
 
@@ -493,9 +489,7 @@ def test_an_error_of_a_model_that_was_compiled_is_not_hidden() -> None:
         step(toy_batch(32))
 
 
-def test_compiled_code_is_kept_where_a_restart_leaves_it(
-    monkeypatch: pytest.MonkeyPatch, compiler_cache: Path
-) -> None:
+def test_compiled_code_is_kept_where_a_restart_leaves_it(monkeypatch: pytest.MonkeyPatch, compiler_cache: Path) -> None:
     monkeypatch.setattr(torch, "compile", Uncompilable)
     plain, compiled = toy_runtime(8), replace(toy_runtime(8), compile=True)
     assert place(nn.Linear(2, 2), plain)[1] is not None

@@ -85,9 +85,7 @@ def make(spec: tuple[torch.dtype, list[int], int, bool]) -> torch.Tensor:
     compress=st.sampled_from([0, 1, 3]),
 )
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, specs: Any, state: Any, compress: int) -> None:
-    tensors = {
-        group: {name: make(spec) for name, spec in members.items()} for group, members in specs.items()
-    }
+    tensors = {group: {name: make(spec) for name, spec in members.items()} for group, members in specs.items()}
     path = write(tmp_path_factory.mktemp("run") / "step_00000007", tensors, state, compress)
     found = storage.read(path)
     assert (found.step, found.path, found.state) == (7, path, state)
@@ -250,9 +248,7 @@ def forge(path: Path, raw: bytes, **entry: int) -> None:
     (path / "state.json").write_bytes(storage._seal(data))
 
 
-def test_a_frame_is_never_unpacked_beyond_its_recorded_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_is_never_unpacked_beyond_its_recorded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a", small(), {}, compress=1)
     size = storage.read_state(path)["groups"]["model"]["unpacked"]
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))

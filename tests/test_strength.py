@@ -64,9 +64,7 @@ def test_stockfish_is_met_at_its_elo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """An engine is limited to the Elo under whose name it plays, and plays its weaker move, not its best line's."""
     fake_engine(tmp_path, LIMITED).rename(tmp_path / "stockfish")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    matches = dict(
-        strength.gauntlet(material_net(), [2], games=2, engine_elo=[1350, 1400], engine_nodes=50, plies=20)
-    )
+    matches = dict(strength.gauntlet(material_net(), [2], games=2, engine_elo=[1350, 1400], engine_nodes=50, plies=20))
     for elo, place in ((1350, -1), (1400, 0)):
         name, count = f"Stockfish {elo}", 0
         for game in matches["network 2", name].games:

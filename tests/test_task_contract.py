@@ -53,9 +53,7 @@ def check_prepare(task: Task, host_batch: dict[str, np.ndarray]) -> Batch:
         for name, array in arrays.items():
             assert len(array) == count, f"{name}: leading dimension {len(array)}, not {count}"
             assert array.dtype.names is None, f"{name} is structured"
-            assert array.dtype not in FORBIDDEN, (
-                f"{name} is {array.dtype}, which torch can't collate or shift"
-            )
+            assert array.dtype not in FORBIDDEN, f"{name} is {array.dtype}, which torch can't collate or shift"
         again = prepare(host_batch, np.random.default_rng(5))
         assert all(np.array_equal(array, again[name], equal_nan=True) for name, array in arrays.items())
     plain = task.prepare_plain(host_batch, np.random.default_rng(5))

@@ -74,23 +74,17 @@ def test_augmentation_turns_the_policy_with_the_board() -> None:
         rows[name] = solved.states[name]
     rows["policy"] = solved.moves == solved.value[:, None]
     seen = TASK.prepare({"records": rows}, np.random.default_rng(0))
-    assert (
-        seen["squares"] != TASK.prepare_plain({"records": rows}, np.random.default_rng(0))["squares"]
-    ).any()
+    assert (seen["squares"] != TASK.prepare_plain({"records": rows}, np.random.default_rng(0))["squares"]).any()
     for squares, policy in zip(seen["squares"], seen["policy"], strict=True):
         ours, theirs = (sum(1 << s for s in range(9) if squares[s] == who) for who in (1, -1))
         assert tuple(np.flatnonzero(policy)) == best_moves(ours, theirs)[1]
-    plain = TicTacToeTask(
-        SETTINGS.model_copy(update={"data": SETTINGS.data.model_copy(update={"augment": False})})
-    )
+    plain = TicTacToeTask(SETTINGS.model_copy(update={"data": SETTINGS.data.model_copy(update={"augment": False})}))
     same = plain.prepare({"records": rows}, np.random.default_rng(0))["squares"]
     assert (same == plain.prepare_plain({"records": rows}, np.random.default_rng(0))["squares"]).all()
 
 
 def test_records_hold_what_was_searched_and_who_won() -> None:
-    options = SelfPlayOptions(
-        parallel=8, num_simulations=16, num_quick_simulations=4, full_share=0.7, plies=7
-    )
+    options = SelfPlayOptions(parallel=8, num_simulations=16, num_quick_simulations=4, full_share=0.7, plies=7)
     traces = list(play_games(GAME, uniform, range(20), options))
     ids = {number: 100 + number for number in range(20)}
     batch = training_batch(traces, ids)

@@ -90,9 +90,7 @@ def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
     ],
     ids=["the wait for the device", "more than that", "the update before"],
 )
-def test_what_a_gpu_does_meanwhile_is_not_counted_twice(
-    times: dict[str, float], phases: dict[str, float]
-) -> None:
+def test_what_a_gpu_does_meanwhile_is_not_counted_twice(times: dict[str, float], phases: dict[str, float]) -> None:
     """On a GPU `read` is the host's wait for phases that are measured there."""
     found = totals([{"step": 1, "seconds": 0.11, "times": {**times, "validation": 3.0}}])
     assert found.pop("validation").tolist() == [3.0]

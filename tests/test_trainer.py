@@ -90,11 +90,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    averages = (
-        {f"ema.{name}": value.clone() for name, value in trainer.ema.state_dict().items()}
-        if trainer.ema
-        else {}
-    )
+    averages = {f"ema.{name}": value.clone() for name, value in trainer.ema.state_dict().items()} if trainer.ema else {}
     return {name: value.clone() for name, value in trainer.model.state_dict().items()} | averages
 
 
@@ -106,9 +102,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl without clock times."""
 
     def strip(row: dict[str, Any]) -> dict[str, Any]:
-        found = {
-            k: v for k, v in row.items() if k not in ("time", "seconds", "times", "throughput", "memory")
-        }
+        found = {k: v for k, v in row.items() if k not in ("time", "seconds", "times", "throughput", "memory")}
         return {k: strip(v) if isinstance(v, dict) else v for k, v in found.items()}
 
     return [strip(row) for row in metrics_module.read(folder / "metrics.jsonl")]
@@ -133,9 +127,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], 
 
 
 def test_weights_may_be_given_before_the_first_update_and_not_after(tmp_path: Path) -> None:
-    given = {
-        name: torch.full_like(t, 0.5) for name, t in ToyTask(norm="batch").build_model().state_dict().items()
-    }
+    given = {name: torch.full_like(t, 0.5) for name, t in ToyTask(norm="batch").build_model().state_dict().items()}
     trainer = build(tmp_path)
     trainer.start_from(given)
     got = {name: value for name, value in weights(trainer).items() if value.is_floating_point()}
@@ -351,10 +343,7 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     with pytest.raises(OSError, match="No space left on device") as caught:
         train()
     first, last = caught.value.__notes__
-    assert (
-        first
-        == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
-    )
+    assert first == "stopped after 8 updates; the same command or notebook goes on from the checkpoint of update 6"
     assert "heartbeat.json could not be written" in last
     monkeypatch.undo()
     again = build(tmp_path)
@@ -462,9 +451,7 @@ def test_best_is_kept_across_a_resume(tmp_path: Path) -> None:
 
 
 def test_early_stop_and_its_memory(tmp_path: Path) -> None:
-    config = settings(
-        validation={"interval": 2, "full_every": 1, "patience": 2}, optim={"learning_rate": 0.0}
-    )
+    config = settings(validation={"interval": 2, "full_every": 1, "patience": 2}, optim={"learning_rate": 0.0})
     task = ToyTask()
     trainer = build(tmp_path, task, config)
     assert [s.step for s in trainer.train()][-1] == 6
@@ -485,9 +472,7 @@ def test_target_loss_stops_or_is_refused_at_once(tmp_path: Path) -> None:
     hard = build(tmp_path / "hard", config=settings(validation={"target_loss": 0.004}))
     with pytest.raises(ValueError, match=r"0\.0050"):  # half of the noise's variance
         hard.train()
-    empty = build(
-        tmp_path / "empty", config=settings(validation={"target_loss": 1.0}), validation=lambda kind: ()
-    )
+    empty = build(tmp_path / "empty", config=settings(validation={"target_loss": 1.0}), validation=lambda kind: ())
     with pytest.raises(ValueError, match="held-out"):
         empty.train()
 
@@ -544,9 +529,7 @@ def test_updates_that_stay_non_finite_go_back_and_pass_the_bad_batches(tmp_path:
     assert stats[back + 1].action == "ok"
     assert stats[back + 1].learning_rate == pytest.approx(0.5 * stats[6].learning_rate)
     assert (stats[-1].step, stats[-1].rollbacks, stats[-1].skipped) == (40, 1, 10)
-    assert [row["step"] for row in history(tmp_path)] == list(range(1, 41)), (
-        "the rows are those of the run as it is"
-    )
+    assert [row["step"] for row in history(tmp_path)] == list(range(1, 41)), "the rows are those of the run as it is"
     folder = tmp_path / "evidence" / "rollback_1_update_00000016"
     evidence = json.loads((folder / "evidence.json").read_text())
     assert evidence["batches"] == list(range(6, 16))
@@ -620,9 +603,7 @@ def test_a_short_spike_that_leaves_damage_is_rolled_back(tmp_path: Path, interva
         batch["target"] += 1.5 if raw > 32 else 0
 
     config = settings(
-        **configuration.merge(
-            SPIKES, {"checkpoint": {"interval": interval}, "health": {"band": 1000.0, "patience": 9}}
-        )
+        **configuration.merge(SPIKES, {"checkpoint": {"interval": interval}, "health": {"band": 1000.0, "patience": 9}})
     )
     trainer = build(tmp_path, source=ToySource(20, change=change), config=config, steps=45)
     back = [s for s in trainer.train() if s.action != "ok"]
@@ -767,9 +748,7 @@ def test_phases_change_at_their_update_and_resume_bit_for_bit(tmp_path: Path, ki
     stats = list(whole.train())
     assert [s.phase for s in stats] == [0] * 6 + [1] * 6
     assert [phase.values["half"] for phase in data.entered] == ["first", "second"]
-    assert state(whole)["health"]["losses"] == [s.loss for s in stats[6:]], (
-        "the band starts anew with the phase"
-    )
+    assert state(whole)["health"]["losses"] == [s.loss for s in stats[6:]], "the band starts anew with the phase"
     part = tmp_path / "part"
     first, _ = in_phases(part, kind)
     list(first.train(stop))

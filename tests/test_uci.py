@@ -114,9 +114,7 @@ def test_the_greeting_lists_every_option(engine: Dialogue) -> None:
 
 def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dialogue) -> None:
     lines = engine.ask("position startpos moves e2e4", "go nodes 100", until="bestmove")
-    pattern = re.compile(
-        r"info depth (\d+) multipv 1 score cp -?\d+ nodes (\d+) nps \d+ hashfull \d+ time \d+ pv (.+)"
-    )
+    pattern = re.compile(r"info depth (\d+) multipv 1 score cp -?\d+ nodes (\d+) nps \d+ hashfull \d+ time \d+ pv (.+)")
     shown = [pattern.fullmatch(line) for line in infos(lines)]
     assert [match and int(match[2]) for match in shown] == [16, 32, 64, 100]
     assert [match and int(match[1]) for match in shown] == [1, 2, 3, 3]
@@ -158,9 +156,7 @@ def test_mates_are_shown_from_both_sides(engine: Dialogue) -> None:
     mirrored = chess.Board(MATE).mirror().fen()
     assert engine.best(f"fen {mirrored}", "mate 1") == "d8d1"
     driven = "k7/8/2K5/8/8/8/8/1Q6 b - - 0 1"  # Ka7, then mate
-    assert (
-        "score mate -1 " in infos(engine.ask(f"position fen {driven}", "go nodes 200", until="bestmove"))[-1]
-    )
+    assert "score mate -1 " in infos(engine.ask(f"position fen {driven}", "go nodes 200", until="bestmove"))[-1]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +198,7 @@ def test_moves_of_the_game_count_as_occurrences(material: Dialogue) -> None:
 def test_the_tree_is_kept_from_move_to_move(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[int] = []
     reset = Search.reset
-    monkeypatch.setattr(
-        Search, "reset", lambda self, *args, **more: resets.append(1) or reset(self, *args, **more)
-    )
+    monkeypatch.setattr(Search, "reset", lambda self, *args, **more: resets.append(1) or reset(self, *args, **more))
     lines = engine.ask("position startpos", "go nodes 300", until="bestmove")
     ours, theirs = infos(lines)[-1].split(" pv ")[1].split()[:2]
     assert len(resets) == 1
@@ -232,9 +226,7 @@ def test_an_infinite_search_answers_ready_and_ends_at_stop_alone(engine: Dialogu
     engine.ask("isready", until="readyok")
     assert engine.ask("stop", until="bestmove")
     assert engine.ask(f"position fen {MATE}", "go infinite", "isready", until="readyok")[-1] == "readyok"
-    assert engine.answers.empty() or not engine.answers.get().startswith("bestmove"), (
-        "solved, but not yet asked for"
-    )
+    assert engine.answers.empty() or not engine.answers.get().startswith("bestmove"), "solved, but not yet asked for"
     assert engine.ask("stop", until="bestmove")[-1] == "bestmove d1d8"
     lines = engine.ask("stop", "go infinite", "position startpos", "stop", "go nodes 5", until="bestmove")
     assert lines[-1] == "bestmove d1d8"
@@ -375,9 +367,7 @@ def test_a_client_plays_a_game(program: chess.engine.SimpleEngine) -> None:
     assert program.id["name"] == "matrixlib tiny"
     board = chess.Board()
     while not board.is_game_over(claim_draw=True) and board.ply() < 30:
-        limit = (
-            chess.engine.Limit(nodes=16) if board.turn else chess.engine.Limit(white_clock=9, black_clock=0.3)
-        )
+        limit = chess.engine.Limit(nodes=16) if board.turn else chess.engine.Limit(white_clock=9, black_clock=0.3)
         board.push(program.play(board, limit, game=1).move or chess.Move.null())
     assert board.ply() >= 10
 
@@ -481,6 +471,4 @@ def test_a_tournament_program_plays_two_games(run: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     text = games.read_text()
     assert len(re.findall(r'^\[Result "(1-0|0-1|1/2-1/2)"\]', text, re.MULTILINE)) == 2, done.stdout
-    assert not re.search(
-        "illegal|disconnect|stall|crash|forfeit|exited", (text + done.stdout + done.stderr).lower()
-    )
+    assert not re.search("illegal|disconnect|stall|crash|forfeit|exited", (text + done.stdout + done.stderr).lower())

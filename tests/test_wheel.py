@@ -32,9 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     empty.mkdir()
     for name in SOURCES:  # a build leaves folders behind
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-            )
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(ROOT / name, source)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MATRIXLIB_", "PYTHON", "JPY_"))}
@@ -64,9 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 def test_the_wheel_works_without_a_checkout(run: Run) -> None:
-    code = (
-        "import matrixlib.files as f, pathlib; print(pathlib.Path().resolve(), f.PACKAGE, f.reports_root())"
-    )
+    code = "import matrixlib.files as f, pathlib; print(pathlib.Path().resolve(), f.PACKAGE, f.reports_root())"
     empty, package, reports = run("python", "-c", code).split()
     assert not Path(package).is_relative_to(ROOT)
     assert Path(reports) == Path(empty) / "reports"
@@ -83,9 +79,7 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     assert "best capture" in result
     assert report == "report: reports/first/report.html"
     assert look.startswith("next: ")
-    assert [
-        name for name in re.findall(r"\w+\.ipynb", look) if not Path(package, "notebooks", name).exists()
-    ] == []
+    assert [name for name in re.findall(r"\w+\.ipynb", look) if not Path(package, "notebooks", name).exists()] == []
     assert play.endswith("--checkpoint reports/first")
     assert "first" in (Path(reports) / "index.html").read_text()
     assert json.loads((folder / "summary.json").read_text())["steps"] == 40

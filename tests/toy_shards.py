@@ -51,9 +51,7 @@ def sparse_shard(path: Path, count: int, layout: Layout = LAYOUT) -> ShardInfo:
     for name, dtype in layout.members():
         is_offset = name.endswith("_offset")
         ragged = not is_offset and name != "records"
-        sizes = {
-            int(rows): zlib.crc32(bytes((int(rows) + is_offset) * dtype.itemsize)) for rows in set(blocks)
-        }
+        sizes = {int(rows): zlib.crc32(bytes((int(rows) + is_offset) * dtype.itemsize)) for rows in set(blocks)}
         columns.append([0 if ragged else sizes[int(rows)] for rows in blocks])
         sparse.append((name, dtype, 0 if ragged else count + is_offset))
     groups = dict.fromkeys(layout.ragged, 0)

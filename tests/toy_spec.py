@@ -51,9 +51,7 @@ class ToySpec(TaskSpec[ToyConfig]):
     name = "toy"
     config = ToyConfig
     objective_options = ("loss.",)
-    overfit = Overfit(
-        overrides={"train": {"steps": 400}, "optim": {"learning_rate": 0.02}}, gaps={"class": 0.05}
-    )
+    overfit = Overfit(overrides={"train": {"steps": 400}, "optim": {"learning_rate": 0.02}}, gaps={"class": 0.05})
 
     @property
     def layout(self) -> Layout:

@@ -47,9 +47,7 @@ def machine_name(device: str = "cpu") -> str:
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
-def measure(
-    plan: Plan, names: Sequence[str] = (), tell: Callable[[str], object] = lambda text: None
-) -> dict[str, Any]:
+def measure(plan: Plan, names: Sequence[str] = (), tell: Callable[[str], object] = lambda text: None) -> dict[str, Any]:
     """A record of what these workloads (all without any) measure; it is kept. Raises ValueError for unknown names.
 
     tell: called before each workload with what is measured.

@@ -101,9 +101,7 @@ class Catalogue:
             raise CatalogueError(f"unknown split '{split}'; known: {', '.join(SPLITS)}")
         return [row for row in self._rows() if split in (None, row.split) and state in (None, row.state)]
 
-    def add(
-        self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None
-    ) -> ShardRow:
+    def add(self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None) -> ShardRow:
         """Put a written shard into the catalogue, in place of an older row of that name; returns the row.
 
         Raises CatalogueError when the file is outside the folder or `split` is not that in its meta data.
@@ -117,9 +115,7 @@ class Catalogue:
             try:
                 name = info.path.resolve().relative_to(self.folder.resolve()).as_posix()
             except ValueError:
-                raise CatalogueError(
-                    f"{info.path} is outside {self.folder}; write the shard inside it"
-                ) from None
+                raise CatalogueError(f"{info.path} is outside {self.folder}; write the shard inside it") from None
             if split not in SPLITS or split != info.meta["split"]:
                 own = info.meta["split"]
                 raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{own}'")
@@ -197,9 +193,7 @@ class Catalogue:
             problem = str(error)
         if problem:
             temporary.unlink()
-            raise CatalogueError(
-                f"{backup} cannot be restored ({problem}); nothing was changed, give another copy"
-            )
+            raise CatalogueError(f"{backup} cannot be restored ({problem}); nothing was changed, give another copy")
         for suffix in ("-wal", "-shm"):  # they belong to the database that goes
             path.with_name(NAME + suffix).unlink(missing_ok=True)
         os.replace(temporary, path)
@@ -268,9 +262,7 @@ class Catalogue:
             if row.state == "healthy" and (reason := _unfit(row)):
                 changed.append((row, _quarantined(row, reason), f"{reason}; quarantined"))
             elif name in files and row.reason == MISSING and not self._check(row):
-                changed.append(
-                    (row, replace(row, state="healthy", reason=""), "is back and whole; used again")
-                )
+                changed.append((row, replace(row, state="healthy", reason=""), "is back and whole; used again"))
         if new:
             with self._connection() as db:
                 db.executemany(PUT.replace("REPLACE", "IGNORE"), map(_values, new))

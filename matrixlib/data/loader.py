@@ -185,9 +185,7 @@ class Loader:
         if not shards:
             raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
         if batch_size < 1 or min(limit, window_blocks, workers) < 0 or prefetch < 1:
-            raise ValueError(
-                "batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0"
-            )
+            raise ValueError("batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0")
         if weights:
             shards = grouped_by_source(weights, shards)
         names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
@@ -213,9 +211,7 @@ class Loader:
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
         """This loader with other ranges of raw batch numbers left out; both share the files that are open."""
         other = copy.copy(self)
-        other._batches = Batches(
-            self._reader, self._batches.order, self.batch_size, self._batches.prepare, skip
-        )
+        other._batches = Batches(self._reader, self._batches.order, self.batch_size, self._batches.prepare, skip)
         return other
 
     def records(self, raw: int) -> Batch:
@@ -256,9 +252,7 @@ class Loader:
                 restarts += 1
                 del iterator  # ends the others
                 iterator = self._start(numbers[i - start :])
-                self._on_loss(
-                    f"the loader's workers were started again at batch {i}, as one was gone {cause}"
-                )
+                self._on_loss(f"the loader's workers were started again at batch {i}, as one was gone {cause}")
             yield self._open(item)
 
     def _start(self, numbers: range) -> Iterator[Item]:

@@ -125,9 +125,7 @@ def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
     out: list[tuple[int, int]] = []
     for start, stop in sorted((int(a), int(b)) for a, b in skip):
         if not 0 <= start < stop:
-            raise ValueError(
-                f"cannot skip batches ({start}, {stop}): start must be at least 0 and below stop"
-            )
+            raise ValueError(f"cannot skip batches ({start}, {stop}): start must be at least 0 and below stop")
         if out and start <= out[-1][1]:
             out[-1] = (out[-1][0], max(stop, out[-1][1]))
         else:
@@ -144,9 +142,7 @@ def places_of(weights: Mapping[str, float]) -> dict[str, int]:
     for name in by_rest[: PERIOD - sum(places.values())]:
         places[name] += 1
     if small := [name for name, count in places.items() if count < 1]:
-        raise ValueError(
-            f"the weight of source '{small[0]}' is under a thousandth of all; raise it or leave it out"
-        )
+        raise ValueError(f"the weight of source '{small[0]}' is under a thousandth of all; raise it or leave it out")
     return places
 
 

@@ -17,9 +17,7 @@ Damage = tuple[str, int, str]  # (shard name, block or WHOLE, reason)
 
 WHOLE = -1  # in place of a block's number: the shard cannot be opened
 ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, each with the 16 pages around it
-RESIDENT = (
-    2**27
-)  # bytes of mapped shards that may stay in memory; a larger data set is let go again and again
+RESIDENT = 2**27  # bytes of mapped shards that may stay in memory; a larger data set is let go again and again
 SPARE_FILES = 256  # of what else a process opens: libraries, pipes of workers, logs
 
 

@@ -56,9 +56,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, compress: int = 0) -> None:
         if keep < 2:
-            raise ValueError(
-                f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor"
-            )
+            raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")
         if not 0 <= compress <= 19:
             raise ValueError(f"checkpoint.compress is {compress}; zstd levels are 1 to 19, 0 turns it off")
         self.folder = Path(folder)
@@ -210,9 +208,7 @@ class Checkpoints:
             os.replace(temporary, final)
             sync_folder(self.folder)
         except (OSError, zstandard.ZstdError) as error:
-            shutil.rmtree(
-                temporary, ignore_errors=True
-            )  # gives the space back; the error below is what matters
+            shutil.rmtree(temporary, ignore_errors=True)  # gives the space back; the error below is what matters
             raise self._cannot_write(name, needed, error) from error
         self._damaged.discard(final)
         self._retire(replaced)
@@ -247,11 +243,7 @@ class Checkpoints:
         paths = {}
         for path in self.folder.iterdir():
             name = path.name.removesuffix(".replaced")
-            if (
-                _STEP.fullmatch(name)
-                and path.is_dir()
-                and (path.name == name or not path.with_name(name).exists())
-            ):
+            if _STEP.fullmatch(name) and path.is_dir() and (path.name == name or not path.with_name(name).exists()):
                 paths[_step(path)] = path
         return [paths[step] for step in sorted(paths)]
 

@@ -71,9 +71,7 @@ class Curriculum:
         self.phase = 0
         self.history: list[tuple[int, int]] = [(0, 0)]
         self._next = 0  # the phase that `record` decided on; `advance` brings it into force
-        self._validations = self._good = self._bad = (
-            0  # validations in this phase; in a row at `up`, below `down`
-        )
+        self._validations = self._good = self._bad = 0  # validations in this phase; in a row at `up`, below `down`
         self._falls = [0] * len(self.phases)  # how often each phase proved too hard
 
     @property
@@ -104,9 +102,7 @@ class Curriculum:
             return
         name, config = self.config.metric, self.config
         if name not in metrics:
-            raise ValueError(
-                f"curriculum.metric '{name}' is not measured; there are {', '.join(sorted(metrics))}"
-            )
+            raise ValueError(f"curriculum.metric '{name}' is not measured; there are {', '.join(sorted(metrics))}")
         value = metrics[name]
         self._validations += 1
         self._good = self._good + 1 if value >= config.up else 0
@@ -125,10 +121,7 @@ class Curriculum:
     def spans(self, updates: int) -> list[tuple[int, int, Phase]]:
         """(first update, end, phase) of every stretch up to `updates`, for plots."""
         stops = [start for start, _ in self.history[1:]] + [max(updates, self.history[-1][0])]
-        return [
-            (start, stop, self.phases[number])
-            for (start, number), stop in zip(self.history, stops, strict=True)
-        ]
+        return [(start, stop, self.phases[number]) for (start, number), stop in zip(self.history, stops, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """State without the configuration, for the checkpoint."""

@@ -70,9 +70,7 @@ def gradient_report(model: nn.Module) -> GradientReport:
     )
 
 
-def compare_with_chance(
-    task: Task, batch: Batch, stats: Stats
-) -> tuple[dict[str, dict[str, float]], list[str]]:
+def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Losses of the first update beside chance level and floor, by term; and warnings for those far off."""
     bounds = task.bounds(batch)
     table: dict[str, dict[str, float]] = {}
@@ -88,9 +86,7 @@ def compare_with_chance(
     return table, messages
 
 
-def output_statistics(
-    task: Task, model: nn.Module, batch: Batch, runtime: Runtime
-) -> dict[str, dict[str, float]]:
+def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> dict[str, dict[str, float]]:
     """mean, std (population), max (magnitude) and share of infinities by output; one host read.
 
     batch: host tensors of one micro-batch. NaN marks entries that the task has masked out: they count
@@ -162,9 +158,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in _trainable(model)}
 
 
-def block_statistics(
-    model: nn.Module, before: Mapping[str, Tensor] | None = None
-) -> dict[str, dict[str, float]]:
+def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = None) -> dict[str, dict[str, float]]:
     """Euclidean norms by block over its trainable parameters; one host read.
 
     "gradient": of `.grad` as it stands (after the step: unscaled and clipped), left out where a block has
@@ -198,9 +192,7 @@ def block_statistics(
 def block_warnings(table: Mapping[str, Mapping[str, float]], warming_up: bool = False) -> list[str]:
     """Warnings about a `block_statistics` with updates: blocks that stood still, or moved too far."""
     still = [name for name, row in table.items() if row.get("update") == 0 and row.get("gradient", 0.0) > 0]
-    far = [
-        f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > UPDATE_RATIO
-    ]
+    far = [f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > UPDATE_RATIO]
     messages = []
     if still:
         messages.append(
@@ -235,9 +227,7 @@ class DeadUnits:
         """One line about the activations with too many; none where too few rows were looked at."""
         shares = sorted(self.shares.items(), key=lambda item: -item[1])
         names = [
-            f"{name} ({len(self.dead[name])} of {self.widths[name]})"
-            for name, share in shares
-            if share > DEAD_SHARE
+            f"{name} ({len(self.dead[name])} of {self.widths[name]})" for name, share in shares if share > DEAD_SHARE
         ]
         if not names or self.rows < DEAD_ROWS:
             return []
@@ -364,9 +354,7 @@ class FiniteChecks:
         ValueError when the model was not called.
         """
         if not self.events:
-            raise ValueError(
-                "the model that is checked was never called; call the plain module, not torch.compile's"
-            )
+            raise ValueError("the model that is checked was never called; call the plain module, not torch.compile's")
         flags = torch.stack([flag for event in self.events for flag in (event.before, event.after)]).tolist()
         for event, before, after in zip(self.events, flags[::2], flags[1::2], strict=True):
             forward = event.what in ("input", "output")
@@ -422,9 +410,7 @@ class FiniteChecks:
             todo += [behind for behind, _ in node.next_functions if behind is not None]
 
     def _backward(self, name: str, operation: str, outgoing: Any, incoming: Any) -> None:
-        self.events.append(
-            _Event(name, operation, self._finite(_tensors(incoming)), self._finite(_tensors(outgoing)))
-        )
+        self.events.append(_Event(name, operation, self._finite(_tensors(incoming)), self._finite(_tensors(outgoing))))
 
     @torch.no_grad()
     def _finite(self, tensors: list[Tensor]) -> Tensor:

@@ -63,9 +63,7 @@ class Tuning:
         return pd.DataFrame(table).set_index("rows")
 
 
-def largest(
-    works: Callable[[int], float | None], start: int, batch: int
-) -> tuple[int, dict[int, float | None]]:
+def largest(works: Callable[[int], float | None], start: int, batch: int) -> tuple[int, dict[int, float | None]]:
     """(best size, seconds by size tried; None = does not fit) of those that cut `batch` rows into equal parts.
 
     works(size): seconds of one update of `size` rows, None where it does not fit. start: about the first size tried.

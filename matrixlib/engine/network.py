@@ -67,9 +67,7 @@ class Network:
         """Number of weights."""
         return sum(p.numel() for p in self.model.parameters())
 
-    def predict(
-        self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()
-    ) -> dict[str, np.ndarray]:
+    def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
         """The task's `predict` of a batch of its `inputs`, at least one row, on the host and in fp32."""
         assert not self.training, "the network must be in eval mode"
         count, most = len(batch["policy_index"]), self.serving.sizes[-1]

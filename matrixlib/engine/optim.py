@@ -132,9 +132,7 @@ def load_optimiser(optimiser: torch.optim.AdamW, model: nn.Module, tensors: Mapp
                 state[index] = {k: _like(parameter, v) if v.ndim else v.clone() for k, v in entries.items()}
             index += 1
     if by_name:
-        raise ValueError(
-            f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}"
-        )
+        raise ValueError(f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}")
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 

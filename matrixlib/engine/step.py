@@ -191,9 +191,7 @@ class Step:
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
         return _Plan(weights, {t: counts[t] for t in active}, active - gated, until)
 
-    def _forward_backward(
-        self, batch: Batch, before: list[Tensor]
-    ) -> tuple[_Plan, dict[str, Tensor], list[str]]:
+    def _forward_backward(self, batch: Batch, before: list[Tensor]) -> tuple[_Plan, dict[str, Tensor], list[str]]:
         """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
 
         Where memory runs out, or a compiled model fails at its first update, it is repeated with half the
@@ -290,9 +288,7 @@ class Step:
         else:
             self._restore_buffers(before)
             if not stats.overflow and self.gated and self.gate.freeze(self.update):
-                messages.append(
-                    f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
-                )
+                messages.append(f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates")
         if self.scaler is not None and (stats.action is Action.OK or stats.overflow):
             self.scaler.update()
             self._unscaled = False
@@ -340,10 +336,7 @@ class Step:
         assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
         # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
         total = torch.stack(
-            [
-                losses[t] * (plan.weights[t] / plan.counts[t] if plan.counts[t] else 0.0)
-                for t in sorted(losses)
-            ]
+            [losses[t] * (plan.weights[t] / plan.counts[t] if plan.counts[t] else 0.0) for t in sorted(losses)]
         ).sum()
         return total, {name: value.detach() for name, value in (losses | metrics).items()}
 

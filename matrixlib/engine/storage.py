@@ -88,13 +88,9 @@ def check(tensors: TensorsLike) -> None:
             raise ValueError(f"group name '{group}' must be lower-case letters, digits and underscores")
         for name, tensor in members.items():
             if name == "__metadata__":
-                raise ValueError(
-                    f"{group}: safetensors keeps the name '{name}' for itself; rename the tensor"
-                )
+                raise ValueError(f"{group}: safetensors keeps the name '{name}' for itself; rename the tensor")
             if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
-                raise TypeError(
-                    f"{group}.{name}: a {tensor.layout} tensor of {tensor.dtype} cannot be stored"
-                )
+                raise TypeError(f"{group}.{name}: a {tensor.layout} tensor of {tensor.dtype} cannot be stored")
 
 
 def host_copies(tensors: TensorsLike, buffers: TensorsLike) -> Tensors:
@@ -110,9 +106,7 @@ def host_copies(tensors: TensorsLike, buffers: TensorsLike) -> Tensors:
         for name, tensor in members.items():
             buffer = buffers.get(group, {}).get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                )
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             copies[group][name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 devices.add(tensor.device)
@@ -157,9 +151,7 @@ def read(path: Path) -> Checkpoint:
         )
     data = read_state(path)
     tensors = {group: _read_group(path, group, entry) for group, entry in data["groups"].items()}
-    return Checkpoint(
-        data["step"], path, tensors, _decode(data["state"]), data["time"], dict(data["versions"])
-    )
+    return Checkpoint(data["step"], path, tensors, _decode(data["state"]), data["time"], dict(data["versions"]))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -216,9 +208,7 @@ def _decode(value: Any) -> Any:
     return [_decode(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _write_group(
-    folder: Path, group: str, members: Mapping[str, torch.Tensor], compress: int
-) -> dict[str, Any]:
+def _write_group(folder: Path, group: str, members: Mapping[str, torch.Tensor], compress: int) -> dict[str, Any]:
     """Write and fsync one file, hashed on its way; its entry in state.json."""
     chunks = list(_safetensors(members))
     unpacked = sum(len(chunk) for chunk in chunks)

@@ -231,9 +231,7 @@ class Trainer:
 
     def _updates(self, stop: int) -> Generator[Stats]:
         if not self._between_updates and not self.resume():  # an earlier call was broken off half-way
-            raise ValueError(
-                "an update was broken off half-way and there is no checkpoint yet: open the run anew"
-            )
+            raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
         self._beat("training", force=True)
         self._advance()
@@ -404,9 +402,7 @@ class Trainer:
             "last": health.last,
             "batches": batches,
             "health": health.to_dict(),
-            "rows": [
-                row for row in metrics_log.read(self.metrics.path) if row["step"] > health.onset - EVIDENCE
-            ],
+            "rows": [row for row in metrics_log.read(self.metrics.path) if row["step"] > health.onset - EVIDENCE],
         }
         write_json(folder / "evidence.json", record)
         self._data.records(self._source, batches, folder)

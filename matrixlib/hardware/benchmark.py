@@ -46,9 +46,7 @@ class Plan:
     def matrix_rate(self, dtype: str = "") -> float:
         """FLOP a second of a matrix product."""
         seconds = 0.1 if self.brief else 0.5
-        return 1e9 * speed.matrix_rate(
-            self.device, dtype or self.runtime.dtype, self.runtime.threads, seconds
-        )
+        return 1e9 * speed.matrix_rate(self.device, dtype or self.runtime.dtype, self.runtime.threads, seconds)
 
 
 Workload = Callable[[Plan], Iterator[Figure]]

@@ -145,9 +145,7 @@ def processor(cpuinfo: str | None = None) -> Processor:
     """Describe the processor; `cpuinfo` is the text of /proc/cpuinfo (read where None)."""
     if cpuinfo is None and sys.platform == "darwin":
         bf16 = _sysctl("hw.optional.arm.FEAT_BF16") == "1"
-        return Processor(
-            "Apple", name=_sysctl("machdep.cpu.brand_string"), instructions=("bf16",) if bf16 else ()
-        )
+        return Processor("Apple", name=_sysctl("machdep.cpu.brand_string"), instructions=("bf16",) if bf16 else ())
     path = Path("/proc/cpuinfo")
     if cpuinfo is None:
         cpuinfo = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

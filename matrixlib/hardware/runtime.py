@@ -256,8 +256,7 @@ def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
     problem = facts.gpu_problem if option == "cuda" else facts.mps_problem
     hint = "; for a CUDA build of torch see TORCH_INDEX in the README" if option == "cuda" else ""
     raise ValueError(
-        f"device '{option}' was asked for, but {problem}; "
-        f"use 'auto' or one that works here: {', '.join(here)}{hint}"
+        f"device '{option}' was asked for, but {problem}; use 'auto' or one that works here: {', '.join(here)}{hint}"
     )
 
 

@@ -68,9 +68,7 @@ def rating(pairs: Counts) -> Rating:
     )
 
 
-def rating_table(
-    matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0
-) -> pd.DataFrame:
+def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, seed: int = 0) -> pd.DataFrame:
     """Ratings of several players, best first, from the pairs (5,) of each match (first player, second player).
 
     A row a player: games, score, elo against the mean of all, and low and high of its 95 % interval. The likeliest
@@ -104,9 +102,7 @@ def rating_table(
 def _counts(pairs: Counts) -> NDArray[np.float64]:
     counts = np.asarray(pairs, np.float64)
     if counts.shape != (5,) or (counts < 0).any() or not counts.any():
-        raise ValueError(
-            f"expected how many pairs scored 0, 1/2, 1, 3/2 and 2 points, at least one, not {pairs}"
-        )
+        raise ValueError(f"expected how many pairs scored 0, 1/2, 1, 3/2 and 2 points, at least one, not {pairs}")
     return counts
 
 
@@ -165,12 +161,8 @@ class Sprt(Section):
 
     elo0: Real = Field(default=0.0, description="SPRT: no better than this is refused ...")
     elo1: Real = Field(default=50.0, description="... at least so much better is promoted")
-    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = Field(
-        default=0.05, description="share of wrong promotions allowed"
-    )
-    beta: Annotated[Real, Field(gt=0, lt=0.5)] = Field(
-        default=0.05, description="share of wrong refusals allowed"
-    )
+    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = Field(default=0.05, description="share of wrong promotions allowed")
+    beta: Annotated[Real, Field(gt=0, lt=0.5)] = Field(default=0.05, description="share of wrong refusals allowed")
 
     @model_validator(mode="after")
     def _ordered(self) -> Sprt:

@@ -143,6 +143,4 @@ def unknown(states: States) -> Values:
 def uniform(states: States, moves: Moves, offsets: Offsets) -> tuple[Values, Values]:
     """An evaluator that knows nothing: every legal move alike, value 0."""
     counts = np.diff(offsets)
-    return np.repeat((1 / np.maximum(counts, 1)).astype(np.float32), counts), np.zeros(
-        len(states), np.float32
-    )
+    return np.repeat((1 / np.maximum(counts, 1)).astype(np.float32), counts), np.zeros(len(states), np.float32)

@@ -36,9 +36,7 @@ def random_player(game: Game, seed: int) -> Player:
     return play
 
 
-def search_player(
-    game: Game, evaluate: Evaluate, simulations: int, options: SearchOptions | None = None
-) -> Player:
+def search_player(game: Game, evaluate: Evaluate, simulations: int, options: SearchOptions | None = None) -> Player:
     """Plays the best move of a search without noise; comments: value for the side to move, and simulations."""
 
     def play(turn: Turn) -> Choice:
@@ -143,9 +141,7 @@ class MatchOptions(Sprt):
         default=64, description="at most so many pairs of games, each from one opening with sides swapped"
     )
     batch: Count = Field(default=16, description="pairs played at once; the test looks after each batch")
-    num_simulations: CountOrZero = Field(
-        default=16, description="simulations of a move; 0 = the most probable move"
-    )
+    num_simulations: CountOrZero = Field(default=16, description="simulations of a move; 0 = the most probable move")
     random_plies: Annotated[int, Field(ge=3)] = Field(
         default=6, description="random plies of an opening; fewer than 3 give too few different ones"
     )

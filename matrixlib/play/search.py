@@ -63,18 +63,14 @@ class SearchOptions(Section):
     leaves: Count = Field(default=8, description="leaves of one tree in a batch; 1 is sequential search")
     pb_c_init: Real = Field(default=1.25, description="exploration of PUCT")
     pb_c_base: Positive = Field(default=19652.0, description="visits at which exploration begins to grow")
-    fpu: Real = Field(
-        default=0.3, description="how much less than its parent an untried move is held to be worth"
-    )
+    fpu: Real = Field(default=0.3, description="how much less than its parent an untried move is held to be worth")
     virtual_loss: NonNegative = Field(default=1.0, description="taken off for each visit under way")
     dirichlet_alpha_total: Positive = Field(
         default=10.0,
         description="Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves",
     )
     dirichlet_fraction: Fraction = Field(default=0.25, description="share of that noise in the root's priors")
-    max_num_considered_actions: CountOrZero = Field(
-        default=0, description="root moves of a Gumbel search; 0 = PUCT"
-    )
+    max_num_considered_actions: CountOrZero = Field(default=0, description="root moves of a Gumbel search; 0 = PUCT")
     maxvisit_init: NonNegative = Field(
         default=50.0, description="visits added to the most visited move's in a Gumbel search's value scale"
     )
@@ -212,9 +208,7 @@ class Search:
         gumbel = (scale, schedule, logits, base)
         try:
             while until is None or not until():
-                n = kernels.simulate(
-                    self.pool, rows, self._roots, budget, done, o.leaves, explore, *gumbel, out
-                )
+                n = kernels.simulate(self.pool, rows, self._roots, budget, done, o.leaves, explore, *gumbel, out)
                 if n == 0:
                     break
                 self._visit(out[:n])
@@ -258,9 +252,7 @@ class Search:
         moves, offsets = self.game.legal(states)
         over = ~np.isnan(self.game.terminal(states, np.diff(offsets)))
         if over.any():
-            raise ValueError(
-                f"the game of tree {trees[over.argmax()]} is over: nothing to search, reset the tree"
-            )
+            raise ValueError(f"the game of tree {trees[over.argmax()]} is over: nothing to search, reset the tree")
         if any(self._only[tree] for tree in trees):
             moves, offsets = self._considered(trees, moves, offsets)
         p = self.pool
@@ -329,9 +321,7 @@ class Search:
             return np.full(len(moves), np.nan, np.float32)
         return self.game.endings(states, moves, offsets)
 
-    def _add(
-        self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values
-    ) -> None:
+    def _add(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values) -> None:
         """Evaluate states, which have legal moves, and make nodes of them."""
         priors, values = self.evaluate(states, moves, offsets)
         if priors.shape != moves.shape or values.shape != leaf[:, 0].shape:
@@ -363,9 +353,7 @@ class Search:
             kernels.gumbel_scores(p, root, logits, o.maxvisit_init, o.value_scale, scores)
             rank = np.where(high > -1, visits - base[: len(prior)], -1)
             choice = int(np.where(rank == rank.max(), scores, -np.inf).argmax())
-            best = (
-                kernels.surer_edge(p, root, edges.start + choice if rank[choice] >= 0 else -1) - edges.start
-            )
+            best = kernels.surer_edge(p, root, edges.start + choice if rank[choice] >= 0 else -1) - edges.start
             plain = np.log(np.maximum(prior, np.finfo(np.float32).tiny)).astype(np.float64)
             kernels.gumbel_scores(p, root, plain, o.maxvisit_init, o.value_scale, scores)
             policy = np.exp(scores - scores.max())

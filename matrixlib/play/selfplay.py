@@ -60,9 +60,7 @@ def _stream(seed: int, number: int, ply: int, purpose: int) -> np.random.Generat
     return np.random.default_rng([seed, number, ply, purpose])
 
 
-def _opening(
-    game: Game, rng: np.random.Generator, options: SelfPlayOptions
-) -> tuple[States, NDArray[np.uint64]]:
+def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> tuple[States, NDArray[np.uint64]]:
     """A state after random plies, as far as the game goes on; and the keys of the states before it."""
     state, keys = game.initial(1), list[np.uint64]()
     low, high = options.random_plies
@@ -147,12 +145,8 @@ class SelfPlayOptions(Section):
     }
 
     parallel: Count = Field(default=256, description="games at a time")
-    num_simulations: Count = Field(
-        default=32, description="simulations of a full search, which is learned from"
-    )
-    num_quick_simulations: Count = Field(
-        default=8, description="simulations of a quick search, which is only played"
-    )
+    num_simulations: Count = Field(default=32, description="simulations of a full search, which is learned from")
+    num_quick_simulations: Count = Field(default=8, description="simulations of a quick search, which is only played")
     full_share: Annotated[Real, Field(gt=0, le=1)] = Field(
         default=1.0, description="share of the moves with a full search"
     )

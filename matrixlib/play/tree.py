@@ -326,8 +326,7 @@ def best_edge(p: Pool, node: Int) -> Int:
     best = -1
     for e in range(p.first[node], p.first[node] + p.size[node]):
         if p.high[e] > -1 and (
-            best < 0
-            or (p.visits[e], quality(p, e), p.prior[e]) > (p.visits[best], quality(p, best), p.prior[best])
+            best < 0 or (p.visits[e], quality(p, e), p.prior[e]) > (p.visits[best], quality(p, best), p.prior[best])
         ):
             best = e
     return surer_edge(p, node, best)

@@ -22,9 +22,7 @@ def tune_micro_batch(data: RunData) -> runtimes.Runtime:
 
     with throwaway(data.task, data.runtime, data.config) as step:
         tuning = tune_step(step, _tensors(data.training.batch(0)), data.config.memory.limit)
-    data.messages.append(
-        f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}"
-    )
+    data.messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}")
     return replace(data.runtime, micro_batch=tuning.size)
 
 

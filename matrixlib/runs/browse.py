@@ -152,9 +152,7 @@ def curves_figure(run: str, against: str = NONE) -> Figure:
 # In the front end
 
 
-def show(
-    draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tuple[str, int, int] | None = None
-) -> None:
+def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tuple[str, int, int] | None = None) -> None:
     """Show draw(**values); in JupyterLab below menus, and a slider with buttons, that draw it again in place.
 
     menus: name -> (choices, the first one). steps: (name, how many, the first one). A menu of checkpoints holds those

@@ -64,9 +64,7 @@ def train_pair(
     Raises what `run.open_run` raises, for a misspelt option of B before A is trained.
     """
     if seeds < 1 or seed < 0:
-        raise ValueError(
-            f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}"
-        )
+        raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
     sides = {"a": (preset_a, overrides_a or {}), "b": (preset_b, overrides_b or {})}
     for preset, overrides in sides.values():
         load_config(preset, overrides)
@@ -195,9 +193,7 @@ class RunResult:
     def held_out(self) -> dict[str, float]:
         """Figures on all held-out positions, which no weight of a loss changes."""
         evaluation = self.summary.get("evaluation", {})
-        return {
-            name.replace("_", " "): value for name, value in evaluation.items() if isinstance(value, float)
-        }
+        return {name.replace("_", " "): value for name, value in evaluation.items() if isinstance(value, float)}
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -292,9 +288,7 @@ class Comparison:
         text = f"After {self._updates()} B's {first.name} is {abs(difference):.4f} "
         text += f"{'lower' if difference < 0 else 'higher'} than A's ({b:.4f} against {a:.4f})"
         if first.interval is None:
-            why = (
-                "one seed gives no interval" if self.paired else "without pairs of seeds there is no interval"
-            )
+            why = "one seed gives no interval" if self.paired else "without pairs of seeds there is no interval"
             return f"{text}; {why}, so this may be chance."
         low, high = first.interval
         text += f"; over {len(first.a)} seeds the 95 % interval of B - A is {low:+.4f} to {high:+.4f}"
@@ -318,9 +312,7 @@ class Comparison:
         if len({result.updates for result in self.runs}) > 1:
             lines.append(f"the runs differ in length: {self._updates()}")
         if not self.same_objective:
-            lines.append(
-                f"their losses do not mean the same, so the conclusion is on the {self.figures[0].name}"
-            )
+            lines.append(f"their losses do not mean the same, so the conclusion is on the {self.figures[0].name}")
         return "\n".join(lines)
 
     def table(self) -> DataFrame:

@@ -139,9 +139,7 @@ class Cycle:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise CycleError(
-                f"cycle '{self.name}' is being worked on by another process; wait for it"
-            ) from None
+            raise CycleError(f"cycle '{self.name}' is being worked on by another process; wait for it") from None
         try:
             yield
         finally:
@@ -256,15 +254,11 @@ class Cycle:
         todo = [chunk for chunk in chunks if str(chunk.first) not in generation.chunks]
         title = f"generation {number}: self-play"
         try:
-            with live_bar(
-                initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk"
-            ) as bar:
+            with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk") as bar:
                 for chunk, tally in cycle_games.play_chunks(todo, config.workers):
                     counted = {**generation.chunks, str(chunk.first): tally}
                     generation = generation.grown(self.folder, chunks=counted)
-                    bar.set_postfix_str(
-                        f"{tally.games / tally.seconds:.1f} games/s in a process", refresh=False
-                    )
+                    bar.set_postfix_str(f"{tally.games / tally.seconds:.1f} games/s in a process", refresh=False)
                     bar.update()
         finally:
             self.runtime.apply()  # games that were played in this process had one thread
@@ -331,9 +325,7 @@ class Cycle:
 
         options, number, game = self.config.match, generation.number, self.rules.game
         pairs = options.pairs if kind == "match" else options.anchor_pairs
-        openings = random_openings(
-            game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies
-        )
+        openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
         with live_bar(initial=first, total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar:
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):

@@ -66,12 +66,8 @@ def play_chunks(chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, 
 
 def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -> Tally:
     """The figures of some games. positions: to learn from."""
-    starters = [
-        -1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces
-    ]  # results are the first mover's
-    points = Counter(
-        None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True)
-    )
+    starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]  # results are the first mover's
+    points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
     return Tally(
         games=len(traces),

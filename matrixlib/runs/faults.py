@@ -211,9 +211,7 @@ def faults_of(spec: TaskSpec[Any]) -> dict[str, Fault]:
 
 def parse_names(text: str, known: Mapping[str, Fault]) -> list[str]:
     """Names of faults: "all", or some with commas between. Raises ValueError for an unknown one, with the nearest."""
-    names = (
-        list(known) if text.strip() == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    )
+    names = list(known) if text.strip() == "all" else [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ValueError(f"no fault is named; give 'all' or some of: {', '.join(known)}")
     for name in names:

@@ -213,9 +213,7 @@ def _log_axis(axes: Axes, values: Iterable[float]) -> None:
 
 def _nothing(axes: Axes, label: str) -> None:
     axes.set_ylabel(label, fontsize=8)
-    axes.text(
-        0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, color="grey", transform=axes.transAxes
-    )
+    axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, color="grey", transform=axes.transAxes)
 
 
 def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") -> Figure:

@@ -132,9 +132,7 @@ class Trials:
 
     def checks(self) -> list[Check]:
         """The clean runs are a measure; each fault was noticed, lost nothing, and ended where the clean runs end."""
-        problems = [
-            f"{run.job.name}: {run.events} ({'; '.join(run.messages)})" for run in self.clean if run.events
-        ]
+        problems = [f"{run.job.name}: {run.events} ({'; '.join(run.messages)})" for run in self.clean if run.events]
         problems += [f"{run.job.name} lost {', '.join(run.losses)}" for run in self.clean if run.losses]
         rows: list[Check] = [("clean runs are undisturbed", not problems, "; ".join(problems))]
         return rows + [(row.fault.title, not row.problems, "; ".join(row.problems)) for row in self.rows]
@@ -176,8 +174,7 @@ class Trials:
     def figure(self) -> Figure:
         """Both curves for each fault; in the title, the difference of the final validation losses."""
         runs_with_fault = {
-            f"{row.fault.title}: {row.difference:+.4f}": (row.outcome.rows, row.outcome.undone)
-            for row in self.rows
+            f"{row.fault.title}: {row.difference:+.4f}": (row.outcome.rows, row.outcome.undone) for row in self.rows
         }
         return figures.faults_figure([run.rows for run in self.clean], runs_with_fault)
 
@@ -206,9 +203,7 @@ def inject(
     """
     steps = steps or STEPS
     if seeds < 2 or steps < 20 or parallel < 1:
-        raise ValueError(
-            "it takes 2 seeds (a standard deviation), 20 updates (a middle) and 1 run at a time at least"
-        )
+        raise ValueError("it takes 2 seeds (a standard deviation), 20 updates (a middle) and 1 run at a time at least")
     spec = get_task(load_config(preset).task)
     known = faults_of(spec)
     names = parse_names(faults, known)

@@ -33,9 +33,7 @@ SIGNALS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the notebook; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m matrixlib.runs.launch", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m matrixlib.runs.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="quick", help="a file in params/ (default: quick)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--steps", type=int, default=0, help="updates; 0 = as the preset says")

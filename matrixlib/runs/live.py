@@ -30,9 +30,7 @@ class LivePlot:
     `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run goes on with its curve.
     """
 
-    def __init__(
-        self, total: int, title: str = "training", *, history: Iterable[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, total: int, title: str = "training", *, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self.total = total
         self.title = title
         self.history = History(history)
@@ -95,9 +93,7 @@ class LivePlot:
         self._pace = widgets.Label(value=f"step {self._first:,}/{self.total:,}")
         self._now = widgets.HTML(value="starting ...")  # wraps where a Label would cut off its end
         # without an initial picture the browser shows a broken one; without fit-content it is stretched
-        self._image = widgets.Image(
-            value=self._png(72), format="png", layout=widgets.Layout(width="fit-content")
-        )
+        self._image = widgets.Image(value=self._png(72), format="png", layout=widgets.Layout(width="fit-content"))
         self._box = widgets.VBox([widgets.HBox([self._bar, self._pace]), self._now, self._image])
         self._handle = display(self._box, display_id=True)
 

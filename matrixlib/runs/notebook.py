@@ -45,9 +45,7 @@ class VerdictFailed(Exception):
     """At least one check of a notebook did not pass."""
 
 
-def check_parameters(
-    history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Compare what papermill injected with the `parameters` cell; returns the parameters in force.
 
     papermill only warns about a name that no cell declares and converts values by guesswork. Each parameter's

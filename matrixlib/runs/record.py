@@ -41,9 +41,7 @@ def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], me
     fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
     if fixed:
         text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
-        raise RunError(
-            f"run '{folder.name}' was started with other values ({text}); give it another run name"
-        )
+        raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
     data = configuration.dump(stored)
     for key, (old, new) in changes.items():
         section, name = key.split(".")
@@ -110,16 +108,12 @@ def git_commit() -> str:
         return ""
 
     def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
         commit = git("rev-parse", "HEAD")
-        return commit + (
-            "+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
-        )
+        return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
     except FileNotFoundError:
         return ""
 

@@ -52,9 +52,7 @@ def write_report(run_folder: Path) -> Path:
     content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary)}
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
-        configuration = _read(
-            folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")
-        )
+        configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace"))
         runtime = _mapping(summary.get("runtime") or record.get("runtime"))
         reasons = runtime.pop("reasons", ())
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
@@ -67,9 +65,7 @@ def write_report(run_folder: Path) -> Path:
             "environment": (environment | _mapping(record.get("versions"))).items(),
             "problems": problems,
         }
-    text = _render(
-        "report.html", name=folder.name, outcome=outcome(summary), summary=summary, record=record, **content
-    )
+    text = _render("report.html", name=folder.name, outcome=outcome(summary), summary=summary, record=record, **content)
     path = folder / "report.html"
     files.write_text(path, text)
     return path
@@ -99,8 +95,7 @@ def write_index(root: Path | None = None) -> Path:
                 "outcome": outcome(summary),
                 "losses": [loss for _, loss in losses],
                 "points": _polyline(losses),
-                "result": summary.get("headline")
-                or ", ".join(f"{label} {value}" for label, value, _ in rows),
+                "result": summary.get("headline") or ", ".join(f"{label} {value}" for label, value, _ in rows),
                 "summary": summary,
                 "record": _read(folder / "run.json", [], _object) or {},
             }
@@ -113,12 +108,8 @@ def write_index(root: Path | None = None) -> Path:
 
 def run_folders(root: Path) -> list[Path]:
     """Folders that hold a run or the verdict of a notebook, the one that began last first."""
-    folders = {
-        path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")
-    }
-    started = {
-        folder: str((_read(folder / "run.json", [], _object) or {}).get("started", "")) for folder in folders
-    }
+    folders = {path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")}
+    started = {folder: str((_read(folder / "run.json", [], _object) or {}).get("started", "")) for folder in folders}
     return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
 
 
@@ -249,8 +240,7 @@ def _polyline(losses: Sequence[tuple[int, float]]) -> str:
     steps, values = zip(*losses, strict=True)
     wide, tall = max(steps[-1] - steps[0], 1), max(max(values) - min(values), 1e-9)
     return " ".join(
-        f"{120 * (step - steps[0]) / wide:.1f},{26 - 24 * (loss - min(values)) / tall:.1f}"
-        for step, loss in losses
+        f"{120 * (step - steps[0]) / wide:.1f},{26 - 24 * (loss - min(values)) / tall:.1f}" for step, loss in losses
     )
 
 

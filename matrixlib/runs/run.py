@@ -103,9 +103,7 @@ class Run:
 
     def describe(self) -> str:
         """What was decided and why, as text: run, data, runtime, differences from the preset."""
-        counts = {
-            split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")
-        }
+        counts = {split: sum(s.count for s in self.catalogue.shards(split)) for split in ("train", "validation")}
         lines = [
             f"run          {self.name} ({'resumed' if self.resumed else 'new'}), {self.steps} updates of "
             f"{self.config.train.batch_size} positions",
@@ -114,9 +112,7 @@ class Run:
             self.runtime.table(),
         ]
         changes = configuration.difference(self.requested, load_config(self.preset))
-        lines.append(
-            "differences from the preset:" if changes else f"no differences from preset '{self.preset}'"
-        )
+        lines.append("differences from the preset:" if changes else f"no differences from preset '{self.preset}'")
         lines += [f"  {key}: {old} -> {new}" for key, (old, new) in changes.items()]
         return "\n".join(lines + self.messages)
 
@@ -181,9 +177,7 @@ class Run:
         """Rows of metrics.jsonl up to where the run goes on."""
         from matrixlib.engine import metrics
 
-        return metrics.read(
-            self.trainer.metrics.path
-        )  # the trainer has cut the file back to the newest checkpoint
+        return metrics.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
 
     def times(self) -> str:
         """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
@@ -480,9 +474,7 @@ def _build_trainer(run: Run) -> Trainer:
         config=config,
         data=run.data,
         folder=run.folder,
-        checkpoints=Checkpoints(
-            run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress
-        ),
+        checkpoints=Checkpoints(run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress),
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},

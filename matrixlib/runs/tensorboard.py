@@ -47,9 +47,7 @@ class Events:
                 self._writer.add_scalar(name, value, step, walltime=when)
         if (phase := row.get("phase")) is not None and phase != self._phase:
             self._phase = phase
-            self._writer.add_text(
-                "curriculum", self._phases.get(phase, f"phase {phase}"), step, walltime=when
-            )
+            self._writer.add_text("curriculum", self._phases.get(phase, f"phase {phase}"), step, walltime=when)
         for text in row.get("messages", ()):
             self._writer.add_text("warnings", text, step, walltime=when)
 

@@ -44,15 +44,11 @@ def get_task(name: str) -> TaskSpec[Any]:
     try:
         spec = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise ConfigError(
-            f"task '{name}': cannot import '{module}' ({error}); is its folder on PYTHONPATH?"
-        ) from error
+        raise ConfigError(f"task '{name}': cannot import '{module}' ({error}); is its folder on PYTHONPATH?") from error
     except AttributeError:
         raise ConfigError(f"task '{name}': module '{module}' has no '{attribute}'") from None
     if not isinstance(spec, TaskSpec):
-        raise ConfigError(
-            f"task '{name}': {attribute} is {type(spec).__name__}, not a matrixlib.tasks.spec.TaskSpec"
-        )
+        raise ConfigError(f"task '{name}': {attribute} is {type(spec).__name__}, not a matrixlib.tasks.spec.TaskSpec")
     return spec
 
 
@@ -92,9 +88,7 @@ def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Con
     task = data.get("task")
     if not isinstance(task, str):
         problem = "is missing" if task is None else f"is {task!r}"
-        raise ConfigError(
-            f"{name}: key '{prefix}task' {problem}; it is one of {', '.join(TASKS)}, or an import path"
-        )
+        raise ConfigError(f"{name}: key '{prefix}task' {problem}; it is one of {', '.join(TASKS)}, or an import path")
     try:
         spec = get_task(task)
     except ConfigError as error:

@@ -177,17 +177,13 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """Floating-point operations of training on one row; None where nobody has counted them."""
         return None
 
-    def network(
-        self, model: nn.Module, config: ConfigT, runtime: Runtime, serving: Serving | None = None
-    ) -> Network:
+    def network(self, model: nn.Module, config: ConfigT, runtime: Runtime, serving: Serving | None = None) -> Network:
         """A trained model for use."""
         from matrixlib.engine.network import Network
 
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
-    def evaluate(
-        self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0
-    ) -> dict[str, Any]:
+    def evaluate(self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Figures on held-out rows (sample: on so many, 0 = all), with their `baselines`.
 
         By default the loss of each term beside its chance level, and every metric.

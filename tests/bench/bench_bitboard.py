@@ -77,9 +77,7 @@ def main() -> None:
         ("records from boards", lambda: records.from_boards(boards), n, None, 0),
         ("perft(5) nodes", lambda: bitboard.perft(row["pieces"], 15, -1, 5), 4_865_609, None, 0),
     )
-    print(
-        f"{n:,} random positions, {len(codes) / n:.1f} legal moves each; one core, median of {args.repeats}"
-    )
+    print(f"{n:,} random positions, {len(codes) / n:.1f} legal moves each; one core, median of {args.repeats}")
     for name, work, items, reference, reference_items in table:
         ours = rate(work, items, args.repeats)
         line = f"{name:22} {ours:14,.0f} /s"

@@ -156,9 +156,7 @@ def main() -> None:
         plain = rate(lambda i: records[places[i]], SIZE)
         print(f"  numpy gather of the records alone: {plain:>12,.0f} rows/s")
         dense = dense_rate()
-        print(
-            f"  torch DataLoader over dense rows:  {dense:>12,.0f} rows/s ({gathered / dense:.0f} times fewer)"
-        )
+        print(f"  torch DataLoader over dense rows:  {dense:>12,.0f} rows/s ({gathered / dense:.0f} times fewer)")
         print(f"  bytes: {DENSE_BYTES:,} a dense row, {DENSE_BYTES / per_row:.0f} times ours")
     shuffling()
     if "--huge" in sys.argv[1:]:

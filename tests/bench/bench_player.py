@@ -141,9 +141,7 @@ def main() -> None:
         preset, _, device = name.partition(":")
         net = network(preset, device or "auto")
         runtime = net.runtime
-        print(
-            f"{preset}: {net.parameters:,} parameters, {runtime.device} {runtime.dtype}, {runtime.threads} threads"
-        )
+        print(f"{preset}: {net.parameters:,} parameters, {runtime.device} {runtime.dtype}, {runtime.threads} threads")
         evaluate = Evaluator(net)
         for batch in (8, 64, 256, 1024):
             net.seconds, start = 0.0, time.perf_counter()

@@ -47,9 +47,7 @@ def main(names: list[str]) -> None:
 
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
     for name in names or [name for name in config.presets() if name not in LARGE_DATA]:
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True)
         record["presets"][name] = json.loads(done.stdout.splitlines()[-1])
         print(name, record["presets"][name], flush=True)
     record["machine"], record["date"] = (

@@ -129,14 +129,10 @@ def main() -> None:
         )
     options = SelfPlayOptions(parallel=256, num_simulations=32, plies=200)
     start, plies, games = time.thread_time(), 0, 512
-    for trace in play_games(
-        ChessGame(), uniform, range(games), options, SearchOptions(max_num_considered_actions=16)
-    ):
+    for trace in play_games(ChessGame(), uniform, range(games), options, SearchOptions(max_num_considered_actions=16)):
         plies += len(trace.line)
     elapsed = time.thread_time() - start
-    print(
-        f"self-play: {games / elapsed:.1f} games/s of 32 simulations a move, {plies / elapsed:,.0f} moves/s,"
-    )
+    print(f"self-play: {games / elapsed:.1f} games/s of 32 simulations a move, {plies / elapsed:,.0f} moves/s,")
     print(f"           {plies / games:.0f} plies a game, 256 games at a time")
     print(f"limits: board work alone {board_work(args.repeats):,.0f} positions/s;")
     print(f"        Matrix0's design {33 / 300:.2f} positions evaluated for a simulation")

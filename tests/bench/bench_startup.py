@@ -50,9 +50,7 @@ def uciok(run: Path) -> float:
         "--device",
         "cpu",
     ]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as engine:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdin is not None
         assert engine.stdout is not None
         engine.stdin.write("uci\n")

@@ -99,7 +99,5 @@ def _records(rows: int) -> np.ndarray:
 
     config = _config("quick")
     shards = Catalogue(unpack_sample()).shards("train")
-    records: np.ndarray = Loader(shards, LAYOUT, rows, config.seed, ChessTask(config).prepare).records(0)[
-        "records"
-    ]
+    records: np.ndarray = Loader(shards, LAYOUT, rows, config.seed, ChessTask(config).prepare).records(0)["records"]
     return records

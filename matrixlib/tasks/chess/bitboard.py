@@ -570,9 +570,7 @@ def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _occurrences(
-    pieces: U8, castling: U8, file: I8, since: Int, row: Int, board: U8, rights: Int, capture: Int
-) -> Int:
+def _occurrences(pieces: U8, castling: U8, file: I8, since: Int, row: Int, board: U8, rights: Int, capture: Int) -> Int:
     """How many of the rows since, ..., row - 1 with the same side to move as row hold this position."""
     count = 0
     for j in range(row - 2, since - 1, -2):
@@ -781,9 +779,7 @@ def _ssl_batch(pieces: U8) -> U64:
         forks = _ZERO
         for side in range(2):
             e = 6 - 6 * side
-            prey = (own[1 - side] & ~attacked[1 - side]) | bb[
-                e + KING
-            ]  # undefended, or the king: for every attacker
+            prey = (own[1 - side] & ~attacked[1 - side]) | bb[e + KING]  # undefended, or the king: for every attacker
             kings = prey
             queens = kings | bb[e + QUEEN]
             rooks = queens | bb[e + ROOK]
@@ -911,9 +907,7 @@ def make_moves(
     )
     *state, bad = _make_batch(dense, *columns)
     if bad >= 0:
-        raise ValueError(
-            f"move {int(columns[-1][bad])} of row {bad} can't be played there: take it from legal_moves"
-        )
+        raise ValueError(f"move {int(columns[-1][bad])} of row {bad} can't be played there: take it from legal_moves")
     return tuple(state)  # type: ignore[return-value]
 
 

@@ -96,9 +96,7 @@ def _second_pass(norms: list[nn.BatchNorm2d], stream: Tensor | None) -> Iterator
         torch.mps.set_rng_state(stream)
     for norm in norms:
         norm.momentum = 0.0
-        norm.num_batches_tracked = (
-            norm.num_batches_tracked.clone() if norm.num_batches_tracked is not None else None
-        )
+        norm.num_batches_tracked = norm.num_batches_tracked.clone() if norm.num_batches_tracked is not None else None
     try:
         yield
     finally:
@@ -185,17 +183,14 @@ class ResidualBlock(nn.Module):
         shapes = block_convolutions(config)
         self.preact = config.preact
         self.convs = nn.ModuleList(
-            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
-            for inputs, outputs, kernel in shapes
+            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False) for inputs, outputs, kernel in shapes
         )
         self.norms = nn.ModuleList(
             make_norm(config.norm.blocks, inputs if config.preact else outputs, config.norm.momentum)
             for inputs, outputs, _ in shapes
         )
         self.activation = ACTIVATIONS[config.activation]
-        self.se = (
-            SqueezeExcite(config.channels, config.se_ratio, self.activation) if config.se_ratio else None
-        )
+        self.se = SqueezeExcite(config.channels, config.se_ratio, self.activation) if config.se_ratio else None
         self.drop = DropPath(drop)
         self.scale = scale
 
@@ -272,15 +267,8 @@ class AttentionBlock(nn.Module):
         """Matrix0's attention, scores in fp32: both softmaxes share one product with the values."""
         products, scale = query @ key.transpose(-2, -1), query.shape[-1] ** -0.5
         dropout = self.dropout if self.training else 0.0
-        if (
-            self.mask is not None
-            and 0 < self.mix < 1
-            and products.is_cpu
-            and not torch.compiler.is_compiling()
-        ):
-            shares = blended(
-                products, self.bias, self.mask, scale, self.mix, SCORE_LIMIT, dropout, value.dtype
-            )
+        if self.mask is not None and 0 < self.mix < 1 and products.is_cpu and not torch.compiler.is_compiling():
+            shares = blended(products, self.bias, self.mask, scale, self.mix, SCORE_LIMIT, dropout, value.dtype)
             return shares @ value
         scores = products.float() * scale
         if self.bias is not None:

@@ -35,9 +35,7 @@ class NormConfig(Section):
 
 
 class AttentionConfig(Section):
-    every: CountOrZero = Field(
-        default=0, description="one attention block after every k-th residual block; 0 = none"
-    )
+    every: CountOrZero = Field(default=0, description="one attention block after every k-th residual block; 0 = none")
     heads: Count = Field(default=4, description="attention heads; must divide `channels`")
     bias: bool = Field(
         default=True, description="learned additive bias for every head and pair of squares (heads, 64, 64)"
@@ -45,18 +43,12 @@ class AttentionConfig(Section):
     mask: bool = Field(
         default=False, description="let a square attend only to squares one queen, knight or king move away"
     )
-    unmasked_mix: Fraction = Field(
-        default=0.0, description="share of unmasked attention blended in where `mask` is on"
-    )
-    norm: Literal["pre", "post"] = Field(
-        default="pre", description="`post` is Matrix0's LayerNorm over the skip path"
-    )
+    unmasked_mix: Fraction = Field(default=0.0, description="share of unmasked attention blended in where `mask` is on")
+    norm: Literal["pre", "post"] = Field(default="pre", description="`post` is Matrix0's LayerNorm over the skip path")
 
 
 class PolicyHeadConfig(Section):
-    kind: Literal["conv", "factored", "dense"] = Field(
-        default="conv", description="how 4,672 move logits are made"
-    )
+    kind: Literal["conv", "factored", "dense"] = Field(default="conv", description="how 4,672 move logits are made")
     channels: Count = Field(default=48, description="channels before the logits")
     rank: Count = Field(default=96, description="inner width of the `factored` head")
     clamp: NonNegative = Field(default=0.0, description="clamp of Matrix0's head (5.0); 0 = none")
@@ -64,31 +56,23 @@ class PolicyHeadConfig(Section):
 
 
 class ValueHeadConfig(Section):
-    kind: Literal["wdl", "scalar"] = Field(
-        default="wdl", description="win-draw-loss logits, or one tanh value"
-    )
+    kind: Literal["wdl", "scalar"] = Field(default="wdl", description="win-draw-loss logits, or one tanh value")
     pool: Literal["flatten", "pooled"] = Field(
         default="flatten", description="flatten the squares, or average over them"
     )
     channels: Count = Field(default=32, description="channels before the linear layers")
-    hidden: Count = Field(
-        default=128, description="width of the first hidden layer; the second is half of it"
-    )
+    hidden: Count = Field(default=128, description="width of the first hidden layer; the second is half of it")
     activation: Activation = Field(
         default="silu", description="of the hidden layers; units of `relu` may die and stay dead"
     )
 
 
 class ModelConfig(Section):
-    encoding: Literal["oriented", "matrix0"] = Field(
-        default="oriented", description="input planes and move frame"
-    )
+    encoding: Literal["oriented", "matrix0"] = Field(default="oriented", description="input planes and move frame")
     channels: Count = Field(default=48, description="width of the trunk")
     blocks: CountOrZero = Field(default=6, description="residual blocks")
     block: Literal["basic", "bottleneck"] = Field(default="basic", description="3x3-3x3, or 1x1-3x3-1x1")
-    bottleneck: Count = Field(
-        default=2, description="a bottleneck block's inner width is channels // bottleneck"
-    )
+    bottleneck: Count = Field(default=2, description="a bottleneck block's inner width is channels // bottleneck")
     preact: bool = Field(default=True, description="norm and activation before each convolution")
     activation: Activation = Field(default="silu", description="activation of trunk and heads")
     norm: NormConfig = NormConfig()
@@ -98,21 +82,15 @@ class ModelConfig(Section):
     droppath: Annotated[Real, Field(ge=0, lt=1)] = Field(
         default=0.0, description="probability of dropping a residual branch, per sample (linear in depth)"
     )
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="dropout in attention and heads"
-    )
-    chess_features: bool = Field(
-        default=False, description="Matrix0's position encoding and feature convolutions"
-    )
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout in attention and heads")
+    chess_features: bool = Field(default=False, description="Matrix0's position encoding and feature convolutions")
     attention: AttentionConfig = AttentionConfig()
     policy: PolicyHeadConfig = PolicyHeadConfig()
     value: ValueHeadConfig = ValueHeadConfig()
     ssl: tuple[SSLHead, ...] = Field(
         default=("threat", "control"), description="self-supervised heads by name; [] = none"
     )
-    ssl_trunk: bool = Field(
-        default=True, description="their gradient reaches the trunk; false trains the heads alone"
-    )
+    ssl_trunk: bool = Field(default=True, description="their gradient reaches the trunk; false trains the heads alone")
     auxiliary: bool = Field(
         default=False, description="Matrix0's from-square and move-type heads (never trained there)"
     )
@@ -136,16 +114,10 @@ class SSLWeights(Section):
     piece: NonNegative = Field(
         default=0.3, description="weight of the piece head's loss: what stands on hidden squares"
     )
-    threat: NonNegative = Field(
-        default=1.5, description="weight of the threat head's loss: attacked by the opponent"
-    )
+    threat: NonNegative = Field(default=1.5, description="weight of the threat head's loss: attacked by the opponent")
     pin: NonNegative = Field(default=0.3, description="weight of the pin head's loss: pinned to its own king")
-    fork: NonNegative = Field(
-        default=0.3, description="weight of the fork head's loss: attacks two worthwhile targets"
-    )
-    control: NonNegative = Field(
-        default=1.5, description="weight of the control head's loss: who has more attackers"
-    )
+    fork: NonNegative = Field(default=0.3, description="weight of the fork head's loss: attacks two worthwhile targets")
+    control: NonNegative = Field(default=1.5, description="weight of the control head's loss: who has more attackers")
 
 
 class PositiveWeights(Section):
@@ -180,17 +152,13 @@ class ChessDataConfig(DataConfig):
         default="sample",
         description="`sample` (ships with the package) or a folder of shards with a catalogue",
     )
-    mirror: bool = Field(
-        default=True, description="mirror left-right at random where no castling right is left"
-    )
+    mirror: bool = Field(default=True, description="mirror left-right at random where no castling right is left")
     hidden_rows: Fraction = Field(
         default=0.25,
         description="share of the positions with squares hidden at the input, where there is a `piece` head; "
         "they train that head alone",
     )
-    hidden_squares: Fraction = Field(
-        default=0.3, description="share of the squares hidden in such a position"
-    )
+    hidden_squares: Fraction = Field(default=0.3, description="share of the squares hidden in such a position")
 
 
 class ChessConfig(Config):

@@ -77,9 +77,7 @@ class ChessGame:
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
         """Policy indices (K,) of the legal moves and offsets (N + 1,)."""
-        indices, offsets = bitboard.legal_policy_indices(
-            states["pieces"], states["castling"], states["en_passant"]
-        )
+        indices, offsets = bitboard.legal_policy_indices(states["pieces"], states["castling"], states["en_passant"])
         return indices.astype(np.int32), offsets
 
     def play(self, states: States, moves: Moves) -> States:

@@ -62,9 +62,7 @@ def hashes_of(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
     return np.where(mirrorable(records), np.minimum(plain, image), plain)
 
 
-def _mixed(
-    pieces: NDArray[np.uint8], castling: NDArray[np.uint8], files: NDArray[np.int8]
-) -> NDArray[np.uint64]:
+def _mixed(pieces: NDArray[np.uint8], castling: NDArray[np.uint8], files: NDArray[np.int8]) -> NDArray[np.uint64]:
     state = castling.astype(np.uint64) << np.uint64(8) | (files + 1).astype(np.uint64)
     key = np.zeros(len(pieces), np.uint64)
     for word in (*np.ascontiguousarray(pieces).view("<u8").T, state):

@@ -48,9 +48,7 @@ def legal_logits(logits: Tensor, index: Tensor) -> Tensor:
     return torch.where(index != PAD, picked, FILL)
 
 
-def policy_loss(
-    logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, smoothing: float
-) -> tuple[Tensor, Sums]:
+def policy_loss(logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, smoothing: float) -> tuple[Tensor, Sums]:
     """Cross-entropy over the legal moves, summed over `policy_rows`.
 
     logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of
@@ -116,9 +114,7 @@ def wdl_loss(logits: Tensor, target: Tensor, rows: Tensor) -> tuple[Tensor, Sums
     with torch.no_grad():
         best = target >= target.amax(1, keepdim=True)
         right = best.gather(1, log_p.argmax(1, keepdim=True)).squeeze(1) & rows
-        metrics = {"accuracy": right.sum()} | _moments(
-            expected_score(log_p.exp()), expected_score(target), rows
-        )
+        metrics = {"accuracy": right.sum()} | _moments(expected_score(log_p.exp()), expected_score(target), rows)
     return torch.where(rows, loss, 0.0).sum(), _floats(metrics)
 
 
@@ -153,9 +149,7 @@ def class_loss(logits: Tensor, classes: Tensor, squares: Tensor) -> tuple[Tensor
     return torch.where(squares, loss, 0.0).sum(), _floats({"accuracy": right.sum()})
 
 
-def binary_loss(
-    logits: Tensor, target: Tensor, squares: Tensor, positive: float = 1.0
-) -> tuple[Tensor, Sums]:
+def binary_loss(logits: Tensor, target: Tensor, squares: Tensor, positive: float = 1.0) -> tuple[Tensor, Sums]:
     """Binary cross-entropy of logits (B, 1, 8, 8) with targets (B, 8, 8) of 0 and 1, summed over `squares`.
 
     positive: how many times a 1 counts. Pins and forks stand on 0.21 % and 0.11 % of the squares of the sample set,

@@ -124,9 +124,7 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
     if options["self_supervised"]:
         options["ssl_tasks"] = list(options["ssl_tasks"])
         supported["ssl_tasks"] = ["piece"]
-    if bad := [
-        f"{k} {options[k]!r} (only {value!r})" for k, value in supported.items() if options[k] != value
-    ]:
+    if bad := [f"{k} {options[k]!r} (only {value!r})" for k, value in supported.items() if options[k] != value]:
         raise ValueError(f"options of Matrix0's network that are not supported: {', '.join(bad)}")
     if options["aux_policy_from_square"] != options["aux_policy_move_type"]:
         raise ValueError("aux_policy_from_square and aux_policy_move_type must both be on or both off")
@@ -182,9 +180,7 @@ def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         state[matrix0_name(name)] = tensor[:, :, None, None] if _POINTWISE.fullmatch(name) else tensor
     for alias, original in ALIASES.items():
-        state |= {
-            alias + key.removeprefix(original): state[key] for key in list(state) if key.startswith(original)
-        }
+        state |= {alias + key.removeprefix(original): state[key] for key in list(state) if key.startswith(original)}
     return state
 
 
@@ -219,9 +215,7 @@ def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: Poli
             odd.append(key)
         else:
             loaded[name] = tensor.reshape(shape)
-    problems += _listed("of another shape", sorted(shapes)) + _listed(
-        "with values that are not finite", sorted(odd)
-    )
+    problems += _listed("of another shape", sorted(shapes)) + _listed("with values that are not finite", sorted(odd))
     if problems:
         hint = _hint(state, names)
         raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(problems)}{hint}")
@@ -265,9 +259,7 @@ def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]
         schema, weights = "state dict", data
     else:
         held = ", ".join(sorted(map(str, data))[:8]) or "nothing"
-        raise ValueError(
-            f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors; the file holds {held}"
-        )
+        raise ValueError(f"no weights found: expected {', '.join(SCHEMAS)} or a dict of tensors; the file holds {held}")
     if bad := [str(key) for key, value in weights.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"{schema} holds more than tensors: {', '.join(bad[:8])}")
     state = {str(key): value for key, value in weights.items()}

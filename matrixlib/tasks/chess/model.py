@@ -201,9 +201,7 @@ class PolicyValueNet(nn.Module):
         names = PLAY_HEADS if heads is None else heads
         known = {"policy", "value", "features", *(f"ssl_{name}" for name in self.ssl_heads)}
         if unknown := sorted(names - known):
-            raise ValueError(
-                f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         x = self.trunk(planes)
         out: dict[str, Any] = {}
         if "policy" in names:

@@ -307,9 +307,7 @@ def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     records = batch["records"].copy()
     refused = np.flatnonzero(rows & ~mirrorable(records))
     if len(refused):
-        raise ValueError(
-            f"row {refused[0]} has castling rights left, so it can't be mirrored: use mirrorable(records)"
-        )
+        raise ValueError(f"row {refused[0]} has castling rights left, so it can't be mirrored: use mirrorable(records)")
     records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
     files = records["en_passant"]
     records["en_passant"] = np.where(rows & (files >= 0), 7 - files, files)

@@ -48,10 +48,7 @@ def encode(positions: Positions) -> bytes:
     first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
     columns = {
         "squares": turned(squares, black),
-        **{
-            name: records[name]
-            for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result")
-        },
+        **{name: records[name] for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result")},
         "ply_step": np.diff(records["ply"].astype("<i2"), prepend=np.array([0], "<i2")),
         "source": records["source"],
         "game": records["game"][first],
@@ -100,10 +97,7 @@ def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
         "positions": len(positions.records),
         "games": len(np.unique(positions.records["game"])),
         "meta": meta,
-        "shards": {
-            info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count}
-            for info in infos
-        },
+        "shards": {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos},
     }
     write_bytes(folder / DATA, data)
     write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
@@ -118,9 +112,7 @@ def read_manifest(folder: Path = SAMPLE) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"the sample set's manifest cannot be read ({error}): {REINSTALL}") from error
     if manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}: {REINSTALL}"
-        )
+        raise ValueError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}: {REINSTALL}")
     return manifest
 
 
@@ -151,9 +143,7 @@ def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
             if damage(target, manifest):  # else another process was faster
                 _unpack(folder, manifest, root, target)
     except OSError as error:
-        raise ValueError(
-            f"{root} cannot be written ({error}): set MATRIXLIB_CACHE to another folder"
-        ) from error
+        raise ValueError(f"{root} cannot be written ({error}): set MATRIXLIB_CACHE to another folder") from error
     return target
 
 
@@ -169,9 +159,7 @@ def _unpack(folder: Path, manifest: dict[str, Any], root: Path, target: Path) ->
     packing.write_splits(temporary, assemble(decode(data)), manifest["meta"])
     if bad := damage(temporary, manifest):
         shutil.rmtree(temporary)
-        raise ValueError(
-            f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}"
-        )
+        raise ValueError(f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}")
     if target.exists():
         shutil.rmtree(target)
     os.replace(temporary, target)

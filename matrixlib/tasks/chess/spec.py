@@ -141,9 +141,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         return BENCHMARKS
 
-    def network(
-        self, model: nn.Module, config: ChessConfig, runtime: Runtime, serving: Serving | None = None
-    ) -> Net:
+    def network(self, model: nn.Module, config: ChessConfig, runtime: Runtime, serving: Serving | None = None) -> Net:
         from matrixlib.tasks.chess.evaluate.net import Net
 
         return Net(model, self.task(config), runtime, serving)

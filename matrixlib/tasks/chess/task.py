@@ -140,9 +140,7 @@ class ChessTask:
         options = self.config.loss
         if term == "policy":
             index, weight = self._policy_index(batch), batch["policy_weight"]
-            return losses.policy_loss(
-                out["policy"], index, weight, _plain_rows(batch), options.label_smoothing
-            )
+            return losses.policy_loss(out["policy"], index, weight, _plain_rows(batch), options.label_smoothing)
         if term == "value":
             target, rows = self._value_target(batch)
             if self.config.model.value.kind == "scalar":
@@ -183,13 +181,9 @@ class ChessTask:
         out = model(planes(batch, self.config.model.encoding), frozenset(self.weights))
         index = self._policy_index(batch)
         legal = torch.where(index != losses.PAD, losses.legal_logits(out["policy"], index), math.nan)
-        return {"policy": legal, "value": out["value"]} | {
-            f"ssl_{k}": v for k, v in out.get("ssl", {}).items()
-        }
+        return {"policy": legal, "value": out["value"]} | {f"ssl_{k}": v for k, v in out.get("ssl", {}).items()}
 
-    def predict(
-        self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()
-    ) -> dict[str, Tensor]:
+    def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Predictions on the oriented board.
 
         `policy` (B, L) log-probabilities of `policy_index`'s moves, about -1e9 in pads; `value` (B,) expected result in

@@ -27,9 +27,7 @@ class LatinDataConfig(DataConfig):
         default="generated",
         description="`generated` (made at first use, kept in the cache), or a folder of shards with a catalogue",
     )
-    squares: Count = Field(
-        default=20000, description="squares made for each size, before one in eight is held out"
-    )
+    squares: Count = Field(default=20000, description="squares made for each size, before one in eight is held out")
     augment: bool = Field(
         default=True, description="permute rows, columns and digits of each training square at random"
     )
@@ -73,9 +71,7 @@ class LatinCurriculumConfig(CurriculumConfig):
         description="what `adaptive` looks at, as validation names it (`term/name`)",
     )
     up: Real = Field(default=0.8, description="`adaptive`: go on when the metric is at least this ...")
-    down: Real = Field(
-        default=0.4, description="`adaptive`: go back below this, as often in a row; must be below `up`"
-    )
+    down: Real = Field(default=0.4, description="`adaptive`: go back below this, as often in a row; must be below `up`")
     size: SizeStages = SizeStages()
     mode: ModeStages = ModeStages()
     fill: FillStages = FillStages()
@@ -101,9 +97,7 @@ class LatinModelConfig(Section):
     heads: Count = Field(default=4, description="attention heads")
     feedforward: Count = Field(default=4, description="inner width of a block's two-layer network, in widths")
     repeats: Count = Field(default=1, description="times that the stack of blocks is run over its own output")
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="dropout in attention and blocks"
-    )
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout in attention and blocks")
     causal: bool = Field(
         default=False,
         description="a cell sees only cells before it, as in the specification; worse, for comparison",

@@ -102,9 +102,7 @@ def iterative(
         steps.append(cells)
 
 
-def beam(
-    cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, width: int
-) -> Decoded:
+def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, width: int) -> Decoded:
     """Beam search: `width` partial grids for each grid, ranked by the sum of their log-probabilities.
 
     Every partial grid is extended in its cell with the fewest candidates by each of them; those without one
@@ -126,9 +124,7 @@ def beam(
         extended = torch.where(done[:, None], torch.full_like(extended, NEVER), extended)
         extended[:, 0] = torch.where(done, total.flatten(), extended[:, 0])
         total, best_extensions = extended.clamp(min=NEVER).view(count, -1).topk(width, 1)
-        parent = (
-            best_extensions // side + width * torch.arange(count, device=cells.device)[:, None]
-        ).flatten()
+        parent = (best_extensions // side + width * torch.arange(count, device=cells.device)[:, None]).flatten()
         digit = (best_extensions % side).flatten()
         keep = done[parent] | (total.flatten() <= NEVER / 2)
         beams = beams[parent].flatten(1)

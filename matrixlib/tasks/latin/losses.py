@@ -27,9 +27,7 @@ def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return digit_logits.masked_fill(index == 0, IMPOSSIBLE).log_softmax(3)
 
 
-def cell_loss(
-    log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoothing: float
-) -> tuple[Tensor, Sums]:
+def cell_loss(log_p: Tensor, target: Tensor, hidden: Tensor, size: Tensor, smoothing: float) -> tuple[Tensor, Sums]:
     """Cross-entropy summed over the hidden cells; `smoothing` of the target is spread over the n digits.
 
     Metrics, summed over the same cells: accuracy (best digit = target), entropy of the prediction (nats).

@@ -59,9 +59,7 @@ def rates_figure(rates: Sequence[Rate]) -> Figure:
     figure = Figure(figsize=(3.0 * min(4, len(kinds)), 2.4 * -(-len(kinds) // 4)), layout="constrained")
     axes = figure.subplots(-(-len(kinds) // 4), min(4, len(kinds)), squeeze=False, sharey=True).ravel()
     for axis, (mode, fill) in zip(axes, kinds, strict=False):
-        mine = sorted(
-            (rate for rate in rates if (rate.mode, rate.fill) == (mode, fill)), key=lambda r: r.size
-        )
+        mine = sorted((rate for rate in rates if (rate.mode, rate.fill) == (mode, fill)), key=lambda r: r.size)
         sizes = [rate.size for rate in mine]
         axis.plot(sizes, [rate.iterative_baseline for rate in mine], "s--", color="0.6", label="no network")
         axis.plot(sizes, [rate.iterative for rate in mine], "o-", label="iterative")

@@ -94,9 +94,7 @@ def filling(
     from matrixlib.tasks.latin.vocabulary import MODES
 
     if size not in task.every_size or mode not in task.modes:
-        raise ValueError(
-            f"size {size}, mode '{mode}': the run knows sizes {task.every_size}, modes {list(task.modes)}"
-        )
+        raise ValueError(f"size {size}, mode '{mode}': the run knows sizes {task.every_size}, modes {list(task.modes)}")
     squares = pool.read(shards)[size]
     rng = np.random.default_rng([seed, size])
     square = torch.from_numpy(squares[rng.integers(len(squares))].astype(np.int64))[None]

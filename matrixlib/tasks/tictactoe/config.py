@@ -18,9 +18,7 @@ from matrixlib.config import (
 
 
 class TicTacToeDataConfig(DataConfig):
-    source: str = Field(
-        default="selfplay", description="a folder of shards with a catalogue; the cycle gives its own"
-    )
+    source: str = Field(default="selfplay", description="a folder of shards with a catalogue; the cycle gives its own")
     augment: bool = Field(
         default=True, description="turn each training position by a random one of the board's symmetries"
     )

@@ -72,9 +72,7 @@ class TicTacToe:
         board = "".join(of[start["ours"] >> s & 1, start["theirs"] >> s & 1] for s in range(SQUARES))
         points = "*"
         if game.result is not None:
-            points = {1: "1-0", 0: "1/2-1/2", -1: "0-1"}[
-                int(game.result if marks[0] == "x" else -game.result)
-            ]
+            points = {1: "1-0", 0: "1/2-1/2", -1: "0-1"}[int(game.result if marks[0] == "x" else -game.result)]
         return f"{' - '.join(game.players)}: {board} {' '.join(map(str, game.moves))} {points}"
 
 

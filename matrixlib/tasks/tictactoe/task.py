@@ -105,9 +105,7 @@ class TicTacToeTask:
         policy, value = model(batch["squares"])
         return {"policy": policy.masked_fill(batch["squares"] != 0, torch.nan), "value": value}
 
-    def predict(
-        self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()
-    ) -> dict[str, Tensor]:
+    def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """`policy` (B, 9) log-probabilities of `policy_index`'s moves; `wdl` (B, 3); `value` (B,) in -1..1."""
         policy, value = model(batch["squares"])
         wdl = value.float().softmax(1)

@@ -68,8 +68,7 @@ class Net(Network):
                 keep = index >= 0
                 order = np.argsort(-probability[row][keep], kind="stable")
                 moves = {
-                    move_from_index(int(index[keep][k]), board).uci(): float(probability[row][keep][k])
-                    for k in order
+                    move_from_index(int(index[keep][k]), board).uci(): float(probability[row][keep][k]) for k in order
                 }
                 wdl = out.get("wdl")
                 triple = None if wdl is None else (float(wdl[row, 0]), float(wdl[row, 1]), float(wdl[row, 2]))
@@ -79,8 +78,7 @@ class Net(Network):
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
         """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
         parts = [
-            self.predict(self._pack(boards[start : start + BATCH]))["value"]
-            for start in range(0, len(boards), BATCH)
+            self.predict(self._pack(boards[start : start + BATCH]))["value"] for start in range(0, len(boards), BATCH)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 

@@ -159,9 +159,7 @@ def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
     nets = {f"torch {dtype}": Net(net.model, net.task, runtime) for dtype, runtime in by_dtype.items()}
     if compiled:
         serving = runtimes.serving(net.runtime.device, True)
-        nets |= {
-            f"compiled {d}": Net(net.model, net.task, runtime, serving) for d, runtime in by_dtype.items()
-        }
+        nets |= {f"compiled {d}": Net(net.model, net.task, runtime, serving) for d, runtime in by_dtype.items()}
     if net.runtime.device == "cpu" and onnx.installed():
         export(net, folder / "model.onnx")
         onnx.quantise(folder / "model.onnx", folder / "model.int8.onnx")

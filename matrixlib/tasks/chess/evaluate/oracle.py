@@ -87,9 +87,7 @@ def _attacked(board: chess.Board, square: chess.Square, backwards: bool) -> int:
     return board.attacks_mask(square)
 
 
-def _worthwhile(
-    board: chess.Board, piece: chess.Piece, square: chess.Square, count: NDArray[np.int64]
-) -> bool:
+def _worthwhile(board: chess.Board, piece: chess.Piece, square: chess.Square, count: NDArray[np.int64]) -> bool:
     victim = board.piece_at(square)
     assert victim is not None
     undefended = not count[int(victim.color), square]

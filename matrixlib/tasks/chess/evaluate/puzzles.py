@@ -103,9 +103,7 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
         reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=""))
         missing = {"FEN", "Moves", "Rating"} - set(reader.fieldnames or ())
         if missing:
-            raise ValueError(
-                f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them"
-            )
+            raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them")
         for number, row in enumerate(reader, start=2):
             try:
                 board = parse_fen(row["FEN"])
@@ -224,9 +222,7 @@ def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     live, ply = list(range(len(puzzles))), 0
     while live:
         moves = solver([boards[i] for i in live])
-        live = [
-            i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i].line[ply], move)
-        ]
+        live = [i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i].line[ply], move)]
         if ply == 0:
             first[live] = True
         ply += 2

@@ -316,8 +316,7 @@ def calibration(output: HeadOutput) -> tuple[float, list[tuple[float, float, int
     p, right = p[output.squares], right[output.squares]
     bins = np.digitize(p, EDGES)
     points = [
-        (float(p[bins == k].mean()), float(right[bins == k].mean()), int((bins == k).sum()))
-        for k in np.unique(bins)
+        (float(p[bins == k].mean()), float(right[bins == k].mean()), int((bins == k).sum())) for k in np.unique(bins)
     ]
     return sum(abs(mean - share) * n for mean, share, n in points) / max(1, len(p)), points
 
@@ -351,9 +350,7 @@ def progress(folder: Path, loader: Loader, device: str, positions: int = 512) ->
     rows = {}
     for step in Checkpoints(folder / "checkpoints", keep=2).steps():
         outputs = head_outputs(load(folder, f"step_{step:08d}", device), loader, positions)
-        rows[step] = {
-            head: 100 * diagnose(head, output, {}).gain[0] for head, output in outputs.heads.items()
-        }
+        rows[step] = {head: 100 * diagnose(head, output, {}).gain[0] for head, output in outputs.heads.items()}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("update").round(1)
 
 

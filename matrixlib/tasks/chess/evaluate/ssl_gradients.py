@@ -76,17 +76,14 @@ def conflicts(net: Net, loader: Loader, batches: int = 16, seed: int = 0) -> dic
         net.model.requires_grad_(False)
     if len(gradients) < 4:
         raise ValueError(
-            f"{len(gradients)} batches of {BATCH} held-out positions tell too little of the gradients; "
-            "take 4 at least"
+            f"{len(gradients)} batches of {BATCH} held-out positions tell too little of the gradients; take 4 at least"
         )
     main = {term: terms.index(term) for term in MAIN if term in terms}
     weights = [float(task.weights[term]) for term in terms]
     return {head: conflict(np.stack(gradients), terms.index(f"ssl_{head}"), main, weights) for head in heads}
 
 
-def conflict(
-    gradients: NDArray[np.float32], head: int, main: Mapping[str, int], weights: Sequence[float]
-) -> Conflict:
+def conflict(gradients: NDArray[np.float32], head: int, main: Mapping[str, int], weights: Sequence[float]) -> Conflict:
     """A head's conflict by gradients (batches, terms, parameters); head, main: places among the terms."""
     cosine, effect = {}, {}
     for name, m in main.items():

@@ -62,9 +62,7 @@ class HeadOutput:
     @staticmethod
     def joined(parts: Sequence[HeadOutput]) -> HeadOutput:
         """The outputs for all positions of the parts."""
-        return HeadOutput(
-            *(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(HeadOutput))
-        )
+        return HeadOutput(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(HeadOutput)))
 
 
 @dataclass(frozen=True)

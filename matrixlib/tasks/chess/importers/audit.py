@@ -149,9 +149,7 @@ def distances(
     z = (figure - median) / scale, scale = 1.4826 times the median absolute deviation, at least 2 % of the median and
     0.01 (entropies in nats, shares, points).
     """
-    kin = {
-        row.name: (row.source, row.split) for row in rows if row.state == "healthy" and row.name in quality
-    }
+    kin = {row.name: (row.source, row.split) for row in rows if row.state == "healthy" and row.name in quality}
     out: dict[str, dict[str, float]] = {}
     for name in (name for name in names if name in kin):
         own = quality[name]
@@ -231,9 +229,7 @@ class Audit:
         quality = {row.name: row.quality for row in self.healthy if row.quality}
         for row in [row for row in self.healthy if not row.quality][:BLOCKS]:
             with contextlib.suppress(ShardError):  # `damage` has it
-                quality[row.name] = figures(
-                    Shard(row.path, LAYOUT).gather(np.arange(min(row.count, MEASURED)))
-                )
+                quality[row.name] = figures(Shard(row.path, LAYOUT).gather(np.arange(min(row.count, MEASURED))))
         return distances(self.rows, quality, quality)
 
     def account_faults(self) -> list[str]:
@@ -296,9 +292,7 @@ def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit
     if not healthy:
         reasons = [f"{row.name}: {row.reason}" for row in rows]
         reasons += {entry.reason for account in steps for entry in account.refused}
-        raise ValueError(
-            f"{folder} holds no healthy shard; {'; '.join(reasons[:3]) or 'import something first'}"
-        )
+        raise ValueError(f"{folder} holds no healthy shard; {'; '.join(reasons[:3]) or 'import something first'}")
     rng = np.random.default_rng(seed)
     batches, shards, numbers, openings, damage, games = [], [], [], [], [], {}
     for source in sorted({row.source for row in healthy}):
@@ -362,10 +356,7 @@ def suspects(batch: Batch) -> dict[str, list[Suspect]]:
     """
     known = columns(batch)
     value, result, balance = known["value"], known["result"], known["balance"]
-    out = {
-        fault: [Suspect(int(row), fault) for row in np.flatnonzero(mask)]
-        for fault, mask in faults(batch).items()
-    }
+    out = {fault: [Suspect(int(row), fault) for row in np.flatnonzero(mask)] for fault, mask in faults(batch).items()}
     gap = np.nan_to_num(np.abs(value - result))
     out["value against result"] = [
         Suspect(row, f"win-draw-loss gives {value[row]:+.2f} points, the game gave {result[row]:+.0f}")

@@ -183,8 +183,7 @@ def openings(audit: Audit, count: int = 8) -> list[Opening]:
 def openings_table(those: Sequence[Opening]) -> DataFrame:
     """The structures, each with its commonest position."""
     rows = [
-        (one.name, one.records, f"{one.share:.1%}", one.times, " ".join(one.board.fen().split()[:2]))
-        for one in those
+        (one.name, one.records, f"{one.share:.1%}", one.times, " ".join(one.board.fen().split()[:2])) for one in those
     ]
     return _table(rows, ("pawns that have moved", "records", "share", "times", "the commonest position"))
 

@@ -103,9 +103,7 @@ def _check_imports(folder: Path, rows: Sequence[ShardRow]) -> None:
     accounted = {name for account in accounts(folder) for name in account.shards}
     for row in rows:
         if IMPORTED.fullmatch(row.name) and row.name not in accounted:
-            raise ValueError(
-                f"{row.path} is of an import that was not finished: call import_files again first"
-            )
+            raise ValueError(f"{row.path} is of an import that was not finished: call import_files again first")
 
 
 # Counts
@@ -119,9 +117,7 @@ def counts_of(folder: Path, row: ShardRow, rows: np.ndarray, batch: Batch) -> np
         return single_counts(batch)
     counts = np.load(path, allow_pickle=False)
     if counts.dtype != COUNT or len(counts) != row.count:
-        raise ValueError(
-            f"{path} does not fit the {row.count} positions of its shard: delete it, and each counts once"
-        )
+        raise ValueError(f"{path} does not fit the {row.count} positions of its shard: delete it, and each counts once")
     own: np.ndarray = counts[rows]
     return own
 
@@ -311,9 +307,7 @@ def _write(folder: Path, rows: Sequence[ShardRow], merged: _Merge) -> int:
         left = np.delete(np.arange(rows[i].count), dropped[i] - starts[i])
         shard = Shard(rows[i].path, LAYOUT)
         batch = shard.gather(left)
-        _save_lost_games(
-            folder, rows[i], np.setdiff1d(shard.arrays["records"]["game"], batch["records"]["game"])
-        )
+        _save_lost_games(folder, rows[i], np.setdiff1d(shard.arrays["records"]["game"], batch["records"]["game"]))
         if not len(left):
             continue
         counts = counts_of(folder, rows[i], left, batch)

@@ -139,6 +139,12 @@ def import_listed(
     return "\n\n".join(texts)
 
 
+def back_up(folder: Path, path: str) -> str:
+    """Copy the catalogue of a folder to `path`; what became of it, in words. CatalogueError where that fails."""
+    Catalogue(folder).backup(path)
+    return f"catalogue copied to {path}; Catalogue.restore(folder, path) brings it back"
+
+
 def data_folder(folder: str, paths: str) -> Path:
     """Where shards go, or are looked at: the folder named, else reports/data, or the sample set if nothing comes in."""
     if folder:
@@ -182,9 +188,7 @@ def _checked_reader(path: Path, reader: Reader | None) -> Reader:
     for name in files:
         if name.name.lower().endswith(NESTED):
             plain = name.with_suffix("").name
-            raise ValueError(
-                f"{name}: can't be read with {name.suffix} around it; decompress it to {plain} first"
-            )
+            raise ValueError(f"{name}: can't be read with {name.suffix} around it; decompress it to {plain} first")
         with open(name, "rb") as file:
             head = file.read(len(LFS_POINTER))
         if not head:
@@ -430,9 +434,7 @@ class _FileImport:
             info = write_shard(self.catalogue.folder / name, LAYOUT, part, {**meta, "split": split})
             return info, split, self.reader.source, audit.figures(part)
 
-        new = [
-            job for job in jobs.items() if job[0] not in self.merged
-        ]  # else: since it was stored the first time
+        new = [job for job in jobs.items() if job[0] not in self.merged]  # else: since it was stored the first time
         with ThreadPoolExecutor(max(1, len(new))) as pool:  # most of it is waiting for the disk
             added = {row.name: row for row in self.catalogue.add_all(pool.map(write, new))}
         self.rows.update(added)

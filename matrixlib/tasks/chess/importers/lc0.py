@@ -116,9 +116,7 @@ class Lc0:
         if version != VERSION:
             known = version in VERSIONS
             reason = f"version {version} of the format" if known else "not training data"
-            detail = (
-                "only version 6 is read: convert it with Leela's rescorer" if known else f"{part.data[:4]!r}"
-            )
+            detail = "only version 6 is read: convert it with Leela's rescorer" if known else f"{part.data[:4]!r}"
             return ParseResult(empty(), 1, 0, [Refused(part.first, reason, detail, 0, "")])
         count, rest = divmod(len(part.data), V6.itemsize)
         raw = np.frombuffer(part.data, V6, count)
@@ -148,9 +146,7 @@ class Lc0:
         records["game"] = game
         share = raw["probabilities"]
         total = np.where(share > 0, share, 0).sum(1, dtype=np.float64)
-        faults.append(
-            (~np.isfinite(share).all(1) | ~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1")
-        )
+        faults.append((~np.isfinite(share).all(1) | ~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1"))
         reasons: dict[int, tuple[str, str]] = {}
         for mask, reason in reversed(faults):
             for row in np.flatnonzero(mask).tolist():

@@ -86,9 +86,7 @@ def _transforms() -> NDArray[np.int64]:
 
 MOVES = _policy_table()
 TRANSFORMS = _transforms()
-REVERSED = np.packbits(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1]
-)  # bytes bit by bit
+REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bytes bit by bit
 
 
 def move_name(number: int) -> str:
@@ -153,9 +151,7 @@ def decode(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArray[np.i
     return records, transform
 
 
-def values_of(
-    raw: NDArray[np.void], value: str, faults: Faults
-) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+def values_of(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
     """Result (N,) and win-draw-loss (N, 3) as a record has them. What is wrong is added to `faults`."""
     q, d = raw[f"{value}_q"].astype(np.float64), raw[f"{value}_d"].astype(np.float64)
     wdl = np.stack([(1 - d + q) / 2, d, (1 - d - q) / 2], axis=1)

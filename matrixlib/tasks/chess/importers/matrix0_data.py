@@ -52,15 +52,11 @@ def _header(file: IO[bytes], name: str, path: Path) -> tuple[tuple[int, ...], np
     try:
         shape, fortran, dtype = read[npy.read_magic(file)](file)
     except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path}: '{name}' does not begin like an array ({error}): restore the file"
-        ) from error
+        raise ValueError(f"{path}: '{name}' does not begin like an array ({error}): restore the file") from error
     if dtype.hasobject:
         raise ValueError(f"{path}: '{name}' holds Python objects, which are never read")
     if fortran or dtype.kind not in "fiub":
-        raise ValueError(
-            f"{path}: '{name}' must be numbers in C order, not {dtype}{' in Fortran order' * fortran}"
-        )
+        raise ValueError(f"{path}: '{name}' must be numbers in C order, not {dtype}{' in Fortran order' * fortran}")
     return shape, dtype
 
 
@@ -71,9 +67,7 @@ def _arrays_of(archive: zipfile.ZipFile, path: Path) -> dict[str, str]:
     for array, (names, _) in NAMES.items():
         ours = [name for name in names if name in there]
         if len(ours) > 1 or (not ours and array in NEEDED):
-            words = (
-                f"{', '.join(ours)} at once" if ours else f"no array '{array}' (nor {', '.join(names[1:])})"
-            )
+            words = f"{', '.join(ours)} at once" if ours else f"no array '{array}' (nor {', '.join(names[1:])})"
             raise ValueError(
                 f"{path} holds {words}; there are {', '.join(sorted(there)) or 'none'}: not Matrix0's data"
             )
@@ -101,9 +95,7 @@ def _rows_of(archive: zipfile.ZipFile, path: Path, stack: ExitStack) -> Iterator
             shape = shape[:1]
         count = shape[0] if count is None and shape else count
         if shape != (count, *row):
-            raise ValueError(
-                f"{path}: '{member}' must have shape {('N', *row)} with N = {count}, not {shape}"
-            )
+            raise ValueError(f"{path}: '{member}' must have shape {('N', *row)} with N = {count}, not {shape}")
         streams[array] = (file, dtype, row)
     for start in range(0, count or 0, ROWS):
         n = min(ROWS, (count or 0) - start)
@@ -129,17 +121,10 @@ def decode(s: NDArray[np.float32], faults: Faults) -> Records:
     whole = s[:, 12:, 0, 0]  # planes that are the same all over
     bits = s[:, :12, ::-1] > 0.5  # row 0 is rank 8
     binary = (np.abs(s[:, :12, ::-1] - bits) <= TOLERANCE).all((1, 2, 3))
-    binary &= (np.abs(whole[:, :5] - (whole[:, :5] > 0.5)) <= TOLERANCE).all(1) & (
-        np.abs(whole - 0.5) <= 0.51
-    ).all(1)
+    binary &= (np.abs(whole[:, :5] - (whole[:, :5] > 0.5)) <= TOLERANCE).all(1) & (np.abs(whole - 0.5) <= 0.51).all(1)
     binary &= (s[:, 12:] == whole[:, :, None, None]).all((1, 2, 3))
     faults.append((~binary, "planes are not Matrix0's"))
-    boards = (
-        np.packbits(bits, axis=-1, bitorder="little")
-        .reshape(-1, 12, 8)
-        .view("<u8")[:, :, 0]
-        .astype(np.uint64)
-    )
+    boards = np.packbits(bits, axis=-1, bitorder="little").reshape(-1, 12, 8).view("<u8")[:, :, 0].astype(np.uint64)
     black = whole[:, 0] < 0.5
     boards[black] = np.roll(boards[black], 6, axis=1).byteswap()
     faults.append((~playable(boards), "not a position of chess"))
@@ -180,9 +165,7 @@ class Matrix0Data:
         with open(path, "rb") as file:
             head = file.read(len(LFS_POINTER))
         if head == LFS_POINTER:
-            raise ValueError(
-                f"{path} is only a Git LFS pointer, not the data: run `git lfs pull` in its repository"
-            )
+            raise ValueError(f"{path} is only a Git LFS pointer, not the data: run `git lfs pull` in its repository")
         try:
             with ExitStack() as stack:
                 archive = stack.enter_context(zipfile.ZipFile(path))
@@ -237,6 +220,4 @@ class Matrix0Data:
             refused.append(Refused(part.first + row, reason, detail, 1, to_board(records[row]).fen()))
         good = np.array([row for row in range(len(records)) if row not in reasons], np.int64)
         own, places = legal.rows(good)
-        return ParseResult(
-            own.batch_of_shares(records[good], share[places]), len(records), len(good), refused
-        )
+        return ParseResult(own.batch_of_shares(records[good], share[places]), len(records), len(good), refused)

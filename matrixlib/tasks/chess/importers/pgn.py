@@ -69,9 +69,7 @@ TOKEN = re.compile(rb"\{[^}]*\}?|;[^\n]*|^%[^\n]*|[(){}]|[^\s{}();]+", re.MULTIL
 COMMENT = re.compile(rb"\{[^}]*\}")
 UNUSUAL = (b"(", b")", b";", b"\n%")  # what words and comments alone do not have
 REMARK = re.compile(rb"\{[^}]*\}|;[^\n]*")
-TAG = re.compile(
-    rb'^[ \t]*\[[ \t]*(FEN|SetUp|Variant|Result)[ \t]+"([^"\r\n]*)"', re.MULTILINE | re.IGNORECASE
-)
+TAG = re.compile(rb'^[ \t]*\[[ \t]*(FEN|SetUp|Variant|Result)[ \t]+"([^"\r\n]*)"', re.MULTILINE | re.IGNORECASE)
 EVALUATION = re.compile(
     rb"\{[^{}\[]*(?:\[(?!%eval)[^{}\[]*)*\[%eval\s+(#?[-+]?\d*\.?\d+)[^}]*\}"
 )  # the comment that holds it

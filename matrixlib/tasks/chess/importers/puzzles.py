@@ -117,9 +117,7 @@ class Puzzles:
                 entries.refuse(number, faults[row], details[row], lines[number], len(moves[row]) // 2)
         return entries.result(batch, len(lines), faults.count(""))
 
-    def _fault(
-        self, row: dict[str, str], solution: Sequence[str], needed: Sequence[str]
-    ) -> tuple[str, str] | None:
+    def _fault(self, row: dict[str, str], solution: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
         if missing := [name for name in needed if not row.get(name)]:
             return "missing columns", f"no {', '.join(missing)}: is the line cut off?"
         if "Rating" in needed and not re.fullmatch(r"-?\d{1,5}", row["Rating"]):
@@ -147,8 +145,7 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
     for step in range(max(map(len, moves), default=0)):
         rows = np.array([row for row in rows.tolist() if step < len(moves[row])], np.int64)
         uci_codes = [
-            code_of(moves[row][step], side)
-            for row, side in zip(rows.tolist(), state["side"][rows], strict=True)
+            code_of(moves[row][step], side) for row, side in zip(rows.tolist(), state["side"][rows], strict=True)
         ]
         codes = castled(state["pieces"][rows], uci_codes)
         legal = legal_of(state[rows])

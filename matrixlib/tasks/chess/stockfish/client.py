@@ -47,9 +47,7 @@ def find_stockfish(path: str | Path | None = None) -> Path:
     name = "stockfish" if path is None else str(path)
     file = shutil.which(name) or (None if path else shutil.which(name, path=os.pathsep.join(_FOLDERS)))
     if file is None:
-        hint = (
-            "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
-        )
+        hint = "install it (Debian: `apt install stockfish`, macOS: `brew install stockfish`) or give its path"
         raise EngineError(f"no Stockfish at {name!r}: {hint}")
     return Path(file)
 
@@ -200,9 +198,7 @@ class Stockfish:
         self._send(f"{option}position {position}\ngo {limit}")
         variations = parse_info(self._read_until(b"bestmove"))
         if not variations:
-            raise EngineError(
-                f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?"
-            )
+            raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
         return variations
 
     def best_move(self, position: str, limit: str) -> str:
@@ -213,9 +209,7 @@ class Stockfish:
         self._send(f"position {position}\ngo {limit}")
         move = self._read_until(b"bestmove")[-1].split()[1].decode()
         if move in ("(none)", "0000"):
-            raise EngineError(
-                f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?"
-            )
+            raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
         return move
 
     def close(self) -> None:

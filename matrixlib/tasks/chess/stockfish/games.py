@@ -46,9 +46,7 @@ class Game:
 
     number: int
     moves: tuple[chess.Move, ...]
-    scores: tuple[
-        int, ...
-    ]  # of the player before each move, mover's side; the last known one at random moves
+    scores: tuple[int, ...]  # of the player before each move, mover's side; the last known one at random moves
     result: int
     ending: int
 

@@ -128,9 +128,7 @@ def open_folder(folder: Path, parameters: Parameters, engine: str) -> None:
     if path.exists():
         have = json.loads(path.read_text())
         if have != own:
-            raise ValueError(
-                f"{folder} holds other work ({have}, requested {own}): use another folder or delete it"
-            )
+            raise ValueError(f"{folder} holds other work ({have}, requested {own}): use another folder or delete it")
         return
     write_bytes(path, json.dumps(own, indent=1).encode())
 
@@ -180,8 +178,6 @@ def generate(
         raise EngineError(f"a generator process was killed ({error}); start again to go on") from error
     finally:
         bar.close()
-        pool.shutdown(
-            wait=False, cancel_futures=True
-        )  # after an error, what is being made is made to its end
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error, what is being made is made to its end
     seconds = time.monotonic() - start
     return {"games": games_made, "positions": labelled, "seconds": seconds, "engine": name, "chunks": total}

@@ -67,13 +67,9 @@ def listen(descriptor: int, lines: Lines) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 where there is no such run, 1 where its network is of no use."""
     parser = argparse.ArgumentParser(prog="matrixlib-uci", description="A trained network as a UCI engine.")
-    parser.add_argument(
-        "--checkpoint", required=True, help="a run, its name under reports/, or a checkpoint's folder"
-    )
+    parser.add_argument("--checkpoint", required=True, help="a run, its name under reports/, or a checkpoint's folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument(
-        "--simulations", type=int, default=0, help="most simulations of a move; 0: as the clock allows"
-    )
+    parser.add_argument("--simulations", type=int, default=0, help="most simulations of a move; 0: as the clock allows")
     flags = parser.parse_args(arguments)
     try:
         folder, checkpoint = find_run(flags.checkpoint)
@@ -138,9 +134,7 @@ class Engine:
         self.net: Net | None = None
         self.search: Search | None = None
         self._tables: chess.syzygy.Tablebase | None = None
-        self._tree: tuple[str, list[chess.Move]] | None = (
-            None  # start and moves of the game in the search's tree
-        )
+        self._tree: tuple[str, list[chess.Move]] | None = None  # start and moves of the game in the search's tree
         self._deferred: deque[str | None] = deque()  # lines that came during a search
         self._stop = False
 
@@ -302,9 +296,7 @@ class Engine:
         (evaluation,) = self.net.evaluate_boards([self.board])
         return evaluation.wdl[1] if evaluation.wdl else None
 
-    def _report(
-        self, search: Search, result: SearchResult, done: int, draws: float | None, progress: str
-    ) -> None:
+    def _report(self, search: Search, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
         """A line for each variation to show."""
         for rank, row in enumerate(ranking(result)[: self._number("MultiPV")], start=1):
             value = float(result.values[row])
