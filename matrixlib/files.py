@@ -37,8 +37,16 @@ def cache_root() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or {} where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """A JSON object from a file, or {} where there is none; ValueError naming a file that holds something else."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, not JSON ({error}): bring it back or move it away") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is damaged, not a JSON object: bring it back or move it away")
+    return data
 
 
 def plain(value: Any, where: str = "row") -> Any:

@@ -316,7 +316,7 @@ def test_shards_that_others_replace_are_put_aside(
     filled(tmp_path)
     (tmp_path / "outside").mkdir()
     (tmp_path / "new.tmp").mkdir()
-    replaces = {"replaces": ["a.npz", "b.npz", "../x.npz"], "quality": {"entropy": 1.5}}
+    replaces = {"replaces": ["a.npz", "b.npz", "../x.npz", "", ".", NAME, 3, "new/n.npz"], "quality": {"entropy": 1.5}}
     write_shard(tmp_path / "new.tmp" / "n.npz", LAYOUT, toy_batch(7), META | replaces)
     other = tmp_path.parent / "x.npz"
     other.write_bytes(b"not ours to touch")

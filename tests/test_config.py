@@ -260,6 +260,8 @@ def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) 
         ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe;"),
         ("no_such_module:TASK", "task 'no_such_module:TASK': cannot import 'no_such_module'"),
         ("math:TASK", "task 'math:TASK': module 'math' has no 'TASK'"),
+        (":TASK", "task ':TASK': give a module and a name in it"),
+        (".x:TASK", "task '.x:TASK': give a module and a name in it"),
         ("math:pi", "task 'math:pi': pi is float, not a matrixlib.tasks.spec.TaskSpec"),
         (3, "key 'task' is 3; it is one of chess, latin, tictactoe"),
         ([], "key 'task' is []; it is one of chess, latin, tictactoe"),

@@ -108,7 +108,7 @@ class Script:
 
     def play_pairs(self, game: Any, one: Any, two: Any, openings: Any, plies: int, names: Any, _: int) -> Match:
         outcome = "even"
-        if len(openings) == 64:
+        if len(openings) > self.cycle.config.match.anchor_pairs:
             self.opponents.append(names)
             outcome = self.matches.pop(0)
         if outcome == "interrupted":
@@ -401,6 +401,26 @@ def test_a_lesson_is_settled_when_the_training_begins(script: Script, monkeypatc
         script.train("even")
 
 
+def test_a_match_ends_when_the_test_decides(script: Script) -> None:
+    match = script.cycle.config.match.model_copy(update={"pairs": 64, "batch": 16})
+    script.cycle.config = script.cycle.config.model_copy(update={"match": match})
+    script.matches = ["won"] * 4
+    (generation,) = script.cycle.train(1)
+    assert sum(generation.pairs("match")) == 32
+    assert generation.best == 1
+
+
+def test_damaged_files_are_named(script: Script, reports: Path) -> None:
+    for text in ("", "[]", "{}"):
+        (reports / "p" / "generation_001.json").write_text(text)
+        with pytest.raises(cycle.CycleError, match=r"generation_001.json is damaged"):
+            script.cycle.history()
+    for text in ("seed: 0\n", "network: 3\n"):
+        (reports / "p" / "cycle.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"'network' is missing|older version"):
+            cycle.open_cycle("demo", "cpu", "p", TINY)
+
+
 def test_a_match_of_no_pairs_is_none(script: Script) -> None:
     script.cycle.config = script.cycle.config.model_copy(
         update={"match": script.cycle.config.match.model_copy(update={"anchor_pairs": 0})}
@@ -520,7 +540,7 @@ def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_play
 
 
 def test_a_cycle_needs_a_game_for_two() -> None:
-    with pytest.raises(config.ConfigError, match=r"plays games for two, and task 'latin' is none"):
+    with pytest.raises(config.ConfigError, match=r"plays games for two \(chess, tictactoe\), and task 'latin' is none"):
         load_cycle("demo", {"network": {"task": "latin", "model": {}, "data": {}, "loss": {}}})
     with pytest.raises(config.ConfigError, match=r"key 'network.task' is missing"):
         load_cycle("demo", {"network": {"task": None}})

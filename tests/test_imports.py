@@ -38,6 +38,7 @@ A row ends at the module that it names: `tasks` is `get_task`, and no particular
 FOLDERS = ("hardware", "engine", "data", "play", "runs", "bench")
 NOTEBOOK_ROWS = ("runs", "hardware", "bench", "tasks")
 LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue", "data.stats")
+LIGHT += ("runs.launch", "runs.run", "runs.compare", "runs.browse")
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
 
 

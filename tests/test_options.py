@@ -13,6 +13,7 @@ import pytest
 from matrixlib.config import Section, merge
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import write_shard
+from matrixlib.files import PACKAGE
 from matrixlib.play.game import uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs import run as runs
@@ -62,7 +63,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Keys:
         kind = type(self)
         if name in kind.__pydantic_fields__:
             reader = Path(sys._getframe(1).f_code.co_filename)
-            if reader.name != "config.py" and "matrixlib" in reader.parts:
+            if reader.name != "config.py" and reader.is_relative_to(PACKAGE):
                 keys.add((kind.__name__, name))
         return plain(self, name)
 

@@ -254,6 +254,31 @@ def test_a_run_whose_only_checkpoints_are_damaged_is_refused(reports: Path) -> N
 
 
 @pytest.mark.slow
+def test_the_trials_before_a_run_are_with_the_micro_batch_that_was_tuned(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator: the number of updates in a time, and the memory, depend on it."""
+    resolve, trials = runs.runtimes.resolve, []
+
+    def accelerated(*sections: Any) -> Any:
+        return replace(resolve(*sections), device="mps")
+
+    def tuned(data: Any) -> Any:
+        return replace(data.runtime, micro_batch=16)
+
+    def timed(data: Any) -> int:
+        trials.append((data.runtime.micro_batch, data.config.train.micro_batch))
+        return 40
+
+    monkeypatch.setattr(runs.runtimes, "resolve", accelerated)
+    monkeypatch.setattr(runs.autotune, "tune_micro_batch", tuned)
+    monkeypatch.setattr(runs.autotune, "steps_in_time", timed)
+    run = runs.open_run("demo", "cpu", run="tuned", overrides={"train": {"steps": "auto"}})
+    run.close()
+    assert trials == [(16, 16)]
+    assert (run.runtime.micro_batch, run.data.runtime.micro_batch, run.steps) == (16, 16, 40)
+
+
 def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: Path) -> None:
     whole = train("whole")
     command = [sys.executable, "-c", PROGRAM, "killed", json.dumps(TINY)]

@@ -288,7 +288,7 @@ class Catalogue:
             reason = f"'{damaged}' is damaged (zip checksum)" if damaged else _note(row.path)
             rows.append(_quarantined(row, reason) if reason else row)
             if not reason:
-                self._replaced.update(filter(_is_inside, info.meta.get("replaces", ())))
+                self._replaced.update(replaced_by(info.meta, name))
         for path in (self.folder / name for name in self._replaced if self.writable):
             with suppress(FileNotFoundError):  # somebody else has done it
                 os.replace(path, path.with_name(f"{path.name}.merged"))
@@ -362,6 +362,16 @@ def _is_inside(name: str) -> bool:
     """Whether a name stays in the folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
+
+
+def replaced_by(meta: Mapping[str, Any], own: str) -> list[str]:
+    """Names of the shards that a shard of this meta data and name says it replaces; no other kind of file, nothing that
+    leads out of the folder, not itself."""
+    names = meta.get("replaces", ())
+    if not isinstance(names, (list, tuple)):
+        return []
+    shards = (name for name in names if isinstance(name, str) and name.endswith(".npz") and name != own)
+    return [name for name in shards if _is_inside(name)]
 
 
 def _unfit(row: ShardRow) -> str:

@@ -11,9 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from matrixlib import files, progress
+from matrixlib.config import read_yaml
 from matrixlib.engine import metrics
 from matrixlib.runs import figures, report
 from matrixlib.runs import run as runs
@@ -260,5 +259,5 @@ def _viewer(run: str, file: str, count: int) -> Viewer | None:
 
 
 def _held_out(run: str) -> Loader:
-    data = yaml.safe_load((_folder(run) / "config.yaml").read_text(encoding="utf-8"))
+    data = read_yaml((_folder(run) / "config.yaml").read_text(encoding="utf-8"), f"{run}/config.yaml")
     return runs.held_out_data(parse_config(data, f"{run}/config.yaml"))

@@ -32,7 +32,7 @@ from matrixlib.play.match import Player, play_pairs, random_openings, search_pla
 from matrixlib.runs import cycle_games
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
 from matrixlib.runs.cycle_games import Chunk
-from matrixlib.runs.cycle_state import Decision, Generation, Lesson, read_generations
+from matrixlib.runs.cycle_state import CycleError, Decision, Generation, Lesson, read_generations
 from matrixlib.runs.record import runtime_settings
 from matrixlib.tasks import get_task
 from matrixlib.tasks.spec import Check, GameSpec
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.network import Network
 
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
-
-
-class CycleError(ValueError):
-    """A cycle that cannot be begun or continued; says what to do."""
 
 
 def open_cycle(

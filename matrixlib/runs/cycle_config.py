@@ -12,7 +12,7 @@ from matrixlib.files import PARAMS
 from matrixlib.play.match import MatchOptions
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
-from matrixlib.tasks import get_task, parse_config, validate_config
+from matrixlib.tasks import TASKS, get_task, parse_config, task_of, validate_config
 
 
 class CycleConfig(Section):
@@ -43,17 +43,22 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
     Raises ConfigError: unknown preset, unknown or mistyped keys, a task that is no game for two.
     """
     data, name = read_preset(preset, overrides, PARAMS / "cycle")
-    network = data.get("network")
-    if not isinstance(network, Mapping):
-        raise ConfigError(f"{name}: key 'network' is missing: the network and its training, as in a preset")
-    task = network.get("task")
-    if isinstance(task, str) and get_task(task).game is None:
-        raise ConfigError(f"{name}: a cycle plays games for two, and task '{task}' is none")
+    network = _network(data, name)
+    if task_of(network, name, "network.").game is None:
+        games = ", ".join(task for task in TASKS if get_task(task).game is not None)
+        raise ConfigError(f"{name}: a cycle plays games for two ({games}), and task '{network['task']}' is none")
     config = validate_config(network, name, "network.")
     return validated(CycleConfig, {**data, "network": config}, name)
 
 
 def parse_cycle(data: Mapping[str, Any], name: str, task: str) -> CycleConfig:
     """Validate what a cycle's folder holds; task: the one that the user has named, no other import path is followed."""
-    network = parse_config(data["network"], name, task)
+    network = parse_config(_network(data, name), name, task)
     return validated(CycleConfig, {**data, "network": network}, name)
+
+
+def _network(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    network = data.get("network")
+    if not isinstance(network, Mapping):
+        raise ConfigError(f"{name}: key 'network' is missing: the network and its training, as in a preset")
+    return network

@@ -19,9 +19,19 @@ Pairs = tuple[int, int, int, int, int]
 """Pairs that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
 
 
+class CycleError(ValueError):
+    """A cycle that cannot be begun or continued; says what to do."""
+
+
 def read_generations(folder: Path) -> dict[int, Generation]:
     """All that a cycle's folder holds, by number, in their order."""
-    stored = [Generation.model_validate(read_json(path)) for path in folder.glob("generation_*.json")]
+    stored = []
+    for path in folder.glob("generation_*.json"):
+        try:
+            stored.append(Generation.model_validate(read_json(path)))
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CycleError(f"{path} is damaged ({reason}): bring it back, or begin another cycle") from error
     return {generation.number: generation for generation in sorted(stored, key=lambda g: g.number)}
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.config import Config
-from matrixlib.data.loader import Loader, Tensors
-from matrixlib.data.reader import WHOLE
-from matrixlib.data.shards import concat, write_shard
 from matrixlib.hardware.runtime import Runtime
 
 if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue, ShardRow
+    from matrixlib.data.loader import Loader, Tensors
     from matrixlib.engine.curriculum import Phase
     from matrixlib.engine.task import Task
     from matrixlib.tasks.spec import TaskSpec
@@ -64,6 +62,8 @@ class RunData:
 
     def records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
         """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
+        from matrixlib.data.shards import concat, write_shard
+
         layout, batches = self.spec.layout, list(batches)
         meta = {"source": "evidence", "generator": "training", "seed": self.config.seed, "split": "train"}
         rows = concat([source.records(raw) for raw in batches], layout)
@@ -71,6 +71,8 @@ class RunData:
 
     def _training(self, task: Task, sources: Iterable[str] = (), **options: Any) -> Loader:
         """The training rows of these sources (all without any), prepared by `task`."""
+        from matrixlib.data.loader import Loader
+
         rows = of_sources(self.catalogue.shards("train"), sources)
         if not rows:
             quarantined = self.catalogue.shards(state="quarantined")
@@ -125,6 +127,8 @@ class RunData:
                 )
 
     def _damaged(self, name: str, block: int, reason: str) -> None:
+        from matrixlib.data.reader import WHOLE
+
         where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
         self._say(f"{where}: {reason}; its rows are replaced by others")
 
@@ -142,6 +146,8 @@ def held_out_loader(
     **options: Any,
 ) -> Loader:
     """The held-out rows of these sources (all without any), prepared by `task`."""
+    from matrixlib.data.loader import Loader
+
     rows = of_sources(catalogue.shards("validation"), sources)
     if not rows:
         raise RunError(

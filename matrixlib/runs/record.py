@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
@@ -34,8 +32,8 @@ MAY_CHANGE = (
 
 def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
     """The stored resolved configuration with the permitted changes; anything else is refused by name."""
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    stored = parse_config(yaml.safe_load(text), f"{folder.name}/config.yaml", requested.task)
+    text, file = (folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml"
+    stored = parse_config(configuration.read_yaml(text, file), file, requested.task)
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
     changes = configuration.difference(requested, before)
     fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
@@ -48,7 +46,7 @@ def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], me
         if key != "train.steps" or new != "auto":
             data[section][name] = new
             messages.append(f"changed on resume: {key} {old} -> {new}")
-    config = parse_config(data, f"{folder.name}/config.yaml", requested.task)
+    config = parse_config(data, file, requested.task)
     if changes:  # the next one to resume compares with this request
         write_text(folder / "config.yaml", configuration.to_yaml(config))
         write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})

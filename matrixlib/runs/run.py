@@ -451,6 +451,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
         runtime = autotune.tune_micro_batch(data)
         config = runtime_config(config, runtime)
+        data.runtime, data.config = runtime, config  # the trials that follow are with this micro-batch
     if config.train.steps == "auto":
         steps = autotune.steps_in_time(data)
         config = changed(config, {"train": {"steps": steps}})

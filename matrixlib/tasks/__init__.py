@@ -8,8 +8,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from matrixlib import config as configuration
 from matrixlib.config import Config, ConfigError, nearest
 from matrixlib.tasks.spec import TaskSpec, find_run, load_network
@@ -41,12 +39,15 @@ def get_task(name: str) -> TaskSpec[Any]:
                 "import path: 'my_package.my_module:TASK')"
             )
     module, _, attribute = path.partition(":")
+    if not (module and attribute) or module.startswith("."):
+        raise ConfigError(f"task '{name}': give a module and a name in it: 'my_package.my_module:TASK'")
     try:
-        spec = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"task '{name}': cannot import '{module}' ({error}); is its folder on PYTHONPATH?") from error
-    except AttributeError:
-        raise ConfigError(f"task '{name}': module '{module}' has no '{attribute}'") from None
+    if not hasattr(imported, attribute):
+        raise ConfigError(f"task '{name}': module '{module}' has no '{attribute}'")
+    spec = getattr(imported, attribute)
     if not isinstance(spec, TaskSpec):
         raise ConfigError(f"task '{name}': {attribute} is {type(spec).__name__}, not a matrixlib.tasks.spec.TaskSpec")
     return spec
@@ -85,16 +86,20 @@ def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Con
 
     name, prefix: stand in messages, before all and before each key.
     """
+    config: Config = configuration.validated(task_of(data, name, prefix).config, data, name, prefix)
+    return config
+
+
+def task_of(data: Mapping[str, Any], name: str, prefix: str = "") -> TaskSpec[Any]:
+    """The task that a nested mapping names, as the user has written it; ConfigError as of `validate_config`."""
     task = data.get("task")
     if not isinstance(task, str):
         problem = "is missing" if task is None else f"is {task!r}"
         raise ConfigError(f"{name}: key '{prefix}task' {problem}; it is one of {', '.join(TASKS)}, or an import path")
     try:
-        spec = get_task(task)
+        return get_task(task)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    config: Config = configuration.validated(spec.config, data, name, prefix)
-    return config
 
 
 def load(
@@ -107,6 +112,6 @@ def load(
     a task of somebody's own. Raises ValueError naming the run or checkpoint that is missing or damaged.
     """
     folder, named = find_run(run)
-    data = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    data = configuration.read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
     config = parse_config(data, f"{folder.name}/config.yaml", task)
     return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile)

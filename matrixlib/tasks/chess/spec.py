@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
-from matrixlib.config import validated
+from matrixlib.config import read_yaml, validated
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network
 
@@ -207,7 +206,7 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: b
     from matrixlib.tasks.chess.evaluate.net import Net
 
     folder, named = find_run(run)
-    data = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    data = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
     if data.get("task") != TASK.name:
         raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
     config = validated(TASK.config, data, "config.yaml")

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from matrixlib.data.catalogue import Catalogue, ShardRow, reason_file
+from matrixlib.data.catalogue import Catalogue, ShardRow, reason_file, replaced_by
 from matrixlib.data.shards import Shard
 from matrixlib.files import write_text
 from matrixlib.tasks.chess.importers.parsing import Refused
@@ -167,7 +167,7 @@ def replaced_shards(folder: Path, rows: Iterable[ShardRow]) -> set[str]:
     names: set[str] = set()
     for row in rows:
         if row.state == "healthy" and row.name.startswith(MERGED):
-            names.update(Shard(row.path, LAYOUT).meta["replaces"])
+            names.update(replaced_by(Shard(row.path, LAYOUT).meta, row.name))
     for note in folder.rglob(reason_file(Path("*.npz")).name):  # of merges by older versions
         if note.read_text(encoding="utf-8", errors="replace").startswith(OLD_NOTE):
             names.add(note.relative_to(folder).as_posix().removesuffix(".quarantined"))
