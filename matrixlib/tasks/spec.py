@@ -79,7 +79,7 @@ class Spoiler:
 
 
 class GameSpec(Protocol):
-    """What a cycle asks of a game beyond its rules."""
+    """What a cycle asks of a game beyond its rules; its task's held-out figures have to hold a `top1`, too."""
 
     @property
     def game(self) -> Game:
