@@ -87,9 +87,11 @@ bench-gpu: $(STAMP)
 report: $(STAMP)
 	@$(BIN)/python -m matrixlib.runs.report $(RUN)
 
-# In a reports root of their own: eval.ipynb would else pick up a run of yours. sample.ipynb makes a few games only.
+# Each in a reports root of its own: eval.ipynb would else pick up a run of yours, or of another notebook.
 refresh: $(STAMP)
-	MATRIXLIB_REPORTS="$$(mktemp -d)" MATRIXLIB_LIVE=0 MATRIXLIB_DEVICE=cpu $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	for notebook in notebooks/*.ipynb; do \
+	  MATRIXLIB_REPORTS="$$(mktemp -d)" MATRIXLIB_LIVE=0 MATRIXLIB_DEVICE=cpu \
+	  $(BIN)/jupyter nbconvert --to notebook --execute --inplace $$notebook || exit 1; done
 
 # torch's own metadata brings the CUDA packages that its Linux build needs; pinning them would force gigabytes on
 # machines whose build has none.
