@@ -224,6 +224,9 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
 
+VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term`), or the total (`loss`)"
+
+
 class CurriculumConfig(Section):
     """The engine's part of a curriculum; a task adds its dimensions, sections with `enabled`, `fractions`
     and `stages`.
@@ -233,10 +236,13 @@ class CurriculumConfig(Section):
         default="fractions",
         description="stages end at shares of the updates, or when `metric` is good enough",
     )
-    metric: str = Field(default="", description="what `adaptive` looks at, as validation names it (`term/name`)")
-    up: Real = Field(default=0.4, description="`adaptive`: go on when the metric is at least this ...")
+    metric: str = Field(default="", description="what `adaptive` looks at: " + VALIDATED)
+    up: Real = Field(default=0.4, description="`adaptive`: go on when a metric is at least this, a loss at most, ...")
     patience: Count = Field(default=2, description="... in so many validations in a row")
-    down: Real = Field(default=0.2, description="`adaptive`: go back below this, as often in a row; must be below `up`")
+    down: Real = Field(
+        default=0.2,
+        description="`adaptive`: go back when a metric is below this, or a loss above it, as often in a row",
+    )
     dwell: Count = Field(default=2, description="`adaptive`: validations in a phase before it may change")
     longest: CountOrZero = Field(
         default=0, description="`adaptive`: validations after which a phase ends in any case; 0 = never"
@@ -244,9 +250,16 @@ class CurriculumConfig(Section):
 
     @model_validator(mode="after")
     def _hysteresis(self) -> CurriculumConfig:
-        if self.down >= self.up:
+        if self.falling and self.down <= self.up:
+            raise ValueError(f"down {self.down:g} must be above up {self.up:g}: '{self.metric}' is a loss, which falls")
+        if not self.falling and self.down >= self.up:
             raise ValueError(f"down {self.down:g} must be below up {self.up:g}, or phases would flap")
         return self
+
+    @property
+    def falling(self) -> bool:
+        """Whether less of the metric is better: it is a loss."""
+        return bool(self.metric) and "/" not in self.metric
 
 
 class StagesConfig(Section):
@@ -279,9 +292,7 @@ class SourceStages(StagesConfig):
 class SourceCurriculumConfig(CurriculumConfig):
     """Of the tasks whose data come from several sources."""
 
-    metric: str = Field(
-        default="policy/top1", description="what `adaptive` looks at, as validation names it (`term/name`)"
-    )
+    metric: str = Field(default="policy/top1", description="what `adaptive` looks at: " + VALIDATED)
     sources: SourceStages = SourceStages()
 
 

@@ -131,6 +131,18 @@ def test_thresholds_need_patience_and_dwell() -> None:
     assert adaptive([math.nan] * 5)[1] == [0] * 5
 
 
+def test_a_loss_is_better_when_it_is_less() -> None:
+    curriculum = Curriculum(config(kind="adaptive", metric="term", up=1.0, down=2.0), [SIZE])
+    phases = []
+    for update, loss in enumerate([3.0, 0.9, 1.0, 1.5, 2.1, 2.2, 0.5]):
+        curriculum.record({"loss": 0.0, "term": loss, "term/valid": 0.0})
+        curriculum.advance(update + 1, 100)
+        phases.append(curriculum.phase)
+    assert phases == [0, 0, 1, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="down 1 must be above up 2: 'loss' is a loss"):
+        config(metric="loss", up=2.0, down=1.0)
+
+
 def test_a_phase_change_waits_for_the_next_update() -> None:
     curriculum = Curriculum(config(kind="adaptive", patience=1, dwell=1), [SIZE])
     curriculum.record({"term/valid": 1.0})

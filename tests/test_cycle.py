@@ -25,13 +25,15 @@ from safetensors.torch import load_file
 from matrixlib import config, files
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Shard
-from matrixlib.play.game import GameRecord
+from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.match import Match
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs import cycle, cycle_figures, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
 from matrixlib.runs.cycle_state import Generation, Tally, read_generations
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
+from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -317,6 +319,19 @@ def test_games_are_played_on_one_thread_whatever_the_rest_has(
     with pytest.raises(Enough):
         next(current.train())
     assert (counts, torch.get_num_threads()) == ({1}, 2)
+
+
+def test_held_out_positions_of_training_games_are_counted() -> None:
+    """Games begin alike: held-out figures that do not say so look better than they are."""
+    game = TicTacToe()
+    traces = list(play_games(game, uniform, range(40), SelfPlayOptions(num_simulations=2, parallel=40)))
+    boards: dict[bool, list[bytes]] = {True: [], False: []}
+    for trace in traces:
+        boards[trace.number in (19, 39)] += [state.tobytes() for state in trace.states]
+    shared = sum(board in boards[False] for board in boards[True])
+    assert 2 <= shared < len(boards[True]), "the empty board at least"
+    counted = cycle_games.tally(game, traces, 0, 1.0)
+    assert (counted.held_out, counted.shared) == (len(boards[True]), shared)
 
 
 # --- decisions

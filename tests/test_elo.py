@@ -53,12 +53,13 @@ def test_pairs_say_more_than_games_where_openings_decide() -> None:
     assert 0 < decided.high < mixed.high / 5
 
 
-@pytest.mark.parametrize("elo, pairs", [(0.0, 30), (40.0, 100), (-250.0, 40)])
+@pytest.mark.parametrize("elo, pairs", [(0.0, 4), (40.0, 4), (-250.0, 8), (0.0, 30), (40.0, 100), (-250.0, 40)])
 def test_intervals_hold_the_truth(elo: float, pairs: int) -> None:
+    """A promise of 95 % is kept by few pairs too, which may be wider than they need to be."""
     rng = np.random.default_rng(7)
     samples = rng.multinomial(pairs, shares(elo, draws=0.25), size=1000)
     held = np.mean([r.low <= elo <= r.high for r in map(rating, samples)])
-    assert 0.93 <= held <= 0.985
+    assert 0.93 <= held <= (0.985 if pairs >= 30 else 1)
 
 
 def test_one_sided_and_tiny_matches() -> None:

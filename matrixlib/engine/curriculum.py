@@ -90,23 +90,24 @@ class Curriculum:
         self._validations = self._good = self._bad = 0
         return True
 
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Take in the metrics of a validation on data of the phase in force; only `adaptive` looks at them.
+    def record(self, values: Mapping[str, float]) -> None:
+        """Take in the losses and metrics of a validation on data of the phase in force; only `adaptive` looks at them.
 
-        The phase ends after `patience` validations in a row at `up` or above, and falls back after as many
-        below `down`; values in between count for neither. A phase that proved too hard is entered again only
-        after twice as many good validations, so that two phases never alternate. Raises ValueError for an
-        unknown metric.
+        The phase ends after `patience` validations in a row at `up` or better, and falls back after as many
+        worse than `down`; values in between count for neither. Better is more of a metric and less of a loss.
+        A phase that proved too hard is entered again only after twice as many good validations, so that two
+        phases never alternate. Raises ValueError for an unknown name.
         """
         if self.config.kind != "adaptive":
             return
         name, config = self.config.metric, self.config
-        if name not in metrics:
-            raise ValueError(f"curriculum.metric '{name}' is not measured; there are {', '.join(sorted(metrics))}")
-        value = metrics[name]
+        if name not in values:
+            raise ValueError(f"curriculum.metric '{name}' is not measured; there are {', '.join(sorted(values))}")
+        sign = -1 if config.falling else 1
+        value, up, down = sign * values[name], sign * config.up, sign * config.down
         self._validations += 1
-        self._good = self._good + 1 if value >= config.up else 0
-        self._bad = self._bad + 1 if value < config.down else 0
+        self._good = self._good + 1 if value >= up else 0
+        self._bad = self._bad + 1 if value < down else 0
         if self._validations < config.dwell or self._next != self.phase:
             return
         after = self.phase + 1

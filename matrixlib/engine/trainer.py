@@ -439,7 +439,7 @@ class Trainer:
                 task, held_out = self._step.task, self._phase_held_out
                 phase = validate(task, self.model, held_out, self.runtime, active, "phase")
                 assert phase is not None
-                self.curriculum.record(phase.metrics)
+                self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
         if not math.isfinite(validation.loss):
             messages.append(f"{kind} validation loss is {validation.loss} after update {self.step}")
         self._cadence.record(self.step, kind, validation.loss)

@@ -45,7 +45,9 @@ def rating(pairs: Counts) -> Rating:
 
     The interval is Wilson's, for as many decided games as would have the same variance as the pairs; so it stays
     inside (0, 1) and is of use for few or one-sided games. To the observed variance that of one pair of decided
-    games is added, lest a few equal pairs look like certainty. ValueError without pairs.
+    games is added, lest a few equal pairs look like certainty, and since it is an estimate, the quantile is Student's.
+    Of a match that a sequential test has ended the estimate is biased away from 0, for it ends at an extreme.
+    ValueError without pairs.
     """
     counts = _counts(pairs)
     n = int(counts.sum())
@@ -54,7 +56,7 @@ def rating(pairs: Counts) -> Rating:
     spread = float(counts @ (PAIR_SCORES - score) ** 2)
     variance = (spread + decided / 2) / (n + 1) / n  # of the score
     effective = decided / variance if decided > 0 else 2.0 * n
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    z = _student((1 + CONFIDENCE) / 2, n)
     centre = (score + z * z / (2 * effective)) / (1 + z * z / effective)
     half = z * math.sqrt(decided / effective + z * z / (4 * effective**2)) / (1 + z * z / effective)
     sigma = math.sqrt(variance) if variance > 0 else 0.5 / math.sqrt(2 * n)
@@ -97,6 +99,18 @@ def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, 
     columns = {"games": games.sum(1).astype(int), "score": points[0].sum(1) / games.sum(1)}
     frame = pd.DataFrame({**columns, "elo": elo[0], "low": low, "high": high}, index=names)
     return frame.sort_values("elo", ascending=False)
+
+
+def _student(share: float, freedom: int) -> float:
+    """Quantile of Student's t distribution by its expansion about the normal one (Abramowitz and Stegun 26.7.5)."""
+    z = NormalDist().inv_cdf(share)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def _counts(pairs: Counts) -> NDArray[np.float64]:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
-    """A row for each generation: games and their results, what was learned, the match, the decision."""
+    """A row for each generation: games and their results, what was learned, the match, the decision.
+
+    `of it not new`: share of the held-out positions, of which `top-1` is, that training games have, too.
+    """
     import pandas as pd
 
     rows = {}
@@ -29,6 +32,7 @@ def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
             "W/D/L/?": f"{games.wins}/{games.draws}/{games.losses}/{games.unknown}",
             "plies": f"{games.plies / games.games:.0f}",
             "top-1": f"{generation.top1:.1%}",
+            "of it not new": f"{games.shared / games.held_out:.0%}" if games.held_out else "",
             "SPRT": decision.reason.removeprefix("SPRT ").partition(", score")[0] if decision else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from matrixlib.files import end_with_parent
 from matrixlib.hardware.runtime import Runtime
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from matrixlib.play.game import Game, Trace
 
 HELD_OUT = 20  # every so many games one is held out of training
+
+
+def held_out(number: int) -> bool:
+    """Whether a game is held out of training."""
+    return number % HELD_OUT == HELD_OUT - 1
 
 
 def source(generation: int) -> str:
@@ -64,8 +70,18 @@ def play_chunks(chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, 
             pool.shutdown(cancel_futures=True)
 
 
+def shared_positions(game: Game, traces: Sequence[Trace]) -> tuple[int, int]:
+    """Positions of the held-out games, and how many of them stand in one of the other games, too."""
+    keys: dict[bool, list[NDArray[np.uint64]]] = {True: [], False: []}
+    for trace in traces:
+        keys[held_out(trace.number)].append(game.key(trace.states))
+    outside, inside = (np.concatenate([np.empty(0, np.uint64), *keys[part]]) for part in (True, False))
+    return len(outside), int(np.isin(outside, inside).sum())
+
+
 def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -> Tally:
     """The figures of some games. positions: to learn from."""
+    outside, shared = shared_positions(game, traces)
     starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]  # results are the first mover's
     points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
@@ -79,6 +95,8 @@ def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -
         unknown=points[None],
         wrong=sum(judged),
         played_out=len(judged),
+        held_out=outside,
+        shared=shared,
         seconds=seconds,
     )
 
@@ -116,8 +134,8 @@ class Chunk:
         traces.sort(key=lambda trace: trace.number)
         ids = {number: self._id(number) for number in numbers}
         batch = spec.game.batch(traces, ids)
-        outside = [ids[number] for number in numbers if number % HELD_OUT == HELD_OUT - 1]
-        held_out = np.isin(batch["records"]["game"], np.array(outside, np.uint64))
+        outside = np.array([ids[number] for number in numbers if held_out(number)], np.uint64)
+        validation = np.isin(batch["records"]["game"], outside)
         catalogue = Catalogue(self.folder / "shards")
         origin = {
             "cycle": self.folder.name,
@@ -126,7 +144,7 @@ class Chunk:
             "first": self.first,
         }
         meta = {"source": source(self.generation), "generator": origin, "seed": seed}
-        for split, rows in (("train", ~held_out), ("validation", held_out)):
+        for split, rows in (("train", ~validation), ("validation", validation)):
             if rows.any():
                 part = select(batch, np.flatnonzero(rows), spec.layout)
                 path = self.folder / "shards" / f"{self.generation:03d}_{self.first:06d}_{split}.npz"

@@ -38,7 +38,8 @@ def read_generations(folder: Path) -> dict[int, Generation]:
 class Tally(Section):
     """Games of self-play. wins, draws, losses: of the side that starts a game, unknown: those without a result;
     played_out: games that were played on although a side would have given up, wrong: those that it did not lose;
-    seconds: of computing."""
+    held_out: positions of the held-out games, shared: those that a training game played beside them has, too (games
+    begin alike), which makes held-out figures look better than they are; seconds: of computing."""
 
     games: int
     positions: int
@@ -50,6 +51,8 @@ class Tally(Section):
     wrong: int
     played_out: int
     seconds: float
+    held_out: int = 0
+    shared: int = 0
 
 
 class Lesson(Section):

@@ -5,6 +5,8 @@ Arrays: B batch, N side of the grid that holds all squares of a batch, L = N * N
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -28,10 +30,14 @@ class Block(nn.Module):
         self.outer = nn.Linear(config.feedforward * width, width)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, relations: Tensor, mask: Tensor) -> Tensor:
-        """x (B, L, width); relations (L, L) int64; mask (B or 1, 1, L, L) 0 where a cell sees, else -inf."""
+    def relate(self, relations: Tensor, mask: Tensor) -> Tensor:
+        """(B or 1, heads or 1, L, L) from relations (L, L) int64 and mask (B or 1, 1, L, L), 0 where a cell sees, else
+        -inf."""
+        return mask if self.relation is None else mask + self.relation[:, relations]
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """x (B, L, width); bias as `relate` gives it, the same in every repeat."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        bias = mask if self.relation is None else mask + self.relation[:, relations]
         mixed = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=bias.to(q.dtype), dropout_p=self.dropout if self.training else 0.0
         )
@@ -78,11 +84,12 @@ class LatinNet(nn.Module):
         first = self.token(tokens) + self.row(places)[:, None] + self.column(places) + whole
         first = first.flatten(1, 2)
         relations, mask = cell_relations(side, tokens.device), self._mask(tokens.flatten(1))
+        blocks = [(block, cast(Block, block).relate(relations, mask)) for block in self.blocks]
         x = first
         for repeat in range(self.config.repeats):
             x = x + first if repeat else x
-            for block in self.blocks:
-                x = block(x, relations, mask)
+            for block, bias in blocks:
+                x = block(x, bias)
         logits: Tensor = self.head(self.norm(x))
         return logits.unflatten(1, (side, side))
 
