@@ -103,9 +103,14 @@ class OptimConfig(Section):
 
 class TrainConfig(Section):
     steps: Count | Auto = Field(
-        default="auto", description="updates; `auto` = as many as fit in `minutes`, fixed at the start"
+        default="auto",
+        description="updates; `auto` = as many as fit in `minutes`, by a trial and once more early on",
     )
     minutes: Positive = Field(default=10.0, description="training time aimed at where steps is `auto`")
+    on_time: bool = Field(
+        default=False,
+        description="end within `minutes` in any case: slower updates end the schedule early, decayed to its end",
+    )
     batch_size: Count = Field(default=128, description="positions of one update")
     micro_batch: Count | Auto = Field(default="auto", description="positions of one forward pass; gradients are summed")
     statistics_interval: Count = Field(default=500, description="updates between output and gradient statistics")

@@ -104,10 +104,10 @@ def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.
     current = train("kept")
     stored = json.loads((current.folder / "run.json").read_text())["peak"]
     monkeypatch.setattr(speed, "matrix_rate", lambda *given: 1.0)
-    current._measure_peak()
+    flops = current.spec.training_flops(current.config)
+    runs.autotune.measure_peak(current.folder, current.runtime, flops)
     assert json.loads((current.folder / "run.json").read_text())["peak"] == stored
-    current.runtime = replace(current.runtime, dtype="fp16")
-    current._measure_peak()
+    runs.autotune.measure_peak(current.folder, replace(current.runtime, dtype="fp16"), flops)
     assert json.loads((current.folder / "run.json").read_text())["peak"]["gflops"] == 1.0
 
 
@@ -266,13 +266,13 @@ def test_the_trials_before_a_run_are_with_the_micro_batch_that_was_tuned(
     def tuned(data: Any) -> Any:
         return replace(data.runtime, micro_batch=16)
 
-    def timed(data: Any) -> int:
+    def timed(data: Any) -> tuple[int, float]:
         trials.append((data.runtime.micro_batch, data.config.train.micro_batch))
-        return 40
+        return 40, 0.1
 
     monkeypatch.setattr(runs.runtimes, "resolve", accelerated)
     monkeypatch.setattr(runs.autotune, "tune_micro_batch", tuned)
-    monkeypatch.setattr(runs.autotune, "steps_in_time", timed)
+    monkeypatch.setattr(runs.autotune, "fit_steps", timed)
     run = runs.open_run("demo", "cpu", run="tuned", overrides={"train": {"steps": "auto"}})
     run.close()
     assert trials == [(16, 16)]

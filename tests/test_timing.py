@@ -6,13 +6,11 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from matrixlib.engine import timing
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.timing import (
     STARVED_UPDATES,
@@ -20,7 +18,6 @@ from matrixlib.engine.timing import (
     Clock,
     Starvation,
     Throughput,
-    fit_steps,
     table,
     totals,
     traced,
@@ -150,30 +147,3 @@ def test_throughput_over_a_window() -> None:
     assert throughput.add(30, 1.0) == 20
     assert throughput.add(30, 1.0) == 30
     assert Throughput().add(5, 0.0) == 0
-
-
-@pytest.mark.parametrize(("seconds", "minutes", "steps"), [(0.5, 2.0, 218), (60.0, 0.05, timing.SHORTEST)])
-def test_steps_fit_the_minutes_and_a_slow_machine_makes_a_short_run(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, minutes: float, steps: int
-) -> None:
-    clock = iter(seconds * k for k in range(10_000))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert fit_steps(lambda i: None, minutes) == steps
-
-
-@pytest.mark.parametrize(("spread", "updates"), [(0.0, 24), (0.01, 24), (0.3, 104)])
-def test_steady_updates_are_timed_briefly_and_unsteady_ones_longer(
-    monkeypatch: pytest.MonkeyPatch, spread: float, updates: int
-) -> None:
-    """A run of steady updates begins five seconds earlier."""
-    rng, now, made = np.random.default_rng(0), 0.0, []
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.01 * (1 + spread * rng.standard_normal())
-        return now
-
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=clock))
-    steps = fit_steps(made.append, 0.05)
-    assert made == list(range(updates))
-    assert steps == pytest.approx(3.0 / timing.BESIDES / 0.01, rel=max(spread, 0.01))

@@ -79,10 +79,13 @@ class Curriculum:
         """Dimension -> value of the stage in force."""
         return self.phases[self.phase].values
 
-    def advance(self, update: int, steps: int) -> bool:
-        """Called before update `update` (from 0) of `steps`; True where a new phase begins with it."""
+    def advance(self, update: int, steps: int, place: float | None = None) -> bool:
+        """Called before update `update` (from 0) of `steps`; True where a new phase begins with it. place: where in
+        `steps` it stands, if the run is bent (`Schedule.place`).
+        """
         if self.config.kind == "fractions":
-            self._next = sum(update >= phase.start * steps for phase in self.phases[1:])
+            place = update if place is None else place
+            self._next = sum(place >= phase.start * steps for phase in self.phases[1:])
         if self._next == self.phase:
             return False
         self.phase = self._next

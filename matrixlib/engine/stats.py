@@ -27,7 +27,8 @@ class Action(StrEnum):
 class Stats:
     """Numbers of one update, all on the host.
 
-    step: updates done, this one included. micro_step: forward passes done. loss: weighted total of `losses`, the
+    step: updates done, this one included. micro_step: forward passes done. steps: updates of the
+    whole run. loss: weighted total of `losses`, the
     means over items by term, in training mode, before the update; metrics: means by "term/name". grad_norm: global
     norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the warm-up. action:
     what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no weight so far,
@@ -37,7 +38,8 @@ class Stats:
     factor on the weights of the self-supervised terms, where there are any. phase: of the curriculum. validation:
     fields of `Validation`, where there was one. memory: use since the last validation. statistics: "outputs",
     "gradient_norm", "blocks" and "dead_units", at their interval. initial: at the first update, by term "loss",
-    "chance" and "floor". messages: what a person should know.
+    "chance" and "floor". slow: while updates take far longer than planned, why and for how long.
+    messages: what a person should know.
 
     Not logged: main_loss: `loss` without the self-supervised terms, whose weights change. counts: items by term; one
     without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if any part (a
@@ -50,6 +52,7 @@ class Stats:
     loss: float
     grad_norm: float
     micro_step: int = 0
+    steps: int | None = None
     losses: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     learning_rate: float = 0.0
@@ -68,6 +71,7 @@ class Stats:
     memory: dict[str, Any] | None = None
     statistics: dict[str, Any] | None = None
     initial: dict[str, dict[str, float]] | None = None
+    slow: str | None = None
     messages: tuple[str, ...] = ()
     main_loss: float = field(default=0.0, metadata=UNLOGGED)
     counts: dict[str, int] = field(default_factory=dict, metadata=UNLOGGED)

@@ -261,7 +261,7 @@ class Step:
             overflow=overflow,
             detail=detail,
             clipped=grad_norm > self.config.optim.clip_norm,
-            warming_up=self.update < self.schedule.warmup,
+            warming_up=self.schedule.place(self.update) < self.schedule.warmup,
             learning_rate=self.schedule(self.update) * self.health.rate_scale(self.update),
             passes=-(-rows(batch) // self.micro_batch),
             gate=self.gate.factor(self.update) if self.gated else None,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,38 +28,6 @@ STARVED_SHARE, STARVED_UPDATES = 0.2, 100
 """The loader is late when it took this share of so many updates."""
 FIRST_UPDATES = 20
 """In these the workers start, and nothing is held against them."""
-WARM_UPDATES, LEAST_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 20, 100, 6.0
-"""Updates before a run that are not timed, and bounds of those that are."""
-PRECISE = 0.02
-"""Timed updates end when their median is known to this share of it."""
-SHORTEST = 20
-"""Updates of a run, where they are slow."""
-BESIDES = 1.1
-"""A run's update in timed ones: moving average, metrics, validation, checkpoints."""
-
-
-def fit_steps(update: Callable[[int], object], minutes: float) -> int:
-    """Updates that fit in `minutes`, by timing a few. update(i): makes update i of a throwaway step."""
-    times: list[float] = []
-    # The first updates are slow: kernels are compiled and memory is claimed.
-    for i in range(WARM_UPDATES + MOST_UPDATES):
-        started = time.perf_counter()
-        update(i)
-        if i >= WARM_UPDATES:
-            times.append(time.perf_counter() - started)
-        if sum(times) > TRIAL_SECONDS or _settled(times):
-            break
-    return max(SHORTEST, int(minutes * 60 / (BESIDES * statistics.median(times))))
-
-
-def _settled(times: Sequence[float]) -> bool:
-    """Whether the median is known well enough: the 95 % interval of order statistics, n / 2 -+ sqrt(n)."""
-    count = len(times)
-    if count < LEAST_UPDATES:
-        return False
-    ordered, half = sorted(times), math.ceil(math.sqrt(count))
-    low, high = ordered[count // 2 - half], ordered[count // 2 + half]
-    return high - low <= 2 * PRECISE * ordered[count // 2]
 
 
 class Throughput:

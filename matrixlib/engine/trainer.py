@@ -16,27 +16,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from matrixlib.config import Config
-from matrixlib.engine import diagnostics, optim
-from matrixlib.engine import metrics as metrics_log
+from matrixlib.engine import diagnostics, evidence, optim
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.pace import Pace, Plan
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Stats, norm_quantiles
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
 from matrixlib.engine.timing import Starvation, Throughput
 from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
-from matrixlib.files import write_json
 from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES = 10
 """Updates between two looks at the memory."""
-EVIDENCE = 16
-"""Updates at most whose records are kept after a blow-up, and rows of metrics from before it."""
 
 
 class Trainer:
@@ -44,7 +41,7 @@ class Trainer:
 
     Attributes: model (plain module, raw weights), ema (its averages, or None), step (updates done), initial (the first
     losses beside chance level), messages (warnings so far), peak (rows a second that would take the device's whole
-    matrix rate, where that is known), curriculum.
+    matrix rate, where that is known), curriculum, pace.
     """
 
     def __init__(
@@ -61,13 +58,15 @@ class Trainer:
         steps: int,
         state_extra: Mapping[str, Any] | None = None,
         curriculum: Curriculum | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Nothing is read or trained yet.
 
         data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/.
-        steps: updates of the whole run. state_extra: JSON data that every checkpoint also holds (config, ...).
+        steps: updates of the whole run, as it was planned. plan: what it is to take.
+        state_extra: JSON data that every checkpoint also holds (config, ...).
         """
-        self.task, self.runtime, self.config, self.steps = task, runtime, config, steps
+        self.task, self.runtime, self.config = task, runtime, config
         self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
         self.state_extra = state_extra if state_extra is not None else {}
         self._data, self._source = data, data.batches()[1]
@@ -79,6 +78,7 @@ class Trainer:
         self._step = Step(task, model, runtime, config, steps)
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
+        self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
         self._cadence = Cadence(config.validation)
         self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
         self._starvation = Starvation(runtime.workers, runtime.prefetch)
@@ -99,6 +99,11 @@ class Trainer:
     def gradients(self) -> diagnostics.GradientReport | None:
         """Parameters whose gradient looked wrong at the first update; None in a resumed process."""
         return self._step.gradients
+
+    @property
+    def steps(self) -> int:
+        """Updates of the whole run, as far as is known now."""
+        return self.pace.steps
 
     @property
     def stop_reason(self) -> str:
@@ -127,7 +132,11 @@ class Trainer:
         try:
             self._step.load_state_dict(checkpoint)
             self._restore(checkpoint)
-            self._chunk = Chunk(**checkpoint.state["chunk"])  # a rollback keeps the one that memory needs now
+            # a rollback keeps the chunk that memory needs now, and the end of the schedule
+            self._chunk = Chunk(**checkpoint.state["chunk"])
+            if "pace" in checkpoint.state:  # not in those of earlier versions
+                self.pace.restore(checkpoint.state["pace"])
+                self._step.schedule = self.pace.schedule
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring "
@@ -181,7 +190,8 @@ class Trainer:
         """Go on to the phase of the next update; True where it is another one than before."""
         if self.curriculum is None:
             return False
-        changed = self.curriculum.advance(self.step, self.steps)
+        place, planned = self.pace.schedule.place(self.step), self.pace.schedule.steps
+        changed = self.curriculum.advance(self.step, planned, place)
         if changed:
             self._step.health.forget_band()
         if changed or self.step == 0:
@@ -199,7 +209,7 @@ class Trainer:
         """
         if target := self.config.validation.target_loss:
             refuse_below_floor(target, self.task, self._held_out("sample"), self._step.active)
-        return self._updates(self.steps if stop is None else min(stop, self.steps))
+        return self._updates(stop)
 
     def save(self, best: float | None = None) -> Path:
         """Write a checkpoint of the present state, which must lie between two updates, in the background.
@@ -212,6 +222,7 @@ class Trainer:
             "micro_step": self.micro_step,
             "chunk": asdict(self._chunk),
             "skip": self._skip,
+            "pace": self.pace.to_dict(),
             "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
             "gradient_norms": list(self._norms),
@@ -229,7 +240,7 @@ class Trainer:
             optim.load_tensors(model, self.ema.state_dict(), "EMA")
         return model.requires_grad_(False).eval()
 
-    def _updates(self, stop: int) -> Generator[Stats]:
+    def _updates(self, stop: int | None) -> Generator[Stats]:
         if not self._between_updates and not self.resume():  # an earlier call was broken off half-way
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
@@ -240,13 +251,15 @@ class Trainer:
         with deferred() as signals:
             yield from self._loop(stop, signals)
 
-    def _loop(self, stop: int, signals: Signals) -> Iterator[Stats]:
+    def _loop(self, stop: int | None, signals: Signals) -> Iterator[Stats]:
         source = self._open(stop)
+        self.pace.start()
         try:
-            while self.step < stop and not self.stop_reason:
+            while self.step < self._last(stop) and not self.stop_reason:
                 signals.check()
+                planned = self.steps
                 stats = self._one(source)
-                if self._advance() or stats.action is Action.ROLLBACK:
+                if self._advance() or stats.action is Action.ROLLBACK or self.steps != planned:
                     source.close()  # with the batches that it has made ahead
                     source = self._open(stop)
                 signals.check()
@@ -266,9 +279,13 @@ class Trainer:
         finally:
             source.close()  # ends the loader's workers
 
-    def _open(self, stop: int) -> Generator[Batch]:
+    def _last(self, stop: int | None) -> int:
+        return self.steps if stop is None else min(stop, self.steps)
+
+    def _open(self, stop: int | None) -> Generator[Batch]:
         """Batches from the present update on."""
-        yield from self._source.batches(self.step, stop) if self.step < stop else ()
+        last = self._last(stop)
+        yield from self._source.batches(self.step, last) if self.step < last else ()
 
     def _rescue(self, error: BaseException) -> None:
         """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
@@ -313,6 +330,10 @@ class Trainer:
         ended = action not in (Action.OK, Action.SKIP)
         figures = self._statistics(batch, weights, messages) if weights and action is Action.OK else None
         validation = self._validate(messages) if not ended else None
+        planned = self.steps
+        if target is None:
+            messages += self.pace.look(self.step, self._seconds)
+            self._step.schedule = self.pace.schedule
         times = self._step.clock.take()
         if late := self._starvation.look(times["wait"], self._seconds):
             messages.append(late)
@@ -322,6 +343,8 @@ class Trainer:
             stats,
             action=action,
             micro_step=self.micro_step,
+            steps=self.steps,
+            slow=self.pace.slow or None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
             memory=self._memory.interval() if validation else None,
             seconds=self._seconds,
@@ -342,7 +365,7 @@ class Trainer:
         self.messages += stats.messages
         self._whole = True
         if target is None:
-            self._checkpoint(validation)
+            self._checkpoint(validation, moved=self.steps != planned)
         self._beat("training")
         return stats
 
@@ -392,30 +415,18 @@ class Trainer:
         )
 
     def _keep_evidence(self, action: Action) -> Path:
-        """Write down what led to `action`: the rows of the updates in question, the batch numbers, their records."""
-        health = self._step.health
-        folder = self._folder / "evidence" / f"{action}_{health.rollbacks + 1}_update_{self.step:08d}"
-        batches = [self._source.raw(i) for i in range(max(health.onset, self.step - EVIDENCE), self.step)]
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {
-            "verdict": action,
-            "last": health.last,
-            "batches": batches,
-            "health": health.to_dict(),
-            "rows": [row for row in metrics_log.read(self.metrics.path) if row["step"] > health.onset - EVIDENCE],
-        }
-        write_json(folder / "evidence.json", record)
-        self._data.records(self._source, batches, folder)
-        return folder
+        """Write down what led to `action`; the folder."""
+        health, log = self._step.health, self.metrics.path
+        return evidence.keep(self._folder, action, self.step, health, log, self._source, self._data)
 
-    def _checkpoint(self, validation: Validation | None) -> None:
-        """Save at the interval, at the end and at the best full validation.
+    def _checkpoint(self, validation: Validation | None, moved: bool) -> None:
+        """Save at the interval, at the end, at the best full validation and where the end of the schedule was moved.
 
         In the middle of trouble the interval's checkpoint waits: what is saved is worth going back to.
         """
         cadence, interval = self._cadence, self.config.checkpoint.interval
         best = validation is not None and validation.kind == "full" and cadence.best_at == self.step
-        due = self.step // interval > max(self._saved, 0) // interval and self._step.health.steady
+        due = (self.step // interval > max(self._saved, 0) // interval or moved) and self._step.health.steady
         if best or due or self.step == self.steps or self.stop_reason:
             with self._step.clock.phase("checkpoint"):
                 self.save(best=cadence.best if best else None)

@@ -28,6 +28,10 @@ CGROUP_TREE = Path("/sys/fs/cgroup")
 PACKAGES = ("matrixlib", "numpy", "numba", "safetensors", "pydantic", "chess", "papermill", "matplotlib")
 
 
+class ThreadsError(ValueError):
+    """A number of threads that cannot be used; the message says what to do."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """Measured speed of one core in GFLOP/s; bf16 is 0 where the processor has no such instructions.
@@ -94,17 +98,16 @@ class DeviceFacts:
 
 
 def facts() -> DeviceFacts:
-    """Read this machine; nothing is measured (`rates` is None)."""
+    """Read this machine; nothing is measured (`rates` is None). Raises ThreadsError (see `thread_limit`)."""
     gpu, gpu_problem = _gpu()
     mps, mps_problem = _mps()
     cpu = processor()
     version = [int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdigit()]
-    limit = os.environ.get("OMP_NUM_THREADS", "")
     return DeviceFacts(
         platform=sys.platform,
         instructions=cpu.instructions,
         cores=cores(),
-        thread_limit=int(limit) if limit.isdigit() else 0,
+        thread_limit=thread_limit(),
         memory=memory(),
         vcache=vcache(cpu.vendor, l3_caches()),
         gpu=gpu,
@@ -113,6 +116,18 @@ def facts() -> DeviceFacts:
         mps_problem=mps_problem,
         macos=(version[0], version[1]) if len(version) == 2 else (0, 0),
     )
+
+
+def thread_limit() -> int:
+    """What OMP_NUM_THREADS asks for; 0 where it is not set. Raises ThreadsError unless it is one number above 0."""
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return 0
+    if not text.isdecimal() or int(text) == 0:
+        raise ThreadsError(
+            f"OMP_NUM_THREADS is '{text}'; set it to one whole number above 0, such as OMP_NUM_THREADS=2, or unset it"
+        )
+    return int(text)
 
 
 def _gpu() -> tuple[Gpu | None, str]:
@@ -197,6 +212,21 @@ def quota(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgrou
         if most.isdigit() and period.isdigit():
             quotas.append(int(most) / int(period))
     return min(quotas, default=0.0)
+
+
+def throttled(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Seconds that the quota of the cgroup (version 1 or 2, or of one above it) has held its processes back so far."""
+    seconds = [0.0]
+    for folder in _groups(cgroups, membership, ("cpu", "cpu,cpuacct")):
+        counters = dict(line.split(" ", 1) for line in _read(folder / "cpu.stat").splitlines() if " " in line)
+        seconds.append(int(counters.get("throttled_usec", 0)) / 1e6 + int(counters.get("throttled_time", 0)) / 1e9)
+    return max(seconds)
+
+
+def slowdowns(tree: Path = CPU_TREE) -> int:
+    """How often the processors have clocked down because of heat so far; 0 where the system does not say."""
+    counts = [_read(path) for path in tree.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")]
+    return sum(int(text) for text in counts if text.isdecimal())
 
 
 def memory(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> int:

@@ -63,6 +63,11 @@ class Runtime:
         """Whether host batches should lie in pinned memory, for copies that do not block."""
         return self.device == "cuda"
 
+    @property
+    def cpu_threads(self) -> int:
+        """Threads of this process that an update waits for; 0 where an accelerator computes."""
+        return self.threads if self.device == "cpu" else 0
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of every forward pass, in training and in evaluation alike."""
         import torch

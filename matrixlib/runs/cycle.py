@@ -26,6 +26,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware.openmp import considerate
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
 from matrixlib.play.match import Player, play_pairs, random_openings, search_player
@@ -323,7 +324,11 @@ class Cycle:
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
-        with live_bar(initial=first, total=pairs, desc=f"generation {number}: {kind}", unit="pair") as bar:
+        title = f"generation {number}: {kind}"
+        with (
+            considerate(self.runtime.cpu_threads),
+            live_bar(initial=first, total=pairs, desc=title, unit="pair") as bar,
+        ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):
                 players = [self._player(g) for g in (number, other)]
                 names = (f"generation {number}", f"generation {other}")

@@ -29,6 +29,7 @@ SIGNALS = {
     "Terminated": ("ended by SIGTERM", signal.SIGTERM),
 }
 """Name of the error that a signal ends a notebook with -> it in words, and the signal."""
+TRAINING, SLOW = "training", "training slowly"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -139,7 +140,11 @@ def show_progress(bar: Any, folder: Path) -> None:
     if bar.total is None:
         bar.reset(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"])
         bar.initial = bar.n = row["step"]
-        bar.set_description("training", refresh=False)
+    bar.total = row.get("steps", bar.total)  # its end may have been moved
+    slow = row.get("slow", "")
+    if slow and not bar.desc.startswith(SLOW):
+        bar.write(slow, file=sys.stderr)
+    bar.set_description(SLOW if slow else TRAINING, refresh=False)
     bar.set_postfix_str(f"loss {row['loss']}"[:10] + f", {row['throughput']:,.0f} positions/s", refresh=False)
     bar.update(row["step"] - bar.n)
     bar.refresh()

@@ -49,12 +49,14 @@ class LivePlot:
         """Take in one update's stats; cheap unless a redraw is due."""
         row = stats.row()
         self.history.add(row)
+        self.total = row.get("steps", self.total)  # its end may have been moved
         now = time.perf_counter()
         if not self._live or now < self._next:
             return
         if not self._in_sight and now - self._began > BUILT:
             self._bar.focus()  # into sight: "Run All Cells" leaves the last cell there
             self._in_sight = True
+        self._bar.max = self.total
         self._bar.value = min(self.history.step, self.total)
         self._pace.value = self._progress(now)
         self._now.value = html.escape(_line(row))
@@ -113,7 +115,7 @@ class LivePlot:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """One update's losses, learning rate and throughput."""
+    """One update's losses, learning rate and throughput, and why it is slow."""
     losses = " ".join(f"{name} {value:.3f}" for name, value in numbers(row["losses"]))
     rate, throughput = f"learning rate {row['learning_rate']:.2g}", f"{row['throughput']:,.0f} positions/s"
-    return " | ".join(filter(None, [losses, rate, throughput]))
+    return " | ".join(filter(None, [losses, rate, throughput, row.get("slow")]))

@@ -21,6 +21,7 @@ from matrixlib.tasks import changed, parse_config
 MAY_CHANGE = (
     "train.steps",
     "train.minutes",
+    "train.on_time",
     "train.heartbeat_seconds",
     "validation.",
     "checkpoint.",
@@ -82,8 +83,11 @@ def write_record(
     runtime: runtimes.Runtime,
     catalogue: str,
     kind: str,
+    update_seconds: float | None,
 ) -> None:
-    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what."""
+    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, and what an update
+    took in the trial.
+    """
     write_text(folder / "config.yaml", configuration.to_yaml(config))
     write_json(
         folder / "run.json",
@@ -96,6 +100,7 @@ def write_record(
             "versions": versions(),
             "catalogue": catalogue,
             "runtime": runtime.to_dict(),
+            "update_seconds": update_seconds,
         },
     )
 

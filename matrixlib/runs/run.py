@@ -21,8 +21,8 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.files import read_json, write_json
+from matrixlib.hardware import load, openmp
 from matrixlib.hardware import runtime as runtimes
-from matrixlib.hardware import speed
 from matrixlib.runs import autotune
 from matrixlib.runs.data import RunData, RunError, held_out_loader
 from matrixlib.runs.record import resume_config, runtime_config, write_record
@@ -58,6 +58,7 @@ class Run:
     resumed: bool
     lock: FileLock
     messages: list[str] = field(default_factory=list)
+    update_seconds: float | None = None  # of an update in the trial before it began, if there was one
     _trainer: Trainer | None = None
 
     @property
@@ -82,11 +83,15 @@ class Run:
         summary = read_json(self.folder / "summary.json")
         if not summary.get("complete"):
             return False
-        return summary["steps"] >= self.steps or bool(summary["stopped_early"] and self.trainer.stop_reason)
+        planned = self.config.train.steps  # the run may have ended its schedule before or after it
+        ended = summary["steps"] if summary["stopped_early"] else summary.get("planned_steps", summary["steps"])
+        return ended >= planned or bool(summary["stopped_early"] and self.trainer.stop_reason)
 
     @property
     def steps(self) -> int:
-        """Updates of the whole run."""
+        """Updates of the whole run, as far as is known now."""
+        if self._trainer is not None:
+            return self._trainer.steps
         assert isinstance(self.config.train.steps, int)
         return self.config.train.steps
 
@@ -130,11 +135,13 @@ class Run:
         events: Events | None = None
         if self.complete:
             return
+        waiting = contextlib.ExitStack()
         if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
             self._trainer = None
         try:
-            self._measure_peak()
+            waiting.enter_context(openmp.considerate(self.runtime.cpu_threads))
+            self.trainer.peak = autotune.measure_peak(self.folder, self.runtime, self.spec.training_flops(self.config))
             for text in self.trainer.messages:
                 self._say(text)
             events = self._events() if tensorboard else None
@@ -153,6 +160,7 @@ class Run:
         finally:
             if events is not None:
                 events.close()
+            waiting.close()
             self.close()
 
     def _events(self) -> Events:
@@ -198,30 +206,6 @@ class Run:
         """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
         return autotune.memory_table(self.data)
 
-    def _measure_peak(self) -> None:
-        """Measure the device's matrix rate, which the trainer's rate is then a share of; kept in run.json, also for
-        when the run is resumed. Without memory for it nothing is a share of anything.
-        """
-        flops = self.spec.training_flops(self.config)
-        if not flops:
-            return
-        record = read_json(self.folder / "run.json")
-        runtime = self.runtime
-        needs = {"device": runtime.device, "dtype": runtime.dtype, "position_flops": flops}
-        peak = record.get("peak", {})
-        if not needs.items() <= peak.items():
-            from matrixlib.engine.memory import out_of_memory
-
-            try:
-                gflops = speed.matrix_rate(runtime.device, runtime.dtype, runtime.threads)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                return
-            peak = {"gflops": gflops} | needs
-            write_json(self.folder / "run.json", record | {"peak": peak})
-        self.trainer.peak = peak["gflops"] * 1e9 / flops
-
     def phases(self) -> str:
         """The curriculum's phases so far, a line each; "" without a curriculum."""
         curriculum = self.trainer.curriculum
@@ -251,6 +235,7 @@ class Run:
             "preset": self.preset,
             "complete": True,
             "steps": self.trainer.step,
+            "planned_steps": self.config.train.steps,
             "stopped_early": self.trainer.stop_reason,
             "rollbacks": rows[-1]["rollbacks"],
             "reproducible": self.runtime.device == "cpu" and not self.config.gating.seconds,
@@ -437,6 +422,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     catalogue = Catalogue(spec.folder(requested))
     record = read_json(folder / "run.json")
     messages: list[str] = []
+    clocks = load.Clocks.now()
     if record:
         config = resume_config(folder, requested, record, messages)
         if record["catalogue"] != catalogue.hash():
@@ -452,19 +438,22 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         runtime = autotune.tune_micro_batch(data)
         config = runtime_config(config, runtime)
         data.runtime, data.config = runtime, config  # the trials that follow are with this micro-batch
+    update_seconds: float | None = record.get("update_seconds")
     if config.train.steps == "auto":
-        steps = autotune.steps_in_time(data)
+        steps, update_seconds = autotune.fit_steps(data)
         config = changed(config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if not record:
-        write_record(folder, preset, requested, config, runtime, catalogue.hash(), kind)
+        write_record(folder, preset, requested, config, runtime, catalogue.hash(), kind, update_seconds)
+    messages += autotune.start_notes(runtime, clocks)
     resumed = bool(record)
-    return Run(folder, preset, config, runtime, spec, task, data, requested, resumed, lock, messages)
+    return Run(folder, preset, config, runtime, spec, task, data, requested, resumed, lock, messages, update_seconds)
 
 
 def _build_trainer(run: Run) -> Trainer:
     from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.engine.metrics import MetricsLog
+    from matrixlib.engine.pace import Plan
     from matrixlib.engine.trainer import Trainer
 
     config = run.config
@@ -478,6 +467,12 @@ def _build_trainer(run: Run) -> Trainer:
         checkpoints=Checkpoints(run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress),
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
+        plan=Plan(
+            update=run.update_seconds,
+            seconds=60 * config.train.minutes,
+            refit=run.requested.train.steps == "auto",
+            promise=config.train.on_time,
+        ),
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
         curriculum=run.spec.curriculum(config),
     )

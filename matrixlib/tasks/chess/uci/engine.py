@@ -25,6 +25,7 @@ import chess.syzygy
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.hardware.openmp import considerate
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
@@ -229,18 +230,19 @@ class Engine:
         draws = self._draws()
         capacity = self._number("Hash") * 2**20 // BYTES
         done, over = 0, False
-        while not over:
-            pause = min(deadline, time.monotonic() + SLICE)
-            target = min(limit, protocol.UNIT << protocol.depth_of(done) + 1)
-            (result,) = search.run(int(target) - done, until=partial(self._interrupted, pause))
-            done, now = done + result.simulations, time.monotonic()
-            visits = int(result.visits.sum())
-            over = self._stop or result.proven or done >= limit or visits >= capacity or now >= deadline
-            progress = (
-                f"nodes {done} nps {int(done / max(now - began, 1e-3))} "
-                f"hashfull {min(1000 * visits // capacity, 1000)} time {int(1000 * (now - began))}"
-            )
-            self._report(search, result, done, draws, progress)
+        with considerate(self._number("Threads")):  # of the other engine, say
+            while not over:
+                pause = min(deadline, time.monotonic() + SLICE)
+                target = min(limit, protocol.UNIT << protocol.depth_of(done) + 1)
+                (result,) = search.run(int(target) - done, until=partial(self._interrupted, pause))
+                done, now = done + result.simulations, time.monotonic()
+                visits = int(result.visits.sum())
+                over = self._stop or result.proven or done >= limit or visits >= capacity or now >= deadline
+                progress = (
+                    f"nodes {done} nps {int(done / max(now - began, 1e-3))} "
+                    f"hashfull {min(1000 * visits // capacity, 1000)} time {int(1000 * (now - began))}"
+                )
+                self._report(search, result, done, draws, progress)
         temperature = self._number("Temperature") / 100
         move = draw_move(result, temperature, self.rng) if temperature else result.best
         self._answer(go, move_from_index(move, board).uci())

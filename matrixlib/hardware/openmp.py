@@ -1,0 +1,94 @@
+"""How the threads of one computation wait for each other: actively on a quiet machine, hardly at all on a busy one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from matrixlib.hardware import machine
+from matrixlib.hardware.load import Clocks, Usage
+
+BY_PEOPLE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Variables by which somebody has decided how threads wait."""
+LOOK_SECONDS = 0.5
+"""Between two looks at the processors."""
+QUIET_LOOKS = 4
+"""Looks in a row without anybody else after which threads wait actively again."""
+
+
+@contextlib.contextmanager
+def considerate(threads: int) -> Iterator[None]:
+    """While inside, this process's threads, `threads` to a computation, give their cores away at once where other
+    processes want them.
+
+    A thread that has done its part waits for the others in a loop, for milliseconds: that is fast, and asleep it would
+    be woken too late for the hundreds of barriers of an update. Where another process computes, the loop takes its time
+    from the very thread that is waited for, and updates become several times slower than their share of the machine.
+    GNU's library, which torch brings for Linux, loops 300,000 times, but 100 times as long as it manages more
+    threads than there are processors; so a team of sleeping threads is kept while others are busy. The threads of the
+    computation, and so all bits, stay as they are. Nothing happens with one thread, with another library, or where
+    anybody has decided (`BY_PEOPLE`).
+    """
+    path = library()
+    if threads < 2 or path is None or os.environ.keys() & set(BY_PEOPLE):
+        yield
+        return
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(path, threads, done), name="considerate", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def library() -> Path | None:
+    """GNU's OpenMP library, where this process has loaded it."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
+    return Path(min(paths)) if paths else None
+
+
+def _watch(path: Path, threads: int, done: threading.Event) -> None:
+    """Until `done`: keep a team of sleeping threads while other processes compute."""
+    quiet, before = 0, Clocks.now()
+    with contextlib.ExitStack() as team:
+        held = False
+        while not done.wait(LOOK_SECONDS):
+            crowded, before = Usage.since(before).crowded(threads), Clocks.now()
+            quiet = 0 if crowded else quiet + 1
+            if crowded and not held:
+                team.enter_context(sleeping_team(path))
+                held = True
+            elif held and quiet >= QUIET_LOOKS:
+                team.close()
+                held = False
+
+
+@contextlib.contextmanager
+def sleeping_team(path: Path) -> Iterator[None]:
+    """So many threads more in the library's count that it waits briefly; they belong to a thread that does nothing, and
+    go with it."""
+    started, over = threading.Event(), threading.Event()
+    gomp, nothing = ctypes.CDLL(str(path)), ctypes.CDLL(None).free  # free(NULL) is a function that does nothing
+    count = len(machine.usable_processors())
+
+    def hold() -> None:
+        gomp.GOMP_parallel(nothing, None, ctypes.c_uint(count), ctypes.c_uint(0))
+        started.set()
+        over.wait()
+
+    holder = threading.Thread(target=hold, name="sleeping team", daemon=True)
+    holder.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        holder.join()
