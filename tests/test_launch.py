@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -38,6 +39,24 @@ def test_the_bar_follows_the_metrics_and_counts_from_where_a_run_resumed(tmp_pat
     write_rows(tmp_path, 1, 2, 20, 21, torn='{"step": 2')
     launch.show_progress(bar, tmp_path)
     assert bar.n == 21
+
+
+def test_the_terminal_says_why_updates_are_slow_and_knows_where_the_run_ends(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 50}\n")
+    text = io.StringIO()
+    bar = tqdm(file=io.StringIO())
+    row = {"step": 20, "loss": 1.0, "throughput": 5.0, "steps": 40, "slow": "updates take 600 ms in place of 200 ms"}
+    with contextlib.redirect_stderr(text):
+        for _ in range(3):
+            (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+            launch.show_progress(bar, tmp_path)
+            row["step"] += 1
+    assert bar.total == 40
+    assert text.getvalue().count("updates take 600 ms in place of 200 ms") == 1
+    del row["slow"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    launch.show_progress(bar, tmp_path)
+    assert "slowly" not in bar.desc
 
 
 def test_an_unknown_preset_is_one_line_and_exit_code_2(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:

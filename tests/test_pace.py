@@ -24,6 +24,7 @@ from matrixlib.hardware.load import Usage
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs import run as runs
 
+LOOK = Pace.look
 RUNTIME = Runtime("cpu", "fp32", False, False, False, False, 2, 0, 2, 64, ())
 BUSY = Usage(30.0, 2, 1.0, 1.0, 0.0, 0.0, 0, 3.0)
 
@@ -246,9 +247,17 @@ def test_a_run_whose_end_was_moved_resumes_exactly(tmp_path: Path, monkeypatch: 
 def test_a_run_that_ended_on_time_is_complete_unless_more_is_asked_for(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And its report says that its updates were slow."""
     monkeypatch.setattr(Pace, "look", moves_to(8))
+    for name, value in {"PIECE": 0.0, "PIECE_UPDATES": 1, "LASTING": 0.0}.items():
+        monkeypatch.setattr(pace, name, value)
     current = runs.open_run(run="short", overrides=TINY)
-    assert [stats.step for stats in current.train()] == list(range(1, 9))
+    current.update_seconds = 1e-6
+    with pytest.warns(UserWarning, match="updates take .* in place of 1.0 µs: other processes use 1.0 of 2 processors"):
+        assert [stats.step for stats in current.train()] == list(range(1, 9))
+    report = (current.folder / "report.html").read_text(encoding="utf-8")
+    assert "in place of 1.0 µs: other processes use 1.0 of 2 processors" in report
+    assert "the run ends after 8 updates in place of 12" in report
     assert (current.steps, current.summary()["steps"], current.summary()["planned_steps"]) == (8, 8, 12)
     for steps, complete in ((0, True), (20, False)):
         again = runs.open_run(run="short", steps=steps, overrides=TINY)
@@ -258,9 +267,10 @@ def test_a_run_that_ended_on_time_is_complete_unless_more_is_asked_for(
 
 
 def moves_to(end: int) -> Callable[[Pace, int, float], list[str]]:
-    """A `Pace.look` that moves the end of the run after update 4."""
+    """A `Pace.look` that also moves the end of the run after update 4."""
 
     def look(self: Pace, step: int, seconds: float) -> list[str]:
-        return [self._bend(step, end, "so that it does")] if step == 4 and not self.schedule.bends else []
+        move = step == 4 and not self.schedule.bends
+        return [*LOOK(self, step, seconds), *([self._bend(step, end, "so that it does")] if move else [])]
 
     return look
