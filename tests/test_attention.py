@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from matrixlib.tasks.chess import attention
-from matrixlib.tasks.chess.attention import blended
-from matrixlib.tasks.chess.blocks import MASKED_SCORE, SCORE_LIMIT, board_mask
+from matrixlib.tasks.chess.attention import MASKED_SCORE, SCORE_LIMIT, blended
+from matrixlib.tasks.chess.blocks import board_mask
 
 MIX, SCALE = 0.2, 0.25
 
@@ -30,13 +30,15 @@ def inputs(rows: int = 5, size: float = 10.0, dtype: torch.dtype = torch.float64
     return scores.requires_grad_(), bias.requires_grad_()
 
 
+@pytest.mark.parametrize("host", [True, False])
 @pytest.mark.parametrize("piece", [1, 2 * 3 * 64 * 64, 2**18])  # one row at a time, a last piece that is short, all
 @pytest.mark.parametrize("size", [10.0, 300.0])  # with the larger ones scores are clamped
 @pytest.mark.parametrize("biased", [True, False])
 def test_values_and_gradients_are_those_of_two_softmaxes(
-    monkeypatch: pytest.MonkeyPatch, piece: int, size: float, biased: bool
+    monkeypatch: pytest.MonkeyPatch, piece: int, size: float, biased: bool, host: bool
 ) -> None:
-    monkeypatch.setattr(attention, "PIECE", piece)
+    monkeypatch.setattr(attention, "PIECE" if host else "DEVICE_PIECE", piece)
+    monkeypatch.setattr(attention, "_on_host", lambda scores: host)  # as on a GPU
     scores, bias = inputs(size=size)
     mask, given = board_mask(), bias if biased else None
     expected, result = plain(scores, given, mask), shares(scores, given, mask)
@@ -85,7 +87,9 @@ def test_a_dropout_that_is_next_to_nothing_leaves_out_nothing() -> None:
     assert torch.equal(shares(scores, bias, board_mask(), 1e-6), shares(scores, bias, board_mask()))
 
 
-def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
+@pytest.mark.parametrize("host", [True, False])
+def test_dropout_keeps_the_mean_and_follows_the_seed(monkeypatch: pytest.MonkeyPatch, host: bool) -> None:
+    monkeypatch.setattr(attention, "_on_host", lambda scores: host)
     scores, bias = inputs(rows=64, size=1.0, dtype=torch.float32)
     torch.manual_seed(1)
     first = shares(scores, bias, board_mask(), 0.1)
@@ -99,7 +103,9 @@ def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
     assert gone.any(-1).float().mean() > 0.99  # spread over the rows
 
 
-def test_the_gradient_of_dropped_shares_is_that_of_their_mask() -> None:
+@pytest.mark.parametrize("host", [True, False])
+def test_the_gradient_of_dropped_shares_is_that_of_their_mask(monkeypatch: pytest.MonkeyPatch, host: bool) -> None:
+    monkeypatch.setattr(attention, "_on_host", lambda scores: host)
     scores, bias = inputs()
     weights = torch.randn(scores.shape, dtype=scores.dtype)
     torch.manual_seed(2)
@@ -112,6 +118,18 @@ def test_the_gradient_of_dropped_shares_is_that_of_their_mask() -> None:
         strict=True,
     ):
         torch.testing.assert_close(new, old)
+
+
+@pytest.mark.parametrize("mix", [0.0, MIX, 1.0])
+def test_scores_are_not_rounded_to_half_precision(mix: float) -> None:
+    """Scores of 30 to 40 would be off by up to an eighth in bf16, and shares by as many per cent as they differ."""
+    torch.manual_seed(0)
+    qkv = (torch.randn(2, 64, 3, 2, 16) * 3).bfloat16()
+    expected = attention.clamped(qkv.float(), None, board_mask(), mix, 0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = attention.clamped(qkv, None, board_mask(), mix, 0.0)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), expected, rtol=0.01, atol=0.01 * float(expected.abs().max()))
 
 
 def test_no_row_is_no_error() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_task import toy_runtime
 
 from matrixlib.config import dump, merge
+from matrixlib.engine.step import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
@@ -525,3 +528,36 @@ def test_the_network_compiles_whole_with_checkpointing(kind: str) -> None:
     for one, two in zip(result[0], result[1], strict=True):
         for value, other in zip(one, two, strict=True):
             torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)
+
+
+def test_only_convolutions_change_their_memory_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention bias (1, H, 64, 64) in channels_last has no last stride of 1: CUDA's fused attention refuses it."""
+    net = build(attention=ATTENTION, chess_features=True)
+    _, net = place(net, replace(toy_runtime(), channels_last=True))
+    kernels = {f"{name}.weight" for name, module in net.named_modules() if isinstance(module, nn.Conv2d)}
+    whole = {name: p for name, p in net.named_parameters() if p.ndim == 4}
+    assert {name.rpartition(".")[2] for name in whole.keys() - kernels} == {"bias", "position_encoding"}
+    for name, parameter in whole.items():
+        format = torch.channels_last if name in kernels else torch.contiguous_format
+        assert parameter.is_contiguous(memory_format=format), name
+    masks = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float) -> Tensor:
+        masks.append(attn_mask)
+        return value
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    net(planes())
+    assert [mask.stride(-1) for mask in masks] == [1]
+
+
+@pytest.mark.parametrize("policy", ["conv", "dense", "factored"])
+@pytest.mark.parametrize("value", ["wdl", "scalar"])
+def test_logits_are_not_rounded_to_half_precision(policy: str, value: str) -> None:
+    net = build(policy={"kind": policy}, value={"kind": value}).eval()
+    randomise(net)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = net(planes(4))
+    for name in ("policy", "value"):
+        rounded = out[name] == out[name].bfloat16().float()
+        assert rounded.float().mean() < 0.2, name

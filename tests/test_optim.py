@@ -116,7 +116,7 @@ def test_ema_by_hand_with_decay_warm_up() -> None:
     expected = 1.0
     for update, value in enumerate([2.0, 5.0, -1.0, 4.0, 0.0, 7.0, 7.0, 1.0, 1.0, 2.0]):
         nn.init.constant_(model.weight, value)
-        ema.update(model)
+        ema.update()
         decay = min(0.5, (1 + update) / (10 + update))
         expected = decay * expected + (1 - decay) * value
     assert ema.state_dict()["weight"].item() == pytest.approx(expected, rel=1e-5)
@@ -131,7 +131,7 @@ def test_ema_averages_batchnorm_statistics_and_copies_integers() -> None:
         for value in (1.0, 2.0):
             mean.fill_(value)
             counter.fill_(int(value))
-            ema.update(model)
+            ema.update()
     second = 2 / 11
     expected = second * (0.1 * 0 + 0.9 * 1.0) + (1 - second) * 2.0
     assert ema.state_dict()["norm.running_mean"][0].item() == pytest.approx(expected)
@@ -164,7 +164,7 @@ def test_names_are_plain_under_a_compiled_wrapper() -> None:
     wrapped = Wrapper(model)
     assert all(name.startswith("_orig_mod.") for name in wrapped.state_dict())  # the trap
     ema = EMA(wrapped, 0.9)
-    ema.update(wrapped)
+    ema.update()
     adamw = optim.optimiser(wrapped, settings(), CPU)
     wrapped(torch.randn(4, 6))["class"].sum().backward()
     adamw.step()
@@ -181,7 +181,7 @@ def test_tensors_with_two_names_are_averaged_and_restored() -> None:
     ema = EMA(model, 0.0)
     with torch.no_grad():
         model.embedding.weight.fill_(3.0)
-    ema.update(model)
+    ema.update()
     optim.load_tensors(other, ema.state_dict())
     assert other.tied.weight is other.embedding.weight
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))

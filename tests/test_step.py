@@ -314,6 +314,30 @@ def test_the_module_that_went_bad_first_is_named_by_a_replay() -> None:
     assert torch.equal(torch.get_rng_state(), once)
 
 
+class Diary(ToyTask):
+    """Writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        self.asked.append("counts")
+        return super().counts(batch)
+
+    def losses(
+        self, model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self.asked.append("losses")
+        return super().losses(model, batch, active)
+
+
+def test_counts_are_made_while_a_gpu_works_on_the_first_pass() -> None:
+    step = build(task := Diary(), micro_batch=4)
+    step(toy_batch(8))
+    assert task.asked == ["losses", "counts", "losses"]
+
+
 @dataclass
 class Hungry(ToyTask):
     """Runs out of memory with more than `room` rows."""

@@ -271,8 +271,8 @@ def failing_at(trainer: Trainer, update: int, patch: pytest.MonkeyPatch) -> None
     """An error in the middle of `update` (from 0): the weights have moved and their averages have not."""
     average = trainer.ema.update
 
-    def failing(model: nn.Module) -> None:
-        average(model)
+    def failing() -> None:
+        average()
         if trainer.step == update:
             patch.undo()
             raise RuntimeError("half-way")

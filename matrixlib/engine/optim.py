@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -56,6 +56,18 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
             raise ValueError(f"{what}: {name} has shape {shape}, the model's {tuple(value.shape)}")
     for name, value in own.items():
         value.copy_(tensors[name])
+
+
+@torch.no_grad()
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Each source into the target at its place: on a GPU by a launch for each dtype, not one for each tensor."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, out_of = kinds.setdefault(target.dtype, ([], []))
+        into.append(target)
+        out_of.append(source)
+    for into, out_of in kinds.values():
+        torch._foreach_copy_(into, out_of)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -221,27 +233,28 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start from the model's present weights; `decay` in [0, 1)."""
+        """Start from the model's present weights; `decay` in [0, 1). The model's tensors are changed in place from then
+        on, never replaced: they are looked up once, since a large model's state dict takes longer than its average.
+        """
         if not 0 <= decay < 1:
             raise ValueError(f"EMA decay must be in [0, 1), got {decay}")
         self.decay = decay
         self.averages = 0
-        self._tensors = {name: value.clone() for name, value in named_tensors(model).items()}
+        present = named_tensors(model)
+        self._tensors = {name: value.clone() for name, value in present.items()}
+        pairs = [(self._tensors[name], value) for name, value in present.items()]
+        self._floating = [pair for pair in pairs if pair[1].is_floating_point()]
+        self._integer = [pair for pair in pairs if not pair[1].is_floating_point()]
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Average the present weights in; call once per optimiser step."""
+    def update(self) -> None:
+        """Average the model's present weights in; call once per optimiser step."""
         decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
         self.averages += 1
-        average: list[Tensor] = []
-        present: list[Tensor] = []
-        for name, value in named_tensors(model).items():
-            if value.is_floating_point():
-                average.append(self._tensors[name])
-                present.append(value)
-            else:
-                self._tensors[name].copy_(value)
-        get_ema_multi_avg_fn(decay)(tuple(average), tuple(present), None)
+        average, present = zip(*self._floating, strict=True)
+        get_ema_multi_avg_fn(decay)(average, present, None)
+        if self._integer:
+            copy_tensors(*zip(*self._integer, strict=True))
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, convert_conv2d_weight_memory_format, get_total_norm
 
 from matrixlib.config import Config
 from matrixlib.engine import optim, rng
@@ -39,7 +40,9 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
     """
     plain = unwrap(model).to(runtime.torch_device)
     if runtime.channels_last:
-        plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        # Kernels alone: an attention bias (1, H, 64, 64) in this format keeps every fused attention of CUDA away, which
+        # want its last stride to be 1, and torch says nothing of it.
+        convert_conv2d_weight_memory_format(plain, torch.channels_last)
     if plain is not model:
         return plain, model
     if not runtime.compile:
@@ -68,14 +71,24 @@ def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What an update computes. weights: factor of each term's mean. counts: its items. until: rows with the gated
-    terms; the others get the terms of `main` alone.
+    """What an update of `batch` computes. weights: factor of each term's mean. main: the terms that are not gated.
+    until: rows with the gated terms; the others get the terms of `main` alone.
     """
 
+    task: Task
+    batch: Batch
     weights: dict[str, float]
-    counts: dict[str, int]
     main: frozenset[str]
     until: int
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Items of each term. Made when it is asked for: on the host, while a GPU works on the first forward pass."""
+        counts = self.task.counts(self.batch)
+        if self.until < rows(self.batch):
+            part = self.task.counts(slice_batch(self.batch, 0, self.until))
+            counts |= {term: count for term, count in part.items() if term not in self.main}
+        return {term: counts[term] for term in self.weights}
 
 
 class Step:
@@ -111,6 +124,7 @@ class Step:
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self._buffers = [b for b in plain.buffers() if b is not None]
+        self._before = [b.clone() for b in self._buffers]
 
     def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
@@ -119,15 +133,15 @@ class Step:
         the gradient. report: also look at every gradient (a second host read). Raises ValueError
         when no parameter receives a gradient. After any error while `whole` the state is as before.
         """
-        before = [b.clone() for b in self._buffers]
+        optim.copy_tensors(self._before, self._buffers)
         try:
-            plan, sums, messages = self._forward_backward(batch, before)
-            stats, norm = self._judge(batch, plan, sums, before, report)
-            messages += self._apply_or_skip(stats, norm, before)
+            plan, sums, messages = self._forward_backward(batch)
+            stats, norm = self._judge(batch, plan, sums, report)
+            messages += self._apply_or_skip(stats, norm)
         except BaseException:
             if self.whole:
                 with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
-                    self._restore_buffers(before)
+                    self._restore_buffers()
             self._keep_scale()
             raise
         return replace(stats, messages=tuple(messages))
@@ -184,14 +198,11 @@ class Step:
         factor = self.gate.factor(self.update)
         gated = self.gated
         active = self.active if factor else self.active - gated
-        size, counts = rows(batch), self.task.counts(batch)
-        until = self.gate.rows(size, self.micro_batch) if gated & active else size
-        if until < size:
-            counts |= {t: n for t, n in self.task.counts(slice_batch(batch, 0, until)).items() if t in gated}
+        until = self.gate.rows(rows(batch), self.micro_batch) if gated & active else rows(batch)
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
-        return _Plan(weights, {t: counts[t] for t in active}, active - gated, until)
+        return _Plan(self.task, batch, weights, active - gated, until)
 
-    def _forward_backward(self, batch: Batch, before: list[Tensor]) -> tuple[_Plan, dict[str, Tensor], list[str]]:
+    def _forward_backward(self, batch: Batch) -> tuple[_Plan, dict[str, Tensor], list[str]]:
         """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
 
         Where memory runs out, or a compiled model fails at its first update, it is repeated with half the
@@ -212,7 +223,7 @@ class Step:
                 if not untried and (self.micro_batch == 1 or not short):
                     raise
             # Outside of the except block: the traceback would keep the activations alive.
-            self._restore_buffers(before)
+            self._restore_buffers()
             if untried:  # an error of the model's own comes back without the compiler
                 self.model = unwrap(self.model)
                 messages.append(f"torch.compile failed, going on without it: {text[:200]}")
@@ -224,9 +235,7 @@ class Step:
                 f"{self.micro_batch}, which the run keeps from now on"
             )
 
-    def _judge(
-        self, batch: Batch, plan: _Plan, sums: dict[str, Tensor], before: list[Tensor], report: bool
-    ) -> tuple[Stats, Tensor]:
+    def _judge(self, batch: Batch, plan: _Plan, sums: dict[str, Tensor], report: bool) -> tuple[Stats, Tensor]:
         """Read the numbers and decide; the stats and the gradients' norm. From here on counters and weights change
         together.
         """
@@ -247,7 +256,7 @@ class Step:
         if not healthy:
             detail = _culprits({t: values[t] for t in counts}, str(gradients))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
-                detail += self._first_nonfinite(batch, plan, before)
+                detail += self._first_nonfinite(batch, plan)
         stats = Stats(
             step=self.update + 1,
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
@@ -277,7 +286,7 @@ class Step:
             rollbacks=health.rollbacks,
         ), norm
 
-    def _apply_or_skip(self, stats: Stats, norm: Tensor, before: list[Tensor]) -> list[str]:
+    def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[str]:
         """Move the weights, or put the buffers back; messages."""
         messages = []
         if stats.action is Action.OK:
@@ -286,7 +295,7 @@ class Step:
             with self.clock.phase("optimiser"):
                 self._move(stats.learning_rate)
         else:
-            self._restore_buffers(before)
+            self._restore_buffers()
             if not stats.overflow and self.gated and self.gate.freeze(self.update):
                 messages.append(f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates")
         if self.scaler is not None and (stats.action is Action.OK or stats.overflow):
@@ -340,12 +349,12 @@ class Step:
         ).sum()
         return total, {name: value.detach() for name, value in (losses | metrics).items()}
 
-    def _first_nonfinite(self, batch: Batch, plan: _Plan, before: list[Tensor]) -> str:
+    def _first_nonfinite(self, batch: Batch, plan: _Plan) -> str:
         """Replay the update with a check on every module; the first that went bad, in words. Gradients and buffers
         are left as the replay makes them: the update moves nothing.
         """
         compiled, self.model = self.model, unwrap(self.model)  # a compiled graph has no hooks
-        self._restore_buffers(before)
+        self._restore_buffers()
         after = rng.capture(self.runtime.torch_device)
         rng.restore(self._streams, self.runtime.torch_device)
         try:
@@ -359,10 +368,9 @@ class Step:
             rng.restore(after, self.runtime.torch_device)
         return f"; first: {name}" if name else ""
 
-    def _restore_buffers(self, before: list[Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, old in zip(self._buffers, before, strict=True):
-                buffer.copy_(old)
+    def _restore_buffers(self) -> None:
+        """The buffers as they were before the update."""
+        optim.copy_tensors(self._buffers, self._before)
 
     def _move(self, rate: float) -> None:
         for group in self.optimiser.param_groups:
@@ -372,7 +380,7 @@ class Step:
         else:
             self.scaler.step(self.optimiser)
         if self.ema is not None:
-            self.ema.update(self.model)
+            self.ema.update()
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

@@ -1,5 +1,8 @@
-"""Matrix0's attention shares on the CPU: clamp, two softmaxes of the same scores, their blend and dropout in one
-operation, worked through in pieces that stay in the processor's cache.
+"""Matrix0's attention: scores clamped, the softmax over the squares of a mask blended with that over all, dropout.
+
+Clamp, softmaxes, blend and dropout are one operation, worked through in pieces: on the CPU they stay in the processor's
+cache, on a GPU they bound what is held beside the one fp32 array that the backward pass needs, where the separate
+operations hold eight.
 
 The two softmaxes differ by the mask alone, so exp is taken once: with e = exp(clamped score), m the mask (0 or 1),
 Z = sum_j e_j and M = sum_j m_j e_j the blend is e * ((1 - mix) * m / M + mix / Z). Scores are clamped, so no maximum
@@ -10,16 +13,63 @@ operations, 13 of them torch's random numbers for dropout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 PIECE = 2**18
 """Scores worked on at once: 1 MiB in fp32, which a few buffers of fit into a core's second-level cache."""
+DEVICE_PIECE = 2**25
+"""The same on a GPU: 128 MiB, so that its thousands of cores are busy with each."""
+SCORE_LIMIT = 50.0  # Matrix0's clamp of attention scores
+MASKED_SCORE = -1e4  # finite in float16, and far below every score
+
+
+def in_fp32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """function(*tensors) in fp32 where autocast would compute, and round the result, in half precision."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return function(*tensors)
+    with torch.autocast(device, enabled=False):
+        return function(*(tensor.float() for tensor in tensors))
+
+
+def clamped(qkv: Tensor, bias: Tensor | None, mask: Tensor | None, mix: float, dropout: float) -> Tensor:
+    """Attention of S squares in H heads, (B, S, H * D), from queries, keys and values (B, S, 3, H, D).
+
+    bias: (1, H, S, S), added to the scores. mask: (S, S) bool, True where a square may be looked at; None: everywhere.
+    mix: share of the softmax over all squares where there is a mask. dropout: probability that a share is left out.
+    Scores and shares are fp32 under autocast too.
+    """
+    blend = mask is not None and 0 < mix < 1
+    if torch.compiler.is_compiling() or qkv.is_meta:  # the compiler fuses them itself
+        blend = False
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    scale = query.shape[-1] ** -0.5
+    scores = in_fp32(torch.matmul, query, key.transpose(-2, -1))
+    if blend:
+        assert mask is not None
+        shares = blended(scores, bias, mask, scale, mix, SCORE_LIMIT, dropout, value.dtype)
+    else:
+        shares = F.dropout(separate(scores, bias, mask, scale, mix), dropout).to(value.dtype)
+    return (shares @ value).transpose(1, 2).flatten(2)
+
+
+def separate(scores: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, mix: float) -> Tensor:
+    """Shares (B, H, S, S) in fp32, without dropout, by an operation for each thing; arguments as `blended`'s."""
+    scores = scores.float() * scale
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
+    if mask is None or mix == 1:
+        return scores.softmax(-1)
+    shares = scores.masked_fill(~mask, MASKED_SCORE).softmax(-1)
+    return torch.lerp(shares, scores.softmax(-1), mix) if mix > 0 else shares
 
 
 def blended(
@@ -36,7 +86,7 @@ def blended(
 
     mask: (S, S) bool, one True in every row at least. mix: share of the softmax over all columns, in (0, 1); the rest
     is that over the mask's. limit: at most 80, so that exp stays finite in fp32. dropout: probability that a share is
-    left out, the others growing by as much; exact to 2^-17. CPU only; differentiable once.
+    left out, the others growing by as much; exact to 2^-17. Differentiable once. Nothing waits for a GPU.
     """
     shares: Tensor = _Blend.apply(scores, bias, mask, scale, mix, limit, dropout, dtype)
     return shares
@@ -56,14 +106,11 @@ class _Blend(Function):
         dtype: torch.dtype,
     ) -> Tensor:
         wide = torch.promote_types(scores.dtype, torch.float32)
-        keep, gain = _keep(scores.shape, dropout)
-        exp = torch.empty(scores.shape, dtype=wide)
-        near, whole = (
-            torch.empty(*scores.shape[:-1], 1, dtype=wide),
-            torch.empty(*scores.shape[:-1], 1, dtype=wide),
-        )
-        shares = torch.empty(scores.shape, dtype=dtype)
-        clamped, near_squares = False, mask.to(wide)
+        keep, gain = _keep(scores, dropout)
+        exp = scores.new_empty(scores.shape, dtype=wide)
+        near, whole = (scores.new_empty(*scores.shape[:-1], 1, dtype=wide) for _ in range(2))
+        shares = scores.new_empty(scores.shape, dtype=dtype)
+        clamped, near_squares = not _on_host(scores), mask.to(wide)
         for piece in _pieces(scores):
             e = exp[piece]
             piece_scores = scores[piece].to(wide)  # `out` alone would not widen what is computed in
@@ -71,9 +118,10 @@ class _Blend(Function):
                 torch.mul(piece_scores, scale, out=e)
             else:
                 torch.add(bias, piece_scores, alpha=scale, out=e)
-            low, high = e.aminmax()
-            if not (-limit <= low and high <= limit):
-                clamped = True
+            if not clamped:  # what lies within the limits is left as it is, and spares the backward pass a look
+                low, high = e.aminmax()
+                clamped = not (-limit <= low and high <= limit)
+            if clamped:
                 e.clamp_(-limit, limit)
             torch.sum(e.exp_(), -1, keepdim=True, out=whole[piece])
             w = e * near_squares
@@ -92,7 +140,9 @@ class _Blend(Function):
         of_scores = torch.empty(exp.shape, dtype=dtype)
         of_bias = exp.new_zeros(1, *exp.shape[1:])
         near_squares = mask.to(exp.dtype)
-        edges = exp.new_tensor([-limit, limit]).exp().tolist()
+        edges = exp.new_full((2,), limit)  # no list of numbers, whose copy to a GPU would wait for it
+        edges[0].neg_()
+        edges.exp_()
         for piece in _pieces(exp):
             e, n, w = exp[piece], near[piece], whole[piece]
             all_ = e * gradient[piece]
@@ -111,19 +161,30 @@ class _Blend(Function):
         return of_scores, of_bias if biased else None, None, None, None, None, None, None
 
 
+def _on_host(scores: Tensor) -> bool:
+    """Whether a number may be read back in the middle: a GPU would be waited for."""
+    return scores.is_cpu
+
+
 def _pieces(scores: Tensor) -> Iterator[slice]:
     """Ranges of rows of (B, ...) with about `PIECE` elements."""
-    rows = max(1, PIECE // max(1, scores[0].numel())) if len(scores) else 1
+    size = PIECE if _on_host(scores) else DEVICE_PIECE
+    rows = max(1, size // max(1, scores[0].numel())) if len(scores) else 1
     return (slice(start, start + rows) for start in range(0, len(scores), rows))
 
 
-def _keep(shape: torch.Size, dropout: float) -> tuple[Tensor | None, float]:
-    """(bool of `shape`, True where a share stays; factor on these). Four from each 64-bit random number of torch's
-    stream, which takes a third of the time of its `bernoulli_`.
+def _keep(scores: Tensor, dropout: float) -> tuple[Tensor | None, float]:
+    """(bool of the scores' shape, True where a share stays; factor on these). On the CPU four from each 64-bit random
+    number of torch's stream, which takes a third of the time of its `bernoulli_`.
     """
     stays = max(1, round((1 - dropout) * 2**16))
     if stays >= 2**16:  # none is left out, to 2^-17; and 2^15 is no int16 to compare with
         return None, 1.0
-    count = math.prod(shape)
-    numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    return (numbers[:count] < stays - 2**15).view(shape), 2**16 / stays
+    count, gain = scores.numel(), 2**16 / stays
+    if _on_host(scores):
+        numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        return (numbers[:count] < stays - 2**15).view(scores.shape), gain
+    keep = scores.new_empty(scores.shape, dtype=torch.bool)
+    for piece in _pieces(scores):
+        torch.lt(torch.rand(keep[piece].shape, device=scores.device), 1 / gain, out=keep[piece])
+    return keep, gain

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from matrixlib.tasks.chess.attention import blended
+from matrixlib.tasks.chess.attention import MASKED_SCORE, clamped
 from matrixlib.tasks.chess.config import ModelConfig
 
 SQUARES = 64
 GROUP = 16  # channels in one GroupNorm group, as in Matrix0
-SCORE_LIMIT = 50.0  # Matrix0's clamp of attention scores
-MASKED_SCORE = -1e4  # finite in float16, and far below every score
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "mish": F.mish}
@@ -254,33 +252,16 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, width = x.shape[:2]
         tokens = x.flatten(2).transpose(1, 2)
-        qkv = self.qkv(tokens if self.post else self.norm(tokens))
-        query, key, value = qkv.view(batch, SQUARES, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = self._clamped(query, key, value) if self.post else self._attend(query, key, value)
-        branch = self.drop(self.proj(mixed.transpose(1, 2).reshape(batch, SQUARES, width)))
+        qkv = self.qkv(tokens if self.post else self.norm(tokens)).view(batch, SQUARES, 3, self.heads, -1)
+        if self.post:
+            mixed = clamped(qkv, self.bias, self.mask, self.mix, self.dropout if self.training else 0.0)
+        else:
+            mixed = self._attend(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2).reshape(batch, SQUARES, width)
+        branch = self.drop(self.proj(mixed))
         if not self.post:
             return x + branch.transpose(1, 2).unflatten(2, (8, 8))
         out = self.norm(tokens + branch).transpose(1, 2).unflatten(2, (8, 8))
         return out.contiguous() if x.is_contiguous() else out  # keep the memory format of the stream
-
-    def _clamped(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Matrix0's attention, scores in fp32: both softmaxes share one product with the values."""
-        products, scale = query @ key.transpose(-2, -1), query.shape[-1] ** -0.5
-        dropout = self.dropout if self.training else 0.0
-        if self.mask is not None and 0 < self.mix < 1 and products.is_cpu and not torch.compiler.is_compiling():
-            shares = blended(products, self.bias, self.mask, scale, self.mix, SCORE_LIMIT, dropout, value.dtype)
-            return shares @ value
-        scores = products.float() * scale
-        if self.bias is not None:
-            scores = scores + self.bias
-        scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
-        if self.mask is None or self.mix == 1:
-            shares = scores.softmax(-1)
-        else:
-            shares = scores.masked_fill(~self.mask, MASKED_SCORE).softmax(-1)
-            if self.mix > 0:
-                shares = torch.lerp(shares, scores.softmax(-1), self.mix)
-        return F.dropout(shares, dropout).to(value.dtype) @ value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0)

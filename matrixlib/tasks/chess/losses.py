@@ -82,6 +82,14 @@ def policy_bounds(index: Tensor, weight: Tensor, rows: Tensor, smoothing: float)
     return float(moves.log().sum()), float(entropy(target).sum())
 
 
+def value_known(wdl: Tensor, result: Tensor, result_share: float) -> Tensor:
+    """(B,) bool: rows of which `value_target` makes a target."""
+    known = torch.zeros(len(wdl), dtype=torch.bool, device=wdl.device)
+    if result_share < 1:
+        known = known | (wdl.sum(1) > 0)
+    return known | (result != UNKNOWN) if result_share > 0 else known
+
+
 def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tensor, Tensor]:
     """(target (B, 3) win-draw-loss, known (B,) bool) from the teacher's `wdl` (B, 3) and the game's `result` (B,).
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matrixlib.tasks.chess.attention import in_fp32
 from matrixlib.tasks.chess.blocks import (
     ACTIVATIONS,
     SQUARES,
@@ -82,7 +83,8 @@ class PolicyHead(nn.Module):
 
     `conv` gives each square its 73 planes; `dense` and `factored` (through `rank` numbers) mix all squares.
     With `clamp` c the inputs and logits are clamped to +-c and the inner values to +-2c, as Matrix0 does;
-    this is the only place where logits are clamped.
+    this is the only place where logits are clamped. The last layer computes in fp32: in bf16 logits of 1 to 2 would be
+    rounded to steps of 1/128, and moves that differ would tie in a search.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -112,19 +114,22 @@ class PolicyHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.limit(self.input(x)))
         if self.kind == "conv":
-            planes = self.planes(x)
+            planes = in_fp32(self.planes, x)
             logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
         elif self.kind == "dense":
-            logits = self.limit(self.dense(x.flatten(1)), 2)
+            logits = self.limit(in_fp32(self.dense, x.flatten(1)), 2)
         else:
-            logits = self.limit(self.expand(self.limit(F.relu(self.reduce(x.flatten(1))), 2)), 2)
+            inner = self.limit(F.relu(self.reduce(x.flatten(1))), 2)
+            logits = self.limit(in_fp32(self.expand, inner), 2)
         if self.logit_norm is not None:
             logits = self.logit_norm(logits.float())
         return self.limit(logits.float())
 
 
 class ValueHead(nn.Module):
-    """(B, C, 8, 8) -> (B, 3) win-draw-loss logits of the side to move, or (B,) a value in -1..1."""
+    """(B, C, 8, 8) -> (B, 3) win-draw-loss logits of the side to move, or (B,) a value in -1..1; the last layer in
+    fp32, as the policy head's.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -144,7 +149,7 @@ class ValueHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
         x = x.mean((2, 3)) if self.pooled else x.flatten(1)
-        out = self.fc3(self.activation(self.fc2(self.activation(self.fc1(x))))).float()
+        out = in_fp32(self.fc3, self.activation(self.fc2(self.activation(self.fc1(x))))).float()
         return torch.tanh(out).squeeze(1) if self.scalar else out
 
 

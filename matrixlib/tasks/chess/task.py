@@ -115,13 +115,14 @@ class ChessTask:
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
         rows = _plain_rows(batch)
-        valid = {
-            "policy": losses.policy_rows(batch["policy_index"], batch["policy_weight"], rows),
-            "value": self._value_target(batch)[1],
-        }
+        policy = losses.policy_rows(batch["policy_index"], batch["policy_weight"], rows)
+        value = losses.value_known(batch["wdl"], batch["result"], self.config.loss.result_share) & rows
+        # Made before every update, while a GPU waits: not by way of the maps of squares that the losses need.
+        hidden, squares = batch["hidden"].numpy() if "hidden" in batch else np.zeros(0, np.uint8), 64 * int(rows.sum())
+        counts = {"policy": int(policy.sum()), "value": int(value.sum())}
         for name in self.config.model.ssl:
-            valid[f"ssl_{name}"] = _squares(batch, name)
-        return {term: int(items.sum()) for term, items in valid.items()}
+            counts[f"ssl_{name}"] = int(np.bitwise_count(hidden).sum()) if name == "piece" else squares
+        return counts
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
