@@ -50,6 +50,7 @@ class Runtime:
     prefetch: int
     micro_batch: int
     reasons: tuple[str, ...]
+    benchmark: bool = False  # cuDNN looks for the fastest algorithm of each shape
 
     @property
     def torch_device(self) -> torch.device:
@@ -95,6 +96,7 @@ class Runtime:
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where the precision is fp32
+            torch.backends.cudnn.benchmark = self.benchmark
 
     def table(self) -> str:
         """Plain text: a line for each choice with its reason."""
@@ -108,7 +110,7 @@ class Runtime:
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
         known = {item.name for item in fields(cls)}
-        if wrong := known ^ set(data):
+        if wrong := (known ^ set(data)) - {"benchmark"}:  # which older runs do not have
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
         return cls(**{**data, "reasons": tuple(data["reasons"])})

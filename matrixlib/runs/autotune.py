@@ -1,4 +1,4 @@
-"""What is tried before a run begins, with updates of a throwaway model: rows of a pass, updates in a time, memory."""
+"""What is tried before a run begins, with updates of a throwaway model: rows of a pass, layout, time, memory."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def tune_micro_batch(data: RunData) -> runtimes.Runtime:
         tuning = tune_step(step, _tensors(data.training.batch(0)), data.config.memory.limit)
     data.messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}")
     return replace(data.runtime, micro_batch=tuning.size)
+
+
+def choose_layout(data: RunData, fixed: bool) -> runtimes.Runtime:
+    """The runtime with the layout that updates are fastest in; fixed: with its memory format, which the user named."""
+    from matrixlib.engine import layout
+
+    return layout.choose_layout(data.task, _tensors(data.training.batch(0)), data.runtime, data.config, fixed)
 
 
 def fit_steps(data: RunData) -> tuple[int, float]:

@@ -438,6 +438,11 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         runtime = autotune.tune_micro_batch(data)
         config = runtime_config(config, runtime)
         data.runtime, data.config = runtime, config  # the trials that follow are with this micro-batch
+    if not record and runtime.device == "cuda":
+        runtime = autotune.choose_layout(data, fixed=requested.runtime.channels_last != "auto")
+        config = runtime_config(config, runtime)
+        data.runtime, data.config = runtime, config
+        runtime.apply()
     update_seconds: float | None = record.get("update_seconds")
     if config.train.steps == "auto":
         steps, update_seconds = autotune.fit_steps(data)

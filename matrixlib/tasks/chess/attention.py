@@ -2,7 +2,8 @@
 
 Clamp, softmaxes, blend and dropout are one operation, worked through in pieces: on the CPU they stay in the processor's
 cache, on a GPU they bound what is held beside the one fp32 array that the backward pass needs, where the separate
-operations hold eight.
+operations hold eight. On a CUDA GPU one kernel (attention_kernel.py) makes all of it, the products with queries, keys
+and values too, and holds no score at all.
 
 The two softmaxes differ by the mask alone, so exp is taken once: with e = exp(clamped score), m the mask (0 or 1),
 Z = sum_j e_j and M = sum_j m_j e_j the blend is e * ((1 - mix) * m / M + mix / Z). Scores are clamped, so no maximum
@@ -12,7 +13,9 @@ operations, 13 of them torch's random numbers for dropout.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +29,8 @@ PIECE = 2**18
 """Scores worked on at once: 1 MiB in fp32, which a few buffers of fit into a core's second-level cache."""
 DEVICE_PIECE = 2**25
 """The same on a GPU: 128 MiB, so that its thousands of cores are busy with each."""
+AGREEMENT = 0.05  # of the kernel with separate operations, as a share of the largest number: far above bf16's rounding
+SQUARES = 64
 SCORE_LIMIT = 50.0  # Matrix0's clamp of attention scores
 MASKED_SCORE = -1e4  # finite in float16, and far below every score
 
@@ -49,14 +54,65 @@ def clamped(qkv: Tensor, bias: Tensor | None, mask: Tensor | None, mix: float, d
     blend = mask is not None and 0 < mix < 1
     if torch.compiler.is_compiling() or qkv.is_meta:  # the compiler fuses them itself
         blend = False
+    scale = qkv.shape[-1] ** -0.5
+    if blend and qkv.is_cuda and (kernel := _kernel(qkv.device, qkv.dtype, *qkv.shape[3:])):
+        return kernel(qkv.contiguous(), bias, mask, scale, mix, SCORE_LIMIT, dropout)
     query, key, value = qkv.permute(2, 0, 3, 1, 4)
-    scale = query.shape[-1] ** -0.5
     scores = in_fp32(torch.matmul, query, key.transpose(-2, -1))
     if blend:
         assert mask is not None
         shares = blended(scores, bias, mask, scale, mix, SCORE_LIMIT, dropout, value.dtype)
     else:
         shares = F.dropout(separate(scores, bias, mask, scale, mix), dropout).to(value.dtype)
+    return (shares @ value).transpose(1, 2).flatten(2)
+
+
+@functools.cache
+def _kernel(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> Callable[..., Tensor] | None:
+    """`attention_kernel.attend` for such heads on a CUDA device, tried there once; None where it cannot be had."""
+    try:
+        from matrixlib.tasks.chess import attention_kernel
+    except ImportError:  # Triton comes with torch's builds for CUDA, but not for every system
+        return None
+    if width not in attention_kernel.WIDTHS or torch.cuda.get_device_capability(device) < attention_kernel.OLDEST:
+        return None
+    try:
+        problem = _difference(attention_kernel.attend, device, dtype, heads, width)
+    except Exception as error:  # noqa: BLE001 - whatever compiler or driver raise is told, and there is another way
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        warnings.warn(f"attention goes on without its kernel, slower: {problem}", stacklevel=2)
+    return None if problem else attention_kernel.attend
+
+
+def _difference(attend: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, width: int) -> str:
+    """What is wrong with a kernel's values and gradients beside those of the separate operations in fp32; "" where they
+    agree. It draws from a random stream of its own, and waits for the device.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    mask = torch.rand(SQUARES, SQUARES, generator=generator, device=device).lt(0.5).fill_diagonal_(True)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        qkv = torch.randn(3, SQUARES, 3, heads, width, generator=generator, device=device).to(dtype)
+        bias = torch.randn(1, heads, SQUARES, SQUARES, generator=generator, device=device)
+        weights = torch.randn(3, SQUARES, heads * width, generator=generator, device=device).to(dtype)
+        results = []
+        for function, kind in ((attend, dtype), (_separate_attention, torch.float32)):
+            inputs, extra = qkv.to(kind, copy=True).requires_grad_(), bias.clone().requires_grad_()
+            out = function(inputs, extra, mask, width**-0.5, 0.2, SCORE_LIMIT, 0.0)
+            results.append([out.detach(), *torch.autograd.grad(out, (inputs, extra), weights.to(kind))])
+    for name, new, old in zip(("values", "gradient", "gradient of the bias"), *results, strict=True):
+        error = float((new.float() - old).abs().max() / old.abs().max())
+        if not error <= AGREEMENT:
+            return f"its {name} on {torch.cuda.get_device_name(device)} are off by {error:.1%}"
+    return ""
+
+
+def _separate_attention(
+    qkv: Tensor, bias: Tensor | None, mask: Tensor, scale: float, mix: float, limit: float, dropout: float
+) -> Tensor:
+    """As `attention_kernel.attend`, by separate operations."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    shares = F.dropout(separate(query @ key.transpose(-2, -1), bias, mask, scale, mix), dropout).to(value.dtype)
     return (shares @ value).transpose(1, 2).flatten(2)
 
 
