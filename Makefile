@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: bench bench-gpu help train cycle test soak e2e lint lab report refresh lock install clean stale
+.PHONY: bench bench-gpu gpu help train cycle test soak e2e lint lab report refresh lock install clean stale
 
 help:
 	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
@@ -20,6 +20,7 @@ help:
 	@echo 'make lab       JupyterLab, opened on the training notebook'
 	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about four minutes'
 	@echo 'make bench-gpu the same on a CUDA GPU, with matrix0_53m compiled and not'
+	@echo 'make gpu       check a card in sixteen parts: right, and how fast (DEVICE=cpu: a dry run; PART=3: one of them)'
 	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'
 	@echo 'make refresh   execute the committed notebooks again, in place'
 	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
@@ -27,6 +28,7 @@ help:
 	@echo 'make clean     remove caches (not $(VENV), not reports)'
 	@echo ''
 	@echo 'Variables: PYTHON=python3.12   VENV=folder   TORCH_INDEX=package index of another build of torch'
+	@echo '           WHEELS=folder: make gpu takes missing packages from there, and $$(PYTHON) as it is'
 
 # The stamp makes the second `make` start at once; a changed lock or pyproject, or another TORCH_INDEX, installs again.
 ifdef TORCH_INDEX
@@ -83,6 +85,16 @@ bench: $(STAMP)
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m matrixlib.bench --device cuda
+
+# With WHEELS nothing is installed: for machines that reach no package index. An empty WHEELS= says that all is there.
+DEVICE ?= cuda
+ifeq ($(origin WHEELS),undefined)
+gpu: $(STAMP)
+	@$(BIN)/python tests/gpu --device $(DEVICE) --part "$(PART)"
+else
+gpu:
+	@$(PYTHON) tests/gpu --device $(DEVICE) --part "$(PART)" --wheels "$(WHEELS)"
+endif
 
 report: $(STAMP)
 	@$(BIN)/python -m matrixlib.runs.report $(RUN)

@@ -8,7 +8,6 @@ A record is `reports/bench/<machine>/<UTC time>.json`; machines are named by pro
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import re
 import subprocess
@@ -57,27 +56,37 @@ def measure(plan: Plan, names: Sequence[str] = (), tell: Callable[[str], object]
         raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(available)}")
     import torch
 
-    started = datetime.datetime.now(datetime.UTC)
+    record = head(plan) | {"figures": {}}
+    for name in names or available:
+        tell(f"measuring {name} ...")
+        record["figures"][name] = [asdict(figure) for figure in available[name](plan)]
+        keep(record)  # each time: what is measured is not lost where a later one fails
+        if plan.compile:  # the next one's networks get the compiler's limit for themselves
+            torch.compiler.reset()
+    return record
+
+
+def head(plan: Plan) -> dict[str, Any]:
+    """The beginning of a record: what is measured, when and on what. Its `figures` are to come."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    record: dict[str, Any] = {
+    return {
         "machine": machine_name(plan.device),
-        "started": f"{started:%Y-%m-%dT%H:%M:%SZ}",
+        "started": files.utc_now(),
         "brief": plan.brief,
         "load": round(load, 2),
         "commit": git_commit(),
         "versions": versions(),
         "runtime": plan.runtime.to_dict(),
-        "figures": {},
     }
-    target = folder(record["machine"]) / f"{started:%Y%m%dT%H%M%S%fZ}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for name in names or available:
-        tell(f"measuring {name} ...")
-        record["figures"][name] = [asdict(figure) for figure in available[name](plan)]
-        files.write_json(target, record)  # each time: what is measured is not lost where a later one fails
-        if plan.compile:  # the next one's networks get the compiler's limit for themselves
-            torch.compiler.reset()
-    return record
+
+
+def keep(record: dict[str, Any]) -> Path:
+    """Write a record beside the others of its machine, over what was written of it before; its path."""
+    name = re.sub(r"[-:.]", "", record["started"])
+    path = folder(record["machine"]) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(path, record)
+    return path
 
 
 def folder(name: str) -> Path:

@@ -75,7 +75,7 @@ class Update:
         config = changed(config, {"train": {"batch_size": self.rows}})
         task = spec.task(config)
         self.runtime = runtimes.resolve(config.runtime, config.train, config.data)
-        self._batch = next(iter(_loader(config, self.rows).batches(0, 1)))
+        self._batch = next(iter(open_loader(config, self.rows).batches(0, 1)))
         with torch.random.fork_rng(devices=[]):
             self._step = Step(task, task.build_model(), self.runtime, config, 1000)
         if foreach:
@@ -129,12 +129,12 @@ def loader(plan: Plan) -> Iterator[Figure]:
     """Positions a second that the loader makes ready, by its number of worker processes."""
     config = load_config("quick")
     size = 1024
-    bytes_a_row = sum(array.nbytes for array in _loader(config, size).records(0).values()) / size
+    bytes_a_row = sum(array.nbytes for array in open_loader(config, size).records(0).values()) / size
     limit, of = copy_rate() / bytes_a_row, "copying their bytes once"
     for workers in (0,) if plan.brief else (0, 1, 2, 4):
         if workers > max(1, os.cpu_count() or 1):
             break
-        stream: Any = _loader(config, size, workers).batches(0)
+        stream: Any = open_loader(config, size, workers).batches(0)
         rate = size * _batches_per_second(stream, 10 if plan.brief else 60, plan.seconds / 3)
         stream.close()
         yield Figure(f"{workers or 'no'} worker{'s' if workers != 1 else ''}", rate, "positions/s", limit, of)
@@ -142,7 +142,7 @@ def loader(plan: Plan) -> Iterator[Figure]:
 
 def loader_rate(batch_size: int = 1024) -> dict[str, float]:
     """Rows a second that one process gathers and prepares for the demo preset, after a warm-up; and rows a batch."""
-    stream = _loader(load_config("demo"), batch_size).batches(0)
+    stream = open_loader(load_config("demo"), batch_size).batches(0)
     return {
         "rows_per_second": batch_size * _batches_per_second(stream, 5, 0.1),
         "batch_size": batch_size,
@@ -277,7 +277,7 @@ def _batches_per_second(stream: Iterator[Any], first: int, seconds: float) -> fl
     return batches / (time.perf_counter() - start)
 
 
-def _loader(config: configuration.Config, rows: int, workers: int = 0) -> Loader:
+def open_loader(config: configuration.Config, rows: int, workers: int = 0, pin: bool = False) -> Loader:
     """The training data of a configuration."""
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
@@ -285,4 +285,4 @@ def _loader(config: configuration.Config, rows: int, workers: int = 0) -> Loader
     spec = get_task(config.task)
     shards = Catalogue(spec.folder(config)).shards("train")
     prepare = spec.task(config).prepare
-    return Loader(shards, spec.layout, rows, config.seed, prepare, workers=workers, prefetch=2)
+    return Loader(shards, spec.layout, rows, config.seed, prepare, workers=workers, prefetch=2, pin=pin)
