@@ -201,8 +201,10 @@ class RuntimeConfig(Section):
         default="auto", description="intra-op threads on the CPU; part of what makes runs bit-equal"
     )
     channels_last: bool | Auto = Field(default="auto", description="memory format of convolutions")
-    compile: bool | Auto = Field(
-        default=False, description="torch.compile the model; `auto` = where it was measured to pay"
+    compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = Field(
+        default=False,
+        description="torch.compile the model, in a mode of that (true = default); `auto` = where it pays, tried on a "
+        "GPU as a run begins",
     )
 
 

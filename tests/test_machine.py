@@ -100,3 +100,48 @@ def test_memory_is_limited_by_the_cgroup(tmp_path: Path) -> None:
     (tmp_path / "membership").write_text("0::/\n")
     assert machine.memory(tmp_path, tmp_path / "membership") == 2**20
     assert machine.memory(tmp_path / "none", tmp_path / "membership") > 2**27
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC 12.2.0",
+            "535.104.05",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+    ],
+)
+def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path, text: str, version: str) -> None:
+    (tmp_path / "version").write_text(text)
+    assert machine.driver(tmp_path / "version") == version
+
+
+def test_the_driver_is_asked_for_where_no_file_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 551.86\necho 551.86\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.driver(tmp_path / "none") == "551.86"
+    (tmp_path / "nvidia-smi").unlink()
+    assert machine.driver(tmp_path / "none") == ""
+
+
+def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    here = machine.versions()
+    assert {"python", "torch", "numpy", "matrixlib"} <= set(here)
+    assert not {"driver", "nccl"} & set(here) or torch.version.cuda, "what is not there is left out"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
+    monkeypatch.setattr(machine, "driver", lambda: "580.65.06")
+    there = machine.versions()
+    assert {name: there[name] for name in ("cuda", "cudnn", "nccl", "driver")} == {
+        "cuda": "13.0",
+        "cudnn": "91002",
+        "nccl": "2.27.7",
+        "driver": "580.65.06",
+    }

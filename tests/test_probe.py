@@ -16,7 +16,11 @@ def test_the_policy_table_names_every_machine() -> None:
     table = probe.policy_table()
     assert list(table.index) == list(probe.MACHINES)
     assert table.loc["T4", ["dtype", "scaler", "workers"]].tolist() == ["fp16", "yes", 3]
-    assert table.loc["MacBook M3", ["device", "dtype", "scaler"]].tolist() == ["mps", "bf16", "no"]
+    assert table.loc["V100", ["dtype", "scaler", "tf32"]].tolist() == ["fp16", "yes", "no"]
+    assert table.loc["H100", ["dtype", "scaler", "tf32", "compile"]].tolist() == ["bf16", "no", "yes", "no"]
+    assert table.loc["MacBook M3", ["device", "dtype", "scaler"]].tolist() == ["mps", "fp32", "no"]
+    fp8 = table["FP8 units"]
+    assert list(fp8[fp8 == "yes"].index) == ["H200", "H100"]
     assert table.loc["Zen 4 laptop", ["compile", "workers"]].tolist() == ["no", 1], "1 is no yes"
 
 
@@ -28,10 +32,13 @@ def test_the_probe_describes_this_machine_and_is_kept(reports: Path, monkeypatch
     assert result["device"] == "cpu"
     assert result["measured"]["fp32"] > 0 < result["measured"]["copy"]
     assert result["facts"]["rates"]["matrix_fp32"] > 0
-    assert result["environment"]["torch"] == torch.__version__
-    assert {"cuda", "cudnn", "nccl", "mkl", "onednn"} <= set(result["environment"])
+    assert {"versions", "mkl", "onednn"} <= set(result["environment"])
+    versions = result["environment"]["versions"]
+    assert versions["torch"] == torch.__version__
     suggestions = runtimes.suggest(machine.facts(), "cpu")
+    versions |= {"cuda": "13.0", "cudnn": "91002", "nccl": "2.27.7", "driver": "580.65.06"}
     text = probe.report(result)
+    assert f"torch {torch.__version__}, cuda 13.0, cudnn 91002, nccl 2.27.7, driver 580.65.06" in text
     assert result["suggested"].keys() == suggestions.keys() == {"threads", "workers", "prefetch", "micro_batch"}
     for name, (value, _) in suggestions.items():
         assert f"{name} = {value} (" in text

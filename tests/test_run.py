@@ -23,6 +23,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.trials import Comparison
 from matrixlib.hardware import speed
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.records import LAYOUT
@@ -263,7 +264,8 @@ def test_the_trials_before_a_run_are_with_the_micro_batch_that_was_tuned(
     def accelerated(*sections: Any) -> Any:
         return replace(resolve(*sections), device="mps")
 
-    def tuned(data: Any) -> Any:
+    def tuned(data: Any, most: int) -> Any:
+        assert most == 512, "64 squares of each position: 32,768 rows of a linear layer"
         return replace(data.runtime, micro_batch=16)
 
     def timed(data: Any) -> tuple[int, float]:
@@ -271,6 +273,7 @@ def test_the_trials_before_a_run_are_with_the_micro_batch_that_was_tuned(
         return 40, 0.1
 
     monkeypatch.setattr(runs.runtimes, "resolve", accelerated)
+    monkeypatch.setattr("matrixlib.engine.trials.compare", lambda *_: Comparison("", 64))
     monkeypatch.setattr(runs.autotune, "tune_micro_batch", tuned)
     monkeypatch.setattr(runs.autotune, "fit_steps", timed)
     run = runs.open_run("demo", "cpu", run="tuned", overrides={"train": {"steps": "auto"}})

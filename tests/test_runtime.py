@@ -16,7 +16,9 @@ from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
 from matrixlib.hardware.probe import MACHINES
 from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, serving, suggest
 
-H200, T4, M3, ZEN4 = (MACHINES[name] for name in ("H200", "T4", "MacBook M3", "Zen 4 laptop"))
+H200, T4, V100, M3, M5, ZEN4 = (
+    MACHINES[name] for name in ("H200", "T4", "V100", "MacBook M3", "MacBook M5", "Zen 4 laptop")
+)
 OLD_CPU = MACHINES["older desktop"]
 OLD_MAC = replace(M3, macos=(13, 6))
 SMALL_GPU = DeviceFacts(cores=6, gpu=Gpu("RTX 3050", (8, 6), True, 4 * 2**30))
@@ -36,12 +38,20 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
         | {"channels_last": False, "compile": True},
         "cpu fp32 threads=3 no-channels_last compile workers=5 prefetch=7 micro_batch=96",
     ),
+    (H200, {"compile": "auto"}, "no-compile 'a run tries it on this GPU as it begins'"),
+    (H200, {"compile": "reduce-overhead"}, "compile 'compile reduce-overhead'"),
     (T4, {}, "cuda fp16 scaler no-tf32 channels_last workers=3 micro_batch=1024"),
     (T4, {"precision": "bf16"}, "bf16 no-scaler 'slow'"),
+    (V100, {}, "cuda fp16 scaler no-tf32"),
     (SMALL_GPU, {}, "cuda bf16 micro_batch=256"),
-    (M3, {}, "mps bf16 no-scaler no-channels_last no-compile workers=0 micro_batch=256"),
+    (M3, {}, "mps fp32 no-scaler no-channels_last no-compile workers=0 micro_batch=256"),
+    (M3, {"precision": "bf16"}, "mps bf16 no-scaler"),
+    (M5, {}, "mps bf16 no-scaler 'convolution 1 and 1'"),
+    (replace(M5, rates=Rates(1, 2, 1, 0, 0.9, 0)), {}, "mps fp32"),
+    (replace(M5, rates=None), {}, "mps fp32 'not measured'"),
+    (replace(M5, rates=Rates(1, 0, 1, 0, 0, 0, "no bf16 kernel")), {}, "mps fp32 'bf16 does not work: no bf16 kernel'"),
     (M3, {"channels_last": True, "compile": True}, "channels_last compile '193349' '192551'"),
-    (OLD_MAC, {}, "mps fp32"),
+    (replace(M5, macos=(13, 6)), {}, "mps fp32 'macOS 14'"),
     (ZEN4, {}, "cpu bf16 no-scaler channels_last no-compile workers=1 prefetch=2 threads=8"),
     (replace(ZEN4, cores=2, vcache=True), {}, "workers=0 prefetch=2"),
     (replace(ZEN4, rates=SLOW_BF16), {}, "fp32 channels_last"),
@@ -93,7 +103,7 @@ def test_the_policy(facts: DeviceFacts, options: Mapping[str, Any], expected: st
         elif name in ("fp32", "bf16", "fp16"):
             assert runtime.dtype == name
         else:
-            assert getattr(runtime, name.removeprefix("no-")) is not name.startswith("no-"), word
+            assert bool(getattr(runtime, name.removeprefix("no-"))) is not name.startswith("no-"), word
     for part in expected.split(" '")[1:]:
         assert part.rstrip("'") in runtime.table()
     topics = [line.split(" ")[0] for line in runtime.reasons]
@@ -119,6 +129,7 @@ def test_round_trip_through_json_and_reuse() -> None:
     assert reuse(stored, T4) == runtime
     with pytest.raises(ValueError, match=r"began on 'cuda'.*no CUDA device was found"):
         reuse(stored, ZEN4)
+    assert Runtime.from_dict(stored | {"compile": True}).compile == "default", "as older runs have it"
     del stored["tf32"]
     with pytest.raises(ValueError, match="missing or unknown keys: tf32"):
         Runtime.from_dict(stored)
@@ -159,7 +170,7 @@ def test_apply_sets_threads_and_leaves_tf32_readable() -> None:
 
 def test_the_environment_variable_replaces_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "facts", lambda: H200)
-    monkeypatch.setattr(speed, "core_rates", lambda bf16: SLOW_BF16)
+    monkeypatch.setattr(speed, "rates", lambda device, bf16: SLOW_BF16)
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
     runtime = resolve(*sections())
     assert runtime.device == "cpu"
@@ -173,11 +184,44 @@ def test_the_environment_variable_replaces_auto_alone(monkeypatch: pytest.Monkey
     assert resolve(*sections()).device == "cuda"
 
 
+def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an operation has no kernel in it, the run begins in fp32 and says why; `auto` alone measures."""
+    calls: list[bool] = []
+
+    def rates(device: str, bf16: bool) -> Rates:
+        assert device == "mps"
+        calls.append(bf16)
+        if bf16:
+            raise TypeError("BFloat16 is not supported on MPS\nat length")
+        return Rates(90, 0, 90, 0, 0, 0)
+
+    monkeypatch.setattr(machine, "facts", lambda: replace(M5, rates=None))
+    monkeypatch.setattr(speed, "rates", rates)
+    runtime = resolve(*sections())
+    assert (runtime.device, runtime.dtype, calls) == ("mps", "fp32", [True, False])
+    assert "bf16 does not work: BFloat16 is not supported on MPS" in runtime.table()
+    assert resolve(*sections(precision="bf16")).dtype == "bf16"
+    assert len(calls) == 2
+    monkeypatch.setattr(speed, "rates", lambda device, bf16: Rates(90, 200, 90, 0, 120, 0))
+    assert resolve(*sections()).dtype == "bf16"
+
+
+def test_another_choice_takes_its_reason_along() -> None:
+    runtime = policy(T4, *sections(compile="default"))
+    plain = runtime.in_fp32("fp16 gave nonsense")
+    assert (plain.dtype, plain.scaler) == ("fp32", False)
+    assert "dtype fp32: fp16 gave nonsense" in plain.reasons
+    assert len(plain.reasons) == len(runtime.reasons)
+    assert plain.with_choice("compile", "", "slower").table().count("slower") == 1
+    assert runtime.requested("compile")
+    assert not runtime.requested("dtype")
+
+
 def test_nothing_is_measured_where_nothing_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(bf16: bool) -> Rates:
+    def never(device: str, bf16: bool) -> Rates:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(speed, "core_rates", never)
+    monkeypatch.setattr(speed, "rates", never)
     resolve(*sections(device="cpu", precision="fp32", channels_last=True))
     monkeypatch.setattr(machine, "facts", lambda: H200)
     resolve(*sections())

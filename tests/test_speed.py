@@ -25,7 +25,7 @@ def test_the_median_is_of_calls_without_the_first() -> None:
 
 def test_measuring_leaves_the_threads_alone() -> None:
     before = torch.get_num_threads()
-    rates = speed.core_rates(bf16=False, seconds=0.05)
+    rates = speed.rates("cpu", bf16=False, seconds=0.05)
     assert rates.matrix_fp32 > 0 < rates.conv_fp32_last
     assert rates.matrix_bf16 == rates.conv_bf16 == 0
     assert torch.get_num_threads() == before
@@ -48,3 +48,13 @@ def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
     monkeypatch.setattr(speed, "_best", lambda kinds, seconds: dict.fromkeys(kinds, tflops * 1e3))
     assert speed.matrix_rate(device, "fp32", 1, seconds=0.3) == tflops * 1e3
     assert sides[-1] == side
+
+
+def test_rates_are_of_data_and_leave_the_random_streams_alone() -> None:
+    """Ones make a GPU clock higher than data do."""
+    before = torch.get_rng_state()
+    noise = speed._noise("cpu", torch.bfloat16, 64, 64)
+    assert noise.dtype == torch.bfloat16
+    assert 0.8 < float(noise.float().std()) < 1.2
+    speed.rates("cpu", bf16=False, seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -478,7 +478,7 @@ def test_a_replay_that_runs_out_of_memory_leaves_the_update_skipped(monkeypatch:
 class Uncompilable(nn.Module):
     """As torch.compile's wrapper where the compiler fails after `good` calls, with random numbers drawn."""
 
-    def __init__(self, model: nn.Module, good: int = 0, dynamic: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, good: int = 0, dynamic: bool | None = None, mode: str = "") -> None:
         super().__init__()
         self._orig_mod, self.good = model, good
 
@@ -515,7 +515,7 @@ def test_an_error_of_a_model_that_was_compiled_is_not_hidden() -> None:
 
 def test_compiled_code_is_kept_where_a_restart_leaves_it(monkeypatch: pytest.MonkeyPatch, compiler_cache: Path) -> None:
     monkeypatch.setattr(torch, "compile", Uncompilable)
-    plain, compiled = toy_runtime(8), replace(toy_runtime(8), compile=True)
+    plain, compiled = toy_runtime(8), replace(toy_runtime(8), compile="default")
     assert place(nn.Linear(2, 2), plain)[1] is not None
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     model, forward = place(nn.Linear(2, 2), compiled)

@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -814,6 +814,26 @@ def test_tight_memory_cuts_the_chunk_and_the_checkpoint_keeps_it(tmp_path: Path)
     again = build(tmp_path, ToyTask(gate_plane=True), steps=STEPS + 1)
     again.resume()
     assert again.model.chunk == 4
+
+
+def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the cache of the allocator counts as used, so what is used never falls by itself."""
+    cache = [0.0]
+
+    def read(device: torch.device) -> dict[str, float]:
+        cache[0] = max(cache[0], 95.0 if not trainer.model.chunk else 70.0)
+        return {"rss_mib": 9.0, "allocated_mib": 9.0, "driver_mib": cache[0], "device_total_mib": 100.0}
+
+    monkeypatch.setattr("matrixlib.engine.memory.clear_cache", lambda device: cache.__setitem__(0, 0.0))
+    monkeypatch.setattr("matrixlib.engine.trainer.Monitor", partial(Monitor, read=read))
+    trainer = build(tmp_path, ToyTask(gate_plane=True))
+    trainer.model.chunk = 0
+    trainer.runtime = replace(trainer.runtime, device="mps")
+    sizes = []
+    for _ in range(12):
+        trainer._watch_memory()
+        sizes.append(trainer.model.chunk)
+    assert sizes == [4] * 10 + [0, 4]
 
 
 @pytest.mark.usefixtures("tight")

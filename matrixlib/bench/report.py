@@ -21,7 +21,7 @@ from matrixlib import files
 from matrixlib.bench.workloads import ON_GPU, workloads
 from matrixlib.hardware import machine
 from matrixlib.hardware.benchmark import Figure, Plan, make_plan
-from matrixlib.runs.record import git_commit, versions
+from matrixlib.runs.record import git_commit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +75,7 @@ def head(plan: Plan) -> dict[str, Any]:
         "brief": plan.brief,
         "load": round(load, 2),
         "commit": git_commit(),
-        "versions": versions(),
+        "versions": machine.versions(),
         "runtime": plan.runtime.to_dict(),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, convert_conv2d_weight_memory_format, get_total_norm
 
 from matrixlib.config import Config
-from matrixlib.engine import optim, rng
+from matrixlib.engine import compiler, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
 from matrixlib.engine.gating import Gate
@@ -26,7 +25,6 @@ from matrixlib.engine.optim import EMA, Schedule, unwrap
 from matrixlib.engine.stats import Action, Stats
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
-from matrixlib.files import cache_root
 from matrixlib.hardware.speed import synchronize
 
 if TYPE_CHECKING:
@@ -47,16 +45,7 @@ def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
         return plain, model
     if not runtime.compile:
         return plain, plain
-    return plain, compiled(plain)
-
-
-def compiled(model: nn.Module, dynamic: bool | None = None) -> nn.Module:
-    """torch.compile; its code is kept with our other files: torch alone keeps it under /tmp, which a restart of
-    the machine empties.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
-    forward: Any = torch.compile(model, dynamic=dynamic)
-    return forward
+    return plain, compiler.compiled(plain, runtime.compile)
 
 
 @contextlib.contextmanager
@@ -215,6 +204,8 @@ class Step:
             plan = self._plan(batch)
             try:
                 sums = self._accumulate(batch, plan)
+                if self._untried and self.model is not unwrap(self.model) and (why := compiler.graph_breaks()):
+                    messages.append(f"torch.compile broke the network's graph, which makes it slower: {why}")
                 self._untried = False
                 return plan, sums, messages
             except (RuntimeError, MemoryError) as error:
@@ -325,6 +316,7 @@ class Step:
             with self.clock.phase("copy"):
                 part = to_device(part, self.runtime.torch_device)
             with self.clock.phase("forward"):
+                compiler.begin_pass(self.runtime.compile)
                 total, values = self._forward(part, plan, active)
             if not total.requires_grad:
                 raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
@@ -333,6 +325,8 @@ class Step:
             for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
             stop = start + self.micro_batch
+            if stop < size:
+                compiler.keep_gradients(self.runtime.compile, self._parameters)
             if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
                 synchronize(self.runtime.device)  # else the clock would see launches alone
                 self.gate.took(time.monotonic() - started, plan.until)

@@ -375,6 +375,8 @@ class Trainer:
         size, needed = self._step.micro_batch, self._memory.needed
         if self.task.gated and self._chunk.look(needed, self.config.memory.warn, size):
             chunk = self.task.set_chunk(self.model, self._chunk.rows)
+            if self.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
+                self._memory.clear()
             if chunk or not self._chunk.rows:
                 messages.append(
                     f"memory: the self-supervised heads work on {chunk or size} of {size} rows at once after "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,7 +26,11 @@ VCACHE_BYTES = (64 * 2**20, 128 * 2**20)  # an AMD die with V-Cache has 96 MiB, 
 VCACHE_SHARERS = 16  # logical processors of one die; a virtual machine may report one huge L3 for all
 CPU_TREE = Path("/sys/devices/system/cpu")
 CGROUP_TREE = Path("/sys/fs/cgroup")
-PACKAGES = ("matrixlib", "numpy", "numba", "safetensors", "pydantic", "chess", "papermill", "matplotlib")
+DRIVER = Path("/proc/driver/nvidia/version")
+PACKAGES = (
+    *("matrixlib", "torch", "triton", "numpy", "numba", "safetensors", "zstandard"),
+    *("pydantic", "chess", "papermill", "matplotlib"),
+)
 
 
 class ThreadsError(ValueError):
@@ -34,7 +39,8 @@ class ThreadsError(ValueError):
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured speed of one core in GFLOP/s; bf16 is 0 where the processor has no such instructions.
+    """Measured speed in GFLOP/s, of one core of the CPU or of a whole Apple GPU; 0: not measured, as bf16 where the
+    processor has no such instructions.
 
     `matrix_*`: product of two square matrices. `conv_*`: 3x3 convolution over 8x8 boards, forward and
     backward, contiguous and (`_last`) channels_last.
@@ -46,6 +52,7 @@ class Rates:
     conv_fp32_last: float
     conv_bf16: float
     conv_bf16_last: float
+    problem: str = ""  # why there is no figure for bf16 where there should be one
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,11 @@ class Gpu:
     capability: tuple[int, int]
     bf16: bool  # in hardware: Turing emulates it and would say yes
     memory: int
+
+    @property
+    def fp8(self) -> bool:
+        """Whether an NVIDIA GPU multiplies FP8 in hardware: Ada, Hopper and later. Nothing here uses it."""
+        return self.capability >= (8, 9)
 
 
 @dataclass(frozen=True)
@@ -286,31 +298,59 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
 
-def environment() -> dict[str, Any]:
-    """Versions of everything that can change a result; None where a build lacks the part."""
+def versions() -> dict[str, str]:
+    """Versions of all that can change a result: Python, packages, and of CUDA or ROCm what this build has and the
+    driver says. What is not there is left out.
+    """
     import torch
 
-    nccl = None
-    distributed = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    if distributed and torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    versions: dict[str, str | None] = {}
+    out: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            versions[name] = metadata.version(name)
+            out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch": torch.__version__,
+            out[name] = None
+    cudnn = torch.backends.cudnn.version()
+    out |= {
+        "torch": torch.__version__,  # with the name of the build, which the package's metadata may lack
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": nccl,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "nccl": _nccl(),
+        "driver": driver() if torch.version.cuda else None,
+    }
+    return {name: version for name, version in out.items() if version}
+
+
+def driver(path: Path = DRIVER) -> str:
+    """Version of NVIDIA's driver, "" where there is none. Under WSL2 and on Windows its own program tells it."""
+    if match := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _read(path)):
+        return match[0]
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, and what of the operating system and of torch's build can change a result."""
+    import torch
+
+    return {
+        "platform": platform.platform(),
+        "versions": versions(),
         "mkl": torch.backends.mkl.is_available(),
         "onednn": torch.backends.mkldnn.is_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "packages": versions,
         "torch_build": torch.__config__.show(),
     }

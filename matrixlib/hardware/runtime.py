@@ -14,22 +14,26 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.hardware import machine, speed
-from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
+from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts, Rates
 
 if TYPE_CHECKING:
     import torch
 
     from matrixlib.config import DataConfig, RuntimeConfig, TrainConfig
 
-BF16_PAYS = 1.3  # measured 2.3 (Zen 4) and 4 (AMX) times fp32: far from both, so that noise does not decide
+BF16_PAYS = 1.3  # measured 2.3 (Zen 4) and 4 (AMX) times fp32, and 1.0 without units for it: far from all of these
 LAST_LOSES = 0.75  # channels_last measured 1.0 to 2.5 times as fast on CPUs: keep it unless it clearly loses
 TF32_CAPABILITY = (8, 0)  # Ampere
 MICRO_BATCH = {"cpu": 256, "mps": 256, "cuda": 1024}
 SMALL_GPU = 12 * 2**30  # bytes; below this a GPU gets the smaller micro-batch
+LINEAR_ROWS = 32_768
+"""Rows of a linear layer's input on mps at most. Above, after a pass of another size, gradients come out a thousand
+times too large with the right loss: https://github.com/pytorch/pytorch/issues/177116."""
 LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
 LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
 SERVING_SIZES: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)  # rows of a batch without training
 SERVING_ON_CPU = 256  # rows at most
+MEASURED = "on two cores of an EPYC"  # where the figures in reasons are from that no measurement at the start gives
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
 REQUESTED = "asked for"  # the reason of what `auto` did not decide
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
@@ -44,12 +48,12 @@ class Runtime:
     scaler: bool
     tf32: bool
     channels_last: bool
-    compile: bool
+    compile: str  # mode of torch.compile, "" = not compiled
     threads: int
     workers: int
     prefetch: int
     micro_batch: int
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # "name value: why", one for each choice
     benchmark: bool = False  # cuDNN looks for the fastest algorithm of each shape
 
     @property
@@ -98,6 +102,19 @@ class Runtime:
             torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where the precision is fp32
             torch.backends.cudnn.benchmark = self.benchmark
 
+    def with_choice(self, name: str, value: Any, why: str) -> Runtime:
+        """The same with another value of one choice, and `why` in place of the old reason."""
+        lines = (_reason(name, value, why) if line.startswith(f"{name} ") else line for line in self.reasons)
+        return replace(self, **{name: value}, reasons=tuple(lines))
+
+    def requested(self, name: str) -> bool:
+        """Whether the user said this choice, so that nothing else may quietly stand in for it."""
+        return any(line.startswith(f"{name} ") and f": {REQUESTED}" in line for line in self.reasons)
+
+    def in_fp32(self, why: str) -> Runtime:
+        """The same without autocast and loss scaler."""
+        return self.with_choice("dtype", "fp32", why).with_choice("scaler", False, "fp32 needs none")
+
     def table(self) -> str:
         """Plain text: a line for each choice with its reason."""
         return "\n".join(f"{line.partition(': ')[0]:22}{line.partition(': ')[2]}" for line in self.reasons)
@@ -113,7 +130,8 @@ class Runtime:
         if wrong := (known ^ set(data)) - {"benchmark"}:  # which older runs do not have
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
-        return cls(**{**data, "reasons": tuple(data["reasons"])})
+        mode = {True: "default", False: ""}.get(data["compile"], data["compile"])  # a bool in older runs
+        return cls(**{**data, "compile": mode, "reasons": tuple(data["reasons"])})
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,7 @@ def serving(device: str, compile: bool | str = "auto") -> Serving:
     sizes, why = SERVING_SIZES, "memory"
     if device == "cpu":
         sizes = tuple(size for size in SERVING_SIZES if size <= SERVING_ON_CPU)
-        why = "the memory of larger ones comes anew from the system each time: 1.4 times slower a position"
+        why = f"the memory of larger ones comes anew from the system each time: 1.4 times slower {MEASURED}"
     compiled, reason = _compile_serving(device, compile)
     fill = device != "cpu" or compiled
     reasons = (
@@ -150,14 +168,14 @@ def _compile_serving(device: str, option: bool | str) -> tuple[bool, str]:
     if isinstance(option, bool):
         return option, REQUESTED
     if device == "cpu":
-        return False, "not faster here (0.9 to 1.0 times), after seconds of compiling for each size"
-    return False, "not yet measured to pay"
+        return False, f"0.9 to 1.0 times as fast {MEASURED}, after seconds of compiling for each size"
+    return False, f"not measured on {device}"
 
 
 def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
     """Decide for this machine. $MATRIXLIB_DEVICE stands in for `device: auto` and for nothing else.
 
-    On the CPU this measures for about a second where precision or channels_last is `auto`.
+    On the CPU this measures for about a second where precision or channels_last is `auto`, on mps where precision is.
     Raises ValueError where the device or the dtype that `runtime` names cannot work here.
     """
     forced = os.environ.get("MATRIXLIB_DEVICE", "") if runtime.device == "auto" else ""
@@ -165,16 +183,24 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
         raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
     runtime = runtime.model_copy(update={"device": forced}) if forced else runtime
     facts = machine.facts()
-    if select_device(facts, runtime.device)[0] == "cpu" and "auto" in (
-        runtime.precision,
-        runtime.channels_last,
-    ):
-        facts = replace(facts, rates=speed.core_rates(facts.bf16))
+    device, _ = select_device(facts, runtime.device)
+    if "auto" in {"cpu": (runtime.precision, runtime.channels_last), "mps": (runtime.precision,)}.get(device, ()):
+        facts = replace(facts, rates=_rates(device, native_bf16(facts, device)))
     resolved = policy(facts, runtime, train, data)
     if not forced:
         return resolved
     first, *others = resolved.reasons
     return replace(resolved, reasons=(f"{first} by MATRIXLIB_DEVICE", *others))
+
+
+def _rates(device: str, bf16: bool) -> Rates:
+    """Rates of a device; without bf16, and with the reason, where an operation in it fails."""
+    try:
+        return speed.rates(device, bf16)
+    except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
+        if not bf16:
+            raise
+        return replace(speed.rates(device, False), problem=str(error).split("\n")[0])
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtime:
@@ -213,11 +239,17 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
         choices["prefetch"] = choices["prefetch"][0], "has no effect without workers"
     if choices["micro_batch"][0] > train.batch_size:
         choices["micro_batch"] = train.batch_size, "the whole update fits in one pass"
-    words = {True: "yes", False: "no"}
-    reasons = []
-    for name, (value, why) in choices.items():
-        reasons.append(f"{name} {words[value] if isinstance(value, bool) else value}: {why}")
-    return Runtime(**{name: value for name, (value, _) in choices.items()}, reasons=tuple(reasons))
+    reasons = tuple(_reason(name, value, why) for name, (value, why) in choices.items())
+    return Runtime(**{name: value for name, (value, _) in choices.items()}, reasons=reasons)
+
+
+def _reason(name: str, value: Any, why: str) -> str:
+    return f"{name} {words(value)}: {why}"
+
+
+def words(value: Any) -> Any:
+    """A choice for people: yes or no for a switch, and no for a mode that is off."""
+    return ("yes" if value else "no") if isinstance(value, bool) or value == "" else value
 
 
 def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
@@ -229,7 +261,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
     if facts.threads < facts.cores:
         threads += f", limited by OMP_NUM_THREADS={facts.thread_limit}"
     rule, extra = (LOADER_VCACHE, " (V-Cache rule)") if facts.vcache else (LOADER, "")
-    workers = (1, "one process prepares batches far faster than this device uses them")
+    workers = (1, "one process can prepare batches several times as fast as such a device trains on them")
     prefetch = (2, "updates made ahead by each worker")
     if facts.platform == "darwin":
         workers = (0, "loader processes can deadlock on macOS, and one core prepares enough")
@@ -238,7 +270,9 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
         prefetch = (rule["prefetch"], f"{prefetch[1]}{extra}")
     elif facts.cores <= 2:
         workers = (0, "the loader is far faster than the model, and would take one of so few cores")
-    micro_batch = (MICRO_BATCH[device], f"as much as one pass on {device} gains from")
+    micro_batch = (MICRO_BATCH[device], f"where more rows in one pass gain little: measured {MEASURED}")
+    if device != "cpu":
+        micro_batch = (MICRO_BATCH[device], "a start; each run looks for the best by trying")
     if facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
         micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
     return {
@@ -269,7 +303,8 @@ def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
 
 def native_bf16(facts: DeviceFacts, device: str) -> bool:
     """Whether the hardware multiplies bf16 on `device` instead of emulating it."""
-    return {"cuda": facts.gpu is not None and facts.gpu.bf16, "mps": True, "cpu": facts.bf16}[device]
+    gpu = facts.gpu is not None and facts.gpu.bf16
+    return {"cuda": gpu, "mps": facts.macos >= (14, 0), "cpu": facts.bf16}[device]
 
 
 def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
@@ -279,25 +314,30 @@ def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
             f"precision 'fp16' needs a loss scaler, which is trusted on CUDA alone; "
             f"on {device} use 'bf16', 'fp32' or 'auto'"
         )
-    old = device == "mps" and facts.macos < (14, 0)
-    if option == "bf16" and old:
-        raise ValueError("precision 'bf16' needs macOS 14 or newer on mps; use 'fp32' or 'auto'")
     native = native_bf16(facts, device)
+    if option == "bf16" and device == "mps" and not native:
+        raise ValueError("precision 'bf16' needs macOS 14 or newer on mps; use 'fp32' or 'auto'")
     if option == "bf16" and not native:
         return "bf16", f"{REQUESTED}; slow, as this hardware only emulates it"
     if option != "auto":
         return option, REQUESTED
     if device == "cuda":
         return ("bf16", "native on this GPU") if native else ("fp16", "this GPU has no native bf16")
-    if device == "mps":
-        return ("fp32", "bf16 needs macOS 14 or newer") if old else ("bf16", "macOS 14 or newer has it")
+    if not native and device == "mps":
+        return "fp32", "bf16 needs macOS 14 or newer"
     if not native:
         return "fp32", f"the processor has none of {', '.join(BF16_INSTRUCTIONS)}"
     if facts.rates is None:
         return "fp32", "bf16 was not measured"
+    if facts.rates.problem:
+        return "fp32", f"bf16 does not work: {facts.rates.problem}"
     low, full = facts.rates.matrix_bf16, facts.rates.matrix_fp32
-    pays = low >= BF16_PAYS * full
-    return "bf16" if pays else "fp32", f"matrix product {low:.0f} GFLOP/s a core in bf16, {full:.0f} in fp32"
+    pays, core = low >= BF16_PAYS * full, " a core" if device == "cpu" else ""
+    why = f"matrix product {low:,.0f} GFLOP/s{core} in bf16, {full:,.0f} in fp32"
+    if device == "mps":  # whose convolutions have no units for it where its products have
+        low, full = facts.rates.conv_bf16, facts.rates.conv_fp32
+        pays, why = pays and low >= full, f"{why}; convolution {low:,.0f} and {full:,.0f}"
+    return "bf16" if pays else "fp32", why
 
 
 def _tf32(facts: DeviceFacts, device: str, precision: str) -> tuple[bool, str]:
@@ -326,11 +366,13 @@ def _channels_last(facts: DeviceFacts, device: str, dtype: str, option: bool | s
     return last >= LAST_LOSES * without, why
 
 
-def _compile(device: str, option: bool | str) -> tuple[bool, str]:
-    if isinstance(option, bool):
-        return option, f"{REQUESTED}; {SLOW_COMPILE}" if option and device == "mps" else REQUESTED
+def _compile(device: str, option: bool | str) -> tuple[str, str]:
+    """(mode of torch.compile, why); `auto` on CUDA is off until a run has tried it."""
+    if option != "auto":
+        mode = {True: "default", False: ""}[option] if isinstance(option, bool) else option
+        return mode, f"{REQUESTED}; {SLOW_COMPILE}" if mode and device == "mps" else REQUESTED
     why = {
         "mps": SLOW_COMPILE,
-        "cpu": "training was no faster compiled (0.8 to 1.0 times); oneDNN makes the convolutions in any case",
+        "cpu": f"training ran 0.8 to 1.0 times as fast compiled {MEASURED}; oneDNN makes the convolutions in any case",
     }
-    return False, why.get(device, "not yet measured to pay; `make bench-gpu` measures it")
+    return "", why.get(device, "a run tries it on this GPU as it begins")

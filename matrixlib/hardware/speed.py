@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SIDES = (2048, 4096, 8192)
 REPEAT = 10
 """Products of a call on an accelerator, so that starting them does not count."""
+PIECE = {True: (512, 4), False: (2048, 256)}
+"""Side of the matrices and number of boards that are enough to compare by, on the CPU and elsewhere."""
 FEWEST, MOST = 3, 200
 """Calls of each function in `turns`."""
 Kinds = Mapping[str, tuple[float, Callable[[], object]]]
@@ -55,22 +57,25 @@ def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def core_rates(bf16: bool, seconds: float = 0.8) -> Rates:
-    """Measure one core for about `seconds`, with bf16 where `bf16` says that the processor has it.
+def rates(device: str, bf16: bool, seconds: float = 0.8) -> Rates:
+    """Measure one core of the CPU, or a whole accelerator, for about `seconds`; bf16 where `bf16` says that it has it.
 
-    Meant to compare, and to come to the same end on a busy machine: pieces of a millisecond at most take turns
-    on one thread, and the best of each counts.
+    Meant to compare, and to come to the same end on a busy machine: short pieces take turns (on the CPU of a
+    millisecond at most, on one thread), and the best of each counts.
     """
     import torch
 
     kinds: dict[str, tuple[float, Callable[[], object]]] = {}
-    with _threads(1):
+    side, boards = PIECE[device == "cpu"]
+    with _threads(1) if device == "cpu" else contextlib.nullcontext():
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))[: 2 if bf16 else 1]:
-            kinds[f"matrix_{name}"] = _product("cpu", dtype, 512)
-            kinds[f"conv_{name}"] = _convolution(dtype, last=False)
-            kinds[f"conv_{name}_last"] = _convolution(dtype, last=True)
+            kinds[f"matrix_{name}"] = _product(device, dtype, side)
+            kinds[f"conv_{name}"] = _convolution(device, dtype, boards, last=False)
+            if device == "cpu":
+                kinds[f"conv_{name}_last"] = _convolution(device, dtype, boards, last=True)
         best = _best(kinds, seconds)
-    return Rates(**{name: round(best.get(name, 0.0), 1) for name in Rates.__dataclass_fields__})
+    names = [name for name in Rates.__dataclass_fields__ if name != "problem"]
+    return Rates(**{name: round(best.get(name, 0.0), 1) for name in names})
 
 
 def device_rates(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[str, float]:
@@ -156,10 +161,13 @@ def _side(device: str, dtype: torch.dtype, seconds: float) -> int:
 
 
 def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a square matrix product that has ended when the call returns."""
+    """(FLOP, call) of a square matrix product that has ended when the call returns.
+
+    Of random numbers: ones switch so few transistors that a GPU clocks an eighth higher than with data.
+    """
     import torch
 
-    a, b = torch.ones(n, n, device=device, dtype=dtype), torch.ones(n, n, device=device, dtype=dtype)
+    a, b = _noise(device, dtype, n, n), _noise(device, dtype, n, n)
     repeat = 1 if device == "cpu" else REPEAT
 
     def call() -> None:
@@ -170,16 +178,27 @@ def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[
     return 2.0 * n**3 * repeat, call
 
 
-def _convolution(dtype: torch.dtype, last: bool) -> tuple[float, Callable[[], object]]:
-    """(FLOP, call) of a 3x3 convolution over 4 boards with 96 channels, forward and backward."""
+def _convolution(device: str, dtype: torch.dtype, boards: int, last: bool) -> tuple[float, Callable[[], object]]:
+    """(FLOP, call) of a 3x3 convolution over so many boards with 96 channels, forward and backward."""
     import torch
     from torch.nn import functional
 
     memory_format = torch.channels_last if last else torch.contiguous_format
-    x = torch.ones(4, 96, 8, 8, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
-    w = torch.ones(96, 96, 3, 3, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+    x = _noise(device, dtype, boards, 96, 8, 8).contiguous(memory_format=memory_format).requires_grad_()
+    w = _noise(device, dtype, 96, 96, 3, 3).contiguous(memory_format=memory_format).requires_grad_()
+    repeat = 1 if device == "cpu" else REPEAT
 
     def call() -> None:
-        functional.conv2d(x, w, padding=1).sum().backward()
+        for _ in range(repeat):
+            torch.autograd.grad(functional.conv2d(x, w, padding=1).sum(), (x, w))
+        synchronize(device)
 
-    return 3 * 2.0 * 4 * 64 * 96 * 96 * 9, call
+    return 3 * 2.0 * boards * 64 * 96 * 96 * 9 * repeat, call
+
+
+def _noise(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Normal numbers, from a stream of their own: measuring leaves those of a run alone."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)

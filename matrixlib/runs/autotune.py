@@ -1,4 +1,6 @@
-"""What is tried before a run begins, with updates of a throwaway model: rows of a pass, layout, time, memory."""
+"""What is tried before a run begins, with updates of a throwaway model: whether device and dtype compute what the CPU
+does, rows of a pass, layout, the compiler, time, memory.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +10,114 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from matrixlib.config import Config
 from matrixlib.files import read_json, write_json
+from matrixlib.hardware import machine, speed
 from matrixlib.hardware import runtime as runtimes
-from matrixlib.hardware import speed
 from matrixlib.hardware.load import CROWDED, Clocks, Usage, load_average
-from matrixlib.runs.data import RunData
+from matrixlib.runs.data import RunData, RunError
+from matrixlib.runs.record import runtime_config
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     from torch import Tensor
 
+ISSUE = "pytorch issue 177116"
 LOOK_SECONDS = 0.1
 """Time over which the processors are looked at as a run begins, at least: they are counted in hundredths of it."""
 
 
-def tune_micro_batch(data: RunData) -> runtimes.Runtime:
-    """The runtime with the best micro-batch of those that fit in memory, by trying."""
+def settle(data: RunData, requested: Config) -> RunData:
+    """The data of a run that begins, with the runtime that updates are right and fast in; what was tried stands in its
+    reasons. Nothing is tried in fp32 on the CPU.
+
+    Raises RunError where the user named a device or a dtype whose updates are not what the CPU computes.
+    """
+    data, most = _agreeing(data, requested)
+    if data.runtime.device != "cpu" and requested.train.micro_batch == "auto":
+        data = _with(data, tune_micro_batch(data, most))
+    if data.runtime.device == "cuda":
+        data = _with(data, choose_layout(data, fixed=requested.runtime.channels_last != "auto"))
+        data.runtime.apply()
+    if data.runtime.device == "cuda" and requested.runtime.compile == "auto":
+        from matrixlib.engine.trials import choose_compile
+
+        gpu = machine.facts().gpu
+        card = gpu.name if gpu else data.runtime.device
+        choice = choose_compile(data.task, _first(data), data.runtime, data.config, card)
+        data = _with(data, data.runtime.with_choice("compile", *choice))
+    return data
+
+
+def _agreeing(data: RunData, requested: Config) -> tuple[RunData, int]:
+    """Data with a runtime in which an update is what the CPU computes, and the rows of a pass at most, 0 = any number.
+
+    Where it is not, fp32 stands in for another dtype, and the CPU for another device, unless the user named them.
+    """
+    from matrixlib.engine.trials import compare
+
+    while (runtime := data.runtime).device != "cpu" or runtime.dtype != "fp32":
+        trial = compare(data.task, _first(data), runtime, data.config)
+        if not trial.problem:
+            return _capped(data, trial.linear_rows)
+        name, value = ("dtype", runtime.dtype) if runtime.dtype != "fp32" else ("device", runtime.device)
+        if runtime.requested(name):
+            option = "precision" if name == "dtype" else name
+            raise RunError(
+                f"{option} '{value}' was asked for, but an update in it on {runtime.device} is not what the CPU "
+                f"computes: {trial.problem}; use 'auto', which takes what works"
+            )
+        why = f"{value} was tried and is wrong here: {trial.problem}"
+        if name == "dtype":
+            runtime = runtime.in_fp32(why)
+        else:
+            options = requested.runtime.model_copy(update={"device": "cpu"})
+            runtime = runtimes.resolve(options, requested.train, requested.data).with_choice("device", "cpu", why)
+            runtime.apply()
+        data.messages.append(f"warning: {name} {value} -> {getattr(runtime, name)}: {why}")
+        data = _with(data, runtime)
+    return data, 0
+
+
+def _capped(data: RunData, linear_rows: int) -> tuple[RunData, int]:
+    """As `_agreeing`. linear_rows: of the largest linear layer's input for each row of a pass."""
+    if data.runtime.device != "mps" or not linear_rows:
+        return data, 0
+    most = max(1, runtimes.LINEAR_ROWS // linear_rows)
+    if data.runtime.micro_batch > most:
+        why = f"with more than {runtimes.LINEAR_ROWS:,} rows of a linear layer mps makes wrong gradients ({ISSUE})"
+        data.messages.append(f"train.micro_batch: {data.runtime.micro_batch} -> {most}: {why}")
+        data = _with(data, data.runtime.with_choice("micro_batch", most, why))
+    return data, most
+
+
+def _with(data: RunData, runtime: runtimes.Runtime) -> RunData:
+    """The same data with another runtime, in the configuration too."""
+    return replace(data, runtime=runtime, config=runtime_config(data.config, runtime))
+
+
+def tune_micro_batch(data: RunData, most: int = 0) -> runtimes.Runtime:
+    """The runtime with the best micro-batch of those that fit in memory, by trying. most: rows of one; 0 = all."""
     from matrixlib.engine.microbatch import tune_step
     from matrixlib.engine.step import throwaway
+    from matrixlib.engine.task import rows, slice_batch
 
     with throwaway(data.task, data.runtime, data.config) as step:
-        tuning = tune_step(step, _tensors(data.training.batch(0)), data.config.memory.limit)
+        batch = _first(data)
+        parts = -(-rows(batch) // most) if most else 1
+        tuning = tune_step(step, slice_batch(batch, 0, -(-rows(batch) // parts)), data.config.memory.limit)
     data.messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}")
-    return replace(data.runtime, micro_batch=tuning.size)
+    return data.runtime.with_choice("micro_batch", tuning.size, "the fastest of those that fit in memory, by trying")
 
 
 def choose_layout(data: RunData, fixed: bool) -> runtimes.Runtime:
     """The runtime with the layout that updates are fastest in; fixed: with its memory format, which the user named."""
     from matrixlib.engine import layout
 
-    return layout.choose_layout(data.task, _tensors(data.training.batch(0)), data.runtime, data.config, fixed)
+    plain = replace(data.runtime, compile="")  # else each layout would be compiled
+    runtime = layout.choose_layout(data.task, _first(data), plain, data.config, fixed)
+    return replace(runtime, compile=data.runtime.compile)
 
 
 def fit_steps(data: RunData) -> tuple[int, float]:
@@ -63,6 +142,11 @@ def start_notes(runtime: runtimes.Runtime, clocks: Clocks) -> list[str]:
     return [f"warning: the machine is busy: {usage.words()}; updates will take longer than they could"]
 
 
+def _first(data: RunData) -> dict[str, Tensor]:
+    """The first update's rows."""
+    return _tensors(data.training.batch(0))
+
+
 def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     import torch
 
@@ -74,7 +158,7 @@ def memory_table(data: RunData) -> pd.DataFrame:
     from matrixlib.engine import memory, step
 
     with step.throwaway(data.task, data.runtime, data.config) as updates:
-        batch = _tensors(data.training.batch(0))
+        batch = _first(data)
         return memory.by_part(lambda: updates(batch), updates.model, updates.optimiser)
 
 

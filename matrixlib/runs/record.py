@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.files import write_json, write_text
+from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import changed, parse_config
@@ -71,7 +70,7 @@ def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
         "precision": runtime.dtype,
         "threads": runtime.threads,
         "channels_last": runtime.channels_last,
-        "compile": runtime.compile,
+        "compile": runtime.compile or False,
     }
 
 
@@ -97,7 +96,7 @@ def write_record(
             "requested": configuration.dump(requested),
             "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
             "commit": git_commit(),
-            "versions": versions(),
+            "versions": machine.versions(),
             "catalogue": catalogue,
             "runtime": runtime.to_dict(),
             "update_seconds": update_seconds,
@@ -119,14 +118,3 @@ def git_commit() -> str:
         return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
     except FileNotFoundError:
         return ""
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes."""
-    packages = {"python": platform.python_version()}
-    for name in ("matrixlib", "torch", "numpy", "numba", "chess", "safetensors"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "not installed"
-    return packages

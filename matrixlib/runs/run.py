@@ -434,15 +434,11 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     runtime.apply()
     task = spec.task(config)
     data = RunData(config, runtime, spec, task, catalogue, messages)
-    if not record and requested.train.micro_batch == "auto" and runtime.device != "cpu":
-        runtime = autotune.tune_micro_batch(data)
-        config = runtime_config(config, runtime)
-        data.runtime, data.config = runtime, config  # the trials that follow are with this micro-batch
-    if not record and runtime.device == "cuda":
-        runtime = autotune.choose_layout(data, fixed=requested.runtime.channels_last != "auto")
-        config = runtime_config(config, runtime)
-        data.runtime, data.config = runtime, config
-        runtime.apply()
+    if not record:
+        data = autotune.settle(data, requested)
+        runtime, config = data.runtime, data.config
+    if runtime.compile:
+        messages.append(f"compiled code is kept in {files.compiled_code()}, where the next run finds it")
     update_seconds: float | None = record.get("update_seconds")
     if config.train.steps == "auto":
         steps, update_seconds = autotune.fit_steps(data)

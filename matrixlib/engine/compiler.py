@@ -1,0 +1,55 @@
+"""torch.compile: where its code lies, what its modes ask of training, what broke its graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from matrixlib.files import compiled_code
+
+GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
+"""Modes that record CUDA graphs: these write their results, gradients too, to the same memory each time."""
+
+
+def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = None) -> nn.Module:
+    """torch.compile in one of its modes.
+
+    Its code is kept with our other files, where the next process finds it: torch alone keeps it under /tmp, which a
+    restart of the machine empties. A TORCHINDUCTOR_CACHE_DIR of the user's stands.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
+    forward: Any = torch.compile(model, dynamic=dynamic, mode=mode)
+    return forward
+
+
+def begin_pass(mode: str) -> None:
+    """To be called before each forward pass: what the last one has made may now be written over."""
+    if mode in GRAPHS:
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def keep_gradients(mode: str, parameters: Sequence[Tensor]) -> None:
+    """To be called after a backward pass whose gradients the next one adds to.
+
+    A recorded graph lends its own memory as `.grad`, which its next run writes over: four micro-batches then give the
+    gradient of one (https://github.com/pytorch/pytorch/issues/169545).
+    """
+    if mode in GRAPHS:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+
+def graph_breaks() -> str:
+    """Why graphs of this process were broken so far, a reason once; "" where none was.
+
+    A break costs a launch for each piece and keeps operations from being fused across it; TORCH_LOGS=graph_breaks
+    shows the place in the code.
+    """
+    from torch._dynamo.utils import counters
+
+    return "; ".join(" ".join(reason.split())[:100] for reason in counters["graph_break"])

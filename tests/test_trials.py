@@ -1,0 +1,343 @@
+"""What is tried before a run: an update beside the CPU's, the dtype and the device that stand in for wrong ones, and
+whether the compiler pays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
+
+from matrixlib.config import Config
+from matrixlib.engine import compiler, trials
+from matrixlib.engine.microbatch import Trial, Tuning
+from matrixlib.engine.trials import Comparison, Compiling, compare
+from matrixlib.hardware import machine
+from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware.runtime import Runtime
+from matrixlib.runs import autotune
+from matrixlib.runs.data import RunError
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = Config(task="toy")
+BF16 = toy_runtime(8, dtype="bf16")
+
+
+class Faulty(torch.autograd.Function):
+    """The identity, with a gradient that is not its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, fault: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.fault = fault
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.fault(gradient), None
+
+
+class FaultyNet(ToyNet):
+    """Wrong in autocast alone, as a device is in one dtype."""
+
+    forward_fault: Callable[[Tensor], Tensor] | None = None
+    backward_fault: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if torch.is_autocast_enabled("cpu"):
+            inner = self.inner(x)
+            inner = inner if self.backward_fault is None else Faulty.apply(inner, self.backward_fault)
+            hidden = torch.relu(self.norm(inner))
+            plane = self.plane(hidden).squeeze(1)
+            plane = plane if self.forward_fault is None else self.forward_fault(plane)
+            return {"class": self.classes(hidden), "plane": plane}
+        return super().forward(x)
+
+
+@dataclass
+class FaultyTask(ToyTask):
+    faults: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+    def build_model(self) -> nn.Module:
+        net = FaultyNet(self.width, self.dropout, self.norm)
+        for name, fault in self.faults.items():
+            setattr(net, name, fault)
+        return net
+
+
+def unsupported(value: Tensor) -> Tensor:
+    raise TypeError("BFloat16 is not supported on MPS\nand more")
+
+
+def test_an_update_that_is_right_has_no_problem_and_leaves_the_random_streams_alone() -> None:
+    before = torch.get_rng_state()
+    found = compare(ToyTask(dropout=0.5, norm="batch"), toy_batch(32), BF16, CONFIG)
+    assert found == Comparison("", 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ({"backward_fault": lambda gradient: 1000 * gradient}, "the gradient of inner has norm .* where the CPU's has"),
+        ({"backward_fault": lambda gradient: gradient.flip(1)}, "the gradient of inner points elsewhere .* cosine"),
+        ({"backward_fault": lambda gradient: gradient * torch.nan}, "non-finite gradient|not finite"),
+        ({"forward_fault": lambda value: value + 2}, "the loss of plane is .* where the CPU has"),
+        ({"forward_fault": unsupported}, "BFloat16 is not supported on MPS$"),
+    ],
+)
+def test_each_fault_of_a_device_is_seen(fault: dict[str, Any], problem: str) -> None:
+    task = FaultyTask(faults=fault)
+    assert not compare(task, toy_batch(32), replace(BF16, dtype="fp32"), CONFIG).problem
+    found = compare(task, toy_batch(32), BF16, CONFIG).problem
+    assert re.search(problem, found), found
+
+
+def test_a_fault_of_the_networks_own_is_raised() -> None:
+    class Broken(ToyTask):
+        def losses(self, *args: Any) -> Any:
+            raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        compare(Broken(), toy_batch(8), BF16, CONFIG)
+
+
+def test_the_rows_of_linear_layers_are_counted_for_a_row_of_the_batch() -> None:
+    with trials.LinearRows() as linear:
+        nn.Linear(3, 2)(torch.zeros(4, 64, 3))
+        nn.Linear(2, 5)(torch.zeros(4, 2))
+    assert linear.rows == 256
+
+
+# What stands in for a wrong dtype or device
+
+
+class Training:
+    def batch(self, number: int) -> dict[str, np.ndarray]:
+        return {name: tensor.numpy() for name, tensor in toy_batch(4096).items()}
+
+
+@dataclass
+class StubData:
+    """What `settle` needs of a run's data."""
+
+    runtime: Runtime
+    config: Config
+    task: ToyTask = field(default_factory=ToyTask)
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def training(self) -> Training:
+        return Training()
+
+
+def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubData:
+    """On a made-up Mac where updates in these of fp32 and bf16 are wrong; with these options of the runtime."""
+    rates = machine.Rates(1, 2, 1, 0, 2, 0)
+    mac = machine.DeviceFacts(platform="darwin", cores=8, mps=True, macos=(26, 0), rates=rates)
+    monkeypatch.setattr(machine, "facts", lambda: replace(mac, rates=None))
+    monkeypatch.setattr(runtimes.speed, "rates", lambda device, bf16: rates)
+    monkeypatch.setattr(Runtime, "apply", lambda self: None)
+    monkeypatch.setattr(autotune, "runtime_config", lambda config, runtime: config)
+
+    def compared(task: object, batch: object, runtime: Runtime, config: object) -> Comparison:
+        bad = runtime.dtype in wrong.split() and runtime.device == "mps"
+        return Comparison("a gradient a thousand times too large" if bad else "", 64)
+
+    monkeypatch.setattr(trials, "compare", compared)
+    config = CONFIG.model_copy(update={"runtime": CONFIG.runtime.model_copy(update=options)})
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"batch_size": 4096, "micro_batch": 700})}
+    )
+    runtime = runtimes.resolve(config.runtime, config.train, config.data)
+    data: Any = StubData(runtime, config)
+    return autotune.settle(data, config)  # type: ignore[return-value]
+
+
+def test_a_wrong_dtype_falls_back_to_fp32_and_a_wrong_device_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = settle(monkeypatch, "")
+    assert (right.runtime.device, right.runtime.dtype) == ("mps", "bf16")
+    exact = settle(monkeypatch, "bf16")
+    assert (exact.runtime.device, exact.runtime.dtype) == ("mps", "fp32")
+    assert "bf16 was tried and is wrong here: a gradient a thousand times too large" in exact.runtime.table()
+    assert any("dtype bf16 -> fp32" in message for message in exact.messages)
+    assert settle(monkeypatch, "bf16", precision="fp32").runtime.dtype == "fp32"
+    slow = settle(monkeypatch, "bf16 fp32")
+    assert slow.runtime.device == "cpu"
+    assert "device cpu: mps was tried and is wrong here" in slow.runtime.table()
+
+
+def test_what_the_user_named_is_refused_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunError, match=r"precision 'bf16' was asked for, but .* thousand times too large; use 'auto'"):
+        settle(monkeypatch, "bf16", precision="bf16")
+    with pytest.raises(RunError, match="device 'mps' was asked for, but"):
+        settle(monkeypatch, "bf16 fp32", device="mps")
+    monkeypatch.setenv("MATRIXLIB_DEVICE", "mps")
+    with pytest.raises(RunError, match="device 'mps' was asked for, but"):
+        settle(monkeypatch, "bf16 fp32")
+
+
+def test_on_mps_no_pass_has_more_rows_of_a_linear_layer_than_its_gradients_bear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 squares of each position: 512 positions are 32,768 rows."""
+    data = settle(monkeypatch, "")
+    assert data.runtime.micro_batch == 512
+    assert "177116" in data.runtime.table()
+    tried: list[int] = []
+
+    def tuned(step: object, batch: dict[str, Tensor], limit: float) -> Tuning:
+        tried.append(len(batch["x"]))
+        return Tuning(512, (Trial(512, 0.1, None, ""),))
+
+    monkeypatch.setattr("matrixlib.engine.microbatch.tune_step", tuned)
+    here: Any = replace(data, runtime=toy_runtime(256, reasons=("micro_batch 256: a start",)))
+    runtime = autotune.tune_micro_batch(here, most=1000)
+    assert tried == [820], "five parts of 4,096 rows"
+    assert runtime.reasons == ("micro_batch 512: the fastest of those that fit in memory, by trying",)
+
+
+# The compiler
+
+
+class Wrapper(nn.Module):
+    """As torch.compile's, which multiplies what the network says."""
+
+    factor = 1.0
+
+    def __init__(self, model: nn.Module, **options: object) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, *inputs: Tensor, **more: Any) -> Any:
+        if self.factor == 0:
+            raise RuntimeError("InductorError: no C++ compiler")
+        return {name: self.factor * value for name, value in self._orig_mod(*inputs, **more).items()}
+
+
+@pytest.mark.parametrize(
+    ("factor", "problem"),
+    [
+        (1.0, ""),
+        (1.5, "the compiled (loss|gradient) .* the plain one"),
+        (0.0, "torch.compile failed.*no C\\+\\+ compiler"),
+    ],
+)
+def test_compiled_updates_have_to_be_the_same(monkeypatch: pytest.MonkeyPatch, factor: float, problem: str) -> None:
+    monkeypatch.setattr(torch, "compile", Wrapper)
+    monkeypatch.setattr(Wrapper, "factor", factor)
+    found = trials.try_compiled(ToyTask(), toy_batch(16), toy_runtime(), CONFIG)
+    assert re.match(problem, found.problem) if problem else not found.problem
+    assert found.plain > 0
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What is tried, with made-up seconds: 0.1 plain, and 0.05 or what the test puts into the list's end compiled."""
+    calls: list[str] = []
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
+
+    def timed(task: object, batch: object, runtime: Runtime, config: object) -> Any:
+        calls.append("plain")
+        return 0.1, None, ""
+
+    monkeypatch.setattr(trials, "_timed", timed)
+    return calls
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, calls: list[str], found: Compiling, **changes: Any) -> tuple[str, str]:
+    def tried(*args: object) -> Compiling:
+        calls.append("compiled")
+        return found
+
+    monkeypatch.setattr(trials, "try_compiled", tried)
+    steps, card = changes.pop("steps", 10_000), changes.pop("card", "H200")
+    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": steps})})
+    return trials.choose_compile(ToyTask(), toy_batch(8), toy_runtime(**changes), config, card)
+
+
+def test_compiling_is_tried_once_for_a_network_and_a_card(monkeypatch: pytest.MonkeyPatch, measured: list[str]) -> None:
+    fast, slow = Compiling(0.1, 0.05), Compiling(0.1, 0.1)
+    assert choose(monkeypatch, measured, fast) == ("default", "updates are 2.00 times as fast compiled, tried on H200")
+    assert measured == ["plain", "compiled"]
+    assert choose(monkeypatch, measured, slow)[0] == "default", "from the cache"
+    assert measured == ["plain", "compiled"]
+    assert choose(monkeypatch, measured, slow, card="T4")[0] == ""
+    assert choose(monkeypatch, measured, slow, dtype="bf16")[0] == ""
+    assert measured == ["plain", "compiled"] * 3
+
+
+def test_a_short_run_tries_nothing_and_a_failure_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, measured: list[str]
+) -> None:
+    mode, why = choose(monkeypatch, measured, Compiling(0.1, 0.01), steps=60)
+    assert (mode, measured) == ("", ["plain"])
+    assert why == "6 seconds of updates would not win back the time of compiling"
+    for _ in range(2):
+        mode, why = choose(monkeypatch, measured, Compiling(0.1, 0.05, "torch.compile failed: no triton"))
+        assert (mode, why) == ("", "tried on H200: torch.compile failed: no triton")
+    assert measured.count("compiled") == 2
+    assert choose(monkeypatch, measured, Compiling(0.1, 0.05), steps="auto")[0] == "default"
+    for file in (Path(os.environ["MATRIXLIB_CACHE"]) / "compile").iterdir():
+        file.write_text("{")
+    assert choose(monkeypatch, measured, Compiling(0.1, 0.2), steps="auto")[0] == "", "damaged: measured again"
+
+
+def test_gradients_that_a_recorded_graph_lends_are_taken_out_of_its_memory() -> None:
+    for mode, own in (("reduce-overhead", True), ("default", False)):
+        parameter = nn.Parameter(torch.zeros(3))
+        lent = parameter.grad = torch.ones(3)
+        compiler.begin_pass(mode)
+        compiler.keep_gradients(mode, [parameter, nn.Parameter(torch.zeros(2))])
+        lent.fill_(7)
+        assert (float(parameter.grad[0]) == 1) is own
+
+
+PROGRAM = """
+import json, sys, torch
+from toy_task import ToyTask, toy_batch, toy_runtime
+from torch._dynamo.utils import counters
+from matrixlib.config import Config
+from matrixlib.engine.step import Step
+torch.manual_seed(0)
+plain = Step(ToyTask(), ToyTask().build_model(), toy_runtime(32), Config(task="toy"), 100)
+torch.manual_seed(0)
+step = Step(ToyTask(), ToyTask().build_model(), toy_runtime(32, compile=sys.argv[1]), Config(task="toy"), 100)
+losses = [(step(toy_batch(32, i)).loss, plain(toy_batch(32, i)).loss) for i in range(3)]
+assert all(abs(a - b) < 1e-4 for a, b in losses), losses
+assert hasattr(step.model, "_orig_mod"), "went on without the compiler"
+print(json.dumps({"broken": dict(counters["graph_break"]), **counters["inductor"]}))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compiled_updates_are_the_same_and_the_next_process_finds_the_code(tmp_path: Path, mode: str) -> None:
+    """The real compiler, twice: the second process compiles nothing."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler on this machine")
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"MATRIXLIB_CACHE": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(json.loads(done.stdout.splitlines()[-1]))
+    assert counts[0]["fxgraph_cache_miss"] > 0
+    assert counts[1].get("fxgraph_cache_miss", 0) == 0 < counts[1]["fxgraph_cache_hit"]
+    assert not counts[0]["broken"]
+    assert any((tmp_path / "compiled").iterdir())
