@@ -478,7 +478,7 @@ def test_a_replay_that_runs_out_of_memory_leaves_the_update_skipped(monkeypatch:
 class Uncompilable(nn.Module):
     """As torch.compile's wrapper where the compiler fails after `good` calls, with random numbers drawn."""
 
-    def __init__(self, model: nn.Module, good: int = 0, dynamic: bool | None = None, mode: str = "") -> None:
+    def __init__(self, model: nn.Module, good: int = 0, **options: object) -> None:
         super().__init__()
         self._orig_mod, self.good = model, good
 

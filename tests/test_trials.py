@@ -176,7 +176,7 @@ def test_a_wrong_dtype_falls_back_to_fp32_and_a_wrong_device_to_the_cpu(monkeypa
     assert settle(monkeypatch, "bf16", precision="fp32").runtime.dtype == "fp32"
     slow = settle(monkeypatch, "bf16 fp32")
     assert slow.runtime.device == "cpu"
-    assert "device cpu: mps was tried and is wrong here" in slow.runtime.table()
+    assert "mps was tried and is wrong here" in slow.runtime.table()
 
 
 def test_what_the_user_named_is_refused_instead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,6 @@ def test_gradients_that_a_recorded_graph_lends_are_taken_out_of_its_memory() -> 
     for mode, own in (("reduce-overhead", True), ("default", False)):
         parameter = nn.Parameter(torch.zeros(3))
         lent = parameter.grad = torch.ones(3)
-        compiler.begin_pass(mode)
         compiler.keep_gradients(mode, [parameter, nn.Parameter(torch.zeros(2))])
         lent.fill_(7)
         assert (float(parameter.grad[0]) == 1) is own

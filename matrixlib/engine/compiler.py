@@ -13,16 +13,23 @@ from matrixlib.files import compiled_code
 
 GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
 """Modes that record CUDA graphs: these write their results, gradients too, to the same memory each time."""
+ON_CPU = {"cpp_wrapper": True}
+"""Kernels are called from C++. oneDNN makes the convolutions in any case, and the width of vectors is the compiler's
+choice: half of AVX-512's was as fast."""
 
 
 def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = None) -> nn.Module:
-    """torch.compile in one of its modes.
+    """torch.compile in one of its modes; a network in training mode on the CPU also with the settings for that.
 
     Its code is kept with our other files, where the next process finds it: torch alone keeps it under /tmp, which a
     restart of the machine empties. A TORCHINDUCTOR_CACHE_DIR of the user's stands.
     """
+    from torch._inductor import list_mode_options
+
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
-    forward: Any = torch.compile(model, dynamic=dynamic, mode=mode)
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
+    forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # takes no mode beside options
     return forward
 
 
