@@ -527,6 +527,14 @@ def test_compiled_code_is_kept_where_a_restart_leaves_it(monkeypatch: pytest.Mon
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == other, "what the user set stands"
 
 
+def test_weights_and_buffers_in_half_precision_are_refused() -> None:
+    for part in ("norm", "plane"):
+        model = ToyNet(norm="batch")
+        getattr(model, part).to(torch.bfloat16)
+        with pytest.raises(ValueError, match=f"^{part}.* is in half precision; build the network in fp32"):
+            Step(ToyTask(), model, toy_runtime(), CONFIG, 10)
+
+
 def test_updates_before_a_run_leave_the_random_streams_as_they_were() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     with throwaway(ToyTask(dropout=0.5), toy_runtime(), CONFIG) as step:

@@ -94,6 +94,9 @@ class Step:
         """A step of a run of `steps` updates; the model goes to the device and into training mode."""
         plain, self.model = place(model, runtime)
         plain.train()
+        low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
+        if low:
+            raise ValueError(f"{low[0]} is in half precision; build the network in fp32: runtime.precision is autocast's")
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
         self.schedule = Schedule.of(config.optim, steps)
