@@ -531,7 +531,7 @@ def test_weights_and_buffers_in_half_precision_are_refused() -> None:
     for part in ("norm", "plane"):
         model = ToyNet(norm="batch")
         getattr(model, part).to(torch.bfloat16)
-        with pytest.raises(ValueError, match=f"^{part}.* is in half precision; build the network in fp32"):
+        with pytest.raises(ValueError, match=f"^{part}.* is in half precision; build networks in fp32"):
             Step(ToyTask(), model, toy_runtime(), CONFIG, 10)
 
 

@@ -96,7 +96,7 @@ class Step:
         plain.train()
         low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
         if low:
-            raise ValueError(f"{low[0]} is in half precision; build the network in fp32: runtime.precision is autocast's")
+            raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
         self.schedule = Schedule.of(config.optim, steps)
