@@ -49,7 +49,7 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
     (M5, {}, "mps bf16 no-scaler 'convolution 1 and 1'"),
     (replace(M5, rates=Rates(1, 2, 1, 0, 0.9, 0)), {}, "mps fp32"),
     (replace(M5, rates=None), {}, "mps fp32 'not measured'"),
-    (replace(M5, rates=Rates(1, 0, 1, 0, 0, 0, "no bf16 kernel")), {}, "mps fp32 'bf16 does not work: no bf16 kernel'"),
+    (replace(M5, bf16_problem="no bf16 kernel"), {}, "mps fp32 'bf16 does not work: no bf16 kernel'"),
     (M3, {"channels_last": True, "compile": True}, "channels_last compile '193349' '192551'"),
     (replace(M5, macos=(13, 6)), {}, "mps fp32 'macOS 14'"),
     (ZEN4, {}, "cpu bf16 no-scaler channels_last no-compile workers=1 prefetch=2 threads=8"),

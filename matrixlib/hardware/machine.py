@@ -52,7 +52,6 @@ class Rates:
     conv_fp32_last: float
     conv_bf16: float
     conv_bf16_last: float
-    problem: str = ""  # why there is no figure for bf16 where there should be one
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ class DeviceFacts:
     mps_problem: str = "no Apple GPU was found"  # why mps is False
     macos: tuple[int, int] = (0, 0)
     rates: Rates | None = None
+    bf16_problem: str = ""  # why bf16 does not work where it should
 
     @property
     def bf16(self) -> bool:

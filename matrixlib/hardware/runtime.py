@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.hardware import machine, speed
-from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts, Rates
+from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
     facts = machine.facts()
     device, _ = select_device(facts, runtime.device)
     if "auto" in {"cpu": (runtime.precision, runtime.channels_last), "mps": (runtime.precision,)}.get(device, ()):
-        facts = replace(facts, rates=_rates(device, native_bf16(facts, device)))
+        facts = _measured(facts, device)
     resolved = policy(facts, runtime, train, data)
     if not forced:
         return resolved
@@ -193,14 +193,15 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
     return replace(resolved, reasons=(f"{first} by MATRIXLIB_DEVICE", *others))
 
 
-def _rates(device: str, bf16: bool) -> Rates:
-    """Rates of a device; without bf16, and with the reason, where an operation in it fails."""
+def _measured(facts: DeviceFacts, device: str) -> DeviceFacts:
+    """With the rates of a device; without bf16, and with the reason, where an operation in it fails."""
+    bf16 = native_bf16(facts, device)
     try:
-        return speed.rates(device, bf16)
+        return replace(facts, rates=speed.rates(device, bf16))
     except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
         if not bf16:
             raise
-        return replace(speed.rates(device, False), problem=str(error).split("\n")[0])
+        return replace(facts, rates=speed.rates(device, False), bf16_problem=str(error).split("\n")[0])
 
 
 def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtime:
@@ -329,8 +330,8 @@ def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
         return "fp32", f"the processor has none of {', '.join(BF16_INSTRUCTIONS)}"
     if facts.rates is None:
         return "fp32", "bf16 was not measured"
-    if facts.rates.problem:
-        return "fp32", f"bf16 does not work: {facts.rates.problem}"
+    if facts.bf16_problem:
+        return "fp32", f"bf16 does not work: {facts.bf16_problem}"
     low, full = facts.rates.matrix_bf16, facts.rates.matrix_fp32
     pays, core = low >= BF16_PAYS * full, " a core" if device == "cpu" else ""
     why = f"matrix product {low:,.0f} GFLOP/s{core} in bf16, {full:,.0f} in fp32"

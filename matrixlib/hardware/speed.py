@@ -74,8 +74,7 @@ def rates(device: str, bf16: bool, seconds: float = 0.8) -> Rates:
             if device == "cpu":
                 kinds[f"conv_{name}_last"] = _convolution(device, dtype, boards, last=True)
         best = _best(kinds, seconds)
-    order = ("matrix_fp32", "matrix_bf16", "conv_fp32", "conv_fp32_last", "conv_bf16", "conv_bf16_last")
-    return Rates(*(round(best.get(name, 0.0), 1) for name in order))
+    return Rates(**{name: round(best.get(name, 0.0), 1) for name in Rates.__dataclass_fields__})
 
 
 def device_rates(device: str, bf16: bool, threads: int, seconds: float = 2.0) -> dict[str, float]:
