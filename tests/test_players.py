@@ -38,7 +38,8 @@ def question(boards: list[chess.Board]) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def turn(boards: list[chess.Board]) -> Turn:
-    return Turn(np.arange(len(boards)), from_boards(boards), [np.zeros(0, np.uint64)] * len(boards))
+    none = [np.zeros(0, np.uint64)] * len(boards), [from_boards([])] * len(boards)
+    return Turn(np.arange(len(boards)), from_boards(boards), *none)
 
 
 @pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])

@@ -73,6 +73,17 @@ class Trace:
         return (signs * (np.nan if self.result is None else self.result)).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Past:
+    """What came before N states: states (N, H), the newest first, of which the first `known` (N,) are there.
+
+    What stands in the others is any state.
+    """
+
+    states: States
+    known: NDArray[np.int64]
+
+
 class Game(Protocol):
     """The rules of a game for two, for batches of N states."""
 

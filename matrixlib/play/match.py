@@ -41,8 +41,8 @@ def search_player(game: Game, evaluate: Evaluate, simulations: int, options: Sea
 
     def play(turn: Turn) -> Choice:
         search = Search(game, evaluate, options, trees=len(turn.games))
-        for tree, past in enumerate(turn.history):
-            search.reset(tree, turn.states[tree : tree + 1], past)
+        for tree, keys in enumerate(turn.history):
+            search.reset(tree, turn.states[tree : tree + 1], keys, past=turn.past[tree])
         results = search.run(simulations)
         comments = [f"{result.value:+.3f}/{result.simulations}" for result in results]
         return Choice(np.array([result.best for result in results], np.int32), comments)
@@ -93,10 +93,11 @@ def play_pairs(
     moves: list[list[int]] = [[] for _ in range(count)]
     comments: list[list[str]] = [[] for _ in range(count)]
     keys = np.zeros((count, plies + 1), np.uint64)
+    course = np.empty((count, plies + 1), states.dtype)
     results, endings = np.zeros(count), ["ply limit"] * count
     live = np.arange(count)
     for ply in range(plies + 1):
-        keys[live, ply] = game.key(states[live])
+        keys[live, ply], course[live, ply] = game.key(states[live]), states[live]
         legal, offsets = game.legal(states[live])
         values = game.terminal(states[live], np.diff(offsets))
         over = ~np.isnan(values)
@@ -112,7 +113,8 @@ def play_pairs(
             games = live[(live + ply) % 2 == second_moves]
             if not len(games):
                 continue
-            choice = player(Turn(games + start, states[games], [keys[i, :ply] for i in games]))
+            before = [keys[i, :ply] for i in games], [course[i, :ply] for i in games]
+            choice = player(Turn(games + start, states[games], *before))
             texts = choice.comments or [""] * len(games)
             for i, move, text in zip(games.tolist(), choice.moves.tolist(), texts, strict=True):
                 if move not in allowed[i]:
@@ -121,8 +123,8 @@ def play_pairs(
                 moves[i].append(move)
                 comments[i].append(text)
         after = game.play(states[live], np.array([moves[i][-1] for i in live], np.int32))
-        before = (keys[live, : ply + 1] == game.key(after)[:, None]).sum(1)
-        states[live] = game.repeat(after, before.astype(np.int32))
+        times = (keys[live, : ply + 1] == game.key(after)[:, None]).sum(1)
+        states[live] = game.repeat(after, times.astype(np.int32))
     records = []
     for i, side in enumerate(np.repeat(game.to_move(openings), 2)):
         players = names if (i + side) % 2 == 0 else names[::-1]
@@ -153,11 +155,13 @@ class MatchOptions(Sprt):
 
 @dataclass(frozen=True)
 class Turn:
-    """Games in which a player is to move: their numbers (N,), states (N,), and the keys of the states before each."""
+    """Games in which a player is to move: their numbers (N,), states (N,), the keys of the states before each, and
+    those states, in the order of the game."""
 
     games: NDArray[np.int64]
     states: States
     history: Sequence[NDArray[np.uint64]]
+    past: Sequence[States]
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from pydantic import Field
 
 from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Positive, Real, Section
 from matrixlib.play import tree as kernels
-from matrixlib.play.game import Game, Moves, Offsets, States, Values
+from matrixlib.play.game import Game, Moves, Offsets, Past, States, Values
 from matrixlib.play.tree import F32, F64, FAR, I32, OF_NODES, U64, Pool
 
-Evaluate: TypeAlias = Callable[[States, Moves, Offsets], tuple[Values, Values]]
+Evaluate: TypeAlias = Callable[..., tuple[Values, Values]]
 """(states (N,), legal moves (K,), offsets (N + 1,)) -> (priors (K,), sum 1 in each state, and the values (N,)
-in [-1, 1] for the sides to move)."""
+in [-1, 1] for the sides to move). One with an attribute `history` above 0 is also given, as the fourth argument, the
+`Past` of so many plies before each state."""
 
 MOST_PLIES = 256  # of a principal variation
 
@@ -127,6 +128,8 @@ class Search:
         self._node_states = game.initial(1024)
         self._roots = np.full(trees, -1, np.int32)
         self._history = np.zeros((trees, 64), np.uint64)  # keys of the states before the root
+        depth: int = getattr(evaluate, "history", 0)
+        self._past = Past(game.initial(trees * depth).reshape(trees, depth), np.zeros(trees, np.int64))
         self._plies = np.zeros(trees, np.int64)
         self._streams = np.arange(trees)
         self._only: list[tuple[int, ...]] = [()] * trees
@@ -139,23 +142,28 @@ class Search:
         history: NDArray[np.uint64] | None = None,
         stream: int | None = None,
         only: Sequence[int] = (),
+        past: States | None = None,
     ) -> None:
         """Put a tree at a state (1,) without what it knew. history: keys of the game's states before it.
 
         Without a history the state is taken as it is, and only positions from it on are seen to repeat. stream: number
         of the random stream, such as that of the game; the tree's own number unless given. only: the legal moves to
-        consider in this state; all unless given.
+        consider in this state; all unless given. past: the last of the states before it, in the order of the game, for
+        an evaluator that looks at them.
         """
-        past = np.zeros(0, np.uint64) if history is None else history
-        if len(past):
-            state = self.game.repeat(state, np.array([(past == self.game.key(state)).sum()], np.int32))
+        keys = np.zeros(0, np.uint64) if history is None else history
+        if len(keys):
+            state = self.game.repeat(state, np.array([(keys == self.game.key(state)).sum()], np.int32))
         self.states[tree] = state[0]
+        depth = self._past.states.shape[1]
+        last = self._past.states[tree, :0] if past is None else past[::-1][:depth]
+        self._past.states[tree, : len(last)], self._past.known[tree] = last, len(last)
         self._roots[tree], self._stale = -1, True
         self._only[tree] = tuple(only)
         self._streams[tree] = tree if stream is None else stream
-        self._plies[tree] = len(past)
-        self._lengthen(len(past))
-        self._history[tree, : len(past)] = past
+        self._plies[tree] = len(keys)
+        self._lengthen(len(keys))
+        self._history[tree, : len(keys)] = keys
 
     def advance(self, trees: Sequence[int], moves: Sequence[int]) -> None:
         """Play a move in each of the trees and keep what is known about the position that arises."""
@@ -163,6 +171,11 @@ class Search:
         self._lengthen(int(self._plies[rows].max(initial=0)) + 1)
         self._history[rows, self._plies[rows]] = self.game.key(self.states[rows])
         self._plies[rows] += 1
+        depth = self._past.states.shape[1]
+        if depth:
+            self._past.states[rows, 1:] = self._past.states[rows, :-1]
+            self._past.states[rows, 0] = self.states[rows]
+            self._past.known[rows] = np.minimum(self._past.known[rows] + 1, depth)
         after = self.game.play(self.states[rows], np.asarray(moves, np.int32))
         past = self._history[rows] == self.game.key(after)[:, None]
         past &= np.arange(past.shape[1]) < self._plies[rows][:, None]
@@ -323,7 +336,8 @@ class Search:
 
     def _add(self, leaf: I32, states: States, keys: U64, moves: Moves, offsets: Offsets, endings: Values) -> None:
         """Evaluate states, which have legal moves, and make nodes of them."""
-        priors, values = self.evaluate(states, moves, offsets)
+        before = (self._before(leaf),) if self._past.states.shape[1] else ()
+        priors, values = self.evaluate(states, moves, offsets, *before)
         if priors.shape != moves.shape or values.shape != leaf[:, 0].shape:
             raise ValueError(f"the evaluator must return {moves.shape} priors and {len(leaf)} values")
         if not (np.isfinite(priors).all() and np.isfinite(values).all()):
@@ -334,6 +348,20 @@ class Search:
         kernels.expand(self.pool, self.nodes, self.edges, leaf, keys, *arrays)
         self.nodes += len(leaf)
         self.edges += len(moves)
+
+    def _before(self, leaf: I32) -> Past:
+        """What came before the states of leaves: the nodes on their way from the root, then what came before that."""
+        game = self._past.states[leaf[:, 2]]
+        states, depth = game.copy(), game.shape[1]
+        node, ways = leaf[:, 1].copy(), np.zeros(len(leaf), np.int64)
+        for ply in range(depth):
+            inside = node >= 0
+            states[inside, ply] = self._node_states[node[inside]]
+            outside = np.flatnonzero(~inside)
+            states[outside, ply] = game[outside, ply - ways[outside]]
+            ways += inside
+            node[inside] = self.pool.parent[node[inside]]
+        return Past(states, np.minimum(ways + self._past.known[leaf[:, 2]], depth))
 
     def _reserve(self, nodes: int, edges: int) -> None:
         p = self.pool

@@ -107,11 +107,26 @@ def load(
 ) -> Network:
     """The network of a run of any task, EMA weights where the run kept them; `run` as `find_run` takes it.
 
+    It may also be the file of a network: Lc0's `.pb.gz`, Matrix0's `.pt`, or an ONNX file that `export` wrote.
     checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run`
     names. compile: torch.compile for policy and value; `auto`: where it was measured to pay. task: the import path of
     a task of somebody's own. Raises ValueError naming the run or checkpoint that is missing or damaged.
     """
     folder, named = find_run(run)
+    if folder.is_file():
+        return open_file(folder, device, compile, task)
     data = configuration.read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
     config = parse_config(data, f"{folder.name}/config.yaml", task)
     return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile)
+
+
+def open_file(path: Path, device: str = "auto", compile: bool | str = "auto", task: str = "") -> Network:
+    """The network in a file, by the first task that reads such files. ValueError where none does, or it is damaged."""
+    for name in (task,) if task else TASKS:
+        net = get_task(name).open_file(path, device, compile)
+        if net is not None:
+            return net
+    raise ValueError(
+        f"'{path}' is no network that can be read: give a run, a checkpoint's folder, Lc0's weights (.pb.gz), a "
+        "checkpoint of Matrix0 (.pt), or an ONNX file that `export` wrote"
+    )

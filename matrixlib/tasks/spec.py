@@ -183,6 +183,13 @@ class TaskSpec(ABC, Generic[ConfigT]):
 
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
+    def open_file(self, path: Path, device: str = "auto", compile: bool | str = "auto") -> Network | None:
+        """The network in a file that another program, or `export`, has written; None where it reads no such file.
+
+        ValueError names a file that it should be able to read, and what is wrong with it.
+        """
+        return None
+
     def evaluate(self, net: Network, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Figures on held-out rows (sample: on so many, 0 = all), with their `baselines`.
 
@@ -271,15 +278,18 @@ def source_curriculum(config: SourceCurriculumConfig) -> Curriculum | None:
 def find_run(run: str | Path) -> tuple[Path, str]:
     """(folder, checkpoint) of a run's folder, of its name under reports/, or of a checkpoint's folder in it.
 
-    checkpoint: `best` unless one was named. ValueError where there is no run.
+    checkpoint: `best` unless one was named. Of a file: its path, and no checkpoint. ValueError where there is nothing.
     """
+    if Path(run).is_file():
+        return Path(run), ""
     for folder in (Path(run), reports_root() / run):
         if (folder / "config.yaml").exists():
             return folder, "best"
         if (folder / "state.json").exists() and (folder.resolve().parents[1] / "config.yaml").exists():
             return folder.resolve().parents[1], folder.resolve().name
     raise ValueError(
-        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, or one of its checkpoints"
+        f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, one of its checkpoints, or the "
+        "file of a network (.pb.gz, .pt, .onnx)"
     )
 
 
@@ -301,15 +311,22 @@ def load_network(
     stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
     model = spec.task(config).build_model()
     model.load_state_dict(weights(stored.tensors), strict=True)
+    runtime = runtime_for_use(config, device)
+    return spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
+
+
+def runtime_for_use(config: Config, device: str = "auto", precision: str = "auto") -> Runtime:
+    """What this machine evaluates a network with, whatever it was trained with. ValueError as of `runtime.resolve`."""
+    from matrixlib.hardware import runtime as runtimes
+
     settings = {
         "device": device,
-        "precision": "auto",
+        "precision": precision,
         "threads": "auto",
         "channels_last": "auto",
         "compile": False,
     }
-    runtime = runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
-    return spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
+    return runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
 
 
 def weights(tensors: Mapping[str, dict[str, Tensor]]) -> dict[str, Tensor]:

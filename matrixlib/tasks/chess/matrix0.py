@@ -56,6 +56,14 @@ DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
 IGNORED = frozenset(  # of no effect on the network at the commits that this module reads
     {"visual_encoder_channels", "ssl_curriculum", "ssrl_tasks", "enable_llm_tutor", "llm_model_path"}
 )
+PUBLISHED: dict[str, Any] = {
+    "preact": True,
+    "activation": "silu",
+    "attention_unmasked_mix": 0.2,
+    "attention_heads": 20,
+    "droppath": 0.1,
+}
+"""Of its published network: what shapes do not show, for files that do not say it either."""
 SCHEMAS = ("model_ema", "model", "model_state_dict")
 """Where weights stand in a checkpoint, best first; Matrix0's training and matches read them in this order."""
 ALIASES = {"ssl_head.": "ssl_piece_head."}
@@ -193,7 +201,7 @@ def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: Poli
     surplus, misshapen and non-finite keys, aliases that differ, and files that hold no weights; the model is
     untouched then.
     """
-    data = source if isinstance(source, Mapping) else _read(source)
+    data = source if isinstance(source, Mapping) else read_checkpoint(source)
     schema, state, messages = _choose(data)
     count = len(state)
     own = model.state_dict()
@@ -230,8 +238,66 @@ def _numbers() -> list[Any]:
     return [scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *kinds]
 
 
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The dict in a file; numpy numbers (Matrix0's scheduler leaves some) are allowed beside tensors."""
+def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
+    """Our options for the network of a checkpoint's dict: from the shapes of its weights, from its `config` where that
+    is Matrix0's, and for the rest as the published network has it, which the messages name.
+
+    Raises ValueError as `matrix0_config` does, and where there are no weights of Matrix0.
+    """
+    _, state, _ = _choose(data)
+    if "stem.0.weight" not in state:
+        raise ValueError("these are no weights of Matrix0's network: its first layer, stem.0.weight, is missing")
+    stored: dict[str, Any] = {}
+    for section in (data.get("config"), data.get("model_config")):
+        if isinstance(section, Mapping):
+            stored = {key: value for key, value in section.items() if key in DEFAULTS} | stored
+    shapes = _shapes(state)
+    unknown = {key: value for key, value in PUBLISHED.items() if key not in stored and key not in shapes}
+    if not shapes["attention"]:
+        unknown = {key: value for key, value in unknown.items() if not key.startswith("attention")}
+    listed = ", ".join(f"{key} {value}" for key, value in unknown.items())
+    messages = [f"the file does not say how it was configured; as in Matrix0's own: {listed}"] if unknown else []
+    return matrix0_config(PUBLISHED | stored | shapes), messages
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the shapes of weights say of a NetConfig."""
+    channels = state["stem.0.weight"].shape[0]
+    numbers = {kind: sorted(_tower(state, kind)) for kind in ("conv1", "qkv", "se_fc1")}
+    shapes: dict[str, Any] = {
+        "channels": channels,
+        "blocks": len(numbers["conv1"]),
+        "norm": "batch" if "stem.1.running_mean" in state else "group",
+        "chess_features": any(key.startswith("chess_features.") for key in state),
+        "attention": bool(numbers["qkv"]),
+        "se": bool(numbers["se_fc1"]),
+        "self_supervised": any(key.startswith(("ssl_head.", "ssl_piece_head.")) for key in state),
+        "policy_factor_rank": len(state["policy_fc1.weight"]) if "policy_fc1.weight" in state else 0,
+        "aux_policy_from_square": "aux_from_square.0.weight" in state,
+        "aux_policy_move_type": "aux_move_type.0.weight" in state,
+    }
+    if numbers["qkv"]:
+        first = numbers["qkv"][0]
+        bias = state.get(f"tower.{first}.rel_bias")
+        shapes |= {"attention_every_k": max(1, first), "attention_relbias": bias is not None}
+        if bias is not None and bias.ndim == 4:
+            shapes["attention_heads"] = bias.shape[1]
+    if numbers["se_fc1"]:
+        width = len(state[f"tower.{numbers['se_fc1'][0]}.se_fc1.weight"])
+        ratio = DEFAULTS["se_ratio"]
+        shapes["se_ratio"] = ratio if max(8, int(channels * ratio)) == width else (width + 0.5) / channels
+    return shapes
+
+
+def _tower(state: Mapping[str, Tensor], part: str) -> set[int]:
+    """Numbers of the tower's members that have a part."""
+    matches = (re.fullmatch(rf"tower\.(\d+)\.{part}\.weight", key) for key in state)
+    return {int(match[1]) for match in matches if match}
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The dict in a file, for `config_of` and `load_matrix0`; numpy numbers (Matrix0's scheduler leaves some) are
+    allowed beside tensors. ValueError where it holds anything else, or is damaged."""
     try:
         with torch.serialization.safe_globals(_numbers()):
             data = torch.load(path, map_location="cpu", weights_only=True)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.data.shards import Layout
+from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard
 
 RECORD = np.dtype(
@@ -129,6 +130,47 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
         records["repetition"] = [_repetition(b) for b in boards]
     for name, value in fields.items():
         records[name] = value
+    return records
+
+
+def before(board: chess.Board, plies: int) -> Records:
+    """The positions (k,) before a board, in the order of the game: at most so many, as far back as its moves go.
+
+    The en-passant square of a FEN tells one more, from before the pawn's double step; what came before that is unknown,
+    so it stands in all the places that are left.
+    """
+    walk, past = board.copy(), list[chess.Board]()
+    while walk.move_stack and len(past) < plies:
+        walk.pop()
+        past.append(walk.copy())
+    records = from_boards(past[::-1])
+    root = walk.ep_square is not None and not walk.move_stack and len(past) < plies
+    return np.concatenate([np.repeat(_before_double_step(walk), plies - len(past)), records]) if root else records
+
+
+def past_of(boards: Sequence[chess.Board], plies: int) -> Past:
+    """What came before boards (N,), at most so many plies: `before` of each."""
+    states, known = np.zeros((len(boards), plies), RECORD), np.zeros(len(boards), np.int64)
+    for row, board in enumerate(boards):
+        past = before(board, plies)[::-1]
+        states[row, : len(past)], known[row] = past, len(past)
+    return Past(states, known)
+
+
+def _before_double_step(board: chess.Board) -> Records:
+    """The position (1,) before the double step of an en-passant square; none where no pawn can have made it."""
+    (row,) = records = from_boards([board], repetition=0)
+    assert board.ep_square is not None
+    file = chess.square_file(board.ep_square)
+    squares = np.stack([row["pieces"] & 15, row["pieces"] >> 4], axis=1).reshape(8, 8)
+    if (squares[4:7, file] != (6, 12, 12)).any():
+        return records[:0]
+    squares[4:7, file] = 12, 12, 6
+    squares = np.where(squares == 12, 12, (squares + 6) % 12)[::-1].reshape(32, 2)
+    records["pieces"] = squares[:, 0] | squares[:, 1] << 4
+    records["castling"] = row["castling"] >> 2 | (row["castling"] & 3) << 2
+    records["side"], records["en_passant"], records["halfmove"] = 1 - row["side"], -1, 0
+    records["ply"] = max(int(row["ply"]) - 1, 0)
     return records
 
 

@@ -145,6 +145,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         return Net(model, self.task(config), runtime, serving)
 
+    def open_file(self, path: Path, device: str = "auto", compile: bool | str = "auto") -> Net | None:
+        from matrixlib.tasks.chess.evaluate import files
+
+        return files.open_file(path, device, compile)
+
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
 
@@ -203,13 +208,17 @@ TASK = ChessSpec()
 
 def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto") -> Net:
     """The network of a run of chess; arguments and errors as of `matrixlib.tasks.load`."""
+    from matrixlib.tasks import open_file
     from matrixlib.tasks.chess.evaluate.net import Net
 
     folder, named = find_run(run)
-    data = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
-    if data.get("task") != TASK.name:
-        raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
-    config = validated(TASK.config, data, "config.yaml")
-    net = load_network(TASK, config, folder, checkpoint or named, device, compile)
+    if folder.is_file():
+        net = open_file(folder, device, compile, TASK.name)
+    else:
+        data = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
+        if data.get("task") != TASK.name:
+            raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
+        config = validated(TASK.config, data, "config.yaml")
+        net = load_network(TASK, config, folder, checkpoint or named, device, compile)
     assert isinstance(net, Net)
     return net

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import chess
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.engine.task import Batch
+from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
@@ -34,6 +35,8 @@ class ChessTask:
     """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy."""
 
     config: ChessConfig
+    history: ClassVar[int] = 0
+    """Plies before a position that its networks look at."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -74,14 +77,15 @@ class ChessTask:
         """
         return self._packed(batch, np.zeros((len(batch["records"]), 8), np.uint8))
 
-    def inputs(self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray) -> dict[str, np.ndarray]:
+    def inputs(
+        self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
+    ) -> dict[str, np.ndarray]:
         """What `predict` asks for, of records (B,) and their legal moves (K,) at offsets (B + 1,): `pieces`, `state`
-        and `policy_index` as `prepare` gives them.
+        and `policy_index` as `prepare` gives them. past: for networks that look at it.
         """
         return {
             "pieces": np.ascontiguousarray(rows["pieces"]),
-            # ply wraps in int16; planes() reads it back as unsigned
-            "state": np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE], axis=1),
+            "state": packed_state(rows),
             "policy_index": _padded(index, offset, losses.PAD, np.int16),
         }
 
@@ -128,7 +132,7 @@ class ChessTask:
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sums of the active terms and their metrics (see losses.py); of rows with hidden squares `ssl_piece` alone."""
-        out = model(planes(batch, self.config.model.encoding), active)
+        out = self.network_outputs(model, batch, active)
         sums: Sums = {}
         metrics: Sums = {}
         with torch.autocast(batch["pieces"].device.type, enabled=False):
@@ -140,7 +144,7 @@ class ChessTask:
     def _term(self, term: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
         options = self.config.loss
         if term == "policy":
-            index, weight = self._policy_index(batch), batch["policy_weight"]
+            index, weight = self.network_index(batch), batch["policy_weight"]
             return losses.policy_loss(out["policy"], index, weight, _plain_rows(batch), options.label_smoothing)
         if term == "value":
             target, rows = self._value_target(batch)
@@ -179,8 +183,8 @@ class ChessTask:
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits."""
-        out = model(planes(batch, self.config.model.encoding), frozenset(self.weights))
-        index = self._policy_index(batch)
+        out = self.network_outputs(model, batch, frozenset(self.weights))
+        index = self.network_index(batch)
         legal = torch.where(index != losses.PAD, losses.legal_logits(out["policy"], index), math.nan)
         return {"policy": legal, "value": out["value"]} | {f"ssl_{k}": v for k, v in out.get("ssl", {}).items()}
 
@@ -192,8 +196,8 @@ class ChessTask:
         `heads`.
         """
         names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
-        out = model(planes(batch, self.config.model.encoding), names)
-        result = {"policy": losses.legal_logits(out["policy"], self._policy_index(batch)).log_softmax(1)}
+        out = self.network_outputs(model, batch, names)
+        result = {"policy": losses.legal_logits(out["policy"], self.network_index(batch)).log_softmax(1)}
         if self.config.model.value.kind == "scalar":
             result["value"] = out["value"]
         else:
@@ -234,7 +238,12 @@ class ChessTask:
         target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
         return target, known & _plain_rows(batch)
 
-    def _policy_index(self, batch: Batch) -> Tensor:
+    def network_outputs(self, model: nn.Module, batch: Batch, heads: frozenset[str]) -> dict[str, Any]:
+        """What the network says of a packed batch, in its own frame: see `PolicyValueNet.forward`."""
+        out: dict[str, Any] = model(planes(batch, self.config.model.encoding), heads)
+        return out
+
+    def network_index(self, batch: Batch) -> Tensor:
         """(B, L) policy indices in the network's frame, PAD kept."""
         index = batch["policy_index"]
         if self.config.model.encoding == "oriented":
@@ -253,6 +262,11 @@ class ChessTask:
         if name == "piece":
             return torch.where(black, maps[:, _swapped(str(maps.device))], maps.flip(2))
         return torch.where(black, maps, maps.flip(2))
+
+
+def packed_state(rows: np.ndarray) -> np.ndarray:
+    """The columns STATE (..., 6) int16 of records (...); ply wraps, and planes() reads it back as unsigned."""
+    return np.stack([rows[name].astype(np.uint16).view(np.int16) for name in STATE], axis=-1)
 
 
 def boards_of(batch: Batch) -> list[chess.Board]:

@@ -47,14 +47,17 @@ class Net(Network):
     task: ChessTask
 
     def evaluate(self, positions: str | Sequence[str]) -> list[Evaluation]:
-        """Evaluate FENs; raises ValueError naming a bad FEN."""
-        from matrixlib.tasks.chess.records import parse_fen
+        """Evaluate FENs, or positions as UCI has them (`startpos moves e2e4 e7e5`, `fen <FEN> moves ...`).
 
-        fens = [positions] if isinstance(positions, str) else list(positions)
-        return list(self.evaluate_boards([parse_fen(fen) for fen in fens]))
+        The moves matter to networks that look at what came before. ValueError names a bad FEN or move.
+        """
+        from matrixlib.tasks.chess.uci.protocol import read_position
+
+        texts = [positions] if isinstance(positions, str) else list(positions)
+        return list(self.evaluate_boards([read_position(text) for text in texts]))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
-        """Evaluate boards, in batches of 512."""
+        """Evaluate boards, with the moves that led to them, in batches of 512."""
         from matrixlib.tasks.chess.records import move_from_index
 
         heads: frozenset[str] = frozenset(self.task.config.model.ssl)
@@ -86,7 +89,8 @@ class Net(Network):
         from matrixlib.tasks.chess import records
 
         rows = records.from_boards(list(boards))
-        return self.task.inputs(rows, *records.legal_indices(rows))
+        past = (records.past_of(boards, self.task.history),) if self.task.history else ()
+        return self.task.inputs(rows, *records.legal_indices(rows), *past)
 
     @staticmethod
     def _upright(maps: np.ndarray, board: chess.Board) -> np.ndarray:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from matrixlib.engine import onnx
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.held_out import held_out
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.spec import runtime_for_use
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -147,6 +149,24 @@ def load(net: Net, path: Path | str) -> Net:
     """
     runtime = replace(net.runtime, device="cpu", dtype="fp32", channels_last=False)
     return Net(_OnnxModel(path, runtime.threads), net.task, runtime)
+
+
+def open_network(path: Path) -> Net:
+    """The network in a file that `export` wrote, on the CPU, without self-supervised heads. ValueError for others."""
+    try:
+        model = _OnnxModel(path, 1)
+    except Exception as error:  # onnxruntime's own classes, which have no common base but this
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{path.name} is no ONNX file that can be read: {error}") from None
+    facts = model.session.get_modelmeta().custom_metadata_map
+    if facts.get("task") != "chess" or facts.get("encoding") not in PLANE_NAMES:
+        raise ValueError(f"{path.name} was not written by `export` of a chess network: give its run instead")
+    value = "wdl" if "wdl" in [output.name for output in model.session.get_outputs()] else "scalar"
+    options = {"encoding": facts["encoding"], "ssl": [], "value": {"kind": value}}
+    config = ChessConfig.model_validate({"task": "chess", "model": options})
+    runtime = runtime_for_use(config, "cpu", "fp32")
+    return Net(_OnnxModel(path, runtime.threads), ChessTask(config), replace(runtime, channels_last=False))
 
 
 def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:

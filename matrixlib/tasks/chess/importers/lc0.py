@@ -25,13 +25,13 @@ from matrixlib.tasks.chess.importers.leela import (
     V6,
     Faults,
     decode,
-    move_name,
     numbers_of,
     values_of,
 )
 from matrixlib.tasks.chess.importers.notation import legal_of
 from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, empty
 from matrixlib.tasks.chess.keys import game_id
+from matrixlib.tasks.chess.lc0.moves import move_name
 from matrixlib.tasks.chess.records import Records, to_board
 
 VERSION, VERSIONS = 6, (3, 4, 5, 6, 7)  # what is read, what is known by name

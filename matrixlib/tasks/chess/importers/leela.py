@@ -1,4 +1,4 @@
-"""Leela Chess Zero's training record, version 6: its layout, its 1,858 moves, its positions and values as records.
+"""Leela Chess Zero's training record, version 6: its layout, its positions and values as records.
 
 Positions stand there from the side to move, ranks mirrored for Black as in our own record. Only the newest of the eight
 is read, and the one before where the format does not tell the en-passant file otherwise. From format 3 on a position
@@ -10,17 +10,16 @@ repetition plane does not tell one earlier occurrence from several.
 
 from __future__ import annotations
 
-import chess
 import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import Legal, standing_rights
 from matrixlib.tasks.chess.importers.parsing import blank
+from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY
 from matrixlib.tasks.chess.records import UNKNOWN, Records, playable
 from matrixlib.tasks.chess.scores import wdl_of_shares
 
-POLICY = 1858
 VALUES = ("root_q", "best_q", "root_d", "best_d", "root_m", "best_m", "plies_left", "result_q", "result_d")
 OTHERS = ("played_q", "played_d", "played_m", "original_q", "original_d", "original_m")
 V6 = np.dtype(
@@ -54,24 +53,7 @@ FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
 TOLERANCE = 0.01  # of the sum of the policy, and of the bounds of a value
 
 
-# The 1,858 moves
-
-
-def _policy_table() -> NDArray[np.int16]:
-    """(5, 64, 64): number of a move by promotion (0 none, then N B R Q), from and to; -1 where there is none.
-
-    In order of from- and to-square come all moves of a queen and a knight, then the promotions of the seventh rank to
-    queen, rook and bishop, move by move. A knight's promotion is the plain move.
-    """
-    table = np.full((5, 64, 64), -1, np.int16)
-    origin, target = np.nonzero(bitboard.POLICY_INDEX >= 0)
-    table[:2, origin, target] = np.arange(len(origin))
-    number = len(origin)
-    for s, t in ((s, t) for s in range(48, 56) for t in range(56, 64) if abs(s % 8 - t % 8) <= 1):
-        for promotion in (4, 3, 2):
-            table[promotion, s, t] = number
-            number += 1
-    return table
+# Moves
 
 
 def _transforms() -> NDArray[np.int64]:
@@ -84,16 +66,8 @@ def _transforms() -> NDArray[np.int64]:
     return np.array(rows)
 
 
-MOVES = _policy_table()
 TRANSFORMS = _transforms()
 REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bytes bit by bit
-
-
-def move_name(number: int) -> str:
-    """A move of the 1,858 as its mover sees the board: "a7b8q"."""
-    promotion, s, t = (int(axis[-1]) for axis in np.nonzero(np.equal(MOVES, number)))
-    suffix = "" if promotion < 2 else "nbrq"[promotion - 1]
-    return chess.SQUARE_NAMES[s] + chess.SQUARE_NAMES[t] + suffix
 
 
 def numbers_of(

@@ -135,6 +135,13 @@ def parse_position(words: Sequence[str]) -> chess.Board:
     return board
 
 
+def read_position(text: str) -> chess.Board:
+    """The board of a FEN, of `startpos` or `fen <FEN>`, each perhaps with `moves ...` after it; errors as of
+    `parse_position`."""
+    words = text.split()
+    return parse_position(words if words[:1] in (["startpos"], ["fen"]) else ["fen", *words])
+
+
 def legal_move(board: chess.Board, text: str) -> chess.Move:
     """The move of a UCI text. ValueError where it is not legal."""
     move = board.parse_uci(text)

@@ -1,0 +1,53 @@
+"""Networks in files: Lc0's weights, checkpoints of Matrix0, and ONNX files that `evaluate.onnx.export` wrote."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from matrixlib.hardware import runtime as runtimes
+from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.spec import runtime_for_use
+
+
+def open_file(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net | None:
+    """The network in a file, by the end of its name; None for other names. ValueError names a file that is damaged."""
+    name = path.name.lower()
+    if name.endswith((".pb.gz", ".pb")):
+        return open_lc0(path, device, compile)
+    if name.endswith((".pt", ".pth")):
+        return open_matrix0(path, device, compile)
+    return open_onnx(path) if name.endswith(".onnx") else None
+
+
+def open_lc0(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net:
+    """A network of Lc0, in fp32: its half-move clock is a plane of up to 100, and the rounding of bf16 shows."""
+    from matrixlib.tasks.chess.lc0.task import open_weights
+
+    task, model = open_weights(path)
+    runtime = runtime_for_use(task.config, device, "fp32")
+    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
+
+
+def open_matrix0(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net:
+    """A network of Matrix0; what its file does not say of it is warned of."""
+    from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
+    from matrixlib.tasks.chess.task import ChessTask
+
+    data = read_checkpoint(path)
+    model_config, assumed = config_of(data)
+    task = ChessTask(ChessConfig(task="chess", model=model_config))
+    model = task.build_model()
+    report = load_matrix0(data, model)
+    for message in (*assumed, *report.messages):
+        warnings.warn(f"{path.name}: {message}", stacklevel=2)
+    runtime = runtime_for_use(task.config, device)
+    return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
+
+
+def open_onnx(path: Path) -> Net:
+    """A network in an ONNX file, on the CPU, without its self-supervised heads. ValueError for files of others."""
+    from matrixlib.tasks.chess.evaluate import onnx
+
+    return onnx.open_network(path)

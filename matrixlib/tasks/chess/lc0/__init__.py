@@ -1,0 +1,1 @@
+"""Networks of Leela Chess Zero: its weight files, input planes and moves."""

@@ -1,0 +1,299 @@
+"""Networks of Lc0: what Lc0 itself says of 44 positions, their files, and the history that search and UCI hand over."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import queue
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import chess
+import lc0_files
+import numpy as np
+import pytest
+import torch
+
+import matrixlib
+from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player
+from matrixlib.play.search import Search
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.lc0 import planes, weights
+from matrixlib.tasks.chess.lc0.moves import move_name
+from matrixlib.tasks.chess.records import before, from_boards, past_of
+from matrixlib.tasks.chess.task import packed_state
+from matrixlib.tasks.chess.uci.engine import Engine
+
+NETWORKS = ("maia-1100", "maia-1900")
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def maia(request: pytest.FixtureRequest, shared: Path) -> tuple[str, Net]:
+    path = shared / "maia" / f"{request.param}.pb.gz"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in the shared data")
+    return request.param, matrixlib.load(path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def truth(shared: Path) -> list[dict[str, Any]]:
+    folder = shared / "maia"
+    if not folder.exists():
+        pytest.skip("the shared data has no folder maia")
+    return [row for name in ("truth.json", "truth_fen.json") for row in json.loads((folder / name).read_text())]
+
+
+def text_of(row: dict[str, Any]) -> str:
+    return " ".join(["fen", row["start_fen"], *(["moves", *row["moves"]] if row["moves"] else [])])
+
+
+def test_it_says_what_lc0_says(maia: tuple[str, Net], truth: list[dict[str, Any]]) -> None:
+    name, net = maia
+    assert (net.parameters, len(truth)) == (865_571, 44)
+    for row, evaluation in zip(truth, net.evaluate([text_of(row) for row in truth]), strict=True):
+        expected = row["nets"][name]
+        assert evaluation.moves.keys() == expected["policy"].keys(), row["tag"]
+        moves = list(expected["policy"])
+        ours = [evaluation.moves[move] for move in moves]
+        np.testing.assert_allclose(ours, list(expected["policy"].values()), rtol=0, atol=5e-5, err_msg=row["tag"])
+        np.testing.assert_allclose(evaluation.wdl, expected["wdl"], rtol=0, atol=1e-5, err_msg=row["tag"])
+        assert evaluation.fen == row["final_fen"]
+
+
+def test_uci_gives_the_network_the_history(maia: tuple[str, Net], truth: list[dict[str, Any]]) -> None:
+    """The root's evaluation in a search by UCI, and what `UCI_ShowWDL` reads."""
+    name, net = maia
+    batches: list[dict[str, np.ndarray]] = []
+
+    class Recorder(Net):
+        def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
+            out = super().predict(batch, heads)
+            batches.append(batch | out)
+            return out
+
+    recorder = Recorder(net.model, net.task, net.runtime)
+    rows = [row for row in truth if row["final_fen"] != chess.STARTING_FEN]
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for row in rows:
+        for line in ("ucinewgame", f"position {text_of(row)}", "go nodes 1"):
+            lines.put(line)
+    lines.put(None)
+    said: list[str] = []
+    Engine(name, lambda: recorder, lines, said.append).serve()
+    assert sum(line.startswith("bestmove") for line in said) == len(rows), said
+    sums = {tuple(np.round(batch["wdl"][k], 4)) for batch in batches for k in range(len(batch["wdl"]))}
+    missing = []
+    for row in rows:
+        expected = np.array(row["nets"][name]["wdl"])
+        if not any(np.abs(np.array(one) - expected).max() < 1e-4 for one in sums):
+            missing.append(row["tag"])
+    assert missing == []
+
+
+# Files
+
+
+def opened(tmp_path: Path, **options: Any) -> Net:
+    net = matrixlib.load(lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network(**options)), device="cpu")
+    assert isinstance(net, Net)
+    return net
+
+
+@pytest.mark.parametrize("network_format", [1, 2, 3, 4], ids=["plain", "se", "plain heads", "se heads"])
+def test_every_residual_form_is_read(tmp_path: Path, network_format: int) -> None:
+    classical = network_format < 3
+    net = opened(tmp_path, network_format=network_format, policy=1 if classical else 2, value=1 if classical else 2)
+    (evaluation,) = net.evaluate("startpos moves e2e4")
+    assert len(evaluation.moves) == 20
+    assert sum(evaluation.moves.values()) == pytest.approx(1, abs=1e-5)
+    assert -1 <= evaluation.value <= 1
+    assert (evaluation.wdl is None) == classical
+
+
+def lc0_name(board: chess.Board, move: chess.Move) -> str:
+    """A move as Lc0 calls it: ranks turned for Black, castling takes the rook, a knight's promotion has no letter."""
+    to = move.to_square
+    if board.is_castling(move):
+        to = chess.square(7 if board.is_kingside_castling(move) else 0, chess.square_rank(to))
+    flip = 0 if board.turn else 56
+    promotion = None if move.promotion == chess.KNIGHT else move.promotion
+    return chess.Move(move.from_square ^ flip, to ^ flip, promotion).uci()
+
+
+def test_each_move_has_its_own_slot(tmp_path: Path) -> None:
+    """By a policy without weights whose biases rise with the number of the slot."""
+    parts = {4: np.zeros(1858 * 128), 5: np.arange(1858) / 400}
+    net = opened(tmp_path, network_format=3, policy=1, parts=parts)
+    number = {move_name(k): k for k in range(1858)}
+    for fen in (
+        "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1",
+        "r3k2r/8/8/8/8/8/8/R3K2R b KQkq - 0 1",
+        "1n5k/P7/8/8/8/8/8/4R2K w - - 0 1",  # e1g1 of a rook
+        "R6k/8/8/8/8/8/p7/1N5K b - - 0 1",
+        "K6k/3Q4/8/8/4N3/8/8/8 w - - 0 1",
+    ):
+        board = chess.Board(fen)
+        (evaluation,) = net.evaluate(fen)
+        slots = np.array([number[lc0_name(board, chess.Move.from_uci(move))] for move in evaluation.moves])
+        chances = np.log(list(evaluation.moves.values()))
+        np.testing.assert_allclose(chances - chances[0], (slots - slots[0]) / 400, atol=1e-3, err_msg=fen)
+
+
+def bad_files() -> dict[str, tuple[bytes, str]]:
+    whole = lc0_files.network()
+    packed = gzip.compress(whole)
+    head = b"\x0d\xc0\x01\x00\x00"
+    return {
+        "cut": (packed[:-20], "cut short"),
+        "damaged": (packed[:90] + b"\xff\xff" + packed[92:], "damaged|cut short|kind|ends|bytes|weights"),
+        "empty": (b"", "does not start"),
+        "text": (b"a picture of a cat", "does not start|kind|number|bytes"),
+        "other gzip": (gzip.compress(b"hello, world"), "does not start|kind|number|bytes"),
+        "bomb": (gzip.compress(bytes(64 << 20)), "unpacks to more than"),
+        "a length that is not there": (gzip.compress(head + b"\x52\xff\xff\xff\xff\x7f"), "bytes where 0 are left"),
+        "a number without an end": (gzip.compress(head + b"\xff" * 12), "number without an end"),
+        "very many fields": (gzip.compress(head + b"\x10\x01" * 5000), "more than 4,096 fields"),
+        "no weights": (gzip.compress(whole[: whole.index(b"\x52")]), "no weights|bytes|ends"),
+        "attention body": (
+            gzip.compress(lc0_files.network(network_format=3).replace(b"\x18\x03", b"\x18\x06", 1)),
+            "attention body",
+        ),
+        "attention policy": (gzip.compress(lc0_files.network(policy=3)), "attention policy"),
+        "another input": (gzip.compress(lc0_files.network(inputs=3)), "canonical planes"),
+        "another activation": (gzip.compress(lc0_files.network(activation=1)), "Mish"),
+        "another encoding": (gzip.compress(lc0_files.network(encoding=2)), "encoding 2"),
+        "odd filters": (
+            gzip.compress(lc0_files.network(parts={1: lc0_files.message((1, np.ones(1009)))})),
+            "no multiple",
+        ),
+        "too few moves": (
+            gzip.compress(lc0_files.network(3, 1, parts={4: np.ones(1857 * 128), 5: np.ones(1857)})),
+            "1,857 moves in place of 1,858",
+        ),
+        "not finite": (
+            gzip.compress(lc0_files.network(parts={8: b"\x0d\x00\x00\xc0\x7f" + lc0_files.field(3, bytes(10))})),
+            "not finite",
+        ),
+        "half a number": (gzip.compress(lc0_files.network(parts={8: lc0_files.field(3, bytes(9))})), "within a number"),
+    }
+
+
+@pytest.mark.parametrize("kind", bad_files())
+def test_a_file_that_is_of_no_use_is_named(tmp_path: Path, kind: str) -> None:
+    data, reason = bad_files()[kind]
+    path = tmp_path / "bad.pb.gz"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"bad.pb.gz is no network of Lc0 that can be read: .*({reason})"):
+        matrixlib.load(path)
+
+
+def test_hostile_sizes_take_no_memory() -> None:
+    data = gzip.compress(bytes(64 << 20))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="unpacks to more than"):
+        weights.unpack(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+# History
+
+
+class Recorder:
+    """An evaluator that knows nothing and looks at three plies."""
+
+    history = 3
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __call__(self, states: Any, moves: Any, offsets: Any, past: Any) -> tuple[Any, Any]:
+        self.calls.append((states.copy(), past))
+        counts = np.diff(offsets)
+        priors = np.random.default_rng(len(moves)).random(len(moves)).astype(np.float32)
+        return priors / np.repeat(np.add.reduceat(priors, offsets[:-1]), counts), np.zeros(len(states), np.float32)
+
+
+def reached(game: ChessGame, state: Any, after: Any) -> bool:
+    """Whether one legal move leads from a state to another."""
+    moves, _ = game.legal(state[None])
+    return bool(np.isin(game.key(after[None]), game.key(game.play(np.repeat(state[None], len(moves)), moves)))[0])
+
+
+def check_chains(game: ChessGame, calls: list[tuple[Any, Any]]) -> list[int]:
+    """That what is handed over leads to the states, ply by ply; how many plies each has."""
+    known: list[int] = []
+    for states, past in calls:
+        for row, state in enumerate(states):
+            line = [state, *past.states[row, : past.known[row]]]
+            assert all(reached(game, old, new) for new, old in pairwise(line))
+            known.append(int(past.known[row]))
+    return known
+
+
+def test_a_search_hands_over_what_came_before() -> None:
+    game, evaluator = ChessGame(), Recorder()
+    search = Search(game, evaluator, trees=2)
+    board = chess.Board()
+    for move in ("e2e4", "e7e5"):
+        board.push_uci(move)
+    search.reset(1, from_boards([board]), past=before(board, 5))
+    results = search.run(24)
+    assert sorted(set(check_chains(game, evaluator.calls))) == [0, 1, 2, 3]
+    assert [past.known.tolist() for _, past in evaluator.calls[:1]] == [[0, 2]]
+    evaluator.calls.clear()
+    search.advance([0, 1], [result.best for result in results])
+    search.run(24)
+    assert min(check_chains(game, evaluator.calls)) >= 1
+    search.reset(0, game.initial(1))
+    evaluator.calls.clear()
+    search.run(1, trees=[0])
+    assert evaluator.calls[0][1].known.tolist() == [0]
+
+
+def test_a_match_hands_over_what_came_before() -> None:
+    game, turns = ChessGame(), list[Turn]()
+    anything = random_player(game, 1)
+
+    def player(turn: Turn) -> Choice:
+        turns.append(turn)
+        return anything(turn)
+
+    play_pairs(game, player, player, random_openings(game, 2, 0, 4), plies=5)
+    for turn in turns:
+        for state, keys, past in zip(turn.states, turn.history, turn.past, strict=True):
+            assert game.key(past).tolist() == keys.tolist()
+            line = [*past, state]
+            assert all(reached(game, old, new) for old, new in pairwise(line))
+
+
+def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
+    def boards(texts: list[str]) -> torch.Tensor:
+        positions = []
+        for text in texts:
+            fen, *moves = text.split(" moves ")
+            positions.append(chess.Board(fen))
+            for move in moves[0].split() if moves else ():
+                positions[-1].push_uci(move)
+        rows, past = from_boards(positions), past_of(positions, planes.PAST)
+        batch: dict[str, Any] = {"pieces": rows["pieces"], "past": past.states["pieces"], "known": past.known}
+        batch |= {"state": packed_state(rows), "past_state": packed_state(past.states)}
+        return planes.planes({name: torch.from_numpy(array) for name, array in batch.items()})
+
+    start = chess.STARTING_FEN
+    stepped = "4k3/8/8/8/4P3/8/8/4K3 b - e3 0 1"  # nobody can capture there
+    out = boards([start, f"{start} moves e2e4", start.replace(" w ", " b "), stepped, f"{stepped} moves e8e7"])
+    assert out[0, :13].sum() == 32
+    assert out[0, 13:104].sum() == 0, "nothing before the start"
+    assert out[1, 13:26].sum() == 32
+    assert out[1, 26:104].sum() == 0, "nothing before the start"
+    assert (out[2, 13:104] == out[2, :13].repeat(7, 1, 1)).all(), "another start is repeated"
+    pawn = out[3, 6::13, :, 4][:8]  # of White, seen from Black
+    assert pawn[0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert all(one.tolist() == [0, 0, 0, 0, 0, 0, 1, 0] for one in pawn[1:]), "the pawn is back at home"
+    pawn = out[4, 0::13, :, 4][:8]
+    assert [one.argmax().item() for one in pawn] == [3, 3, 1, 1, 1, 1, 1, 1]
