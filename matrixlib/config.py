@@ -111,6 +111,13 @@ class TrainConfig(Section):
         default=False,
         description="end within `minutes` in any case: slower updates end the schedule early, decayed to its end",
     )
+    init: str = Field(
+        default="",
+        description="begin with these weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random ones",
+    )
+    init_partial: bool = Field(
+        default=False, description="take what fits of them by name and shape; what is new or left out is listed"
+    )
     batch_size: Count = Field(default=128, description="positions of one update")
     micro_batch: Count | Auto = Field(default="auto", description="positions of one forward pass; gradients are summed")
     statistics_interval: Count = Field(default=500, description="updates between output and gradient statistics")

@@ -89,7 +89,7 @@ class Trainer:
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
-        self._fresh = True  # False where training begins with weights of another run
+        self._fresh = not config.train.init  # False where training begins with weights of another run
         self._clipped = 0.0  # share of clipped gradients of the last warning
         self._saved = -1  # update count of the newest checkpoint
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import files, progress
-from matrixlib.config import read_yaml
+from matrixlib.config import Config, read_yaml
 from matrixlib.engine import metrics
 from matrixlib.runs import figures, report
 from matrixlib.runs import run as runs
@@ -54,6 +54,9 @@ class Shelf:
 
     def curves(self) -> None:
         """Show the curves of one run, or two beside each other."""
+        if is_file(self.run):
+            print(f"'{self.run}' is the file of a network: it has no curves")
+            return
         others = (NONE, *self.names)
         show(curves_figure, {"run": (self.names, self.run), "against": (others, self.against or NONE)})
 
@@ -76,7 +79,9 @@ class Shelf:
 
     def checks(self) -> list[Check]:
         """What must hold of what is shown: name, whether it does, details."""
-        checks = [("every update of the run can be read", bool(_rows(self.run)), "metrics.jsonl")]
+        checks: list[Check] = []
+        if not is_file(self.run):
+            checks.append(("every update of the run can be read", bool(_rows(self.run)), "metrics.jsonl"))
         viewer = self.viewer()
         if viewer is not None:
             checks.append(viewer.check(_network(self.run, self.checkpoint, self.device)))
@@ -95,13 +100,13 @@ def open_shelf(
     """All runs under the reports root, with `run` first: the newest complete run of the demo preset's task if empty,
     and where there is none, a demo that is trained now with all that there is to look at.
 
-    game: path of a file whose first game takes the place of `positions` held-out rows. ValueError for an unknown run,
-    a position that is not there, or a file without a game.
+    run may also be the file of a network. game: path of a file whose first game takes the place of `positions` held-out
+    rows. ValueError for an unknown run, a position that is not there, or a file without a game.
     """
     if positions < 1:
         raise ValueError(f"positions must be at least 1, not {positions}")
     demo = get_task(load_config("demo").task)
-    name = runs.finished_run(run, overrides=demo.viewer_overrides).name
+    name = run if is_file(run) else runs.finished_run(run, overrides=demo.viewer_overrides).name
     names = tuple(known_runs())
     if against and against not in names:
         raise ValueError(f"no run '{against}'; runs: {', '.join(names)}")
@@ -120,12 +125,19 @@ def known_runs() -> list[str]:
 
 
 def runs_like(run: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the same task that have a checkpoint."""
-    return tuple(name for name in names if _task(name) == _task(run) and checkpoints(name))
+    """Those of the same task that have a checkpoint, and `run` itself where it is a file."""
+    return (run,) * is_file(run) + tuple(name for name in names if _task(name) == _task(run) and checkpoints(name))
+
+
+def is_file(run: str) -> bool:
+    """Whether this is the path of a network's file in place of the name of a run."""
+    return bool(run) and Path(run).is_file()
 
 
 def checkpoints(run: str) -> tuple[str, ...]:
     """What `matrixlib.load` takes for a run, newest checkpoint first; empty where there is none yet."""
+    if is_file(run):
+        return ("best",)
     steps = sorted((path.name for path in _folder(run).glob("checkpoints/step_*[0-9]")), reverse=True)
     return ("best", "newest", *steps) if steps else ()
 
@@ -232,10 +244,12 @@ def _image(figure: Figure) -> Any:
 
 
 def _folder(run: str) -> Path:
-    return files.reports_root() / run
+    return Path(run) if is_file(run) else files.reports_root() / run
 
 
 def _task(run: str) -> str:
+    if is_file(run):
+        return str(_config(run).task)
     return str(files.read_json(_folder(run) / "run.json").get("requested", {}).get("task", ""))
 
 
@@ -259,5 +273,12 @@ def _viewer(run: str, file: str, count: int) -> Viewer | None:
 
 
 def _held_out(run: str) -> Loader:
+    return runs.held_out_data(_config(run))
+
+
+def _config(run: str) -> Config:
+    if is_file(run):
+        config: Config = _network(run, "best", "auto").task.config  # type: ignore[attr-defined]
+        return config
     data = read_yaml((_folder(run) / "config.yaml").read_text(encoding="utf-8"), f"{run}/config.yaml")
-    return runs.held_out_data(parse_config(data, f"{run}/config.yaml"))
+    return parse_config(data, f"{run}/config.yaml")

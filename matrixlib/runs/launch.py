@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from matrixlib import files
 from matrixlib.runs import run as runs
+from matrixlib.runs.start import write_base
 from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {
@@ -41,7 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--run", default="", help="name of the run; empty = resume the newest incomplete, else start one"
     )
+    parser.add_argument(
+        "--base",
+        action="store_true",
+        help="train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others",
+    )
     options = parser.parse_args(arguments)
+    if options.base:
+        return _write_base(options.preset, options.device, options.run)
     try:
         name = runs.name_run(options.preset, options.device, -1, options.run, options.steps)
     except ValueError as problem:
@@ -66,6 +74,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
     return 1 if reason else 0
+
+
+def _write_base(preset: str, device: str, run: str) -> int:
+    """Write the checkpoint of a network before any update; returns the exit code."""
+    try:
+        current = runs.open_run(preset, device, run=run, kind="base")
+        path = write_base(current)
+    except ValueError as problem:
+        print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    tensors = current.model.state_dict()
+    print(f"{_relative(path)}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers")
+    print(f"next: train from it with -p init {_relative(current.folder)}")
+    current.close()
+    return 0
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:

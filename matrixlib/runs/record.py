@@ -15,6 +15,7 @@ from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs.data import RunError
+from matrixlib.runs.start import Start
 from matrixlib.tasks import changed, parse_config
 
 MAY_CHANGE = (
@@ -83,9 +84,10 @@ def write_record(
     catalogue: str,
     kind: str,
     update_seconds: float | None,
+    start: Start | None = None,
 ) -> None:
-    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, and what an update
-    took in the trial.
+    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights,
+    and what an update took in the trial.
     """
     write_text(folder / "config.yaml", configuration.to_yaml(config))
     write_json(
@@ -100,6 +102,7 @@ def write_record(
             "catalogue": catalogue,
             "runtime": runtime.to_dict(),
             "update_seconds": update_seconds,
+            **({"init": start.record()} if start is not None else {}),
         },
     )
 

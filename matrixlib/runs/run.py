@@ -26,6 +26,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune
 from matrixlib.runs.data import RunData, RunError, held_out_loader
 from matrixlib.runs.record import resume_config, runtime_config, write_record
+from matrixlib.runs.start import Start, start_of
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Run:
     lock: FileLock
     messages: list[str] = field(default_factory=list)
     update_seconds: float | None = None  # of an update in the trial before it began, if there was one
+    start: Start | None = None
     _trainer: Trainer | None = None
 
     @property
@@ -273,15 +275,17 @@ def open_run(
     steps: int = 0,
     overrides: Mapping[str, Any] | None = None,
     kind: str = "train",
+    init: str = "",
 ) -> Run:
     """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
 
     preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
-    (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. kind: what the run is for; another
-    kind than "train" stands in its name, and evaluation does not pick it up by itself.
+    (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. init: stands over `train.init` where
+    given. kind: what the run is for; another kind than "train" stands in its name, and evaluation does not pick it up
+    by itself.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
-    requested = load_config(preset, _arguments(device, seed, steps, overrides or {}))
+    requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
     folder = _folder(preset, run, requested, kind)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
@@ -367,15 +371,16 @@ def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", s
     return _folder(preset, run, load_config(preset, _arguments(device, seed, steps, {}))).name
 
 
-def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = "") -> dict[str, Any]:
     """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
     arguments: dict[str, Any] = {}
     if device != "auto":
         arguments["runtime"] = {"device": device}
     if seed >= 0:
         arguments["seed"] = seed
-    if steps:
-        arguments["train"] = {"steps": steps}
+    given = ({"steps": steps} if steps else {}) | ({"init": init} if init else {})
+    if given:
+        arguments["train"] = given
     return configuration.merge(overrides, arguments)
 
 
@@ -444,11 +449,16 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         steps, update_seconds = autotune.fit_steps(data)
         config = changed(config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
+    start = start_of(folder, config, task, record)
+    if start is not None:
+        messages += start.messages()
     if not record:
-        write_record(folder, preset, requested, config, runtime, catalogue.hash(), kind, update_seconds)
+        write_record(folder, preset, requested, config, runtime, catalogue.hash(), kind, update_seconds, start)
     messages += autotune.start_notes(runtime, clocks)
     resumed = bool(record)
-    return Run(folder, preset, config, runtime, spec, task, data, requested, resumed, lock, messages, update_seconds)
+    return Run(
+        folder, preset, config, runtime, spec, task, data, requested, resumed, lock, messages, update_seconds, start
+    )
 
 
 def _build_trainer(run: Run) -> Trainer:
@@ -478,4 +488,7 @@ def _build_trainer(run: Run) -> Trainer:
         curriculum=run.spec.curriculum(config),
     )
     trainer.resume()
+    if run.start is not None:
+        trainer.start_from(run.start.tensors)
+        trainer.save()  # so that a resumed run needs the source no more
     return trainer

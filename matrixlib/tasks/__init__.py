@@ -114,6 +114,8 @@ def load(
     """
     folder, named = find_run(run)
     if folder.is_file():
+        if checkpoint not in ("", "best", "newest"):
+            raise ValueError(f"'{folder.name}' is one network, without a checkpoint '{checkpoint}'")
         return open_file(folder, device, compile, task)
     data = configuration.read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
     config = parse_config(data, f"{folder.name}/config.yaml", task)

@@ -18,8 +18,8 @@ from matrixlib.play.search import Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
-from matrixlib.tasks.chess.records import from_boards, move_from_index, parse_fen
-from matrixlib.tasks.chess.uci.protocol import score_text
+from matrixlib.tasks.chess.records import before, from_boards, move_from_index
+from matrixlib.tasks.chess.uci.protocol import read_position, score_text
 
 if TYPE_CHECKING:
     from matrixlib.tasks.chess.evaluate.net import Net
@@ -73,14 +73,14 @@ def _moves(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{move} {share:.0%}" for move, share in best)
 
 
-def analyse(net: Net, fen: str, simulations: int = 400) -> Analysis:
-    """Analyse a FEN. ValueError where it is none, or the game is over there."""
-    board = parse_fen(fen)
+def analyse(net: Net, position: str, simulations: int = 400) -> Analysis:
+    """Analyse a position, as `Net.evaluate` takes it. ValueError where it is none, or the game is over there."""
+    board = read_position(position)
     game = ChessGame()
     state = from_boards([board])
     refuse_over(game, state)
     search = Search(game, Evaluator(net))
-    search.reset(0, state)
+    search.reset(0, state, past=before(board, net.task.history))
     (result,) = search.run(simulations)
     (evaluation,) = net.evaluate_boards([board])
     walk, line = board.copy(), []

@@ -134,8 +134,10 @@ def export(net: Net, path: Path | str) -> onnx.OnnxFile:
     """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `ChessOnnx`.
 
     Its metadata say what planes and moves mean. Compared on held-out positions of the sample set, in batches of 1, 3
-    and 32; errors as of `engine.onnx.export`.
+    and 32; errors as of `engine.onnx.export`. ValueError for networks of Lc0, whose planes are others.
     """
+    if net.task.history:
+        raise ValueError("a network of Lc0 is not written as ONNX: other programs read its own file")
     batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
     inputs = planes(batch, net.task.config.model.encoding).numpy()
     batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]

@@ -31,11 +31,13 @@ def gauntlet(
     engine_nodes: int = 20_000,
     seed: int = 0,
     plies: int = 300,
+    opponents: Mapping[str, Net] | None = None,
 ) -> Iterator[tuple[Names, Match]]:
     """Matches of `games` games (two from each opening) one after the other, with the names of their players.
 
     The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo
-    with `engine_nodes` nodes a move; then itself with the next smaller number. Raises EngineError without Stockfish,
+    with `engine_nodes` nodes a move; then itself with the next smaller number, and each of `opponents`, which has as
+    many simulations. Raises EngineError without Stockfish,
     and for an Elo that it does not offer.
     """
     game = ChessGame()
@@ -52,7 +54,12 @@ def gauntlet(
             others[f"Stockfish {elo}"] = engine_player(engine, engine_nodes)
         meetings = [(one, other) for one in networks for other in others]
         meetings += [(more, fewer) for fewer, more in pairwise(networks)]
-        players = networks | others
+        rivals: dict[str, Player] = {}
+        for count in sorted(set(simulations)):
+            for name, opponent in (opponents or {}).items():
+                rivals[f"{name} {count}"] = network_player(opponent, count)
+                meetings.append((f"network {count}", f"{name} {count}"))
+        players = networks | others | rivals
         for names in meetings:
             yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
 

@@ -30,7 +30,7 @@ from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
 from matrixlib.tasks.chess.game import ChessGame, open_tables
-from matrixlib.tasks.chess.records import from_boards, move_from_index, policy_index
+from matrixlib.tasks.chess.records import Records, before, from_boards, move_from_index, policy_index
 from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.spec import find_run
@@ -68,7 +68,9 @@ def listen(descriptor: int, lines: Lines) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 where there is no such run, 1 where its network is of no use."""
     parser = argparse.ArgumentParser(prog="matrixlib-uci", description="A trained network as a UCI engine.")
-    parser.add_argument("--checkpoint", required=True, help="a run, its name under reports/, or a checkpoint's folder")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a run, its name under reports/, a checkpoint's folder, or a network's file"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--simulations", type=int, default=0, help="most simulations of a move; 0: as the clock allows")
     flags = parser.parse_args(arguments)
@@ -282,13 +284,19 @@ class Engine:
                 turn = board.turn if (len(moves) - i) % 2 == 0 else not board.turn
                 search.advance([0], [policy_index(moves[i], turn)])
         else:
-            search.reset(0, from_boards([board]), _history(search, board), only=indices)
+            state = from_boards([board])
+            search.reset(0, state, _history(search, board), only=indices, past=self._before())
         self._tree = None if only else (start, list(moves))
         if not _over(search):
             return True
-        search.reset(0, from_boards([board], halfmove=0, repetition=0), only=indices)
+        search.reset(0, from_boards([board], halfmove=0, repetition=0), only=indices, past=self._before())
         self._tree = None
         return not _over(search)
+
+    def _before(self) -> Records:
+        """The positions before the board that the network looks at."""
+        assert self.net is not None
+        return before(self.board, self.net.task.history)
 
     def _draws(self) -> float | None:
         """The network's share of draws, where it is to be shown and the network has one."""

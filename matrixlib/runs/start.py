@@ -1,0 +1,141 @@
+"""What a run begins with: random weights, those of another network, or a complete checkpoint before any update."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matrixlib import config as configuration
+from matrixlib.config import Config, read_yaml
+from matrixlib.runs.data import RunError
+from matrixlib.tasks import open_file, parse_config
+from matrixlib.tasks.spec import find_run, weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from matrixlib.engine.task import Task
+    from matrixlib.runs.run import Run
+
+LISTED = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Start:
+    """Weights that a run begins with, by the names of its model's state.
+
+    source: as it was asked for. sha256: of the file that they are from. new: names that the source does not have, or in
+    another shape, which stay random. left_out: names of the source that have no place here.
+    """
+
+    source: str
+    sha256: str
+    tensors: Mapping[str, Tensor]
+    new: tuple[str, ...]
+    left_out: tuple[str, ...]
+    differences: Mapping[str, tuple[Any, Any]]
+
+    def record(self) -> dict[str, Any]:
+        """What run.json keeps of it."""
+        return {
+            "source": self.source,
+            "sha256": self.sha256,
+            "new": list(self.new),
+            "left_out": list(self.left_out),
+        }
+
+    def messages(self) -> list[str]:
+        """What a person should know."""
+        lines = [f"begins with the weights of {self.source} (SHA-256 {self.sha256[:12]})"]
+        lines += [f"new, so random: {_listed(self.new)}"] if self.new else []
+        lines += [f"left out of the source: {_listed(self.left_out)}"] if self.left_out else []
+        changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in self.differences.items())
+        return lines + ([f"the source's network has other options: {changes}"] if changes else [])
+
+
+def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]) -> Start | None:
+    """The weights for a run without a checkpoint. RunError where they are other ones than when it began."""
+    from matrixlib.engine.checkpoint import Checkpoints
+
+    if not config.train.init or Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps():
+        return None
+    start = read_start(config, task)
+    before = record.get("init", {}).get("sha256", start.sha256)
+    if start.sha256 != before:
+        raise RunError(
+            f"'{start.source}' holds other weights than when run '{folder.name}' began "
+            f"({start.sha256[:12]} in place of {before[:12]}); give it another run name"
+        )
+    return start
+
+
+def read_start(config: Config, task: Task) -> Start:
+    """The weights that `train.init` names: of a run (the best, averaged where it kept an average), of one of its
+    checkpoints, or of a file of Matrix0.
+
+    Names and shapes have to be those of the model; with `train.init_partial` what fits is taken. ValueError names what
+    does not fit.
+    """
+    source = config.train.init
+    tensors, options, file = _weights(source, config)
+    own = task.build_model().state_dict()
+    fits = {name: tensor for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
+    new = tuple(name for name in own if name not in fits)
+    left_out = tuple(name for name in tensors if name not in fits)
+    differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
+    start = Start(
+        source,
+        hashlib.sha256(file.read_bytes()).hexdigest(),
+        {name: fits.get(name, tensor) for name, tensor in own.items()},
+        new,
+        left_out,
+        {f"model.{key}": values for key, values in differences.items()},
+    )
+    if not fits:
+        raise RunError(f"train.init: nothing of '{source}' fits this network")
+    if (new or left_out) and not config.train.init_partial:
+        problems = "; ".join(start.messages()[1:])
+        raise RunError(
+            f"train.init: '{source}' is not of this network. {problems}. Give the options of its network, or take what "
+            "fits with train.init_partial: true"
+        )
+    return start
+
+
+def write_base(run: Run) -> Path:
+    """Write the complete checkpoint of a network before any update, for others to begin with; its folder.
+
+    It goes the way of every checkpoint. RunError where the run has been trained.
+    """
+    trainer = run.trainer
+    if trainer.step:
+        raise RunError(f"run '{run.name}' has made {trainer.step} updates: give a new run name")
+    path = trainer.save()
+    trainer.checkpoints.join()
+    return path
+
+
+def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, Path]:
+    """(tensors, options of the network, the file that holds them)."""
+    from matrixlib.engine.checkpoint import Checkpoints
+
+    folder, named = find_run(source)
+    if folder.is_file():
+        net = open_file(folder, "cpu", False, config.task)
+        return net.model.state_dict(), net.task.config.model, folder  # type: ignore[attr-defined]
+    text = (folder / "config.yaml").read_text(encoding="utf-8")
+    given = parse_config(read_yaml(text, f"{folder.name}/config.yaml"), f"{folder.name}/config.yaml", config.task)
+    if given.task != config.task:
+        raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
+    stored = Checkpoints(folder / "checkpoints", given.checkpoint.keep).pick(named)
+    group = "ema" if stored.tensors.get("ema") else "model"
+    (file,) = stored.path.glob(f"{group}.safetensors*")
+    return weights(stored.tensors), given.model, file
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{len(names)} ({', '.join(names[:LISTED])}{more})"

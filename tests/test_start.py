@@ -1,0 +1,175 @@
+"""What a run begins with: the weights of a run, a checkpoint or a file; and a complete checkpoint before any update."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from networks import CPU, random_net, save_run
+
+import matrixlib
+from matrixlib import config as configuration
+from matrixlib.runs import launch
+from matrixlib.runs import run as runs
+from matrixlib.runs.data import RunError
+from matrixlib.tasks import get_task
+from matrixlib.tasks.chess.matrix0 import config_of, matrix0_state, read_checkpoint
+
+SMALL = {"channels": 16, "blocks": 1, "ssl": []}
+
+
+def opened(init: Path | str, name: str, model: dict[str, Any] | None = None, **train: Any) -> runs.Run:
+    options = {"init": str(init), "steps": 2, "batch_size": 8} | train
+    overrides = {"model": SMALL | (model or {}), "runtime": CPU, "data": {"workers": 0}, "train": options}
+    return runs.open_run("demo", run=name, overrides=overrides)
+
+
+@pytest.fixture
+def source(reports: Path) -> Path:
+    """A run with random weights of another seed."""
+    net = random_net(**SMALL)
+    with torch.no_grad():
+        for parameter in net.model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    return save_run(reports / "source", net)
+
+
+def test_a_run_begins_with_the_weights_of_another(source: Path, reports: Path) -> None:
+    for given in (source, reports / "source", "source"):
+        run = opened(given, f"from-{Path(given).name}-{len(str(given))}")
+        given_weights = matrixlib.load(source).model.state_dict()
+        for name, tensor in run.trainer.evaluation_model().state_dict().items():
+            assert torch.equal(tensor, given_weights[name]), name
+        record = json.loads((run.folder / "run.json").read_text())["init"]
+        file = source / "model.safetensors"
+        assert record == {
+            "source": str(given),
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            "new": [],
+            "left_out": [],
+        }
+        run.close()
+
+
+def test_it_goes_on_as_any_run_does(source: Path, reports: Path) -> None:
+    """Also when the source is no longer there; a broken-off run ends where one does that was not."""
+    whole = opened(source, "whole")
+    for _ in whole.train():
+        pass
+    broken = opened(source, "broken")
+    for _ in broken.train():
+        break
+    broken.close()
+    (reports / "source").rename(reports / "elsewhere")
+    again = opened(source, "broken")
+    assert again.resumed
+    for _ in again.train():
+        pass
+    ours, expected = again.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    assert "far from chance" not in " ".join(again.messages)
+
+
+def test_what_does_not_fit_is_refused_by_name_or_listed(source: Path, reports: Path) -> None:
+    other = {"ssl": ["threat"], "value": {"hidden": 64}}
+    with pytest.raises(RunError, match=r"value_head.fc1.weight.*ssl \(\) -> |new, so random: .*init_partial"):
+        opened(source, "strict", other)
+    assert not (reports / "strict").exists()
+    run = opened(source, "partial", other, init_partial=True)
+    record = json.loads((run.folder / "run.json").read_text())["init"]
+    assert "ssl_heads.threat.out.weight" in record["new"]
+    assert "value_head.fc1.weight" in record["new"]
+    assert "value_head.fc1.weight" in record["left_out"]
+    assert not {name for name in record["new"] if name.startswith(("stem", "tower", "policy_head"))}
+    weights, given = run.model.state_dict(), matrixlib.load(source).model.state_dict()
+    assert torch.equal(weights["stem.conv.weight"], given["stem.conv.weight"])
+    run.close()
+
+
+def test_other_weights_under_the_same_name_are_noticed(source: Path, reports: Path) -> None:
+    opened(source, "twice").close()  # nothing trained, nothing saved
+    net = random_net(**SMALL)
+    (reports / "source" / "checkpoints").rename(reports / "old")
+    (reports / "source").rename(reports / "older")
+    save_run(reports / "source", net)
+    with pytest.raises(RunError, match="holds other weights than when run 'twice' began"):
+        opened(source, "twice")
+
+
+def test_sources_that_are_of_no_use(source: Path, reports: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run at 'nowhere'"):
+        opened("nowhere", "a")
+    text = tmp_path / "notes.txt"
+    text.write_text("x")
+    with pytest.raises(ValueError, match="no network that can be read"):
+        opened(text, "b")
+    latin = reports / "latin"
+    latin.mkdir()
+    (latin / "config.yaml").write_text(configuration.to_yaml(get_task("latin").config(task="latin")))
+    with pytest.raises(RunError, match="is of the task latin, not chess"):
+        opened(latin, "c")
+    assert not any((reports / name).exists() for name in "abc")
+
+
+@pytest.fixture
+def checkpoint(shared: Path) -> Path:
+    path = shared / "parity" / "small_ckpt.pt"
+    if not path.exists():
+        pytest.skip("the shared data has no checkpoint of Matrix0")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:small_ckpt.pt")
+def test_training_goes_on_from_a_checkpoint_of_matrix0(checkpoint: Path, reports: Path) -> None:
+    """Its first held-out figures are those of the loaded network."""
+    model = configuration.dump(config_of(read_checkpoint(checkpoint))[0])
+    run = opened(checkpoint, "tuned", model, steps=1)
+    net = get_task("chess").network(run.trainer.evaluation_model(), run.config, run.runtime)
+    loaded = matrixlib.load(checkpoint)
+    batch = next(iter(run.data.validation.sequential(64, sample=64)))
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+    same = type(loaded)(loaded.model, loaded.task, run.runtime)
+    for name, array in same.predict(arrays).items():
+        np.testing.assert_array_equal(net.predict(arrays)[name], array)
+    (stats,) = run.train()
+    assert stats.action == "ok"
+    assert (run.folder / "summary.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:base.pt")
+@pytest.mark.parametrize("form", ["v2 base", "training", "plain"])
+def test_a_checkpoint_of_matrix0_opens_in_each_form(checkpoint: Path, tmp_path: Path, form: str, shared: Path) -> None:
+    state = dict(read_checkpoint(checkpoint))
+    given = json.loads((shared / "parity" / "small_cfg.json").read_text())["netconfig_full"]
+    data = {
+        "v2 base": {"model_state_dict": state, "global_step": 0, "config": given, "version": "2.0"},
+        "training": {"model": state, "step": 5, "config": {"model_type": "resnet", "architecture": "x"}},
+        "plain": state,
+    }[form]
+    torch.save(data, tmp_path / "base.pt")
+    net = matrixlib.load(tmp_path / "base.pt")
+    expected = np.load(shared / "parity" / "parity.npz")["value"]
+    fens = (shared / "parity" / "positions.fen").read_text().splitlines()
+    plain = type(net)(net.model, net.task, random_net().runtime)  # in fp32
+    np.testing.assert_allclose([one.value for one in plain.evaluate(fens)], expected, atol=1e-4)
+    ours = matrix0_state(net.model)
+    assert ours.keys() == state.keys()
+    assert all(torch.equal(ours[name], state[name]) for name in state)
+
+
+def test_a_base_checkpoint_is_whole_and_can_be_begun_with(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--preset", "demo", "--run", "base", "--base", "--device", "cpu"]) == 0
+    assert "step_00000000" in capsys.readouterr().out
+    folder = reports / "base" / "checkpoints" / "step_00000000"
+    net = matrixlib.load(folder)
+    fresh = net.task.build_model().state_dict()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in net.model.state_dict().items())
+    run = runs.open_run("demo", run="next", init="base", seed=5)
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in run.model.state_dict().items())
+    run.close()
+    assert launch.main(["--preset", "nope", "--base"]) == 2
