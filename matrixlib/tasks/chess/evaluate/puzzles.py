@@ -24,7 +24,7 @@ from matrixlib.play.search import Search
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.parsing import opened
-from matrixlib.tasks.chess.records import PIECE_VALUES, from_boards, move_from_index, parse_fen
+from matrixlib.tasks.chess.records import PIECE_VALUES, before, from_boards, move_from_index, parse_fen
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,10 +176,11 @@ def searcher(net: Net, simulations: int) -> Solver:
         for start in range(0, len(live), at_once):
             part = live[start : start + at_once]
             search = Search(game, evaluate, trees=len(part))
-            states = from_boards([boards[i] for i in part])
+            states = from_boards([boards[i] for i in part], repetition=0)
             refuse_over(game, states)
             for tree in range(len(part)):
-                search.reset(tree, states[tree : tree + 1])
+                past = before(boards[part[tree]], net.task.history)
+                search.reset(tree, states[tree : tree + 1], past=past)
             for i, result in zip(part, search.run(simulations), strict=True):
                 moves[i] = move_from_index(result.best, boards[i]).uci()
         return [moves.get(i) for i in range(len(boards))]
@@ -218,7 +219,7 @@ def one_ply(net: Net, boards: Sequence[chess.Board]) -> list[str | None]:
 def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     """(first move found, whole line found), both (N,). Any move that mates is right where the answer mates."""
     first, whole = np.zeros(len(puzzles), bool), np.zeros(len(puzzles), bool)
-    boards = [puzzle.board.copy(stack=False) for puzzle in puzzles]
+    boards = [puzzle.board.copy() for puzzle in puzzles]  # with the set-up move, which some networks look at
     live, ply = list(range(len(puzzles))), 0
     while live:
         moves = solver([boards[i] for i in live])
@@ -242,7 +243,7 @@ def right(board: chess.Board, answer: chess.Move, move: str | None) -> bool:
 
 
 def _after(board: chess.Board, move: chess.Move) -> chess.Board:
-    after = board.copy(stack=False)
+    after = board.copy()
     after.push(move)
     return after
 
