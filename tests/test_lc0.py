@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from positions import HARD, KIWIPETE
 from readers import Whole, read_file, same
 
-from matrixlib.tasks.chess.importers import leela
 from matrixlib.tasks.chess.importers.lc0 import Lc0
+from matrixlib.tasks.chess.lc0.moves import move_name
 
 FULL = 2**64 - 1
 SIZE = 8356
@@ -232,7 +232,7 @@ def test_the_moves_are_leelas():
     assert len(NAMES) == 1858
     known = {"a1b1": 0, "a1h8": 22, "b1a1": 23, "h8g8": 1791, "a7a8q": 1792, "a7b8b": 1797, "h7h8b": 1857}
     assert {name: NAMES[name] for name in known} == known
-    assert [leela.move_name(number) for number in range(1858)] == list(NAMES)
+    assert [move_name(number) for number in range(1858)] == list(NAMES)
 
 
 @pytest.mark.parametrize("form", [1, 2, 3, 4, 5])

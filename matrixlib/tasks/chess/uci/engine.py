@@ -274,7 +274,8 @@ class Engine:
     def _place(self, search: Search, only: list[chess.Move]) -> bool:
         """Put the tree at the board, keeping what is known where it can be; False where the position is dead.
 
-        Where a draw could be claimed the game may go on: it is then searched as if nothing had happened before.
+        Where a draw could be claimed the game may go on: it is then searched as if the position had occurred once
+        before, and its clock had just begun where it has run out.
         """
         board, moves = self.board, self.board.move_stack
         start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
@@ -289,7 +290,9 @@ class Engine:
         self._tree = None if only else (start, list(moves))
         if not _over(search):
             return True
-        search.reset(0, from_boards([board], halfmove=0, repetition=0), only=indices, past=self._before())
+        state = from_boards([board], repetition=int(board.is_repetition(2)))
+        state["halfmove"] %= 100
+        search.reset(0, state, only=indices, past=self._before())
         self._tree = None
         return not _over(search)
 
