@@ -107,6 +107,12 @@ def test_a_match_in_parts_is_the_match_at_once() -> None:
     assert parts[1].games[-1].tags["Round"] == "10.2"
 
 
+def test_a_match_of_many_games_names_their_players() -> None:
+    """More than a byte counts."""
+    match = play_pairs(GAME, random_player(GAME, 1), random_player(GAME, 2), GAME.initial(130), names=("one", "two"))
+    assert [game.players for game in match.games] == [("one", "two"), ("two", "one")] * 130
+
+
 def test_errors_and_limits() -> None:
     def cheat(turn: Turn) -> Choice:
         return Choice(np.zeros(len(turn.states), np.int32))

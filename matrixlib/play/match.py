@@ -126,7 +126,7 @@ def play_pairs(
         times = (keys[live, : ply + 1] == game.key(after)[:, None]).sum(1)
         states[live] = game.repeat(after, times.astype(np.int32))
     records = []
-    for i, side in enumerate(np.repeat(game.to_move(openings), 2)):
+    for i, side in enumerate(np.repeat(game.to_move(openings), 2).tolist()):
         players = names if (i + side) % 2 == 0 else names[::-1]
         tags = {"Round": f"{(i + start) // 2 + 1}.{i % 2 + 1}", "Termination": endings[i]}
         opening = openings[i // 2 : i // 2 + 1]
