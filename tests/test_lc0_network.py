@@ -15,10 +15,14 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
+from networks import MATRIX0, random_net
 
 import matrixlib
 from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player
 from matrixlib.play.search import Search
+from matrixlib.runs import browse
+from matrixlib.tasks import get_task
+from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.lc0 import planes, weights
@@ -28,6 +32,7 @@ from matrixlib.tasks.chess.task import packed_state
 from matrixlib.tasks.chess.uci.engine import Engine
 
 NETWORKS = ("maia-1100", "maia-1900")
+FENS = [chess.STARTING_FEN, "r3k2r/8/8/8/8/8/8/R3K2R b KQkq - 3 9"]
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
@@ -298,3 +303,45 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
     assert all(one.tolist() == [0, 0, 0, 0, 0, 0, 1, 0] for one in pawn[1:]), "the pawn is back at home"
     pawn = out[4, 0::13, :, 4][:8]
     assert [one.argmax().item() for one in pawn] == [3, 3, 1, 1, 1, 1, 1, 1]
+
+
+# Everywhere
+
+
+def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path) -> None:
+    path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
+    shelf = browse.open_shelf(str(path), device="cpu", positions=2)
+    assert shelf.run == str(path)
+    assert all(holds for _, holds, _ in shelf.checks())
+    assert browse.runs_like(shelf.run, shelf.names)[0] == str(path)
+    net = matrixlib.load(path, device="cpu")
+    assert isinstance(net, Net)
+    matches = dict(strength.gauntlet(net, [0], 2, plies=6, opponents={"made": net}))
+    assert list(matches)[-1] == ("network 0", "made 0")
+    assert len(matches[("network 0", "made 0")].games) == 2
+
+
+def test_a_file_is_one_network(tmp_path: Path) -> None:
+    path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
+    with pytest.raises(ValueError, match="without a checkpoint 'step_00000001'"):
+        matrixlib.load(path, checkpoint="step_00000001")
+    other = tmp_path / "other.npz"
+    other.write_bytes(b"x")
+    with pytest.raises(ValueError, match="no network that can be read"):
+        matrixlib.load(other)
+    with pytest.raises(ValueError, match="not written as ONNX"):
+        get_task("chess").export(matrixlib.load(path, device="cpu"), tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])
+def test_an_onnx_file_of_ours_opens(tmp_path: Path, model: dict[str, Any]) -> None:
+    pytest.importorskip("onnxscript")
+    net = random_net(ssl=[], **model)
+    get_task("chess").export(net, tmp_path / "net.onnx")
+    again = matrixlib.load(tmp_path / "net.onnx")
+    for ours, theirs in zip(net.evaluate(FENS), again.evaluate(FENS), strict=True):
+        assert theirs.moves == pytest.approx(ours.moves, abs=1e-4)
+        assert theirs.value == pytest.approx(ours.value, abs=1e-4)
+    (tmp_path / "cut.onnx").write_bytes((tmp_path / "net.onnx").read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cut\.onnx is no ONNX file that can be read"):
+        matrixlib.load(tmp_path / "cut.onnx")

@@ -80,7 +80,7 @@ def _write_base(preset: str, device: str, run: str) -> int:
     """Write the checkpoint of a network before any update; returns the exit code."""
     try:
         current = runs.open_run(preset, device, run=run, kind="base")
-        path = write_base(current)
+        path = write_base(current.trainer, current.name)
     except ValueError as problem:
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         return 2

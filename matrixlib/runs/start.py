@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from matrixlib.engine.task import Task
-    from matrixlib.runs.run import Run
+    from matrixlib.engine.trainer import Trainer
 
 LISTED = 8  # names in a message
 
@@ -105,14 +105,13 @@ def read_start(config: Config, task: Task) -> Start:
     return start
 
 
-def write_base(run: Run) -> Path:
+def write_base(trainer: Trainer, name: str) -> Path:
     """Write the complete checkpoint of a network before any update, for others to begin with; its folder.
 
-    It goes the way of every checkpoint. RunError where the run has been trained.
+    It goes the way of every checkpoint. RunError where the run, of this name, has been trained.
     """
-    trainer = run.trainer
     if trainer.step:
-        raise RunError(f"run '{run.name}' has made {trainer.step} updates: give a new run name")
+        raise RunError(f"run '{name}' has made {trainer.step} updates: give a new run name")
     path = trainer.save()
     trainer.checkpoints.join()
     return path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from matrixlib import config as configuration
 from matrixlib.config import Config, ConfigError, nearest
-from matrixlib.tasks.spec import TaskSpec, find_run, load_network
+from matrixlib.tasks.spec import TaskSpec, find_run, load_network, no_network
 
 if TYPE_CHECKING:
     from matrixlib.engine.network import Network
@@ -128,7 +128,4 @@ def open_file(path: Path, device: str = "auto", compile: bool | str = "auto", ta
         net = get_task(name).open_file(path, device, compile)
         if net is not None:
             return net
-    raise ValueError(
-        f"'{path}' is no network that can be read: give a run, a checkpoint's folder, Lc0's weights (.pb.gz), a "
-        "checkpoint of Matrix0 (.pt), or an ONNX file that `export` wrote"
-    )
+    raise ValueError(no_network(path))

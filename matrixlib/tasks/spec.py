@@ -293,6 +293,14 @@ def find_run(run: str | Path) -> tuple[Path, str]:
     )
 
 
+def no_network(path: Path) -> str:
+    """What to say of a file that no task reads."""
+    return (
+        f"'{path}' is no network that can be read: give a run, a checkpoint's folder, Lc0's weights (.pb.gz), a "
+        "checkpoint of Matrix0 (.pt), or an ONNX file that `export` wrote"
+    )
+
+
 def load_network(
     spec: TaskSpec[Any],
     config: Config,

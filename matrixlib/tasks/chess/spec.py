@@ -11,7 +11,7 @@ import numpy as np
 
 from matrixlib.config import read_yaml, validated
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
-from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network
+from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network, no_network
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.data.shards import Batch, Layout
+    from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
@@ -208,12 +209,13 @@ TASK = ChessSpec()
 
 def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto") -> Net:
     """The network of a run of chess; arguments and errors as of `matrixlib.tasks.load`."""
-    from matrixlib.tasks import open_file
     from matrixlib.tasks.chess.evaluate.net import Net
 
     folder, named = find_run(run)
     if folder.is_file():
-        net = open_file(folder, device, compile, TASK.name)
+        net: Network | None = TASK.open_file(folder, device, compile)
+        if net is None:
+            raise ValueError(no_network(folder))
     else:
         data = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
         if data.get("task") != TASK.name:
