@@ -42,6 +42,7 @@ def choose_layout(task: Task, batch: Batch, runtime: Runtime, config: Config, fi
 
 def fastest(runtime: Runtime, seconds: Callable[[Runtime], float], fixed: bool = False) -> Runtime:
     """As `choose_layout`. seconds(candidate): of one update; an error for want of memory takes a candidate out.
+    Candidates are not compiled, which would take long for each.
 
     The runtime's own layout stays unless another is `GAIN` times as fast, or where no candidate fits.
     """
@@ -50,7 +51,7 @@ def fastest(runtime: Runtime, seconds: Callable[[Runtime], float], fixed: bool =
     times: dict[tuple[bool, bool], float] = {}
     for last, search in itertools.product(formats, searches):
         try:
-            times[last, search] = seconds(replace(runtime, channels_last=last, benchmark=search))
+            times[last, search] = seconds(replace(runtime, channels_last=last, benchmark=search, compile=""))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise

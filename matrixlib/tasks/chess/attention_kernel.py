@@ -1,8 +1,8 @@
 """Matrix0's attention as one Triton kernel for CUDA GPUs: no score leaves the chip.
 
 A program works on the S x S scores of one head of one position, which fit into registers. Read and written are queries,
-keys, values and what is made of them, 4 * S * D numbers a head; separate operations carry about 25 arrays of S * S fp32
-scores through the GPU's memory and keep eight for the backward pass, which here makes the scores anew.
+keys, values and what is made of them, 4 * S * D numbers a head; separate operations carry each of their results, S * S
+fp32 numbers a head, through the GPU's memory and keep eight for the backward pass, which here makes the scores anew.
 
 Triton comes with torch's builds for CUDA. On a CPU its interpreter runs the same kernels (TRITON_INTERPRET=1), for
 tests. Formulas: attention.py.
