@@ -278,7 +278,7 @@ def test_a_match_hands_over_what_came_before() -> None:
 
 
 def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
-    def boards(texts: list[str]) -> torch.Tensor:
+    def boards(texts: list[str], told: bool = True) -> torch.Tensor:
         positions = []
         for text in texts:
             fen, *moves = text.split(" moves ")
@@ -286,8 +286,9 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
             for move in moves[0].split() if moves else ():
                 positions[-1].push_uci(move)
         rows, past = from_boards(positions), past_of(positions, planes.PAST)
-        batch: dict[str, Any] = {"pieces": rows["pieces"], "past": past.states["pieces"], "known": past.known}
-        batch |= {"state": packed_state(rows), "past_state": packed_state(past.states)}
+        batch: dict[str, Any] = {"pieces": rows["pieces"], "state": packed_state(rows)}
+        if told:
+            batch |= {"past": past.states["pieces"], "known": past.known, "past_state": packed_state(past.states)}
         return planes.planes({name: torch.from_numpy(array) for name, array in batch.items()})
 
     start = chess.STARTING_FEN
@@ -303,6 +304,10 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
     assert all(one.tolist() == [0, 0, 0, 0, 0, 0, 1, 0] for one in pawn[1:]), "the pawn is back at home"
     pawn = out[4, 0::13, :, 4][:8]
     assert [one.argmax().item() for one in pawn] == [3, 3, 1, 1, 1, 1, 1, 1]
+    # A row of the data tells of a double step only where the capture is legal; nothing else of what came before.
+    capture = ["4k3/8/8/8/3pP3/8/8/4K3 b - e3 0 1", "4k3/8/8/3Pp3/8/8/8/4K3 w - e6 0 1", start]
+    assert (boards(capture) == boards(capture, told=False)).all()
+    assert boards(capture, told=False)[0, 19, 6, 4] == 1
 
 
 # Everywhere
