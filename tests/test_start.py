@@ -77,6 +77,18 @@ def test_it_goes_on_as_any_run_does(source: Path, reports: Path) -> None:
     assert "far from chance" not in " ".join(again.messages)
 
 
+def test_the_source_is_needed_once(source: Path, reports: Path) -> None:
+    """A run that is killed before its first update has the weights already."""
+    run = opened(source, "once")
+    run.trainer.checkpoints.join()
+    run.close()
+    (reports / "source").rename(reports / "elsewhere")
+    again = opened(source, "once")
+    given = weights_in(reports / "elsewhere" / "checkpoints" / source.name)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in again.model.state_dict().items())
+    again.close()
+
+
 def test_what_does_not_fit_is_refused_by_name_or_listed(source: Path, reports: Path) -> None:
     other = {"ssl": ["threat"], "value": {"hidden": 48}}
     with pytest.raises(RunError, match=r"value_head.fc1.weight.*ssl \(\) -> |new, so random: .*init_partial"):
