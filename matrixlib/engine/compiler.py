@@ -24,9 +24,10 @@ def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = Non
     Its code is kept with our other files, where the next process finds it: torch alone keeps it under /tmp, which a
     restart of the machine empties. A TORCHINDUCTOR_CACHE_DIR of the user's stands.
     """
+    # before the import, which fixes the folder
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
     from torch._inductor import list_mode_options
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
     on_cpu = next(model.parameters()).device.type == "cpu"
     options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
     forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # takes no mode beside options

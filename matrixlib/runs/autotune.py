@@ -115,9 +115,7 @@ def choose_layout(data: RunData, fixed: bool) -> runtimes.Runtime:
     """The runtime with the layout that updates are fastest in; fixed: with its memory format, which the user named."""
     from matrixlib.engine import layout
 
-    plain = replace(data.runtime, compile="")  # else each layout would be compiled
-    runtime = layout.choose_layout(data.task, _first(data), plain, data.config, fixed)
-    return replace(runtime, compile=data.runtime.compile)
+    return layout.choose_layout(data.task, _first(data), data.runtime, data.config, fixed)
 
 
 def fit_steps(data: RunData) -> tuple[int, float]:
