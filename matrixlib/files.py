@@ -36,11 +36,6 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matrixlib"
 
 
-def compiled_code() -> Path:
-    """Where the compiler keeps code for the next process: $TORCHINDUCTOR_CACHE_DIR, else among our own files."""
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root() / "compiled")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or {} where there is none; ValueError naming a file that holds something else."""
     if not path.exists():

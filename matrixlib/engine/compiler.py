@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from matrixlib.files import compiled_code
+from matrixlib.files import cache_root
 
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
 """Modes that record CUDA graphs: these write their results, gradients too, to the same memory each time."""
 ON_CPU = {"cpp_wrapper": True}
@@ -18,16 +20,27 @@ ON_CPU = {"cpp_wrapper": True}
 choice: half of AVX-512's was as fast."""
 
 
+def keep_code() -> Path:
+    """The folder of compiled code, among our other files: torch alone keeps it under /tmp, which a restart empties.
+
+    A TORCHINDUCTOR_CACHE_DIR of the user's stands; torch's own is no such: an import of torch._dynamo puts it there,
+    which optimisers do.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(FOLDER, "") in ("", default_cache_dir()):
+        os.environ[FOLDER] = str(cache_root() / "compiled")
+    return Path(os.environ[FOLDER])
+
+
 def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = None) -> nn.Module:
     """torch.compile in one of its modes; a network in training mode on the CPU also with the settings for that.
 
-    Its code is kept with our other files, where the next process finds it: torch alone keeps it under /tmp, which a
-    restart of the machine empties. A TORCHINDUCTOR_CACHE_DIR of the user's stands.
+    Its code is kept where `keep_code` says, and the next process finds it there.
     """
-    # before the import, which fixes the folder
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
     from torch._inductor import list_mode_options
 
+    keep_code()
     on_cpu = next(model.parameters()).device.type == "cpu"
     options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
     forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # takes no mode beside options

@@ -443,7 +443,9 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         data = autotune.settle(data, requested)
         runtime, config = data.runtime, data.config
     if runtime.compile:
-        messages.append(f"compiled code is kept in {files.compiled_code()}, where the next run finds it")
+        from matrixlib.engine import compiler
+
+        messages.append(f"compiled code is kept in {compiler.keep_code()}, where the next run finds it")
     update_seconds: float | None = record.get("update_seconds")
     if config.train.steps == "auto":
         steps, update_seconds = autotune.fit_steps(data)
