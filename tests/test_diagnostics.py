@@ -191,6 +191,27 @@ def test_dead_smooth_channels_are_found_exactly(name: str) -> None:
         assert set(found.widths) >= {f"tower.0.{name}", f"tower.0.{name}.2", f"tower.0.se.{name}"}
 
 
+def test_dead_units_are_counted_once_where_memory_runs_out_half_way() -> None:
+    """The activations before the one that had no room have been looked at already."""
+
+    class Hungry(Outputs):
+        def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            out = super().outputs(model, batch)
+            if len(batch["x"]) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return out
+
+    class Smooth(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(x)
+
+    # alive by a hair over these rows, and dead where the first six count twice
+    batch = {"x": torch.tensor([[1.0, 0.0], [-1.0, 0.0]] * 3 + [[1.0, 3e-4], [-1.0, -3e-4]] * 3)}
+    whole, cut = (dead_units(task, Smooth(), [batch], toy_runtime()) for task in (Outputs(), Hungry()))
+    assert (whole.rows, whole.dead) == (12, {"silu": ()})
+    assert (whole.rows, whole.dead) == (cut.rows, cut.dead)
+
+
 def test_small_deviations_beside_a_large_mean() -> None:
     """A unit is dead below a deviation of 1e-4, also where fp32 sums of squares could not tell."""
     deviations = torch.tensor([0.0, 0.5e-4, 2e-4, 1.0])

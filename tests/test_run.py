@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from matrixlib.config import ConfigError
+from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.task import rows
 from matrixlib.engine.trials import Comparison
 from matrixlib.hardware import speed
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.task import ChessTask
 
 TINY: dict[str, Any] = {
     "data": {"limit": 1024},
@@ -280,6 +284,48 @@ def test_the_trials_before_a_run_are_with_the_micro_batch_that_was_tuned(
     run.close()
     assert trials == [(16, 16)]
     assert (run.runtime.micro_batch, run.data.runtime.micro_batch, run.steps) == (16, 16, 40)
+
+
+@dataclass(frozen=True)
+class Accelerated(Runtime):
+    """Says that it is an accelerator, and computes on the CPU."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def autocast(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def test_a_micro_batch_is_tuned_where_memory_runs_out_and_the_reasons_say_so(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve, losses = runs.runtimes.resolve, ChessTask.losses
+
+    def accelerated(*sections: Any) -> Any:
+        stored = resolve(*sections).to_dict() | {"device": "mps"}
+        return Accelerated(**{**stored, "reasons": tuple(stored["reasons"])})
+
+    def hungry(task: ChessTask, model: Any, batch: Any, active: Any) -> Any:
+        if rows(batch) > 23:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return losses(task, model, batch, active)
+
+    monkeypatch.setattr(runs.runtimes, "resolve", accelerated)
+    monkeypatch.setattr(ChessTask, "losses", hungry)
+    sizes = {"train": {"batch_size": 61, "micro_batch": "auto", "steps": 4}}
+    run = runs.open_run(run="tuned", overrides=merge(TINY, sizes))
+    run.close()
+    size = run.runtime.micro_batch
+    assert 11 <= size <= 21, "a prime, cut into three to six passes"
+    assert run.config.train.micro_batch == run.data.config.train.micro_batch == size
+    record = json.loads((run.folder / "run.json").read_text())["runtime"]
+    assert record["micro_batch"] == size
+    assert [line for line in record["reasons"] if line.startswith("micro_batch")] == [
+        f"micro_batch {size}: the fastest of those that fit in memory, by trying"
+    ]
+    assert "out of memory" in run.describe()
 
 
 def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: Path) -> None:

@@ -475,6 +475,19 @@ def test_a_replay_that_runs_out_of_memory_leaves_the_update_skipped(monkeypatch:
     assert "ran out of memory" in step.health.last
 
 
+def test_a_device_that_is_gone_is_the_error_and_nothing_after_it() -> None:
+    """Closing the loss scale is one more call to the device, whose error says less."""
+    step = build(runtime=scaled(1024.0))
+
+    def gone(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    step.health.judge = gone  # after the gradients were unscaled
+    step.scaler.update = lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error: the second one"))
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        step(toy_batch(16))
+
+
 class Uncompilable(nn.Module):
     """As torch.compile's wrapper where the compiler fails after `good` calls, with random numbers drawn."""
 

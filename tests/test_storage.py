@@ -183,6 +183,32 @@ def test_copies_own_their_memory_and_use_the_buffers_again() -> None:
     assert again == {"w", "column"}
 
 
+def test_without_page_locked_memory_a_checkpoint_is_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WSL2 and containers limit it: the run would end unsaved."""
+
+    class OnCard(torch.Tensor):
+        is_cuda = property(lambda self: True)
+
+    plain, refused = torch.empty, list[bool]()
+
+    def empty(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        refused.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return plain(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    values = {"w": torch.arange(3.0), "b": torch.ones(2)}
+    tensors = {"model": {name: value.as_subclass(OnCard) for name, value in values.items()}}
+    warnings: list[str] = []
+    copies = storage.host_copies(tensors, {}, warnings.append)
+    assert all(torch.equal(copies["model"][name].as_subclass(torch.Tensor), values[name]) for name in values)
+    assert refused == [True, False, False], "asked for once"
+    assert len(warnings) == 1
+    assert warnings[0].endswith("more slowly: CUDA error: out of memory")
+
+
 # Damage
 
 

@@ -668,6 +668,29 @@ def test_a_smaller_micro_batch_is_stored_with_the_run(tmp_path: Path) -> None:
     stats += again.train()
     assert not any("out of memory" in message for s in stats[1:] for message in s.messages)
     assert stats[-1].micro_step == 5 * (STEPS + 1)
+    assert again.adapted, "another machine would not get these bits"
+
+
+def test_a_validation_and_a_look_at_dead_units_without_memory_are_cut_once(tmp_path: Path) -> None:
+    class Hungry(ToyTask):
+        def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+            return super().losses(model, self.fitting(model, batch), active)
+
+        def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            return super().outputs(model, self.fitting(model, batch))
+
+        def fitting(self, model: nn.Module, batch: Batch) -> Batch:
+            if not model.training and len(batch["x"]) > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return batch
+
+    trainer = build(tmp_path, Hungry())
+    stats = list(trainer.train())
+    messages = [message for s in stats for message in s.messages if "out of memory" in message]
+    assert len(messages) == 1
+    assert "16 rows without gradients" in messages[0]
+    assert stats[3].statistics is not None
+    assert not trainer.adapted, "no weight depends on it"
 
 
 def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path) -> None:
@@ -840,4 +863,19 @@ def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch
 def test_without_gated_terms_there_is_no_chunk(tmp_path: Path) -> None:
     trainer = build(tmp_path)
     list(trainer.train())
-    assert state(trainer)["chunk"] == {"rows": 0, "calm": 0}
+    assert state(trainer)["chunk"] == {"rows": 0, "calm": 0, "changes": 0}
+
+
+def test_what_the_trials_before_a_run_left_is_not_taken_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator whose cache and peak the tuner filled: no warning, and no smaller chunk."""
+    figures = {"rss_mib": 1.0, "total_mib": 100.0, "device_total_mib": 100.0}
+    figures |= dict.fromkeys(("allocated_peak_mib", "driver_mib", "reserved_mib"), 95.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: figures.update(driver_mib=20.0, reserved_mib=20.0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: figures.update(allocated_peak_mib=10.0))
+    monitor = partial(Monitor, torch.device("cuda"), read=lambda device: dict(figures))
+    monkeypatch.setattr("matrixlib.engine.trainer.Monitor", lambda device, config: monitor(config))
+    trainer = build(tmp_path, ToyTask(gate_plane=True))
+    assert not [message for stats in trainer.train() for message in stats.messages if "memory" in message]
+    assert state(trainer)["chunk"]["rows"] == 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.config import ValidationConfig
+from matrixlib.engine.memory import Passes
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.validation import Cadence, attainable_floor, evaluating, refuse_below_floor, validate
 from matrixlib.tasks import load_config
@@ -161,6 +164,29 @@ def test_running_sums_weigh_by_items_not_by_batches() -> None:
     assert found.metrics["class/hits"] == pytest.approx(metrics["class/hits"].item() / counts["class"])
     assert found.loss == pytest.approx(found.losses["class"] + 0.5 * found.losses["plane"])
     assert json.dumps(found.to_dict())
+
+
+def test_validation_goes_on_in_smaller_passes_where_memory_runs_out() -> None:
+    """And keeps to them: the next validation does not try again what failed."""
+    calls = []
+
+    class Hungry(ToyTask):
+        def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
+            calls.append(len(batch["x"]))
+            if calls[-1] > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().losses(model, batch, active)
+
+    batch, passes = toy_batch(50), Passes()
+    model = ToyTask().build_model()
+    whole = validate(ToyTask(), model, parts(batch, 16), toy_runtime(), BOTH, "full")
+    for _ in range(2):
+        result = validate(Hungry(), model, parts(batch, 16), toy_runtime(), BOTH, "full", passes=passes)
+        assert result.counts == whole.counts
+        assert result.losses == pytest.approx(whole.losses, rel=1e-6)
+        assert result.metrics == pytest.approx(whole.metrics, rel=1e-6)
+    assert calls == [16, 8, *2 * ([4] * 12 + [2])]
+    assert len(passes.take()) == 2
 
 
 def test_a_term_without_items_is_left_out_and_no_batches_give_none() -> None:

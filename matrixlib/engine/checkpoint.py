@@ -103,7 +103,7 @@ class Checkpoints:
             (self.folder / f"{name}.tmp").mkdir()
         except OSError as error:
             raise self._cannot_write(name, needed, error) from error
-        self._buffers = storage.host_copies(tensors, self._buffers)
+        self._buffers = storage.host_copies(tensors, self._buffers, self._warn)
         self._pending = self._thread.submit(self._write, step, needed, encoded, best)
         if wait:
             self.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from matrixlib.engine.memory import Passes
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.task import Batch, Task, rows, to_device
 from matrixlib.engine.validation import evaluating
@@ -235,7 +237,12 @@ class DeadUnits:
 
 
 def dead_units(
-    task: Task, model: nn.Module, batches: Iterable[Batch], runtime: Runtime, minimum: int = DEAD_ROWS
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    minimum: int = DEAD_ROWS,
+    passes: Passes | None = None,
 ) -> DeadUnits:
     """Look at every activation function that `task.outputs` runs, over the first `minimum` rows or more.
 
@@ -243,15 +250,22 @@ def dead_units(
     last one of a smaller tensor (B, C) or (B, tokens, C). It is dead if it is never above 0 (ReLU), or if
     its standard deviation is below 1e-4 (SiLU, GELU, Mish). Functions are known by the operations they run,
     so they need not be modules. batches: host tensors. Eval mode; one host read; all hooks are gone
-    afterwards.
+    afterwards. passes: as in `validate`.
     """
-    model, count = unwrap(model), 0
+    model, count, passes = unwrap(model), 0, passes or Passes()
     units: dict[str, _Units] = {}
     path: list[str] = []  # the modules that are running, outermost first
+
+    def look(part: Batch) -> dict[str, _Units]:
+        further = copy.deepcopy(units)  # a pass that fails half-way has added to some of them
+        with _Activations(path, further), runtime.autocast():
+            task.outputs(model, to_device(part, runtime.torch_device))
+        return further
+
     with evaluating(model), hooked(model, lambda name, *_: path.append(name), lambda *_: path.pop()):
         for batch in batches:
-            with _Activations(path, units), runtime.autocast():
-                task.outputs(model, to_device(batch, runtime.torch_device))
+            for further in passes.over(batch, look):
+                units = further
             count += rows(batch)
             if count >= minimum:
                 break

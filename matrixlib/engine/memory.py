@@ -6,36 +6,37 @@ emptied, because the next update would have to ask the driver for the same block
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
-from torch import nn
 
 from matrixlib.config import MemoryConfig
-from matrixlib.engine.diagnostics import hooked
+from matrixlib.engine.task import Batch, rows, slice_batch
 from matrixlib.hardware.runtime import machine
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MEBI = 2**20
 FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
 CALM = 10  # looks in a row after which a smaller chunk is tried larger again
 CLEAR_UPDATES = 100  # least distance between two clears
 SAMPLE_SECONDS = 0.02
-OUT_OF_MEMORY = (  # RuntimeErrors of the allocators that have no exception class for it
+OUT_OF_MEMORY = (  # RuntimeErrors of allocators and libraries that have no exception class for it
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER: their own workspace
+    "unable to find an engine to execute this computation",  # cuDNN, which leaves out what has no room
     "MPS backend out of memory",
+    "Invalid buffer size",  # MPS: more than Metal gives in one piece
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory: you tried to allocate",  # Windows
 )
 
 Figures = dict[str, float]
+Result = TypeVar("Result")
 
 
 def usage(device: torch.device) -> Figures:
@@ -120,6 +121,8 @@ def out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, torch.AcceleratorError):
+        return False
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
@@ -153,55 +156,45 @@ def sampled(device: torch.device, read: Callable[[torch.device], Figures] = usag
         look()
 
 
-def by_part(update: Callable[[], object], model: nn.Module, optimiser: torch.optim.Optimizer) -> pd.DataFrame:
-    """Where the memory of one update goes: what each part of `model` keeps from its forward pass, in MiB.
+class Passes:
+    """Cuts batches into smaller passes without gradients where memory runs out; what did not fit is not tried again.
 
-    update: makes one with the model and optimiser; it is called twice, the first time to warm up. What is kept is
-    there until the backward pass. Weights, gradients and the optimiser's state are a row each.
+    rows: of a pass at most; 0 = whole batches.
     """
-    import pandas as pd
-    from torch.profiler import ProfilerActivity, profile, record_function
 
-    on_device = next(model.parameters()).is_cuda
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
-    parts = set(_parts(model))
-    running: list[Any] = []
-    names: list[str] = []
+    def __init__(self) -> None:
+        self.rows = 0
+        self._messages: list[str] = []
 
-    def enter(name: str, *_: Any) -> None:
-        if name in parts:
-            names.append(name)
-            running.append(record_function(name).__enter__())
+    def over(self, batch: Batch, work: Callable[[Batch], Result]) -> Iterator[Result]:
+        """What `work` gives for the parts of a host batch, in their order. It is called again with a smaller part
+        where memory ran out, so it must leave nothing behind then; an error at a single row is passed on.
+        """
+        start, end = 0, rows(batch)
+        while start < end:
+            stop = min(end, start + (self.rows or end))
+            try:
+                result = work(slice_batch(batch, start, stop))
+            except (RuntimeError, MemoryError) as error:
+                if stop - start == 1 or not out_of_memory(error):
+                    raise
+                self.rows = -(-(stop - start) // 2)
+                self._messages.append(
+                    f"out of memory in a pass of {stop - start} rows without gradients ({_first_line(error)}); it is "
+                    f"repeated with {self.rows}, which the run keeps from now on"
+                )
+                continue
+            start = stop
+            yield result
 
-    def leave(name: str, *_: Any) -> None:
-        if name in parts:
-            running.pop().__exit__(None, None, None)
-
-    update()
-    with hooked(model, enter, leave), profile(activities=activities, profile_memory=True) as profiler:
-        update()
-    used = {
-        event.key: event.device_memory_usage if on_device else event.cpu_memory_usage
-        for event in profiler.key_averages()
-    }
-    weights = _bytes(model.parameters())
-    state = _bytes(value for entry in optimiser.state.values() for value in entry.values())
-    table = {name: used[name] for name in names if name in used}
-    table |= {"weights": weights, "their gradients": weights, "optimiser": state}
-    return pd.DataFrame({"MiB": table}).div(MEBI).round(2)
-
-
-def _parts(model: nn.Module) -> Iterator[str]:
-    """Names of the network's parts: its children, and those of its lists and dicts of modules."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from (f"{name}.{inner}" for inner, _ in child.named_children())
-        else:
-            yield name
+    def take(self) -> list[str]:
+        """What a person should know, since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
 
-def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+def _first_line(error: BaseException) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 class Threshold:
@@ -225,11 +218,12 @@ class Chunk:
     """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
 
     Halved at a look above `memory.warn`, down to an eighth of the micro-batch, where the passes begin to cost more than
-    the memory is worth; doubled after `CALM` looks in a row well below it. calm: such looks so far.
+    the memory is worth; doubled after `CALM` looks in a row well below it. calm: such looks so far. changes: of `rows`.
     """
 
     rows: int = 0
     calm: int = 0
+    changes: int = 0
 
     def look(self, used: float, warn: float, micro_batch: int) -> bool:
         """Take in the share of the memory in use; True when `rows` changes."""
@@ -239,6 +233,7 @@ class Chunk:
             self.rows = present // 2
         elif self.rows and self.calm >= CALM:
             self.rows, self.calm = 2 * present if 2 * present < micro_batch else 0, 0
+        self.changes += self.rows != before
         return self.rows != before
 
 
@@ -270,6 +265,15 @@ class Monitor:
             torch.mps.set_per_process_memory_fraction(self._limit)
         total = self._read(self._device)["device_total_mib"]
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
+
+    def begin(self) -> None:
+        """Forget what was before the run: of the trials before it the allocator still has the cache and the peak, which
+        the first look would take for the run's own.
+        """
+        if self._device.type != "cpu":
+            gc.collect()  # a network of a trial lies in reference cycles
+            clear_cache(self._device)
+        self._forget_peak()
 
     def check(self, step: int) -> list[str]:
         """Look once, after update `step`; what a person should know. To be called every few updates.
@@ -310,10 +314,14 @@ class Monitor:
             "peak_mib": figures.get("allocated_peak_mib", self._peak),
             "clears": self._clears,
         }
+        self._forget_peak()
+        self._clears = 0
+        return figures
+
+    def _forget_peak(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._peak, self._clears = 0.0, 0
-        return figures
+        self._peak = 0.0
 
     def _look(self) -> Figures:
         figures = self._read(self._device)

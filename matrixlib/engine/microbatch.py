@@ -64,13 +64,14 @@ class Tuning:
 
 
 def largest(works: Callable[[int], float | None], start: int, batch: int) -> tuple[int, dict[int, float | None]]:
-    """(best size, seconds by size tried; None = does not fit) of those that cut `batch` rows into equal parts.
+    """(best size, seconds by size tried; None = does not fit) of those that cut `batch` rows into parts as equal as
+    they can be, of which only the last is smaller.
 
     works(size): seconds of one update of `size` rows, None where it does not fit. start: about the first size tried.
     Of the sizes that fit, the one with the most rows/s is the best, or the smallest within `TOLERANCE` of it. Raises
     ValueError when not even one row fits.
     """
-    sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+    sizes = sorted({-(-batch // parts) for parts in range(1, batch + 1)})
     tried: dict[int, float | None] = {}
 
     def fits(index: int) -> bool:

@@ -131,10 +131,10 @@ class Step:
             stats, norm = self._judge(batch, plan, sums, report)
             messages += self._apply_or_skip(stats, norm)
         except BaseException:
-            if self.whole:
-                with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
+            with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
+                if self.whole:
                     self._restore_buffers()
-            self._keep_scale()
+                self._keep_scale()
             raise
         return replace(stats, messages=tuple(messages))
 

@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -93,26 +93,40 @@ def check(tensors: TensorsLike) -> None:
                 raise TypeError(f"{group}.{name}: a {tensor.layout} tensor of {tensor.dtype} cannot be stored")
 
 
-def host_copies(tensors: TensorsLike, buffers: TensorsLike) -> Tensors:
+def host_copies(
+    tensors: TensorsLike, buffers: TensorsLike, warn: Callable[[str], None] = lambda message: None
+) -> Tensors:
     """Contiguous copies in host memory, complete on return; each in the buffer of its name where that fits.
 
     Fresh memory costs a page fault for every 4 kB, more than the copy itself: hence the buffers. Those for
-    CUDA are pinned, so that the copies overlap.
+    CUDA are pinned, so that the copies overlap. Where the system refuses that (WSL2, a container's limit) they are
+    ordinary memory, which is slower and as good; `warn` says so.
     """
     copies: Tensors = {}
-    devices = set()
+    devices, pin = set(), True
     for group, members in tensors.items():
         copies[group] = {}
         for name, tensor in members.items():
             buffer = buffers.get(group, {}).get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+                try:
+                    buffer = _empty(tensor, pin and tensor.is_cuda)
+                except RuntimeError as error:
+                    if not (pin and tensor.is_cuda):
+                        raise
+                    pin, buffer = False, _empty(tensor, False)
+                    reason = str(error).splitlines()[0]
+                    warn(f"checkpoints are copied through memory that is not page-locked, more slowly: {reason}")
             copies[group][name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 devices.add(tensor.device)
     for device in devices:
         torch.cuda.synchronize(device)
     return copies
+
+
+def _empty(like: torch.Tensor, pin: bool) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin)
 
 
 def write(

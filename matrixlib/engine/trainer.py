@@ -21,7 +21,7 @@ from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.memory import Chunk, Monitor, Passes
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
 from matrixlib.engine.signals import Signals, deferred
@@ -72,7 +72,7 @@ class Trainer:
         self._data, self._source = data, data.batches()[1]
         self._skip, self._phase_held_out = list[tuple[int, int]](), list[Batch]()
         self._folder = Path(folder)
-        self._memory, self._chunk = Monitor(runtime.torch_device, config.memory), Chunk()
+        self._memory, self._chunk, self._passes = Monitor(runtime.torch_device, config.memory), Chunk(), Passes()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
         self._step = Step(task, model, runtime, config, steps)
@@ -109,6 +109,11 @@ class Trainer:
     def stop_reason(self) -> str:
         """Why training ends before its last update; "" while it does not."""
         return self._cadence.stop
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the memory of this machine has changed how the run computes, and so its last bits."""
+        return self._step.micro_batch < self.runtime.micro_batch or bool(self._chunk.changes)
 
     @property
     def _between_updates(self) -> bool:
@@ -244,6 +249,7 @@ class Trainer:
         if not self._between_updates and not self.resume():  # an earlier call was broken off half-way
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
+        self._memory.begin()
         self._beat("training", force=True)
         self._advance()
         # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
@@ -330,6 +336,7 @@ class Trainer:
         ended = action not in (Action.OK, Action.SKIP)
         figures = self._statistics(batch, weights, messages) if weights and action is Action.OK else None
         validation = self._validate(messages) if not ended else None
+        messages += self._passes.take()
         planned = self.steps
         if target is None:
             messages += self.pace.look(self.step, self._seconds)
@@ -445,12 +452,12 @@ class Trainer:
         active, beat = self._step.active, partial(self._beat, "validation")
         with self.ema.applied(self.model) if self.ema is not None else nullcontext():
             batches = self._held_out(kind)
-            validation = validate(self.task, self.model, batches, self.runtime, active, kind, beat)
+            validation = validate(self.task, self.model, batches, self.runtime, active, kind, beat, self._passes)
             if validation is None:
                 return None
             if self._phase_held_out and self.curriculum is not None:
                 task, held_out = self._step.task, self._phase_held_out
-                phase = validate(task, self.model, held_out, self.runtime, active, "phase")
+                phase = validate(task, self.model, held_out, self.runtime, active, "phase", passes=self._passes)
                 assert phase is not None
                 self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
         if not math.isfinite(validation.loss):
@@ -476,7 +483,8 @@ class Trainer:
     def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:
         """Outputs, gradient norms, blocks and dead units after an update; `before`: the weights before it."""
         blocks = diagnostics.block_statistics(self.model, before)
-        dead = diagnostics.dead_units(self.task, self.model, self._held_out("sample"), self.runtime)
+        sample, passes = self._held_out("sample"), self._passes
+        dead = diagnostics.dead_units(self.task, self.model, sample, self.runtime, passes=passes)
         part = slice_batch(batch, 0, min(rows(batch), self._step.micro_batch))
         messages += diagnostics.block_warnings(blocks, warming_up=self.step <= self._step.schedule.warmup)
         messages += dead.warnings()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.config import ValidationConfig
+from matrixlib.engine.memory import Passes
 from matrixlib.engine.state import State
 from matrixlib.engine.task import Batch, Task, to_device
 
@@ -62,27 +63,34 @@ def validate(
     active: frozenset[str],
     kind: str,
     beat: Callable[[], None] = lambda: None,
+    passes: Passes | None = None,
 ) -> Validation | None:
     """Losses and metrics of `model` over `batches` (host tensors); None where there is no batch.
 
     Sums and counts run over all batches, so a short last batch weighs no more than it should. The sums stay
-    on the device (float64 where it has that) and are read once at the end. beat: called after each batch.
+    on the device (float64 where it has that) and are read once at the end. beat: called after each batch. passes: how
+    batches are cut where memory runs out, for the validations to come as well.
     """
     started = time.perf_counter()
     device = runtime.torch_device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(sorted(active), 0)
+    passes = passes or Passes()
+
+    def measure(part: Batch) -> dict[str, Tensor]:
+        with runtime.autocast():
+            losses, metrics = task.losses(model, to_device(part, device), active)
+        return {name: value.detach().to(dtype) for name, value in (losses | metrics).items()}
+
     with evaluating(model):
         for batch in batches:
             for term, count in task.counts(batch).items():
                 if term in active:
                     counts[term] += count
-            with runtime.autocast():
-                losses, metrics = task.losses(model, to_device(batch, device), active)
-            for name, value in (losses | metrics).items():
-                value = value.detach().to(dtype)
-                sums[name] = sums[name] + value if name in sums else value
+            for measured in passes.over(batch, measure):
+                for name, value in measured.items():
+                    sums[name] = sums[name] + value if name in sums else value
             beat()
         if not sums:
             return None

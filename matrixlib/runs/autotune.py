@@ -153,11 +153,11 @@ def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 def memory_table(data: RunData) -> pd.DataFrame:
     """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
-    from matrixlib.engine import memory, step
+    from matrixlib.engine import footprint, step
 
     with step.throwaway(data.task, data.runtime, data.config) as updates:
         batch = _first(data)
-        return memory.by_part(lambda: updates(batch), updates.model, updates.optimiser)
+        return footprint.by_part(lambda: updates(batch), updates.model, updates.optimiser)
 
 
 def measure_peak(folder: Path, runtime: runtimes.Runtime, flops: float | None) -> float | None:

@@ -240,7 +240,9 @@ class Run:
             "planned_steps": self.config.train.steps,
             "stopped_early": self.trainer.stop_reason,
             "rollbacks": rows[-1]["rollbacks"],
-            "reproducible": self.runtime.device == "cpu" and not self.config.gating.seconds,
+            "reproducible": self.runtime.device == "cpu"
+            and not self.config.gating.seconds
+            and not self.trainer.adapted,
             "positions": self.trainer.step * self.config.train.batch_size,
             "seconds": round(sum(row["seconds"] for row in rows), 1),
             "positions_per_second": round(rate),
