@@ -77,6 +77,14 @@ class DataConfig(Section):
     )
     workers: CountOrZero | Auto = Field(default="auto", description="loader processes; 0 = in the main process")
     prefetch: Count | Auto = Field(default="auto", description="updates prepared ahead by each worker")
+    timeout: NonNegative = Field(
+        default=300.0,
+        description="seconds without a batch after which the workers count as hung and are started again; 0 = never",
+    )
+    max_lost: Fraction = Field(
+        default=0.2,
+        description="share of the training or of the held-out rows in damaged blocks above which the run ends",
+    )
 
 
 class OptimConfig(Section):
@@ -125,7 +133,12 @@ class TrainConfig(Section):
 
 
 class ValidationConfig(Section):
-    interval: Count = Field(default=500, description="updates between validations")
+    interval: Count | Auto = Field(
+        default=500, description="updates between validations; `auto` = as often as `share` of the time allows"
+    )
+    share: Annotated[Real, Field(gt=0, lt=1)] = Field(
+        default=0.05, description="most of the training time that validation takes where interval is `auto`"
+    )
     sample: Count = Field(default=1024, description="positions of the fixed sample that each validation uses")
     limit: CountOrZero = Field(default=0, description="use only N held-out rows, taken as those of data.limit; 0 = all")
     full_every: Count = Field(default=3, description="every k-th validation uses the whole set")
@@ -188,8 +201,17 @@ class MemoryConfig(Section):
 
 class CheckpointConfig(Section):
     interval: Count = Field(default=500, description="updates between checkpoints")
+    minutes: NonNegative = Field(
+        default=10.0, description="minutes after which a checkpoint is written in any case; 0 = by updates alone"
+    )
     keep: Annotated[int, Field(ge=2)] = Field(
         default=2, description="newest checkpoints kept (at least two) beside the best"
+    )
+    keep_best: Count = Field(
+        default=1, description="best checkpoints kept: the last ones that set a record of the full validation loss"
+    )
+    keep_every: CountOrZero = Field(
+        default=0, description="updates between checkpoints that are written and kept for good; 0 = none"
     )
     compress: Annotated[int, Field(ge=0, le=19)] = Field(
         default=0,

@@ -41,7 +41,7 @@ def live_bar(**options: Any) -> Any:
         def close(self) -> None:
             if self.disable:  # closed before
                 return
-            line = self.format_meter(**{**self.format_dict, "bar_format": BAR, "ncols": None})
+            line = self.format_meter(**{**self.format_dict, "bar_format": BAR, "ncols": None}) if self.leave else ""
             super().close()
             shown.update({"text/plain": line}, raw=True)
             self.container.close()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from matrixlib.config import CheckpointConfig
 from matrixlib.engine import checkpoint, storage
 from matrixlib.engine.checkpoint import (
     CheckpointError,
@@ -24,6 +25,7 @@ from matrixlib.engine.checkpoint import (
     CheckpointWarning,
     DamagedCheckpoint,
     NewerCheckpoint,
+    Saving,
 )
 
 
@@ -496,6 +498,34 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
         again.pick("step_00000123")
 
 
+def test_the_last_bests_and_those_of_every_so_many_updates_are_kept_too(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, 2, best=2, every=400)
+    for step, best in {100: 3.0, 200: 2.0, 300: 1.0, 400: None, 500: None, 600: None}.items():
+        save(store, step, best=best)
+    assert names(tmp_path) == [f"step_00000{step}" for step in (200, 300, 400, 500, 600)]
+    assert store.best.step == 300
+    store.discard_after(100)  # both bests stay, as networks to use and not to go on from
+    assert names(tmp_path) == ["best_00000200", "best_00000300"]
+    save(store, 150, best=0.5)
+    assert names(tmp_path) == ["best_00000300", "step_00000150"]
+
+
+def test_when_a_checkpoint_is_due() -> None:
+    by_updates = Saving(CheckpointConfig(interval=100, minutes=0, keep_every=250))
+    assert [step for step in range(1, 501) if by_updates.due(step) and not by_updates.done(step)] == [
+        100,
+        200,
+        250,
+        300,
+        400,
+        500,
+    ]
+    late = Saving(CheckpointConfig(interval=100, minutes=1e-9))
+    assert late.due(1), "the minutes are over"
+    assert (late.due(100), late.by_clock) == (True, 1)
+    assert not Saving(CheckpointConfig(interval=100, minutes=10)).due(99)
+
+
 def test_nothing_is_removed_before_the_new_one_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Checkpoints(tmp_path, 2)
     save(store, 100, 200)
@@ -609,6 +639,20 @@ def test_room_that_will_not_do_is_said_once(tmp_path: Path, monkeypatch: pytest.
         save(store, 200, 300)
     assert len(caught) == 1
     assert store.steps() == [100, 200, 300]
+
+
+def test_room_for_a_whole_run_is_looked_for_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five checkpoints at once at most: three newest, the best, the one being written; and one kept for good."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage(10**9, 0, 58 * 10**6))
+    size = 9 * 10**6
+    Checkpoints(tmp_path / "new" / "checkpoints", 3).require_room(size, 1000)
+    with pytest.raises(CheckpointError, match=r"no room .* 6 checkpoints of 9\.0 MB .* 2\.3 MB more than"):
+        Checkpoints(tmp_path, 3, every=600).require_room(size, 1000)
+    Checkpoints(tmp_path, 3, 1, every=600).require_room(size, 1000)  # compressed: nobody knows
+    save(Checkpoints(tmp_path, 3), 100)
+    (tmp_path / "step_00000100" / "model.safetensors").write_bytes(bytes(3 * 10**6))
+    Checkpoints(tmp_path, 3, every=600).require_room(size, 1000)  # what it holds already counts
 
 
 REAL_DISK = """

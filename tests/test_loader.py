@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_shards import LAYOUT, META, Toy, count_threads, sparse_shard, toy_batch, toy_shards
+from toy_shards import LAYOUT, META, Toy, count_threads, process, sparse_shard, toy_batch, toy_shards
 
 from matrixlib.data import loader as loader_module
 from matrixlib.data.catalogue import Catalogue
@@ -301,9 +301,61 @@ def test_workers_that_are_killed_again_and_again_are_an_error_not_a_hang(
         next(iterator)
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(LoaderError, match=r"batch \d+ never came \(.+\); was it killed.*fewer workers"):
+    with pytest.raises(LoaderError, match=r"never came, as a worker was gone \(.+\); was it killed.*fewer workers"):
         list(islice(iterator, 10))
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system stops no process")
+def test_a_worker_that_hangs_is_ended_and_started_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process is alive by every sign, and obeys no request to end."""
+    monkeypatch.setattr(loader_module, "RESTARTS", 20)  # on a busy machine a start may take as long as a hang
+    pid_file, said = tmp_path / "pid", list[str]()
+    prepare = Toy(pid_file=str(pid_file)).prepare
+    loader = open_loader(folder, workers=1, prefetch=1, prepare=prepare, timeout=2.0, on_loss=said.append)
+    iterator = loader.batches(0, 6)
+    got = [next(iterator)]
+    hanging = int(pid_file.read_text())
+    os.kill(hanging, signal.SIGSTOP)
+    got += list(iterator)
+    assert all(equal(a, b) for a, b in zip(got, open_loader(folder).batches(0, 6), strict=True))
+    assert "as one gave nothing for 2 s; is the disk slow, or data.timeout too short? use fewer workers" in said[0]
+    assert loader.supply()["prepare"] > 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(hanging, 0)
+
+
+def test_workers_are_tried_before_they_are_needed(folder: Path) -> None:
+    assert open_loader(folder).try_workers() == "", "there are none"
+    assert open_loader(folder, 64, workers=1).try_workers() == ""
+    assert "differs" in open_loader(folder, 64, workers=1, prepare=process).try_workers()
+    unsendable = open_loader(folder, 64, workers=1, prepare=lambda batch, rng: {})
+    assert "cannot be sent" in unsendable.try_workers()
+
+
+def test_what_the_workers_have_ready_is_counted(folder: Path) -> None:
+    loader = open_loader(folder, 64, workers=1, prefetch=4)
+    iterator = loader.batches(0)
+    for _ in range(2):
+        next(iterator)
+    assert loader.supply()["prepare"] > 0
+    deadline = time.monotonic() + 20
+    while loader.supply().get("ready", 9) == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        next(iterator)
+    assert loader.supply().get("ready", 9) > 0
+    assert open_loader(folder).supply() == {}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locks memory")
+def test_without_page_locked_memory_batches_come_all_the_same(folder: Path) -> None:
+    said: list[str] = []
+    got = list(open_loader(folder, pin=True, on_loss=said.append).batches(0, 3))
+    assert all(equal(a, b) for a, b in zip(got, open_loader(folder).batches(0, 3), strict=True))
+    assert len(said) == 1
+    assert "not page-locked" in said[0]
 
 
 def test_closing_ends_the_workers(folder: Path, tmp_path: Path) -> None:
@@ -613,6 +665,17 @@ def test_sequential(folder: Path) -> None:
     again = list(loader.sequential(4000))
     assert all(equal(a, b) for a, b in zip(batches, again, strict=True))
     assert not torch.equal(batches[0]["noise"], batches[1]["noise"])
+
+
+def test_a_long_pass_over_rows_is_made_by_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = list(open_loader(folder).sequential(4000))
+    alone = open_loader(folder, workers=1)
+    assert all(equal(a, b) for a, b in zip(alone.sequential(4000), here, strict=True))
+    assert alone.supply() == {}, "not worth starting workers"
+    monkeypatch.setattr(loader_module, "WORTH_WORKERS", 4)
+    assert len(alone.sequential(4000)) == 4
+    assert all(equal(a, b) for a, b in zip(alone.sequential(4000), here, strict=True))
+    assert alone.supply()["prepare"] > 0
 
 
 def test_sequential_sample(folder: Path) -> None:

@@ -27,7 +27,7 @@ def seconds(size: int) -> float:
 @pytest.mark.parametrize(
     "capacity, start, batch, expected",
     [
-        (600, 32, 4096, 512),  # not 256, where 80 % of 512 rounded down to a power of two would end
+        (600, 32, 4096, 586),  # not 256, where 80 % of 512 rounded down to a power of two would end
         (512, 32, 4096, 512),
         (511, 32, 4096, 456),  # nine parts, of which the last is smaller
         (300, 32, 1000, 250),
@@ -35,7 +35,7 @@ def seconds(size: int) -> float:
         (9999, 7, 7, 7),
         (600, 32, 1009, 505),  # a prime
         (3, 7, 7, 3),
-        (5, 32, 4096, 4),  # starts too large
+        (5, 32, 4096, 5),  # starts too large
         (1, 32, 4096, 1),
         (40, 32, 96, 32),
         (96, 32, 96, 96),
@@ -110,8 +110,10 @@ def test_headroom_is_measured_and_what_would_overrun_the_memory_is_not_run() -> 
     tuning = machine.tune(batch=960, headroom=0.2)
     assert tuning.size == 480  # the next is 960
     assert max(machine.runs) == 480
-    assert Machine().tune(batch=2800, headroom=0.15).size == 700  # the next are 560 and 1,400
-    assert Machine().tune(batch=2800, headroom=0.25).size == 560
+    for headroom, most in {0.15: 700, 0.25: 560}.items():  # the next is 1,400
+        machine = Machine()
+        machine.tune(batch=2800, headroom=headroom)
+        assert max(machine.runs) == most
     assert [t.problem for t in tuning.trials if t.size == 960] == ["too little memory, by the smaller sizes"]
 
 
@@ -128,7 +130,7 @@ def test_running_out_on_an_accelerator_is_a_trial_like_others(monkeypatch: pytes
     tuning = machine.tune(2048, CUDA, headroom=0.0)
     assert tuning.size == 512
     problems = {trial.size: trial.problem for trial in tuning.trials}
-    assert problems == {32: "", 64: "", 128: "", 256: "", 512: "", 1024: "out of memory"}
+    assert problems == {32: "", 64: "", 128: "", 256: "", 512: "", 683: "", 1024: "out of memory"}
     assert len(cleared) == len(tuning.trials)  # before each trial, or the driver's count would be of an earlier one
     tight = machine.tune(2048, CUDA, headroom=0.5)
     assert tight.size == 342

@@ -106,7 +106,7 @@ def test_every_key_is_read(read: Keys, reports: Path) -> None:
     source = Catalogue(unpack_sample()).shards("train")[0].source
     stages = {"enabled": True, "stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}
     train("demo", CHESS, {"curriculum": {"sources": stages}})
-    train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}})
+    train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():
         pass
     for schema in (CHESS_TASK.config, LATIN_TASK.config, TICTACTOE.config, CycleConfig):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
@@ -475,3 +476,36 @@ def test_a_phase_that_is_judged_by_its_own_held_out_positions_needs_some(two_sou
     more["curriculum"] |= {"kind": "adaptive", "metric": "policy/top1", "up": 0.9, "down": 0.1}
     with pytest.raises(runs.RunError, match=r"of which nothing is held out \(few\)"):
         runs.open_run(run="judged", overrides={**TINY, **more})
+
+
+def test_a_run_says_what_it_lost_and_ends_above_the_limit(two_sources: Path) -> None:
+    """A shard of 200 of the 1,200 training rows is one block, and damaged."""
+    path = two_sources / "few.npz"
+    Catalogue(two_sources)  # which has seen it whole
+    data = bytearray(path.read_bytes())
+    data[data.index(Shard(path, LAYOUT).arrays["records"][:1].tobytes())] ^= 1
+    path.write_bytes(data)
+    options = {"data": {"source": str(two_sources), "limit": 0, "max_lost": 0.17}}
+    current = train("some", **merge(TINY, options))
+    assert current.summary()["lost_rows"] == {"train": pytest.approx(1 / 6, abs=1e-6), "validation": 0.0}
+    assert any("16.67% of the training rows are lost so far" in message for message in current.messages)
+    options["data"]["max_lost"] = 0.16
+    with pytest.raises(runs.RunError, match=r"16\.7% of the training rows are damaged, more than data.max_lost"):
+        train("many", **merge(TINY, options))
+
+
+def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loader, "try_workers", lambda loader: "no shared memory")
+    current = runs.open_run(run="alone", overrides=merge(TINY, {"data": {"workers": 2}}))
+    updates = current.train()
+    next(updates)
+    updates.close()
+    assert current.data.runtime.workers == 0
+    assert any("do not work here (no shared memory)" in message for message in current.messages)
+
+
+def test_what_is_quarantined_is_told_as_a_share_of_the_data(two_sources: Path) -> None:
+    Catalogue(two_sources).quarantine("few.npz", "looked odd")
+    run = runs.open_run(overrides=merge(TINY, {"data": {"source": str(two_sources)}}))
+    run.close()
+    assert f"1 shard is quarantined, {200 / 1400:.2%} of the rows; few.npz: looked odd" in run.describe()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from matrixlib.engine import timing
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.timing import (
     STARVED_UPDATES,
@@ -147,3 +148,12 @@ def test_throughput_over_a_window() -> None:
     assert throughput.add(30, 1.0) == 20
     assert throughput.add(30, 1.0) == 30
     assert Throughput().add(5, 0.0) == 0
+
+
+def test_how_workers_keep_up_is_told_in_a_line() -> None:
+    batches = [{"prepare": 0.002, "ready": 3}, {"prepare": 0.004, "ready": 0}, {"prepare": 0.003, "ready": 5}]
+    rows = [{"loader": batch} for batch in batches]
+    text = "loader: a worker made a batch in 3.00 ms (median)"
+    assert timing.supply(rows) == f"{text}; 3 (least 0) lay ready behind it"
+    assert timing.supply([{"loader": {"prepare": 0.003}}]) == text
+    assert timing.supply([{"seconds": 1.0}]) == ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -879,3 +880,29 @@ def test_what_the_trials_before_a_run_left_is_not_taken_for_its_own(
     trainer = build(tmp_path, ToyTask(gate_plane=True))
     assert not [message for stats in trainer.train() for message in stats.messages if "memory" in message]
     assert state(trainer)["chunk"]["rows"] == 0
+
+
+def test_a_checkpoint_comes_by_the_clock_too(tmp_path: Path) -> None:
+    """With updates of seconds an interval in updates may be hours."""
+    trainer = build(tmp_path, config=settings(checkpoint={"interval": 1000, "minutes": 1e-9}))
+    updates = trainer.train()
+    for _ in range(4):
+        next(updates)
+    copy = killed(trainer, updates, tmp_path / "copy")
+    assert build(copy).resume() == 4
+    assert not trainer.adapted, "no rollback went to one of them"
+
+
+def test_a_run_without_room_for_its_checkpoints_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    trainer = build(tmp_path)
+    with pytest.raises(CheckpointError, match="no room for this run: up to 4 checkpoints"):
+        trainer.train()
+    assert trainer.step == 0
+
+
+def test_validations_at_updates_that_a_clock_set_are_not_called_reproducible(tmp_path: Path) -> None:
+    auto = build(tmp_path, config=settings(validation={"interval": "auto"}))
+    stats = list(auto.train())
+    assert [s.step for s in stats if s.validation] == [STEPS], "the first is due later than this run is long"
+    assert auto.adapted

@@ -13,9 +13,17 @@ from torch import nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.config import ValidationConfig
+from matrixlib.engine import validation
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.task import Batch, slice_batch
-from matrixlib.engine.validation import Cadence, attainable_floor, evaluating, refuse_below_floor, validate
+from matrixlib.engine.validation import (
+    Cadence,
+    attainable_floor,
+    evaluating,
+    refuse_below_floor,
+    validate,
+    with_bar,
+)
 from matrixlib.tasks import load_config
 
 BOTH = frozenset({"class", "plane"})
@@ -77,6 +85,53 @@ def test_rarer_on_a_plateau_and_often_again_after_an_improvement() -> None:
     losses = iter([5.0, 5.0, 5.0, 5.0, 1.0, 0.5, 0.1])
     seen = run(Cadence(settings(plateau=2, full_every=100)), 130, losses)
     assert [update for update, _ in seen] == [10, 20, 30, 70, 110, 120, 130]
+
+
+@pytest.mark.parametrize("pace, sample, full", [(0.1, 1.0, 10.0), (1.0, 2.0, 20.0)])
+def test_an_interval_of_auto_keeps_to_its_share_of_the_time(pace: float, sample: float, full: float) -> None:
+    """Whatever updates and validations take; once both kinds are known, as often as the share allows."""
+    cadence = Cadence(settings(interval="auto", share=0.05))
+    steps = int(200 * full / pace)
+    validating, count, shares = 0.0, 0, []
+    for update in range(1, steps):
+        cadence.updated(pace)
+        if kind := cadence.due(update, steps):
+            seconds = {"sample": sample, "full": full}[kind]
+            cadence.record(update, kind, 1.0, seconds)
+            validating, count = validating + seconds, count + 1
+            shares.append(validating / (validating + update * pace))
+    assert max(shares[3:]) <= 0.0501
+    assert shares[-1] > 0.045
+    assert count > 3
+
+
+def test_an_interval_in_updates_asks_no_clock() -> None:
+    cadence = Cadence(settings())
+    cadence.updated(1.0)
+    cadence.record(10, "full", 1.0, 5.0)
+    assert (cadence.updating, cadence.validating, cadence.seconds) == (0.0, 0.0, {})
+
+
+def test_a_long_pass_has_a_bar_and_a_short_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[tuple[Any, ...]] = []
+
+    class Bar:
+        def __init__(self, **options: Any) -> None:
+            bars.append((options["total"], options["initial"], options["desc"], options["leave"]))
+
+        def update(self) -> None:
+            bars.append(("update",))
+
+        def close(self) -> None:
+            bars.append(("close",))
+
+    monkeypatch.setattr(validation, "live_bar", Bar)
+    batches = parts(toy_batch(12), 4)
+    assert list(with_bar(batches, "full validation")) == batches
+    assert bars == []
+    monkeypatch.setattr(validation, "BAR_SECONDS", -1.0)
+    assert list(with_bar(batches, "full validation")) == batches
+    assert bars == [(3, 0, "full validation", False), *[("update",)] * 3, ("close",)]
 
 
 def test_kinds_are_compared_with_their_own_kind() -> None:

@@ -110,3 +110,8 @@ def count_threads(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarra
     import torch  # the tests of shards and catalogue need none
 
     return {"threads": np.full(len(batch["records"]), torch.get_num_threads())}
+
+
+def process(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The process in which this runs: a batch that is not a function of its number."""
+    return {"process": np.full(len(batch["records"]), os.getpid())}

@@ -155,6 +155,9 @@ class ToySource:
             self.change(number, batch)
             yield batch
 
+    def supply(self) -> dict[str, float]:
+        return {}
+
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> ToySource:
         return replace(self, skip=tuple(ranges))
 

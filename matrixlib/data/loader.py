@@ -12,6 +12,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,11 @@ GONE = (
     FileNotFoundError,
 )  # a dead worker cannot hand over the batches it made ahead
 GONE_WORDS = ("exited unexpectedly", "killed by signal")  # DataLoader's, of a worker or its pinning thread
+LATE_WORDS = "timed out after"  # DataLoader's, where a batch did not come while it waited
+WAIT_SECONDS = 5.0  # of one wait, after which it looks whether its workers are alive
 RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
+WORTH_WORKERS = 1000  # batches of a pass over rows: starting a worker took 1.5 s, making 512 rows of chess here 2 ms
+TRIAL_BATCHES, TRIAL_SECONDS = 2, 60.0  # of `try_workers`; seconds for one batch
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
 
@@ -71,25 +76,82 @@ def checked(arrays: Arrays, rows: int) -> Arrays:
     return {name: np.require(array, requirements=["C", "W"]) for name, array in arrays.items()}
 
 
+@dataclass(frozen=True)
+class Pass:
+    """Batches of a fixed number of rows, to be gone through as often as one likes, each time made anew."""
+
+    length: int
+    make: Callable[[], Iterator[Tensors]]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensors]:
+        return self.make()
+
+
 # Batches
 
 
 @dataclass
 class Item:
-    """What a worker sends: tensors and the damage it met, or why there are none."""
+    """What a worker sends: tensors and the damage it met, or why there are none.
+
+    seconds: that it took to make. pageable: why the tensors could not be page-locked.
+    """
 
     tensors: Tensors
     damage: list[Damage]
     error: str = ""
     trace: str = ""
+    seconds: float = 0.0
+    pageable: str = ""
 
     def pin_memory(self) -> Item:
-        """The tensors in page-locked memory; DataLoader calls this by name."""
-        return replace(self, tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()})
+        """The tensors in page-locked memory, as they are where the system refuses; DataLoader calls this by name."""
+        try:
+            return replace(self, tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()})
+        except RuntimeError as error:
+            return replace(self, pageable=str(error).splitlines()[0])
 
 
-class Batches(Dataset[Item]):
-    """The batches as a dataset for DataLoader(batch_size=None)."""
+class Numbered(Dataset[Item]):
+    """Batches by their number, as a dataset for DataLoader(batch_size=None)."""
+
+    def __init__(self, reader: Reader, prepare: Prepare) -> None:
+        self.reader, self.prepare = reader, prepare
+
+    def arrays(self, i: int) -> Arrays:
+        """Batch i."""
+        raise NotImplementedError
+
+    def __getitem__(self, i: int) -> Item:
+        began = time.perf_counter()
+        try:
+            tensors = to_tensors(self.arrays(i))
+        except Exception as error:  # noqa: BLE001 - raised again in the training process
+            text = f"batch {i} could not be made: {type(error).__name__}: {error}"
+            return Item({}, self.reader.new_damage(), text, traceback.format_exc())
+        return Item(tensors, self.reader.new_damage(), seconds=time.perf_counter() - began)
+
+
+class Rows(Numbered):
+    """These rows once, in their order; the last batch may be short."""
+
+    def __init__(self, reader: Reader, rows: np.ndarray, size: int, prepare: Prepare, seed: int) -> None:
+        super().__init__(reader, prepare)
+        self.rows, self.size, self.seed = rows, size, seed
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def arrays(self, i: int) -> Arrays:
+        members = self.rows[i * self.size : (i + 1) * self.size]
+        return checked(self.prepare(self.reader.gather(members), generator(SEQUENTIAL, self.seed, i)), len(members))
+
+
+class Batches(Numbered):
+    """The endless stream of shuffled epochs."""
 
     def __init__(
         self,
@@ -99,7 +161,8 @@ class Batches(Dataset[Item]):
         prepare: Prepare,
         skip: Sequence[tuple[int, int]],
     ) -> None:
-        self.reader, self.order, self.size, self.prepare = reader, order, size, prepare
+        super().__init__(reader, prepare)
+        self.order, self.size = order, size
         self.skip = merge_ranges(skip)
 
     def raw(self, i: int) -> int:
@@ -117,14 +180,6 @@ class Batches(Dataset[Item]):
     def rows(self, raw: int) -> np.ndarray:
         """(B,) row numbers of the batch with this raw number."""
         return self.order.rows(np.arange(raw * self.size, (raw + 1) * self.size))
-
-    def __getitem__(self, i: int) -> Item:
-        try:
-            tensors = to_tensors(self.arrays(i))
-        except Exception as error:  # noqa: BLE001 - raised again in the training process
-            text = f"batch {i} could not be made: {type(error).__name__}: {error}"
-            return Item({}, self.reader.new_damage(), text, traceback.format_exc())
-        return Item(tensors, self.reader.new_damage())
 
 
 def to_tensors(arrays: Arrays) -> Tensors:
@@ -160,7 +215,8 @@ class Loader:
     it a source counts as much as it has rows. `skip` holds ranges (start, stop) of batch numbers
     that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
     reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
-    are started again. Raises ShardError, LoaderError.
+    are started again, or memory could not be page-locked. `timeout`: seconds without a batch after which the workers
+    count as hung; 0 = never. Raises ShardError, LoaderError.
     """
 
     def __init__(
@@ -179,6 +235,7 @@ class Loader:
         weights: Mapping[str, float] | None = None,
         skip: Sequence[tuple[int, int]] = (),
         pin: bool = False,
+        timeout: float = 0.0,
         on_damage: OnDamage | None = None,
         on_loss: OnLoss = lambda text: None,
     ) -> None:
@@ -199,7 +256,8 @@ class Loader:
         self._batches = Batches(self._reader, order, batch_size, prepare, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
-        self._on_loss = on_loss
+        self._on_loss, self._timeout, self._restarts = on_loss, timeout, RESTARTS
+        self._supply: dict[str, float] = {}
         self.batch_size = batch_size
         self.count = self._reader.count
         self.per_epoch = -(-self.count // batch_size)
@@ -228,37 +286,76 @@ class Loader:
         """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers.
 
         One iterator is meant to live as long as the training; closing it ends the workers. Where a worker is gone
-        (killed, crashed), all are started again from the batch that never came: no batch is lost or changed, as
-        each is a function of its number. LoaderError when that has happened `RESTARTS` times and once more.
+        (killed, crashed) or hangs, all are started again from the batch that never came: no batch is lost or changed,
+        as each is a function of its number. LoaderError when that has happened `RESTARTS` times and once more.
         """
-        numbers = range(start, ENDLESS if stop is None else stop)
+        return self._made(self._batches, range(start, ENDLESS if stop is None else stop), self._workers)
+
+    def rows_in(self, name: str, block: int) -> int:
+        """Rows of a shard's block (`WHOLE`: of all of them) that are used: what damage to it loses."""
+        return self._reader.rows_in(name, block)
+
+    def supply(self) -> dict[str, float]:
+        """How workers keep up, by the batch that came last: seconds that one took to `prepare` it, and how many lay
+        `ready` behind it, where that can be seen. Empty without workers.
+        """
+        return self._supply
+
+    def try_workers(self) -> str:
+        """Have the first batches made by the workers, as a trial; what went wrong, or "" where they came as they are
+        made here. A system may refuse processes, or their shared memory; what hangs is given up after a minute.
+        """
         if not self._workers:
+            return ""
+        trial = copy.copy(self)
+        trial._restarts, trial._timeout = 0, TRIAL_SECONDS
+        try:
+            for i, batch in enumerate(trial.batches(0, TRIAL_BATCHES)):
+                if any(batch[name].numpy().tobytes() != array.tobytes() for name, array in self.batch(i).items()):
+                    return f"batch {i} of a worker differs from the one that is made here"
+        except (LoaderError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _made(self, dataset: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
+        """The batches of these numbers, by the workers or, without any, here."""
+        if not workers:
             for i in numbers:
-                item = self._batches[i]
+                item = dataset[i]
                 yield self._open(item.pin_memory() if self._pin else item)
             return
-        iterator, restarts = self._start(numbers), 0
+        iterator, restarts = self._start(dataset, numbers, workers), 0
         for i in numbers:
+            began = time.monotonic()
             while True:
                 try:
                     item = next(iterator)
                     break
                 except (RuntimeError, *GONE) as error:
                     text = (str(error) or type(error).__name__).splitlines()[0]
-                    cause = f"({text}); was it killed, or out of memory? use fewer workers"
-                    gone = isinstance(error, GONE) or any(words in text for words in GONE_WORDS)
-                    if restarts == RESTARTS or not gone:
-                        raise LoaderError(f"batch {i} never came {cause}") from error
+                    late = LATE_WORDS in text
+                    if late and time.monotonic() - began < self._timeout:
+                        continue
+                    if late:
+                        what = f"gave nothing for {self._timeout:g} s; is the disk slow, or data.timeout too short?"
+                    else:
+                        what = f"was gone ({text}); was it killed, or out of memory?"
+                    gone = late or isinstance(error, GONE) or any(words in text for words in GONE_WORDS)
+                    if late:
+                        _kill(iterator)
+                    if restarts == self._restarts or not gone:
+                        raise LoaderError(f"batch {i} never came, as a worker {what} use fewer workers") from error
                 restarts += 1
                 del iterator  # ends the others
-                iterator = self._start(numbers[i - start :])
-                self._on_loss(f"the loader's workers were started again at batch {i}, as one was gone {cause}")
+                iterator, began = self._start(dataset, numbers[i - numbers.start :], workers), time.monotonic()
+                self._on_loss(f"the loader's workers were started again at batch {i}, as one {what} use fewer workers")
+            self._supply = {"prepare": round(item.seconds, 6), **_ready(iterator)}
             yield self._open(item)
 
-    def _start(self, numbers: range) -> Iterator[Item]:
+    def _start(self, dataset: Numbered, numbers: range, workers: int) -> Iterator[Item]:
         """Worker processes; never by fork, which copies locks and threads of this process in any state."""
         try:
-            pickle.dumps(self._batches)
+            pickle.dumps(dataset)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             remedy = "use a module's function or a method, or no workers"
             raise LoaderError(f"prepare cannot be sent to workers ({error}); {remedy}") from error
@@ -267,10 +364,11 @@ class Loader:
         if "forkserver" in methods:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         loader = DataLoader(
-            self._batches,
+            dataset,
             batch_size=None,
             sampler=numbers,
-            num_workers=self._workers,
+            num_workers=workers,
+            timeout=min(self._timeout, WAIT_SECONDS),
             prefetch_factor=self._prefetch,
             collate_fn=as_is,
             pin_memory=self._pin,
@@ -280,21 +378,21 @@ class Loader:
         with one_thread():
             return iter(loader)
 
-    def sequential(self, batch_size: int, sample: int = 0) -> Iterator[Tensors]:
+    def sequential(self, batch_size: int, sample: int = 0) -> Pass:
         """Every row once, in order (validation); the last batch may be short. `sample` > 0: so many rows,
         always the same for a seed. The random stream depends on the seed and the batch's number alone."""
         rows = np.arange(self.count)
         if 0 < sample < self.count:
             rows = np.sort(permute(np.arange(sample), self.count, make_key(SAMPLE, self._seed)))
-        for i, start in enumerate(range(0, len(rows), batch_size)):
-            members = rows[start : start + batch_size]
-            batch = self._reader.gather(members)
-            arrays = checked(self._batches.prepare(batch, generator(SEQUENTIAL, self._seed, i)), len(members))
-            self._report(self._reader.new_damage())
-            yield to_tensors(arrays)
+        dataset = Rows(self._reader, rows, batch_size, self._batches.prepare, self._seed)
+        workers = self._workers if len(dataset) >= WORTH_WORKERS else 0
+        return Pass(len(dataset), lambda: self._made(dataset, range(len(dataset)), workers))
 
     def _open(self, item: Item) -> Tensors:
         self._report(item.damage)
+        if item.pageable and self._pin:
+            self._pin = False  # this process asks no more; its workers' thread may, in vain
+            self._on_loss(f"batches are not page-locked, so that updates wait for their copies: {item.pageable}")
         if item.error:
             raise LoaderError(item.error) from WorkerTraceback(item.trace)
         return item.tensors
@@ -306,3 +404,18 @@ class Loader:
                 self._reported.add((name, block))
                 if self._on_damage:
                     self._on_damage(name, block, reason)
+
+
+def _kill(iterator: Any) -> None:
+    """End a DataLoader's workers at once: one that hangs would be waited for, and a stopped one outlives a request."""
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
+
+
+def _ready(iterator: Any) -> dict[str, float]:
+    """Batches that lie ready, by the DataLoader's private books; nothing where these are others than we know."""
+    try:
+        early = sum(len(task) == 2 for task in iterator._task_info.values())  # came before their turn
+        return {"ready": early + iterator._data_queue.qsize()}
+    except (AttributeError, NotImplementedError):  # macOS counts no queue of processes
+        return {}

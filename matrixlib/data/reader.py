@@ -223,6 +223,11 @@ class Reader:
                 raise LoaderError(f"all {b - a} blocks{of} are damaged, the last one: {damage[2]}")
             self._sound[a:b] = a + good[np.searchsorted(good, np.arange(b - a)) % len(good)]
 
+    def rows_in(self, name: str, block: int) -> int:
+        """Rows of a shard's block, or of all of them (`WHOLE`), that the limit keeps."""
+        start, stop = (int(row) for row in self.start[self.names.index(name) :][:2])
+        return stop - start if block == WHOLE else max(0, min(BLOCK, stop - start - block * BLOCK))
+
     def new_damage(self) -> list[Damage]:
         """Damage met since the last call."""
         damage, self._new_damage = self._new_damage, []

@@ -13,15 +13,17 @@ import math
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Mapping
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
+from matrixlib.config import CheckpointConfig
 from matrixlib.engine import storage
 from matrixlib.engine.storage import Checkpoint, CheckpointError, DamagedCheckpoint
 from matrixlib.engine.storage import NewerCheckpoint as NewerCheckpoint
@@ -46,21 +48,47 @@ class Best:
     """Counts the marks of a run; steps cannot tell which came last, as a rollback repeats them."""
 
 
+@dataclass
+class Saving:
+    """When the next checkpoint is due. step: updates at the last one, -1 before. by_clock: those so far that the clock
+    alone asked for.
+    """
+
+    config: CheckpointConfig
+    step: int = -1
+    by_clock: int = 0
+    _at: float = field(default_factory=time.monotonic)
+
+    def due(self, step: int) -> bool:
+        """Whether the interval, or that of the checkpoints kept for good, has been reached, or the minutes are over."""
+        intervals = (self.config.interval, self.config.keep_every)
+        if any(step // n > max(self.step, 0) // n for n in intervals if n):
+            return True
+        late = 0 < 60 * self.config.minutes <= time.monotonic() - self._at
+        self.by_clock += late
+        return late
+
+    def done(self, step: int) -> None:
+        """The checkpoint of update `step` is there."""
+        self.step, self._at = step, time.monotonic()
+
+
 class Checkpoints:
-    """The checkpoints of one run in `folder`: the newest `keep` (at least 2) and the best.
+    """The checkpoints of one run in `folder`: the newest `keep` (at least 2), the `best` that were marked last, and
+    those at multiples of `every` updates (0: none).
 
     compress: zstd level of what is written, 0 = off; both kinds can always be read. Only one process may save
     at a time (the run's lock sees to it), and `join` must be called after the last save. `messages` collects
     what a person should know. Once something was saved, a copy of it stays in host memory for the next save.
     """
 
-    def __init__(self, folder: Path, keep: int, compress: int = 0) -> None:
+    def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
         if keep < 2:
             raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")
         if not 0 <= compress <= 19:
             raise ValueError(f"checkpoint.compress is {compress}; zstd levels are 1 to 19, 0 turns it off")
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep, self.keep_best, self.keep_every = keep, best, every
         self.compress = compress
         self.messages: list[str] = []
         self._damaged: set[Path] = set()
@@ -108,6 +136,21 @@ class Checkpoints:
         if wait:
             self.join()
         return self.folder / name
+
+    def require_room(self, needed: int, steps: int) -> None:
+        """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
+        `steps` updates will hold at once: better as it begins than after hours. Not of compressed ones, whose size
+        only the writing tells.
+        """
+        count = self._most() + (steps // self.keep_every if self.keep_every else 0)
+        folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        missing = count * (needed + _SLACK) - self._held() - shutil.disk_usage(folder).free
+        if missing > 0 and not self.compress:
+            raise CheckpointError(
+                f"the disk of {self.folder} has no room for this run: up to {count} checkpoints of "
+                f"{needed / 1e6:,.1f} MB (checkpoint.keep, keep_best, keep_every and the one being written) need "
+                f"{missing / 1e6:,.1f} MB more than there are; make room, or keep fewer"
+            )
 
     def join(self) -> None:
         """Wait for the save in flight; raises CheckpointError if it failed, once."""
@@ -216,8 +259,12 @@ class Checkpoints:
         self._prune()
 
     def _best(self) -> Best | None:
+        return max(self._bests(), key=lambda best: best.order, default=None)
+
+    def _bests(self) -> list[Best]:
+        """Those that are kept as the best, in the order in which they were marked."""
         if not self.folder.is_dir():
-            return None
+            return []
         marks = []
         for path in self.folder.iterdir():
             if not (storage.FOLDER.fullmatch(path.name) and path.is_dir()):
@@ -229,7 +276,7 @@ class Checkpoints:
                 continue
             if mark := data.get("best"):
                 marks.append(Best(data["step"], mark["value"], path, mark["order"]))
-        return max(marks, key=lambda best: best.order, default=None)
+        return sorted(marks, key=lambda best: best.order)[-self.keep_best :]
 
     def _discard_after(self, step: int) -> None:
         for path in reversed(self._paths()):  # a crash in between leaves a course without holes
@@ -260,20 +307,22 @@ class Checkpoints:
                 os.replace(path, successor)
 
     def _prune(self) -> None:
-        """Keep the newest `keep` and the best. Known damaged ones do not count."""
-        best = self._best()
-        whole = [path for path in self._paths() if path not in self._damaged]
-        newest = set(whole[-self.keep :])
-        for path in [*self._paths(), *self.folder.glob("best_*")]:
-            if path.is_dir() and path not in newest and (best is None or path != best.path):
+        """Keep the newest `keep`, the best, and those of every so many updates. Known damaged ones do not count."""
+        paths = self._paths()
+        whole = [path for path in paths if path not in self._damaged]
+        kept = {*whole[-self.keep :], *(best.path for best in self._bests())}
+        if self.keep_every:
+            kept |= {path for path in whole if _step(path) % self.keep_every == 0}
+        for path in [*paths, *self.folder.glob("best_*")]:
+            if path.is_dir() and path not in kept:
                 self._remove(path)
 
     def _retire(self, path: Path) -> None:
         """Take a checkpoint out of the course of training: the best is renamed, any other removed."""
         if not path.exists():
             return
-        best = self._best()
-        if best is None or path != best.path:
+        best = next((best for best in self._bests() if best.path == path), None)
+        if best is None:
             self._remove(path)
             return
         name = path.with_name(f"best_{best.step:08d}")
@@ -304,15 +353,21 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed and not self.compress:
             raise OSError(errno.ENOSPC, "not enough free space")
-        held = sum(file.stat().st_size for file in self.folder.glob("*/*"))
-        missing = (self.keep + 2) * needed - held - free
+        missing = self._most() * needed - self._held() - free
         if missing > 0 and not self._warned_of_room:
             self._warned_of_room = True
             self._warn(
                 f"{self.folder} will run out of space: checkpoint.keep = {self.keep}, the best and the one being "
-                f"written take up to {(self.keep + 2) * needed / 1e6:,.1f} MB, {missing / 1e6:,.1f} MB more than "
+                f"written take up to {self._most() * needed / 1e6:,.1f} MB, {missing / 1e6:,.1f} MB more than "
                 f"they hold now and is free; make room, or lower checkpoint.keep"
             )
+
+    def _most(self) -> int:
+        """Checkpoints at once: the newest, the best and the one being written."""
+        return self.keep + self.keep_best + 1
+
+    def _held(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.glob("*/*"))
 
     def _cannot_write(self, name: str, needed: int, error: Exception) -> CheckpointError:
         try:

@@ -33,7 +33,8 @@ class Stats:
     norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the warm-up. action:
     what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no weight so far,
     for a blow-up or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data and updating;
-    times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late. throughput:
+    times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late. loader: how its
+    workers keep up, where there are any (`Source.supply`). throughput:
     rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known. gate:
     factor on the weights of the self-supervised terms, where there are any. phase: of the curriculum. validation:
     fields of `Validation`, where there was one. memory: use since the last validation. statistics: "outputs",
@@ -64,6 +65,7 @@ class Stats:
     seconds: float = 0.0
     throughput: float = 0.0
     times: dict[str, float] = field(default_factory=dict)
+    loader: dict[str, float] | None = None
     share_of_peak: float | None = None
     gate: float | None = None
     phase: int | None = None

@@ -116,6 +116,12 @@ class Source(Protocol):
         """The same stream without the batches of these raw ranges (start, stop)."""
         ...
 
+    def supply(self) -> dict[str, float]:
+        """Of the batch that came last: seconds that a worker took to `prepare` it, how many lay `ready` behind it; {}
+        where batches are not made ahead.
+        """
+        ...
+
 
 class Data(Protocol):
     """What a run trains on and is judged by. phase: of its curriculum; the whole data without one."""

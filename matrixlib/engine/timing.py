@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,3 +184,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         for name, seconds in phases.items()
     }
     return pd.DataFrame.from_dict(columns, orient="index")
+
+
+def supply(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the loader's workers kept up, in a line, from rows of metrics.jsonl; "" where there were none."""
+    batches = [row["loader"] for row in rows if row.get("loader")]
+    if not batches:
+        return ""
+    ready = [batch["ready"] for batch in batches if "ready" in batch]
+    behind = f"; {statistics.median(ready):.0f} (least {min(ready):.0f}) lay ready behind it" if ready else ""
+    prepare = statistics.median(batch["prepare"] for batch in batches)
+    return f"loader: a worker made a batch in {prepare * 1000:.2f} ms (median){behind}"

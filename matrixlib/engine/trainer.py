@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from matrixlib.config import Config
 from matrixlib.engine import diagnostics, evidence, optim
-from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, Saving
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.memory import Chunk, Monitor, Passes
+from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
 from matrixlib.engine.signals import Signals, deferred
@@ -29,7 +29,7 @@ from matrixlib.engine.stats import WINDOW, Action, Stats, norm_quantiles
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
 from matrixlib.engine.timing import Starvation, Throughput
-from matrixlib.engine.validation import Cadence, Validation, refuse_below_floor, validate
+from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
 from matrixlib.hardware.runtime import Runtime
 
 MEMORY_UPDATES = 10
@@ -70,9 +70,9 @@ class Trainer:
         self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
         self.state_extra = state_extra if state_extra is not None else {}
         self._data, self._source = data, data.batches()[1]
-        self._skip, self._phase_held_out = list[tuple[int, int]](), list[Batch]()
+        self._skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime)
         self._folder = Path(folder)
-        self._memory, self._chunk, self._passes = Monitor(runtime.torch_device, config.memory), Chunk(), Passes()
+        self._memory, self._chunk = Monitor(runtime.torch_device, config.memory), Chunk()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
         self._step = Step(task, model, runtime, config, steps)
@@ -85,13 +85,12 @@ class Trainer:
         seconds = config.train.heartbeat_seconds
         self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, runtime.torch_device)
         self.peak: float | None = None
-        self._sample: list[Batch] | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = not config.train.init  # False where training begins with weights of another run
         self._clipped = 0.0  # share of clipped gradients of the last warning
-        self._saved = -1  # update count of the newest checkpoint
+        self._saving = Saving(config.checkpoint)
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
 
@@ -112,8 +111,9 @@ class Trainer:
 
     @property
     def adapted(self) -> bool:
-        """Whether the memory of this machine has changed how the run computes, and so its last bits."""
-        return self._step.micro_batch < self.runtime.micro_batch or bool(self._chunk.changes)
+        """Whether this machine's memory or clock has changed how the run computes: another one gets other bits."""
+        clock = self.config.validation.interval == "auto" or (self._saving.by_clock and self._step.health.rollbacks)
+        return bool(clock or self._chunk.changes or self._step.micro_batch < self.runtime.micro_batch)
 
     @property
     def _between_updates(self) -> bool:
@@ -122,7 +122,7 @@ class Trainer:
     @property
     def left_behind(self) -> bool:
         """Whether there is a checkpoint that this trainer has neither written nor read."""
-        return max(self.checkpoints.steps(), default=-1) > self._saved
+        return max(self.checkpoints.steps(), default=-1) > self._saving.step
 
     def resume(self) -> int:
         """Go on from the newest whole checkpoint; returns its update count, 0 where there is none.
@@ -174,7 +174,9 @@ class Trainer:
             self._enter_phase()
         self._skip_batches(skip)
         self.micro_step, self.initial = state["micro_step"], state["initial"]
-        self.step = self._saved = checkpoint.step
+        self._saving.by_clock = max(self._saving.by_clock, state.get("saves_by_clock", 0))
+        self.step = checkpoint.step
+        self._saving.done(self.step)
         self._whole = True
         self.metrics.truncate_to(checkpoint.step)
 
@@ -188,8 +190,8 @@ class Trainer:
         task, source = self._data.batches(phase)
         self._step.train_on(task)
         self._source = source.skipping(self._skip)
-        adaptive = self.curriculum.config.kind == "adaptive"
-        self._phase_held_out = list(self._data.held_out("sample", phase)) if adaptive else []
+        if self.curriculum.config.kind == "adaptive":
+            self._held_out.enter(task, phase)
 
     def _advance(self) -> bool:
         """Go on to the phase of the next update; True where it is another one than before."""
@@ -210,10 +212,13 @@ class Trainer:
         leaving the loop, the state after the last whole update has been saved. TrainingHalted leaves the last good
         checkpoint, an error after the weights moved (in a validation, say) the last one on disk. After a rollback
         (`action`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
-        be reached, and TrainingHalted (with a diagnosis) when the run cannot be kept stable.
+        be reached, CheckpointError where the disk has no room for the checkpoints to come, and TrainingHalted (with a
+        diagnosis) when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
-            refuse_below_floor(target, self.task, self._held_out("sample"), self._step.active)
+            refuse_below_floor(target, self.task, self._held_out.batches("sample"), self._step.active)
+        copies = 3 + (self.ema is not None)  # of the weights: with the optimiser's two moments, and the averages
+        self.checkpoints.require_room(copies * sum(t.nbytes for t in self.model.state_dict().values()), self.steps)
         return self._updates(stop)
 
     def save(self, best: float | None = None) -> Path:
@@ -226,6 +231,7 @@ class Trainer:
         state |= {
             "micro_step": self.micro_step,
             "chunk": asdict(self._chunk),
+            "saves_by_clock": self._saving.by_clock,
             "skip": self._skip,
             "pace": self.pace.to_dict(),
             "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
@@ -235,7 +241,7 @@ class Trainer:
         }
         assert not state.keys() & self.state_extra.keys(), "state_extra uses a name of the trainer's"
         path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best)
-        self._saved = self.step
+        self._saving.done(self.step)
         return path
 
     def evaluation_model(self) -> nn.Module:
@@ -299,7 +305,7 @@ class Trainer:
             self.checkpoints.join()
         except CheckpointError as failed:  # of an earlier save: the present state is still to be saved
             error.add_note(str(failed))
-            self._saved = -1
+            self._saving.done(-1)
         try:
             self._save_if_new()
             self.checkpoints.join()
@@ -336,7 +342,7 @@ class Trainer:
         ended = action not in (Action.OK, Action.SKIP)
         figures = self._statistics(batch, weights, messages) if weights and action is Action.OK else None
         validation = self._validate(messages) if not ended else None
-        messages += self._passes.take()
+        messages += self._held_out.passes.take()
         planned = self.steps
         if target is None:
             messages += self.pace.look(self.step, self._seconds)
@@ -344,6 +350,7 @@ class Trainer:
         times = self._step.clock.take()
         if late := self._starvation.look(times["wait"], self._seconds):
             messages.append(late)
+        self._cadence.updated(self._seconds)
         throughput = self._throughput.add(rows(batch), self._seconds)
         nothing_to_return_to = stats.action is not Action.HALT
         stats = replace(
@@ -356,6 +363,7 @@ class Trainer:
             memory=self._memory.interval() if validation else None,
             seconds=self._seconds,
             times=times,
+            loader=self._source.supply() or None,
             throughput=throughput,
             share_of_peak=round(throughput / self.peak, 4) if self.peak else None,
             validation=validation.to_dict() if validation else None,
@@ -429,49 +437,35 @@ class Trainer:
         return evidence.keep(self._folder, action, self.step, health, log, self._source, self._data)
 
     def _checkpoint(self, validation: Validation | None, moved: bool) -> None:
-        """Save at the interval, at the end, at the best full validation and where the end of the schedule was moved.
+        """Save at the interval, after so many minutes, at the end, at the best full validation and where the end of the
+        schedule was moved.
 
         In the middle of trouble the interval's checkpoint waits: what is saved is worth going back to.
         """
-        cadence, interval = self._cadence, self.config.checkpoint.interval
-        best = validation is not None and validation.kind == "full" and cadence.best_at == self.step
-        due = (self.step // interval > max(self._saved, 0) // interval or moved) and self._step.health.steady
+        best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
+        due = self._step.health.steady and (moved or self._saving.due(self.step))
         if best or due or self.step == self.steps or self.stop_reason:
             with self._step.clock.phase("checkpoint"):
-                self.save(best=cadence.best if best else None)
+                self.save(best=self._cadence.best if best else None)
 
     def _validate(self, messages: list[str]) -> Validation | None:
         """Validation with the averaged weights, if it is due and there is held-out data."""
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
-        with self._step.clock.phase("validation"):
-            return self._measure(kind, messages)
-
-    def _measure(self, kind: str, messages: list[str]) -> Validation | None:
         active, beat = self._step.active, partial(self._beat, "validation")
-        with self.ema.applied(self.model) if self.ema is not None else nullcontext():
-            batches = self._held_out(kind)
-            validation = validate(self.task, self.model, batches, self.runtime, active, kind, beat, self._passes)
-            if validation is None:
-                return None
-            if self._phase_held_out and self.curriculum is not None:
-                task, held_out = self._step.task, self._phase_held_out
-                phase = validate(task, self.model, held_out, self.runtime, active, "phase", passes=self._passes)
-                assert phase is not None
-                self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
+        weights = self.ema.applied(self.model) if self.ema is not None else nullcontext()
+        with self._step.clock.phase("validation"), weights:
+            validation = self._held_out.measure(kind, self.model, active, beat)
+            phase = self._held_out.measure_phase(self.model, active) if validation is not None else None
+        if validation is None:
+            return None
+        if phase is not None and self.curriculum is not None:
+            self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
         if not math.isfinite(validation.loss):
             messages.append(f"{kind} validation loss is {validation.loss} after update {self.step}")
-        self._cadence.record(self.step, kind, validation.loss)
+        self._cadence.record(self.step, kind, validation.loss, validation.seconds)
         return validation
-
-    def _held_out(self, kind: str) -> Iterable[Batch]:
-        """Validation batches; the sample is made once and kept on the host."""
-        if kind == "full":
-            return self._data.held_out(kind)
-        if self._sample is None:
-            self._sample = list(self._data.held_out(kind))
-        return self._sample
 
     def _first(self, batch: Batch, stats: Stats) -> list[str]:
         """At the first update: gradients that look wrong, losses far from chance level."""
@@ -483,7 +477,7 @@ class Trainer:
     def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:
         """Outputs, gradient norms, blocks and dead units after an update; `before`: the weights before it."""
         blocks = diagnostics.block_statistics(self.model, before)
-        sample, passes = self._held_out("sample"), self._passes
+        sample, passes = self._held_out.batches("sample"), self._held_out.passes
         dead = diagnostics.dead_units(self.task, self.model, sample, self.runtime, passes=passes)
         part = slice_batch(batch, 0, min(rows(batch), self._step.micro_batch))
         messages += diagnostics.block_warnings(blocks, warming_up=self.step <= self._step.schedule.warmup)
@@ -501,7 +495,7 @@ class Trainer:
         }
 
     def _save_if_new(self) -> None:
-        if self._between_updates and self.step and self._saved != self.step:
+        if self._between_updates and self.step and self._saving.step != self.step:
             self.save()
 
     def _beat(self, phase: str, force: bool = False) -> None:

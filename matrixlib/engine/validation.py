@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from operator import length_hint
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,18 @@ from matrixlib.config import ValidationConfig
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.state import State
 from matrixlib.engine.task import Batch, Task, to_device
+from matrixlib.progress import live_bar
 
 if TYPE_CHECKING:
+    from matrixlib.engine.curriculum import Phase
+    from matrixlib.engine.task import Data
     from matrixlib.hardware.runtime import Runtime
+
+
+BAR_SECONDS = 5.0
+"""A pass over held-out data that takes longer shows how far it is."""
+FIRST_AUTO = 20
+"""Updates before the first validation, and at least between two, where `validation.interval` is `auto`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,22 @@ class Validation:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for metrics.jsonl."""
         return asdict(self)
+
+
+def with_bar(batches: Iterable[Batch], name: str) -> Iterator[Batch]:
+    """The same batches, with a bar and the time left where a pass over them takes more than `BAR_SECONDS`."""
+    began, bar = time.perf_counter(), None
+    try:
+        for number, batch in enumerate(batches):
+            if bar is None and time.perf_counter() - began > BAR_SECONDS:
+                total = length_hint(batches) or None
+                bar = live_bar(initial=number, total=total, desc=name, unit="batch", leave=False)
+            yield batch
+            if bar is not None:
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 @contextmanager
@@ -107,6 +133,42 @@ def validate(
     )
 
 
+class HeldOut:
+    """What a run is judged by. The sample is made once and kept on the host; `passes`: as in `validate`, for all."""
+
+    def __init__(self, task: Task, data: Data, runtime: Runtime) -> None:
+        self._task, self._data, self._runtime = task, data, runtime
+        self._sample: list[Batch] | None = None
+        self._of_phase: tuple[Task, list[Batch]] | None = None
+        self.passes = Passes()
+
+    def batches(self, kind: str) -> Iterable[Batch]:
+        """Of the "sample" or of the "full" set."""
+        if kind == "full":
+            return self._data.held_out(kind)
+        if self._sample is None:
+            self._sample = list(self._data.held_out(kind))
+        return self._sample
+
+    def enter(self, task: Task, phase: Phase) -> None:
+        """From now on `measure_phase` is of the sample of this phase of the curriculum, scored by `task`."""
+        self._of_phase = task, list(self._data.held_out("sample", phase))
+
+    def measure(
+        self, kind: str, model: nn.Module, active: frozenset[str], beat: Callable[[], None]
+    ) -> Validation | None:
+        """One validation, with a bar where it takes long; None where nothing is held out."""
+        batches = with_bar(self.batches(kind), f"{kind} validation")
+        return validate(self._task, model, batches, self._runtime, active, kind, beat, self.passes)
+
+    def measure_phase(self, model: nn.Module, active: frozenset[str]) -> Validation | None:
+        """One validation of the phase that was entered; None without one."""
+        if self._of_phase is None:
+            return None
+        task, batches = self._of_phase
+        return validate(task, model, batches, self._runtime, active, "phase", passes=self.passes)
+
+
 def attainable_floor(task: Task, batches: Iterable[Batch], active: frozenset[str]) -> float:
     """Least total validation loss that any network can reach on `batches`; nan without a batch."""
     sums, counts = Counter[str](), Counter[str]()
@@ -140,6 +202,9 @@ class Cadence(State):
     reference: loss by kind that has to be beaten by `min_delta` (absolute) to count as an improvement.
     full_stale: full validations since the last improvement of the full loss. best, best_at: lowest full loss
     and its update count. stop: why training should end, "" while it should not.
+
+    For an interval of `auto`: updating, validating: seconds in updates and in validations so far; seconds: of the last
+    validation by kind. The next one is due where all of them, it included, take `share` of the time.
     """
 
     config: ValidationConfig
@@ -151,9 +216,23 @@ class Cadence(State):
     best: float | None = None
     best_at: int = 0
     last: float | None = None
+    updating: float = 0.0
+    validating: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.due_at = self.due_at or self.config.interval
+        interval = self.config.interval
+        self.due_at = self.due_at or (FIRST_AUTO if interval == "auto" else interval)
+
+    @classmethod
+    def from_dict(cls, config: ValidationConfig, data: Mapping[str, Any]) -> Self:
+        """As `State.from_dict`; checkpoints from before `auto` have no times."""
+        return super().from_dict(config, {"updating": 0.0, "validating": 0.0, "seconds": {}, **data})
+
+    def updated(self, seconds: float) -> None:
+        """Take in the time of an update."""
+        if self.config.interval == "auto":  # else no state hangs on a clock
+            self.updating += seconds
 
     def due(self, updates: int, steps: int) -> str | None:
         """After `updates` of `steps` updates: "sample", "full" or None. The last update's is always full."""
@@ -161,10 +240,25 @@ class Cadence(State):
             return "full"
         if updates < self.due_at:
             return None
+        return self._next_kind()
+
+    def _next_kind(self) -> str:
         return "full" if (self.done + 1) % self.config.full_every == 0 else "sample"
 
-    def record(self, updates: int, kind: str, loss: float) -> bool:
-        """Take in a validation loss; True when it is the best full one yet."""
+    def _interval(self, updates: int, kind: str, seconds: float) -> int:
+        """Updates to the next validation."""
+        if self.config.interval != "auto":
+            return self.config.interval
+        self.validating += seconds
+        self.seconds[kind] = seconds
+        following = self.seconds.get(self._next_kind(), seconds)
+        share = self.config.share
+        enough = (self.validating + following) * (1 - share) / share  # seconds in updates
+        pace = self.updating / updates
+        return max(FIRST_AUTO, math.ceil((enough - self.updating) / pace)) if pace else FIRST_AUTO
+
+    def record(self, updates: int, kind: str, loss: float, seconds: float = 0.0) -> bool:
+        """Take in a validation loss and the time it took; True when it is the best full one yet."""
         config = self.config
         self.done += 1
         before = self.reference.get(kind)
@@ -174,7 +268,7 @@ class Cadence(State):
         # The first of a kind has nothing to compare with: it says nothing about a plateau.
         self.stale = (0 if improved else self.stale + 1) if before is not None else self.stale
         rarer = config.plateau_factor if config.plateau and self.stale >= config.plateau else 1
-        self.due_at = updates + config.interval * rarer
+        self.due_at = updates + self._interval(updates, kind, seconds) * rarer
         if kind != "full":
             return False
         self.full_stale = 0 if improved else self.full_stale + 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,10 @@ class RunData:
     messages: list[str]
 
     def __post_init__(self) -> None:
+        self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
+        self._max_lost = self.config.data.max_lost
         self._check_sources()
+        self._tell_quarantined()
         self.training = self._training(self.task)
         self.validation = self._validation(self.task)
 
@@ -51,14 +55,21 @@ class RunData:
         loader = self._training(stage.task, stage.sources, phase=phase.number, weights=stage.weights)
         return stage.task, loader
 
-    def held_out(self, kind: str, phase: Phase | None = None) -> Iterator[Tensors]:
+    def try_workers(self) -> None:
+        """Let the loader's workers make two batches; where they cannot, batches are made here, which changes none."""
+        if problem := self.training.try_workers():
+            self.runtime = replace(self.runtime, workers=0)
+            self.training, self.validation = self._training(self.task), self._validation(self.task)
+            self._say(f"the loader's workers do not work here ({problem}); batches are made between the updates")
+
+    def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Tensors]:
         """Host batches of the fixed "sample" of the held-out rows (of a phase's) or of the "full" set."""
         loader = self.validation
         if phase is not None:
             stage = self.spec.stage(self.task, phase)
             loader = self._validation(stage.task, stage.sources)
         held = self.config.validation
-        yield from loader.sequential(held.batch_size, sample=held.sample if kind == "sample" else 0)
+        return loader.sequential(held.batch_size, sample=held.sample if kind == "sample" else 0)
 
     def records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
         """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
@@ -92,17 +103,30 @@ class RunData:
             task.prepare,
             limit=data.limit,
             window_blocks=data.window_blocks,
-            workers=self.runtime.workers,
-            prefetch=self.runtime.prefetch,
-            pin=self.runtime.pin,
-            on_damage=self._damaged,
-            on_loss=self._say,
+            **self._making("train"),
             **options,
         )
 
     def _validation(self, task: Task, sources: Iterable[str] = ()) -> Loader:
-        options = {"pin": self.runtime.pin, "on_damage": self._damaged}
-        return held_out_loader(self.spec, self.config, self.catalogue, task, sources, **options)
+        return held_out_loader(self.spec, self.config, self.catalogue, task, sources, **self._making("validation"))
+
+    def _making(self, split: str) -> dict[str, Any]:
+        """How a loader makes its batches, and to whom it tells what happens."""
+        return {
+            "workers": self.runtime.workers,
+            "prefetch": self.runtime.prefetch,
+            "pin": self.runtime.pin,
+            "timeout": self.config.data.timeout,
+            "on_damage": partial(self._damaged, split),
+            "on_loss": self._say,
+        }
+
+    def _tell_quarantined(self) -> None:
+        """What part of the data is left out from the start."""
+        if out := self.catalogue.shards(state="quarantined"):
+            share = sum(row.count for row in out) / max(1, sum(row.count for row in self.catalogue.shards(state=None)))
+            shards = f"{len(out)} shard{'s are' if len(out) > 1 else ' is'} quarantined"
+            self.messages.append(f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}")
 
     def _check_sources(self) -> None:
         """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
@@ -126,11 +150,29 @@ class RunData:
                     f"is held out ({', '.join(sources)}): take curriculum.kind fractions, or bring in more games"
                 )
 
-    def _damaged(self, name: str, block: int, reason: str) -> None:
+    def _damaged(self, split: str, name: str, block: int, reason: str) -> None:
         from matrixlib.data.reader import WHOLE
 
+        self._lost[split].add((name, block))
+        share = self.lost(split)
+        rows = f"of the {'training' if split == 'train' else 'held-out'} rows"
         where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
-        self._say(f"{where}: {reason}; its rows are replaced by others")
+        self._say(f"{where}: {reason}; its rows are replaced by others; {share:.2%} {rows} are lost so far")
+        if share > self._max_lost:
+            shards = ", ".join(sorted({name for name, _ in self._lost[split]}))
+            raise RunError(
+                f"{share:.1%} {rows} are damaged, more than data.max_lost allows ({self._max_lost:.1%}): restore "
+                f"{shards} in {self.catalogue.folder} and start the same run again, or raise that option"
+            )
+
+    def lost(self, split: str) -> float:
+        """Share of the rows of "train" or "validation" that were damaged, of what has been read so far."""
+        from matrixlib.data.reader import WHOLE
+
+        loader = self.training if split == "train" else self.validation
+        whole = {name for name, block in self._lost[split] if block == WHOLE}
+        counted = [part for part in self._lost[split] if part[1] == WHOLE or part[0] not in whole]
+        return sum(loader.rows_in(*part) for part in counted) / loader.count
 
     def _say(self, text: str) -> None:
         self.messages.append(text)

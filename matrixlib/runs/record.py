@@ -23,6 +23,8 @@ MAY_CHANGE = (
     "train.minutes",
     "train.on_time",
     "train.heartbeat_seconds",
+    "data.timeout",
+    "data.max_lost",
     "validation.",
     "checkpoint.",
     "health.",

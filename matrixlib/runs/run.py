@@ -194,7 +194,7 @@ class Run:
         from matrixlib.engine import timing
 
         rows = self.history()
-        table = timing.table(rows).to_string(col_space=9)
+        table = "\n".join(filter(None, [timing.table(rows).to_string(col_space=9), timing.supply(rows)]))
         share, peak = _share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
         if share is None or peak is None:
             return table
@@ -244,6 +244,7 @@ class Run:
             and not self.config.gating.seconds
             and not self.trainer.adapted,
             "positions": self.trainer.step * self.config.train.batch_size,
+            "lost_rows": {split: round(self.data.lost(split), 6) for split in ("train", "validation")},
             "seconds": round(sum(row["seconds"] for row in rows), 1),
             "positions_per_second": round(rate),
             "share_of_peak": _share_of_peak(rows),
@@ -472,6 +473,8 @@ def _build_trainer(run: Run) -> Trainer:
     from matrixlib.engine.trainer import Trainer
 
     config = run.config
+    run.data.try_workers()
+    keep = config.checkpoint
     trainer = Trainer(
         task=run.task,
         model=run.task.build_model(),
@@ -479,7 +482,9 @@ def _build_trainer(run: Run) -> Trainer:
         config=config,
         data=run.data,
         folder=run.folder,
-        checkpoints=Checkpoints(run.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.compress),
+        checkpoints=Checkpoints(
+            run.folder / "checkpoints", keep.keep, keep.compress, best=keep.keep_best, every=keep.keep_every
+        ),
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         plan=Plan(
