@@ -97,6 +97,11 @@ class Checkpoints:
         self._pending: futures.Future[None] | None = None
         self._warned_of_room = False
 
+    @classmethod
+    def of(cls, folder: Path, config: CheckpointConfig) -> Checkpoints:
+        """Those of a run, kept as its configuration says."""
+        return cls(folder, config.keep, config.compress, best=config.keep_best, every=config.keep_every)
+
     def save(
         self,
         step: int,

@@ -79,7 +79,7 @@ class Trainer:
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
         self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
-        self._cadence = Cadence(config.validation)
+        self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
         self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
         self._starvation = Starvation(runtime.workers, runtime.prefetch)
         seconds = config.train.heartbeat_seconds
@@ -90,7 +90,6 @@ class Trainer:
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = not config.train.init  # False where training begins with weights of another run
         self._clipped = 0.0  # share of clipped gradients of the last warning
-        self._saving = Saving(config.checkpoint)
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
 
@@ -212,8 +211,7 @@ class Trainer:
         leaving the loop, the state after the last whole update has been saved. TrainingHalted leaves the last good
         checkpoint, an error after the weights moved (in a validation, say) the last one on disk. After a rollback
         (`action`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
-        be reached, CheckpointError where the disk has no room for the checkpoints to come, and TrainingHalted (with a
-        diagnosis) when the run cannot be kept stable.
+        be reached, CheckpointError where the disk has no room, TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
             refuse_below_floor(target, self.task, self._held_out.batches("sample"), self._step.active)

@@ -126,7 +126,8 @@ class RunData:
         if out := self.catalogue.shards(state="quarantined"):
             share = sum(row.count for row in out) / max(1, sum(row.count for row in self.catalogue.shards(state=None)))
             shards = f"{len(out)} shard{'s are' if len(out) > 1 else ' is'} quarantined"
-            self.messages.append(f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}")
+            text = f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}"
+            self.messages += [text] if text not in self.messages else []  # made again with another runtime
 
     def _check_sources(self) -> None:
         """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by

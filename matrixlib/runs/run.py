@@ -240,9 +240,7 @@ class Run:
             "planned_steps": self.config.train.steps,
             "stopped_early": self.trainer.stop_reason,
             "rollbacks": rows[-1]["rollbacks"],
-            "reproducible": self.runtime.device == "cpu"
-            and not self.config.gating.seconds
-            and not self.trainer.adapted,
+            "reproducible": self.runtime.device == "cpu" and not (self.config.gating.seconds or self.trainer.adapted),
             "positions": self.trainer.step * self.config.train.batch_size,
             "lost_rows": {split: round(self.data.lost(split), 6) for split in ("train", "validation")},
             "seconds": round(sum(row["seconds"] for row in rows), 1),
@@ -474,7 +472,6 @@ def _build_trainer(run: Run) -> Trainer:
 
     config = run.config
     run.data.try_workers()
-    keep = config.checkpoint
     trainer = Trainer(
         task=run.task,
         model=run.task.build_model(),
@@ -482,9 +479,7 @@ def _build_trainer(run: Run) -> Trainer:
         config=config,
         data=run.data,
         folder=run.folder,
-        checkpoints=Checkpoints(
-            run.folder / "checkpoints", keep.keep, keep.compress, best=keep.keep_best, every=keep.keep_every
-        ),
+        checkpoints=Checkpoints.of(run.folder / "checkpoints", config.checkpoint),
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         plan=Plan(
