@@ -170,6 +170,9 @@ class HealthConfig(Section):
         default=0.5, description="factor on the learning rate after a rollback"
     )
     rate_recovery: CountOrZero = Field(default=10, description="updates over which the factor goes back to 1")
+    clip_warning: Annotated[Real, Field(gt=0, le=1)] = Field(
+        default=0.1, description="share of clipped gradients after the warm-up above which there is a warning"
+    )
     hooks: bool = Field(
         default=True,
         description="replay a non-finite update to name the module where a value first stops being finite",

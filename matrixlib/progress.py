@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
+LINE_SECONDS, LINE_SHARE = 5.0, 0.01  # between two lines of text, or share of the time so far if that is more
+LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 BAR = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # of a progress bar that was closed
 
 
@@ -23,17 +29,63 @@ def interactive() -> bool:
     return "JPY_SESSION_NAME" in os.environ
 
 
+def silent() -> bool:
+    """Whether nothing that depends on the clock is to be printed: MATRIXLIB_LIVE is 0, so that what a notebook stores
+    does not depend on how slow the machine was."""
+    return os.environ.get("MATRIXLIB_LIVE") == "0"
+
+
+@dataclass
+class LinePace:
+    """When the next line of a long work is due: every five seconds, after the first minutes each hundredth of the time
+    so far, so that a night's work does not fill its log."""
+
+    began: float
+    last: float
+
+    def due(self, now: float) -> bool:
+        """Whether a line is due, which is then the last one. Times in seconds, of any clock."""
+        if now - self.last < max(LINE_SECONDS, LINE_SHARE * (now - self.began)):
+            return False
+        self.last = now
+        return True
+
+
+def text_bar(**options: Any) -> Any:
+    """A bar on standard error: in place in a terminal; into a file, or the output of a notebook, it is a line of text
+    with its time every few seconds (see `LinePace`), and no carriage return."""
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        return tqdm(**options)
+
+    class Lines(tqdm):
+        def __init__(self, **options: Any) -> None:
+            now = time.monotonic()
+            self.pace = LinePace(now, now + options.get("delay", 0.0))
+            super().__init__(**options, bar_format=LINE, leave=False)
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if msg is None and self.pace.due(time.monotonic()):
+                print(f"{clock_time()}  {self}", file=self.fp, flush=True)
+
+        def close(self) -> None:
+            if not self.disable and self.n and time.monotonic() > self.pace.last:
+                self.pace.last = -math.inf  # where it ended is always told
+                self.display()
+            super().close()
+
+    return Lines(**options)
+
+
 def live_bar(**options: Any) -> Any:
     """A live bar where a front end shows it; closed, it becomes a line of text, as no widget outlives its kernel.
 
-    Headless it is text, a line every five seconds, and only for work of more than 20 seconds; there is none where
-    MATRIXLIB_LIVE is 0, so that what a notebook stores does not depend on how slow the machine was.
+    Headless it is a `text_bar`, and only for work of more than 20 seconds; there is none where `silent`.
     """
-    from tqdm import tqdm
-
-    silent = options.pop("disable", False) or os.environ.get("MATRIXLIB_LIVE") == "0"
-    if silent or not interactive():
-        return tqdm(**options, delay=20, mininterval=5, disable=silent)
+    quiet = options.pop("disable", False) or silent()
+    if quiet or not interactive():
+        return text_bar(**options, delay=20, mininterval=5, disable=quiet)
     from IPython.display import display
     from tqdm.notebook import tqdm_notebook
 
@@ -49,6 +101,11 @@ def live_bar(**options: Any) -> Any:
     bar = Bar(display=False, **options)
     shown = display(bar.container, display_id=True)
     return bar
+
+
+def clock_time() -> str:
+    """Local time with its zone, for people: "14:03:05 CET"."""
+    return f"{datetime.now().astimezone():%H:%M:%S %Z}"
 
 
 def in_notebook() -> bool:

@@ -30,6 +30,7 @@ from matrixlib.engine.diagnostics import (
     output_statistics,
     snapshot,
 )
+from matrixlib.engine.inspection import collapse_warnings
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch
 from matrixlib.tasks import load_config
@@ -308,6 +309,22 @@ def test_masked_entries_do_not_count_and_infinities_do() -> None:
     assert table["head"]["max"] == 5.0
     assert table["head"]["infinite"] == pytest.approx(1 / 4)
     assert table["half"]["infinite"] == 0
+
+
+def test_an_output_that_says_the_same_for_every_row_is_told() -> None:
+    task = ToyTask()
+    model = task.build_model()
+    nn.init.normal_(model.classes.weight)
+    table = output_statistics(task, model, toy_batch(16), toy_runtime())
+    assert collapse_warnings(table, task.weights, 16) == []
+    model.classes.weight.data.zero_()  # what is left is the bias
+    model.classes.bias.data.copy_(torch.tensor([3.0, 0.0, -3.0]))
+    table = output_statistics(task, model, toy_batch(16), toy_runtime())
+    assert table["class"]["std"] > 2
+    (message,) = collapse_warnings(table, task.weights, 16)
+    assert "is said by class: collapsed" in message
+    assert collapse_warnings(table, {"class": 0.0}, 16) == [], "an idle head"
+    assert collapse_warnings(table, task.weights, 1) == []
 
 
 def test_outputs_leave_batchnorm_and_streams_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from datetime import datetime
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def test_written_at_its_interval_with_time_step_and_memory(tmp_path: Path) -> No
     first = read()
     assert (first["step"], first["step_seconds"], first["phase"]) == (1, 0.25, "training")
     assert first["pid"] == os.getpid()
+    assert (first["host"], first["interval"]) == (platform.node(), 5.0)
     assert 10 < first["rss_mib"] <= first["rss_peak_mib"] < 1e6
     assert datetime.fromisoformat(str(first["time"])).tzinfo is not None
     now[0] = 4.9

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from tqdm import tqdm
 
+from matrixlib import progress
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 
@@ -59,6 +60,23 @@ def test_the_terminal_says_why_updates_are_slow_and_knows_where_the_run_ends(tmp
     assert "slowly" not in bar.desc
 
 
+def test_into_a_file_the_progress_is_lines_and_says_when_a_run_is_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 50}\n")
+    write_rows(tmp_path, 1, 2, 20)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with progress.text_bar(unit="update", desc="starting") as bar:
+        launch.show_progress(bar, tmp_path)
+        old = "2026-01-01T00:00:00Z"
+        (tmp_path / "heartbeat.json").write_text(json.dumps({"time": old, "host": "another", "step": 20}))
+        launch.show_progress(bar, tmp_path)
+    text = capsys.readouterr().err
+    assert "\r" not in text
+    assert "training: 20/50" in text
+    assert "stalled for" in text.splitlines()[-1]
+
+
 def test_an_unknown_preset_is_one_line_and_exit_code_2(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["--preset", "quik"]) == 2
     assert "did you mean 'quick'" in capsys.readouterr().err
@@ -73,7 +91,7 @@ def test_a_failure_ends_with_its_reason_and_exit_code_1(
 
     monkeypatch.setattr(papermill, "execute_notebook", fail)
     assert launch.main(["--preset", "demo", "--run", "mine"]) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("\r")]
+    lines = capsys.readouterr().err.splitlines()
     assert "RunError: no healthy shard" in lines
     assert lines[-1] == f"failed; the notebook is kept at {reports / 'mine' / 'train.ipynb'}"
 
@@ -111,6 +129,7 @@ def test_ended_by_sigterm_and_then_killed_the_same_command_goes_on(reports: Path
     text = first.communicate()[1]
     assert first.returncode == 143
     assert "ended by SIGTERM" in text
+    assert "\r" not in text
     stopped = updates(reports)
     assert (reports / "mine" / "checkpoints" / f"step_{stopped:08d}").is_dir(), "no update is lost"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import papermill
 import pytest
 
 from matrixlib.engine.stats import Stats
-from matrixlib.runs import live
+from matrixlib.runs import live as live_module
 from matrixlib.runs.live import LivePlot
 
 
@@ -35,7 +36,7 @@ def test_the_panel_says_why_updates_are_slow_and_knows_where_the_run_ends() -> N
     slow = replace(stats(5), steps=8, slow="updates take 600 ms in place of 200 ms: other processes use 1.0 of 2")
     plot.update(slow)
     assert plot.total == 8
-    assert live._line(slow.row()).endswith(slow.slow or "?")
+    assert live_module._line(slow.row()).endswith(slow.slow or "?")
 
 
 PROGRAM = """
@@ -60,6 +61,29 @@ assert "ipywidgets" not in sys.modules and "matplotlib.pyplot" not in sys.module
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("live", ["", "0"])
+def test_headless_training_prints_a_line_with_its_time_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], live: str
+) -> None:
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.delenv("MATRIXLIB_LIVE", raising=False)
+    if live:
+        monkeypatch.setenv("MATRIXLIB_LIVE", live)
+    clock = [100.0]
+    monkeypatch.setattr(live_module.time, "perf_counter", lambda: clock[0])
+    with LivePlot(1000, "quick") as plot:
+        for step in range(1, 101):
+            clock[0] += 0.16
+            plot.update(stats(step))
+    lines = capsys.readouterr().out.splitlines()
+    if live:
+        assert lines == []
+        return
+    assert len(lines) == 3, "16 seconds"
+    words = r"\d\d:\d\d:\d\d \S+  quick: step 32/1,000 \(3%\) \| 160 ms a step \| 2 min 35 s left \| policy 1.000 .*"
+    assert re.fullmatch(words, lines[0])
+
+
 def test_live_panel_is_throttled_and_replaced_by_one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     import IPython.display
 
@@ -68,7 +92,7 @@ def test_live_panel_is_throttled_and_replaced_by_one_picture(monkeypatch: pytest
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     monkeypatch.setattr(IPython.display, "display", lambda box, display_id: outputs.append(box) or handle)
     clock = [100.0]
-    monkeypatch.setattr(live.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(live_module.time, "perf_counter", lambda: clock[0])
     with pytest.raises(KeyboardInterrupt), LivePlot(100) as plot:  # noqa: PT012
         for step in range(1, 26):
             clock[0] += 0.1

@@ -167,7 +167,7 @@ def test_crash_during_truncate_leaves_the_old_file(tmp_path: Path, monkeypatch: 
     def crash(*_: object) -> None:
         raise OSError("crash")
 
-    monkeypatch.setattr(os, "replace", crash)
+    monkeypatch.setattr(os, "truncate", crash)
     with pytest.raises(OSError, match="crash"):
         log.truncate_to(2)
     assert log.path.read_bytes() == before

@@ -88,7 +88,7 @@ def keys_of(schema: type[Section]) -> Keys:
     return keys
 
 
-def train(preset: str, *changes: Mapping[str, Any]) -> None:
+def train(preset: str, *changes: Mapping[str, Any]) -> runs.Run:
     """A few updates to the end; the network's outputs of two of them are not finite."""
     overrides: dict[str, Any] = {}
     for change in (ENGINE, *changes):
@@ -98,6 +98,7 @@ def train(preset: str, *changes: Mapping[str, Any]) -> None:
     run.model.register_forward_hook(spoil_output(math.nan, lambda: next(calls) in range(5, 9)))
     for _ in run.train():
         pass
+    return run
 
 
 @pytest.mark.slow
@@ -105,7 +106,8 @@ def train(preset: str, *changes: Mapping[str, Any]) -> None:
 def test_every_key_is_read(read: Keys, reports: Path) -> None:
     source = Catalogue(unpack_sample()).shards("train")[0].source
     stages = {"enabled": True, "stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}
-    train("demo", CHESS, {"curriculum": {"sources": stages}})
+    first = train("demo", CHESS, {"curriculum": {"sources": stages}})
+    runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), {"train": {"init": first.name}})).close()
     train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():
         pass

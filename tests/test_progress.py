@@ -78,6 +78,36 @@ def test_headless_bars_are_text_and_can_be_forbidden(
         assert bar.disable is not shown
 
 
+def test_a_bar_into_a_file_is_lines_with_a_time_and_no_carriage_return(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.text_bar(total=100, desc="games", unit="game") as bar:
+        for _ in range(99):
+            clock[0] += 0.2
+            bar.update()
+            bar.refresh()
+        bar.update()
+    text = capsys.readouterr().err
+    assert "\r" not in text
+    lines = text.splitlines()
+    assert [re.sub(r" \[.*", "", line.partition("  ")[2]) for line in lines] == [
+        "games: 25/100",
+        "games: 50/100",
+        "games: 75/100",
+        "games: 100/100",
+    ]
+    assert all(re.match(r"\d\d:\d\d:\d\d \S+  games", line) for line in lines)
+
+
+def test_a_long_work_has_rarer_lines() -> None:
+    pace = progress.LinePace(0.0, 0.0)
+    lines = [second for second in range(1, 12 * 3600) if pace.due(second)]
+    assert lines[:3] == [5, 10, 15]
+    assert 400 < len(lines) < 600
+
+
 def test_a_bar_becomes_a_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     import IPython.display
 

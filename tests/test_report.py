@@ -188,10 +188,40 @@ def test_warnings_of_the_training_are_in_the_report(tmp_path: Path) -> None:
     with MetricsLog(folder / "metrics.jsonl") as log:
         for step in range(6, 40):
             log.write({"step": step, "losses": {"policy": 1.0}, "messages": ["too <high>"]})
+            if step == 30:
+                log.write({"step": step, "messages": ["rolled back to the checkpoint of update 20"]})
+                log.write({"step": step, "messages": ["update skipped, no weight moved: loss nan"]})
     page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
-    assert "update 6: too <high>" in page.text
     assert page.text.count("too <high>") == report.MESSAGES
-    assert "and 14 more in metrics.jsonl" in page.text
+    order = ["rolled back to", "update skipped", "update 20: too <high>", "update 39: too <high>", "and 14 more in"]
+    places = [page.text.index(words) for words in order]
+    assert places == sorted(places), "what was decided, then the latest"
+
+
+def test_counters_and_a_clip_threshold_of_the_runs_own_are_in_the_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    (folder / "config.yaml").write_text("optim:\n  clip_norm: 0.5\n")
+    outputs = {"policy": {"mean": 0.0, "std": 1.0, "max": 12.5, "infinite": 0.0}}
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for step in range(6, 9):
+            row = {"step": step, "losses": {"policy": 1.0}, "skipped": 3, "overflows": 2, "rollbacks": 1}
+            row |= {"clip_share": 0.42, "memory": {"peak_mib": 100.0 * step, "share": 0.25, "busy": step / 10}}
+            norms = {"median": 0.7, "p95": 1.934}
+            log.write(row | {"statistics": {"outputs": outputs, "gradient_norm": norms, "dead_units": {"a": 0.1}}})
+    page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
+    for words in (
+        "updates skipped 3",
+        "not finite 1",
+        "falls of the loss scale 2",
+        "rollbacks 1",
+        "gradients clipped (optim.clip_norm 0.5) 42.0%",
+        "optim.clip_norm that would have clipped 5% of the latest 1.93",
+        "largest output 12.5 (policy)",
+        "most memory 800 MiB, 25% of all",
+        "the GPU was busy, median 70%",
+        "dead units, worst activation 10.0% (a)",
+    ):
+        assert words in page.text
 
 
 def test_a_folder_without_a_training_lacks_nothing(tmp_path: Path) -> None:

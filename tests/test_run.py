@@ -19,6 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from matrixlib import config as configuration
 from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
@@ -29,7 +30,9 @@ from matrixlib.engine.task import rows
 from matrixlib.engine.trials import Comparison
 from matrixlib.hardware import speed
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.runs import ending, report, watch
 from matrixlib.runs import run as runs
+from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.task import ChessTask
@@ -104,6 +107,47 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
         stored["runtime"]["precision"],
         stored["data"]["workers"],
     )
+
+
+def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matrixlib.engine.trainer import Trainer
+
+    validate = Trainer._validate
+
+    def fail(trainer: Trainer, messages: list[str]) -> Any:
+        if trainer.step == 5:
+            raise OSError("the disk is gone")
+        return validate(trainer, messages)
+
+    monkeypatch.setattr(Trainer, "_validate", fail)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        train("one")
+    folder = reports / "one"
+    assert any(note == f"curves and report: {folder / 'report.html'}" for note in caught.value.__notes__)
+    assert (folder / "training.png").stat().st_size > 5_000
+    assert "failed after 4 updates: OSError: the disk is gone" in (folder / "report.html").read_text()
+    assert '<td class="fail">failed</td>' in (reports / "index.html").read_text()
+    assert watch.standing(folder).word == "failed"
+    monkeypatch.undo()
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(reports))
+    assert train("one").complete
+    assert watch.standing(folder).word == "complete"
+
+
+def test_the_finished_run_is_the_one_that_ended_last_whatever_was_written_later(reports: Path) -> None:
+    for name, ended in (("first", "2026-01-02T00:00:00Z"), ("last", "2026-01-03T00:00:00Z"), ("old", "")):
+        (reports / name).mkdir()
+        summary = {"complete": True, "steps": 2} | ({"ended": ended} if ended else {})
+        (reports / name / "summary.json").write_text(json.dumps(summary))
+        record = {"kind": "train", "preset": "demo", "requested": configuration.dump(load_config("demo"))}
+        (reports / name / "run.json").write_text(json.dumps(record | {"started": "2026-01-01T00:00:00Z"}))
+        (reports / name / "config.yaml").write_text("")
+    (reports / "old" / "metrics.jsonl").write_text('{"time": "2026-01-01T05:00:00Z", "step": 2}\n')
+    report.add_verdict(reports / "first", {"passed": True, "checks": []})  # judged again, much later
+    assert runs.finished_run().name == "last"
+    assert ending.ended(reports / "old") == "2026-01-01T05:00:00Z"
 
 
 def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:

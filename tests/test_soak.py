@@ -1,9 +1,13 @@
-"""Ten thousand updates in a row, with everything in the loop: validation, checkpoints, statistics, SSL heads."""
+"""Ten thousand updates in a row, with everything in the loop: validation, checkpoints, statistics, SSL heads. A million
+to look at."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +48,15 @@ def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, 
     print(f"{len(values):,} values, RSS {resident[0]:.0f} ... {resident[-1]:.0f} MiB, growth {growth:.1f} MiB")
     assert growth < 32
     assert Checkpoints(current.folder / "checkpoints", 2).steps()[-1] == steps
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_run_of_a_million_updates_is_looked_at_in_little_memory(tmp_path: Path) -> None:
+    bench = Path(__file__).parent / "bench" / "bench_long_run.py"
+    command = [sys.executable, str(bench), "--folder", str(tmp_path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(text)
+    tasks = re.findall(r"peak +(\d+) MiB, of which imports +(\d+)", text)
+    assert len(tasks) == 6
+    assert all(int(peak) - int(imports) < 300 for peak, imports in tasks)

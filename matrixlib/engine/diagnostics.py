@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.task import Batch, Task, rows, to_device
+from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
 
 if TYPE_CHECKING:
@@ -72,6 +72,23 @@ def gradient_report(model: nn.Module) -> GradientReport:
     )
 
 
+def without_idle_heads(
+    report: GradientReport | None, task: Task, model: nn.Module, batch: Batch, stats: Stats, runtime: Runtime
+) -> GradientReport:
+    """The report of an update without what a term explains that took no part in it: parameters that got no gradient,
+    though an output of the task depends on them. batch: on the host; its first row is looked at.
+    """
+    if report is None or not report.missing or stats.losses.keys() == task.weights.keys():
+        return report or GradientReport()
+    parameters = dict(_trainable(model))
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast():
+        outputs = task.outputs(model, to_device(slice_batch(batch, 0, 1), runtime.torch_device))
+        total = torch.stack([output.float().nansum() for output in outputs.values()]).sum()
+    gradients = torch.autograd.grad(total, [parameters[name] for name in report.missing], allow_unused=True)
+    cut_off = [name for name, gradient in zip(report.missing, gradients, strict=True) if gradient is None]
+    return report._replace(missing=tuple(cut_off))
+
+
 def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Losses of the first update beside chance level and floor, by term; and warnings for those far off."""
     bounds = task.bounds(batch)
@@ -89,7 +106,9 @@ def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[st
 
 
 def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runtime) -> dict[str, dict[str, float]]:
-    """mean, std (population), max (magnitude) and share of infinities by output; one host read.
+    """mean, std (population), max (magnitude), share of infinities and `across` by output; one host read.
+
+    across: root mean square of what sets a row apart from the mean of the rows; 0 where all rows are alike.
 
     batch: host tensors of one micro-batch. NaN marks entries that the task has masked out: they count
     nowhere. An output with no entry left is left out. Eval mode, so BatchNorm and random streams stay as they
@@ -100,18 +119,20 @@ def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runti
         with runtime.autocast():
             outputs = task.outputs(model, to_device(batch, runtime.torch_device))
         for name, output in outputs.items():
-            value = output.float().flatten()
+            value = output.float()
             if value.numel():
                 finite = value.isfinite()
                 count = finite.sum()
                 present = torch.where(finite, value, 0.0)
                 mean = present.sum() / count
                 deviation = torch.where(finite, value - mean, 0.0).square().sum() / count
+                means = present.sum(0) / finite.sum(0).clamp(min=1)
+                across = torch.where(finite, value - means, 0.0).square().sum() / count
                 known = ~value.isnan()
                 infinite = (known & ~finite).sum() / known.sum()
-                table[name] = torch.stack((mean, deviation.sqrt(), present.abs().max(), infinite))
+                table[name] = torch.stack((mean, deviation.sqrt(), present.abs().max(), infinite, across.sqrt()))
         values = torch.stack(list(table.values())).tolist() if table else []
-    keys = ("mean", "std", "max", "infinite")
+    keys = ("mean", "std", "max", "infinite", "across")
     result = {name: dict(zip(keys, row, strict=True)) for name, row in zip(table, values, strict=True)}
     return {name: row for name, row in result.items() if not math.isnan(row["infinite"])}
 

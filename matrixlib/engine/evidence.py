@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matrixlib.engine import metrics
+from matrixlib.engine import rows
 from matrixlib.engine.health import Health
 from matrixlib.engine.stats import Action
 from matrixlib.engine.task import Data
@@ -28,7 +28,7 @@ def keep(run: Path, action: Action, step: int, health: Health, log: Path, source
         "last": health.last,
         "batches": batches,
         "health": health.to_dict(),
-        "rows": [row for row in metrics.read(log) if row["step"] > health.onset - LAST],
+        "rows": rows.after(log, health.onset - LAST),
     }
     write_json(folder / "evidence.json", record)
     data.records(source, batches, folder)

@@ -31,8 +31,6 @@ SETTLED_BAND = 1.25
 evenly by itself gets no further: its deviation is 0.37 windows of drift, the medians are 0.375 windows apart."""
 CLIP_WINDOW = 500
 """Updates after the warm-up that the share of clipped gradients looks back on."""
-CLIP_SHARE = 0.1
-"""Share of clipped updates after the warm-up above which the learning rate is probably too high."""
 OVERFLOW_WINDOW, OVERFLOWS = 100, 3
 """A loss scale that fell so often in so many updates is reported."""
 
@@ -240,16 +238,17 @@ class Health(State):
             )
         return messages
 
-    def clip_warning(self, before: float = 0.0) -> list[str]:
+    def clip_warning(self, p95: float, threshold: float) -> list[str]:
         """A warning when too many of at least 100 gradients after the warm-up were clipped.
 
-        before: share of the last warning; there is another one at twice as much.
+        p95: percentile of the latest gradient norms; threshold: the norm above which they are clipped.
         """
-        if len(self.clips) < 100 or self.clip_share <= max(CLIP_SHARE, 2 * before):
+        if self.clip_share <= self.config.clip_warning or len(self.clips) < 100:
             return []
         return [
-            f"{self.clip_share:.0%} of the gradients after the warm-up were clipped; above {CLIP_SHARE:.0%} "
-            "the learning rate is probably too high"
+            f"gradients after the warm-up: {self.clip_share:.0%} were clipped; above {self.config.clip_warning:.0%} "
+            f"(health.clip_warning) the learning rate is probably too high, or optim.clip_norm {threshold:g} too low: "
+            f"95% of the latest norms are below {p95:.3g}"
         ]
 
 

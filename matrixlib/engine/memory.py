@@ -7,6 +7,7 @@ emptied, because the next update would have to ask the driver for the same block
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,22 @@ def usage(device: torch.device) -> Figures:
             "device_total_mib": torch.mps.recommended_max_memory(),
         }
     return {name: round(value / MEBI, 1) for name, value in figures.items()}
+
+
+def utilisation(device: torch.device) -> Figures:
+    """`busy`: share of the last second or so in which the GPU computed, as its driver counts it, by `torch`; {} where
+    nobody tells: not on CUDA, without the package nvidia-ml-py, or on a part of a GPU (MIG).
+    """
+    if device.type != "cuda":
+        return {}
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        return {"busy": torch.cuda.utilization(device) / 100}
+    except (nvml.NVMLError, RuntimeError):
+        return {}
 
 
 def _rss_peak(info: Any) -> int:
@@ -308,7 +325,7 @@ class Monitor:
 
         peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
         """
-        figures = self._look()
+        figures = self._look() | utilisation(self._device)
         figures |= {
             "share": round(share(figures, self._limit), 4),
             "peak_mib": figures.get("allocated_peak_mib", self._peak),

@@ -37,7 +37,8 @@ class Stats:
     workers keep up, where there are any (`Source.supply`). throughput:
     rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known. gate:
     factor on the weights of the self-supervised terms, where there are any. phase: of the curriculum. validation:
-    fields of `Validation`, where there was one. memory: use since the last validation. statistics: "outputs",
+    fields of `Validation`, where there was one. memory: use since the last row that has it, and how busy the GPU is.
+    statistics: "outputs",
     "gradient_norm", "blocks" and "dead_units", at their interval. initial: at the first update, by term "loss",
     "chance" and "floor". slow: while updates take far longer than planned, why and for how long.
     messages: what a person should know.

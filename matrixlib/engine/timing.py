@@ -8,15 +8,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
+from matrixlib.engine import history
 from matrixlib.engine.stats import Stats
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
 PHASES = ("wait", "copy", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
 """wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
@@ -59,6 +60,8 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         """Measure what is done inside the context; not counted if it fails."""
         if self._cuda and name in ON_DEVICE:
+            import torch
+
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield
@@ -123,6 +126,8 @@ def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
                 recorder, after = None, 0
             yield stats
             if after and stats.step == after:
+                import torch  # not at the top: whoever reads times does not need it
+
                 recorder = torch.profiler.profile()
                 recorder.start()
         if recorder is not None:
@@ -138,18 +143,32 @@ def _export(recorder: torch.profiler.profile, path: Path) -> None:
     recorder.export_chrome_trace(str(path))
 
 
-def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Phase -> its seconds (n,) in the updates where it happened, from rows of metrics.jsonl; `other` is the rest of
-    `seconds`, which spans waiting and the update. Saving stands in the row of the update after it, so that after the
-    last one is missing."""
-    phases: dict[str, list[float]] = {}
+class Spent(NamedTuple):
+    """What a phase took. seconds (n,): means over the updates of a row in which it happened; updates (n,): how many."""
+
+    seconds: np.ndarray
+    updates: np.ndarray
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return float((self.seconds * self.updates).sum())
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spent]:
+    """Phase -> what it took in the rows (of updates or intervals, see `history.read`) where it happened; `other` is the
+    rest of `seconds`, which spans waiting and the update. Saving stands in the row of the update after it, so that
+    after the last one is missing."""
+    phases: dict[str, list[tuple[float, int]]] = {}
     for row in rows:
-        times = row.get("times", {})
+        times, updates = row.get("times", {}), history.updates(row)
+        counts = {name: history.updates(row, "times", name) for name in times}
         inside = _inside({name: times[name] for name in times if name not in BETWEEN}, row["seconds"])
         for name, seconds in {**times, **inside}.items():
-            phases.setdefault(name, []).append(seconds)
-        phases.setdefault("other", []).append(max(row["seconds"] - sum(inside.values()), 0.0))
-    return {name: np.array(phases[name]) for name in (*PHASES, "other") if name in phases}
+            phases.setdefault(name, []).append((seconds, counts[name]))
+        known = sum(seconds * counts[name] for name, seconds in inside.items()) / updates
+        phases.setdefault("other", []).append((max(row["seconds"] - known, 0.0), updates))
+    return {name: Spent(*np.array(phases[name]).T) for name in (*PHASES, "other") if name in phases}
 
 
 def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
@@ -171,18 +190,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     phases = totals(rows)
-    whole = sum(float(seconds.sum()) for seconds in phases.values())
-    columns = {
-        name: {
-            "count": f"{len(seconds):,}",
-            "total s": f"{seconds.sum():.1f}",
-            "mean ms": f"{seconds.mean() * 1000:.2f}",
-            "p50 ms": f"{np.percentile(seconds, 50) * 1000:.2f}",
-            "p95 ms": f"{np.percentile(seconds, 95) * 1000:.2f}",
-            "share": f"{seconds.sum() / whole if whole else 0:.1%}",
+    whole = sum(spent.total for spent in phases.values())
+    columns = {}
+    for name, spent in phases.items():
+        count = spent.updates.sum()
+        each = np.repeat(spent.seconds, spent.updates.astype(int))
+        columns[name] = {
+            "count": f"{count:,.0f}",
+            "total s": f"{spent.total:.1f}",
+            "mean ms": f"{spent.total / count * 1000:.2f}",
+            "p50 ms": f"{np.percentile(each, 50) * 1000:.2f}",
+            "p95 ms": f"{np.percentile(each, 95) * 1000:.2f}",
+            "share": f"{spent.total / whole if whole else 0:.1%}",
         }
-        for name, seconds in phases.items()
-    }
     return pd.DataFrame.from_dict(columns, orient="index")
 
 

@@ -21,19 +21,23 @@ from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
+from matrixlib.engine.inspection import inspect
 from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.messages import Messages
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
 from matrixlib.engine.signals import Signals, deferred
-from matrixlib.engine.stats import WINDOW, Action, Stats, norm_quantiles
+from matrixlib.engine.stats import WINDOW, Action, Stats
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
+from matrixlib.engine.task import Batch, Data, Task, rows
 from matrixlib.engine.timing import Starvation, Throughput
 from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
 from matrixlib.hardware.runtime import Runtime
 
-MEMORY_UPDATES = 10
-"""Updates between two looks at the memory."""
+MEMORY_UPDATES, MEMORY_ROWS = 10, 100
+"""Updates between two looks at the memory, and between two that are logged."""
+KIND = 20
+"""Times at most that a run tells one kind of message, without the counts of the last."""
 
 
 class Trainer:
@@ -89,7 +93,8 @@ class Trainer:
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = not config.train.init  # False where training begins with weights of another run
-        self._clipped = 0.0  # share of clipped gradients of the last warning
+        self._told = Messages(max(config.train.statistics_interval, steps // KIND))
+        self._rollback: tuple[str, ...] = ()  # the message of one, for the next row: its own was cut off
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
         self._seconds = 0.0
 
@@ -176,6 +181,8 @@ class Trainer:
         self._saving.by_clock = max(self._saving.by_clock, state.get("saves_by_clock", 0))
         self.step = checkpoint.step
         self._saving.done(self.step)
+        if "messages" in state:  # not in checkpoints of earlier versions
+            self._told = Messages.from_dict(self._told.config, state["messages"])
         self._whole = True
         self.metrics.truncate_to(checkpoint.step)
 
@@ -236,6 +243,7 @@ class Trainer:
             "cadence": self._cadence.to_dict(),
             "gradient_norms": list(self._norms),
             "initial": self.initial,
+            "messages": self._told.to_dict(),
         }
         assert not state.keys() & self.state_extra.keys(), "state_extra uses a name of the trainer's"
         path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best)
@@ -254,7 +262,7 @@ class Trainer:
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
         self._memory.begin()
-        self._beat("training", force=True)
+        self.beat("training", force=True)
         self._advance()
         # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
         # while a picture is drawn would else end this generator from outside, and nobody would hear what was saved.
@@ -280,12 +288,12 @@ class Trainer:
             if not isinstance(error, TrainingHalted):  # whose state is not worth keeping
                 self._rescue(error)
             try:
-                self._beat("stopped", force=True)
+                self.beat("stopped", force=True)
             except OSError as failed:  # such as a full disk, which may well be what ended the run
                 error.add_note(f"heartbeat.json could not be written: {failed}")
             raise
         else:
-            self._beat("stopped", force=True)
+            self.beat("stopped", force=True)
         finally:
             source.close()  # ends the loader's workers
 
@@ -338,7 +346,10 @@ class Trainer:
             messages += self._first(batch, stats)
         action, target = self._decide(stats.action)
         ended = action not in (Action.OK, Action.SKIP)
-        figures = self._statistics(batch, weights, messages) if weights and action is Action.OK else None
+        figures: dict[str, Any] | None = None
+        if weights and action is Action.OK:
+            figures, warnings = inspect(self._step, batch, weights, self._held_out, self._norms)
+            messages += warnings
         validation = self._validate(messages) if not ended else None
         messages += self._held_out.passes.take()
         planned = self.steps
@@ -350,7 +361,9 @@ class Trainer:
             messages.append(late)
         self._cadence.updated(self._seconds)
         throughput = self._throughput.add(rows(batch), self._seconds)
-        nothing_to_return_to = stats.action is not Action.HALT
+        halted = self._step.health.diagnosis(stats.action is not Action.HALT) if action is Action.HALT else ""
+        last = self.step == self.steps or bool(self.stop_reason or halted)
+        messages = self._told.sift(self.step, messages, last) + ([f"halted: {halted}"] if halted else [])
         stats = replace(
             stats,
             action=action,
@@ -358,7 +371,7 @@ class Trainer:
             steps=self.steps,
             slow=self.pace.slow or None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
-            memory=self._memory.interval() if validation else None,
+            memory=self._memory.interval() if validation or self.step % MEMORY_ROWS == 0 else None,
             seconds=self._seconds,
             times=times,
             loader=self._source.supply() or None,
@@ -369,17 +382,18 @@ class Trainer:
             initial=self.initial if self.step == 1 else None,
             messages=tuple(messages),
         )
-        self.metrics.write(stats.row())
+        self.metrics.write(replace(stats, messages=self._rollback + stats.messages).row())
+        self._rollback = ()
         if action is Action.HALT:
-            diagnosis = self._step.health.diagnosis(nothing_to_return_to)
-            raise TrainingHalted(f"{diagnosis} Evidence: {self._keep_evidence(action)}")
+            raise TrainingHalted(f"{halted} Evidence: {self._keep_evidence(action)}")
         if target is not None:
-            stats = replace(stats, messages=(*stats.messages, self._roll_back(target)))
+            self._rollback = (self._roll_back(target),)
+            stats = replace(stats, messages=stats.messages + self._rollback)
         self.messages += stats.messages
         self._whole = True
         if target is None:
             self._checkpoint(validation, moved=self.steps != planned)
-        self._beat("training")
+        self.beat("training")
         return stats
 
     def _watch_memory(self) -> list[str]:
@@ -417,7 +431,7 @@ class Trainer:
         health = self._step.health
         window = self._source.raw(health.onset), self._source.raw(self.step - 1) + 1
         skip = sorted([*self._skip, window])  # also those that a checkpoint from before them does not know
-        where = self._keep_evidence(Action.ROLLBACK)
+        where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
         checkpoint = self.checkpoints.newest(before=target)
         assert checkpoint is not None, "newest raises where every checkpoint is damaged"
         self._step.roll_back(checkpoint)
@@ -451,7 +465,7 @@ class Trainer:
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
-        active, beat = self._step.active, partial(self._beat, "validation")
+        active, beat = self._step.active, partial(self.beat, "validation")
         weights = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with self._step.clock.phase("validation"), weights:
             validation = self._held_out.measure(kind, self.model, active, beat)
@@ -469,32 +483,13 @@ class Trainer:
         """At the first update: gradients that look wrong, losses far from chance level."""
         self.initial, messages = diagnostics.compare_with_chance(self.task, batch, stats)
         messages = messages if self._fresh else []  # weights of another run have learned something
-        gradients = str(self.gradients or "")
-        return [f"first update: {gradients}", *messages] if gradients else messages
-
-    def _statistics(self, batch: Batch, before: Mapping[str, Tensor], messages: list[str]) -> dict[str, Any]:
-        """Outputs, gradient norms, blocks and dead units after an update; `before`: the weights before it."""
-        blocks = diagnostics.block_statistics(self.model, before)
-        sample, passes = self._held_out.batches("sample"), self._held_out.passes
-        dead = diagnostics.dead_units(self.task, self.model, sample, self.runtime, passes=passes)
-        part = slice_batch(batch, 0, min(rows(batch), self._step.micro_batch))
-        messages += diagnostics.block_warnings(blocks, warming_up=self.step <= self._step.schedule.warmup)
-        messages += dead.warnings()
-        if clipped := self._step.health.clip_warning(self._clipped):
-            self._clipped = self._step.health.clip_share
-            messages += clipped
-        scaler = self._step.scaler
-        return {
-            "outputs": diagnostics.output_statistics(self.task, self.model, part, self.runtime),
-            "gradient_norm": norm_quantiles(self._norms),
-            "blocks": blocks,
-            "dead_units": dead.shares,
-            **({"loss_scale": scaler.get_scale()} if scaler is not None else {}),
-        }
+        report = diagnostics.without_idle_heads(self.gradients, self.task, self.model, batch, stats, self.runtime)
+        return [f"first update: {report}", *messages] if any(report) else messages
 
     def _save_if_new(self) -> None:
         if self._between_updates and self.step and self._saving.step != self.step:
             self.save()
 
-    def _beat(self, phase: str, force: bool = False) -> None:
-        self._heartbeat.beat(self.step, self._seconds, phase, force)
+    def beat(self, phase: str, force: bool = False) -> None:
+        """Write heartbeat.json, unless it was written just now. phase: training, validation, evaluation or stopped."""
+        self._heartbeat.beat(self.step, self._seconds, phase, force, self.steps)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from matrixlib import files, progress
 from matrixlib.config import Config, read_yaml
-from matrixlib.engine import metrics
-from matrixlib.runs import figures, report
+from matrixlib.engine import history
+from matrixlib.runs import figures, report, watch
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load, load_config, parse_config
 
@@ -119,7 +119,7 @@ def open_shelf(
 
 def known_runs() -> list[str]:
     """Names of the runs that have metrics, the one that began last first."""
-    folders = report.run_folders(files.reports_root())
+    folders = watch.run_folders(files.reports_root())
     needed = ("run.json", "metrics.jsonl")
     return [folder.name for folder in folders if all((folder / name).exists() for name in needed)]
 
@@ -149,7 +149,8 @@ def table(names: Sequence[str]) -> DataFrame:
     rows = {}
     for name in names:
         summary = files.read_json(_folder(name) / "summary.json")
-        rows[name] = (report.outcome(summary), summary.get("steps", "?"), summary.get("headline", ""))
+        word, text = report.outcome(_folder(name), summary)
+        rows[name] = (word, summary.get("steps", "?"), text or summary.get("headline", ""))
     return pandas.DataFrame.from_dict(rows, orient="index", columns=["verdict", "updates", "result"])
 
 
@@ -254,7 +255,7 @@ def _task(run: str) -> str:
 
 
 def _rows(run: str) -> list[dict[str, Any]]:
-    rows = metrics.read(_folder(run) / "metrics.jsonl")
+    rows = history.read(_folder(run) / "metrics.jsonl")
     if not rows:
         raise ValueError(f"run '{run}' has made no update yet")
     return rows

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from matrixlib import files, progress
-from matrixlib.engine import metrics
+from matrixlib.engine import history
+from matrixlib.engine.rows import flatten
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load_config
@@ -173,8 +174,7 @@ class RunResult:
     def events(self) -> dict[str, int]:
         """How often training was disturbed; what the metrics do not count is 0."""
         counts = {name: int(self.rows[-1].get(name, 0)) for name in ("skipped", "overflows", "rollbacks")}
-        not_finite = sum(not math.isfinite(row["loss"] + row["grad_norm"]) for row in self.rows)
-        return counts | {"not finite": not_finite}
+        return counts | {"not finite": sum(map(history.not_finite, self.rows))}
 
     @property
     def stable(self) -> bool:
@@ -384,7 +384,7 @@ def _train(current: runs.Run) -> str:
 def _read(folder: Path) -> RunResult:
     record = files.read_json(folder / "run.json")
     path = folder / "metrics.jsonl"
-    rows = metrics.read(path) if path.exists() else []
+    rows = history.read(path) if path.exists() else []
     if not (record and rows):
         raise ValueError(f"'{folder.name}' is no run, or has made no update yet")
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -401,7 +401,7 @@ def _read(folder: Path) -> RunResult:
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value; the configuration is not validated, so that runs of older versions can be compared."""
-    return {key.replace("/", "."): value for key, value in metrics.flatten(config)}
+    return {key.replace("/", "."): value for key, value in flatten(config)}
 
 
 def _difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

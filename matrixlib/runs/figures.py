@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from matrixlib.engine.metrics import flatten
+from matrixlib.engine.history import not_finite, updates
+from matrixlib.engine.rows import flatten
 
 POINTS = 2000  # per curve
 SHARES = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
@@ -80,6 +81,8 @@ class History:
         self.shares: Curves = defaultdict(Curve)  # metrics such as top1
         self.held_out_shares: Curves = defaultdict(Curve)
         self.single: Curves = defaultdict(Curve)  # those of SINGLE
+        self.clipped = Curve()  # share of clipped gradients
+        self.p95 = math.nan  # of the latest gradient norms
         self.not_finite = 0  # updates with a loss or gradient norm that is not finite
         self.rollbacks: list[int] = []  # first updates after a rollback
         self.phases: list[int] = []  # first updates of the curriculum's later phases
@@ -97,6 +100,7 @@ class History:
             for curves in (self.losses, self.shares, self.single, *held_out):
                 for curve in curves.values():
                     curve.cut(step)
+            self.clipped.cut(step)
             self.phases, self._phase = [first for first in self.phases if first < step], row.get("phase")
         if row.get("rollbacks", 0) > self._rolled_back:
             self._rolled_back = row["rollbacks"]
@@ -107,11 +111,14 @@ class History:
         self.step = step
         losses = numbers(row.get("losses"))
         single = numbers({key: row.get(key) for key in SINGLE})
-        self.not_finite += not all(math.isfinite(value) for _, value in (*losses, *single))
+        self.not_finite += not_finite(row)
         for name, value in losses:
             self.losses[name].add(step, value)
         for name, value in single:
             self.single[name].add(step, value)
+        if row.get("clip_share") is not None:
+            self.clipped.add(step, row["clip_share"])
+        self.p95 = (row.get("statistics") or {}).get("gradient_norm", {}).get("p95", self.p95)
         for name, value in numbers(row.get("metrics")):
             if _is_share(name):
                 self.shares[name].add(step, value)
@@ -147,6 +154,7 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
         axes.set_ylabel(label, fontsize=8)
         if name == "grad_norm":
             _log_axis(axes, curve.points()[1])
+            _clip_rate(axes, history)
         else:
             axes.set_ylim(bottom=0)
     for axes in (losses, *rest):
@@ -160,6 +168,22 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         if total:
             axes.set_xlim(0, max(total, history.step))
+
+
+def _clip_rate(axes: Axes, history: History) -> None:
+    """The share of clipped gradients beside the gradient norm, and the norm that 95% of the latest were below."""
+    steps, shares = history.clipped.points()
+    if any(shares):
+        beside = axes.twinx()
+        beside.plot(steps, [100 * share for share in shares], color="C3", linewidth=1, alpha=0.6)
+        beside.set_ylim(0, 100)
+        beside.set_yticks([0, 50, 100])
+        beside.tick_params(labelsize=7, colors="C3", direction="in", pad=-16)  # beside it lies another picture's label
+        axes.plot([], [], color="C3", linewidth=1, alpha=0.6, label="clipped [%], right")
+    if math.isfinite(history.p95):
+        axes.axhline(history.p95, color="0.4", linewidth=0.8, linestyle="-.", label=f"95% below {history.p95:.3g}")
+    if any(shares) or math.isfinite(history.p95):
+        axes.legend(fontsize=7, framealpha=0.5)
 
 
 def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, float]]:
@@ -230,13 +254,13 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
     parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
-    steps = np.array([rows[part[0]]["step"] for part in parts])
+    steps = np.array([rows[part[0]]["step"] - updates(rows[part[0]]) + 1 for part in parts])
     widths = np.diff(np.append(steps, rows[-1]["step"] + 1))
     bottom = np.zeros(len(parts))
     times = [totals([rows[i] for i in part]) for part in parts]
     for name in (*PHASES, "other"):
-        seconds = np.array([one[name].sum() if name in one else 0.0 for one in times])
-        height = 1000 * seconds / [len(part) for part in parts]
+        seconds = np.array([one[name].total if name in one else 0.0 for one in times])
+        height = 1000 * seconds / [sum(updates(rows[i]) for i in part) for part in parts]
         if height.any():
             axes.bar(steps, height, widths, bottom=bottom, align="edge", label=name)
             bottom += height

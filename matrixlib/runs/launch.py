@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 import yaml
-from tqdm import tqdm
 
-from matrixlib import files
+from matrixlib import files, progress
 from matrixlib.runs import run as runs
+from matrixlib.runs import watch
 from matrixlib.runs.start import write_base
 from matrixlib.tasks import get_task, load_config
 
@@ -72,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         _print_result(folder, summary, get_task(load_config(options.preset).task).next_steps)
     if reason:
         print(reason, file=sys.stderr)
+        if not summary.get("complete") and (folder / "report.html").exists():
+            print(f"curves and report: {_relative(folder / 'report.html')}", file=sys.stderr)
         print(f"failed; the notebook is kept at {_relative(folder / 'train.ipynb')}", file=sys.stderr)
     return 1 if reason else 0
 
@@ -149,7 +151,7 @@ def forward_signal(number: int) -> None:
 
 def _watch(folder: Path, done: threading.Event) -> None:
     """Draw the bar until the notebook has ended."""
-    with tqdm(unit="update", dynamic_ncols=True, desc="starting") as bar:
+    with progress.text_bar(unit="update", dynamic_ncols=True, desc="starting") as bar:
         while not done.wait(0.5):
             show_progress(bar, folder)
         show_progress(bar, folder)
@@ -167,7 +169,9 @@ def show_progress(bar: Any, folder: Path) -> None:
     slow = row.get("slow", "")
     if slow and not bar.desc.startswith(SLOW):
         bar.write(slow, file=sys.stderr)
-    bar.set_description(SLOW if slow else TRAINING, refresh=False)
+    standing = watch.standing(folder)
+    words = {"validating": "validating", "evaluating": "evaluating", "stalled": standing.text}
+    bar.set_description_str(words.get(standing.word, SLOW if slow else TRAINING), refresh=False)
     bar.set_postfix_str(f"loss {row['loss']}"[:10] + f", {row['throughput']:,.0f} positions/s", refresh=False)
     bar.update(row["step"] - bar.n)
     bar.refresh()
@@ -184,8 +188,8 @@ def _last_row(path: Path) -> dict[str, Any] | None:
 
 
 def _print_result(folder: Path, summary: dict[str, Any], next_steps: str) -> None:
-    minutes = summary["seconds"] / 60
-    print(f"{summary['positions']:,} positions in {minutes:.1f} min; held-out: {summary['headline']}")
+    minutes, when = summary["seconds"] / 60, progress.clock_time()
+    print(f"{summary['positions']:,} positions in {minutes:.1f} min, until {when}; held-out: {summary['headline']}")
     print(f"report: {_relative(folder / 'report.html')}")
     print(f"next: open it in a browser; {next_steps.format(run=_relative(folder))}")
 

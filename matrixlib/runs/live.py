@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from matrixlib.engine.stats import Stats
-from matrixlib.progress import duration, in_notebook, interactive
+from matrixlib.progress import LinePace, clock_time, duration, in_notebook, interactive, silent
 from matrixlib.runs.figures import History, draw, numbers, png
 
 EVERY = 0.5  # seconds between two redraws, or seven times what a redraw takes: a slow machine trains, it does not draw
@@ -23,8 +23,8 @@ class LivePlot:
 
     In JupyterLab a progress bar, a line of text and the picture are redrawn at most every half second (and for at
     most an eighth of the time); at the end they are replaced in place by one static PNG. Headless (papermill, nbval,
-    nbconvert) no widget is made: only the final PNG is shown. Outside IPython nothing is displayed.
-    MATRIXLIB_LIVE=0 or 1 overrides.
+    nbconvert, a terminal) no widget is made: a line is printed every few seconds, and in a notebook the final PNG is
+    shown. MATRIXLIB_LIVE=0 or 1 overrides; with 0 there are no lines either.
 
     Use it as a context manager: an exception leaves the picture of what came before it.
     `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run goes on with its curve.
@@ -39,6 +39,7 @@ class LivePlot:
         self._began = time.perf_counter()
         self._first = self.history.step
         self._next = 0.0
+        self._lines = LinePace(self._began, self._began)
         self._closed = self._in_sight = False
         self._figure = Figure(figsize=(10, 5.6))
         self._handle: Any = None
@@ -51,6 +52,8 @@ class LivePlot:
         self.history.add(row)
         self.total = row.get("steps", self.total)  # its end may have been moved
         now = time.perf_counter()
+        if not self._live and not silent() and self._lines.due(now):
+            print(f"{clock_time()}  {self.title}: {self._progress(now)} | {_line(row)}", flush=True)
         if not self._live or now < self._next:
             return
         if not self._in_sight and now - self._began > BUILT:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 
 from matrixlib import files, progress
-from matrixlib.engine import metrics
+from matrixlib.config import read_yaml
+from matrixlib.engine import history
+from matrixlib.engine.messages import DECISIONS, is_decision
 from matrixlib.files import reports_root
-from matrixlib.runs import figures
+from matrixlib.runs import figures, watch
 
 LABELS = {
     "positions": "held-out positions",
@@ -33,7 +36,7 @@ LABELS = {
     "value correlation": "correlation of value and expected score",
     "wdl accuracy": "win-draw-loss accuracy",
 }
-MESSAGES = 20  # that a report shows
+MESSAGES = 20  # that a report shows of each kind: what was decided, and the latest of the others
 T = TypeVar("T")
 SPARKS, SPARK_ROWS = 40, 5  # points of a sparkline, rows of metrics.jsonl that make one
 
@@ -51,21 +54,26 @@ def write_report(run_folder: Path) -> Path:
     record = _read(folder / "run.json", problems, _object) or {}
     content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary)}
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
-        rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
+        rows = _read(folder / "metrics.jsonl", problems, history.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace"))
+        options = _read(folder / "config.yaml", [], lambda path: read_yaml(path.read_text("utf-8"), path.name))
         runtime = _mapping(summary.get("runtime") or record.get("runtime"))
         reasons = runtime.pop("reasons", ())
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
         content |= {
             "pictures": _pictures(rows, folder.name),
             "messages": _messages(rows),
+            "stability": _stability(rows, _mapping(_mapping(options).get("optim")).get("clip_norm")),
             "runtime": runtime.items(),
             "reasons": reasons if isinstance(reasons, list) else (),
             "configuration": configuration,
             "environment": (environment | _mapping(record.get("versions"))).items(),
             "problems": problems,
         }
-    text = _render("report.html", name=folder.name, outcome=outcome(summary), summary=summary, record=record, **content)
+    content["time"] = files.utc_now()
+    text = _render(
+        "report.html", name=folder.name, outcome=outcome(folder, summary), summary=summary, record=record, **content
+    )
     path = folder / "report.html"
     files.write_text(path, text)
     return path
@@ -84,41 +92,37 @@ def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
     root = Path(root) if root is not None else reports_root()
     runs = []
-    for folder in run_folders(root):
+    for folder in watch.run_folders(root):
         summary = _read(folder / "summary.json", [], _object) or {}
         losses = _sampled_losses(folder / "metrics.jsonl")
         rows = figure_rows(_mapping(summary.get("evaluation")))
+        word, text = outcome(folder, summary)
         runs.append(
             {
                 "name": folder.name,
                 "report": f"{folder.name}/report.html" if (folder / "report.html").exists() else "",
-                "outcome": outcome(summary),
+                "outcome": word,
                 "losses": [loss for _, loss in losses],
                 "points": _polyline(losses),
-                "result": summary.get("headline") or ", ".join(f"{label} {value}" for label, value, _ in rows),
+                "result": text or summary.get("headline") or ", ".join(f"{label} {value}" for label, value, _ in rows),
                 "summary": summary,
                 "record": _read(folder / "run.json", [], _object) or {},
             }
         )
     root.mkdir(parents=True, exist_ok=True)
     path = root / "index.html"
-    files.write_text(path, _render("index.html", runs=runs))
+    files.write_text(path, _render("index.html", runs=runs, time=files.utc_now()))
     return path
 
 
-def run_folders(root: Path) -> list[Path]:
-    """Folders that hold a run or the verdict of a notebook, the one that began last first."""
-    folders = {path.parent for name in ("run.json", "config.yaml", "summary.json") for path in root.glob(f"*/{name}")}
-    started = {folder: str((_read(folder / "run.json", [], _object) or {}).get("started", "")) for folder in folders}
-    return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
-
-
-def outcome(summary: Mapping[str, Any]) -> str:
-    """PASS or FAIL where a notebook has judged the run, else how far it got."""
+def outcome(folder: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
+    """(PASS or FAIL where a notebook has judged the run, else a word for how it stands; what there is to say of it)."""
+    standing = watch.standing(folder)
     verdict = summary.get("verdict")
-    if isinstance(verdict, Mapping) and "passed" in verdict:
-        return "PASS" if verdict["passed"] else "FAIL"
-    return "no verdict" if summary.get("complete") else "not finished"
+    if standing.word not in watch.UNDER_WAY and isinstance(verdict, Mapping) and "passed" in verdict:
+        return "PASS" if verdict["passed"] else "FAIL", ""
+    words = {"complete": "no verdict", "begun": "not finished"}
+    return words.get(standing.word, standing.word), "" if standing.word in words else standing.text
 
 
 def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -147,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     root = reports_root()
     folders = [path if (path := Path(name)).is_dir() else root / name for name in arguments]
     try:
-        for folder in folders or sorted(run_folders(root)):
+        for folder in folders or sorted(watch.run_folders(root)):
             print(write_report(folder))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -168,7 +172,15 @@ def _render(template: str, **content: Any) -> str:
         lstrip_blocks=True,
     )
     pages.filters["duration"] = progress.duration
+    pages.filters["colour"] = _colour
     return pages.get_template(template).render(content)
+
+
+def _colour(word: str) -> str:
+    """CSS class of an outcome."""
+    if word in ("FAIL", "halted", "failed", "stalled", "gone"):
+        return "fail"
+    return "pass" if word == "PASS" else "open"
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -227,10 +239,51 @@ def _pictures(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, s
 
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The warnings of the training, as far as they are few."""
-    messages = [f"update {row['step']:,}: {text}" for row in rows for text in row.get("messages", ())]
-    more = len(messages) - MESSAGES
-    return messages[:MESSAGES] + ([f"... and {more:,} more in metrics.jsonl"] if more > 0 else [])
+    """What a person should know: first what was decided (end, rollbacks, skipped updates), then the latest others."""
+    decisions: list[tuple[int, str]] = []
+    others: list[tuple[int, str]] = []
+    for step, text in history.messages(rows):
+        (decisions if is_decision(text) else others).append((step, text))
+    decisions.sort(key=lambda message: DECISIONS.index(next(word for word in DECISIONS if message[1].startswith(word))))
+    left_out = len(decisions[MESSAGES:]) + len(others[:-MESSAGES])
+    shown = [f"update {step:,}: {text}" for step, text in (*decisions[:MESSAGES], *others[-MESSAGES:])]
+    return shown + ([f"... and {left_out:,} more in metrics.jsonl"] if left_out else [])
+
+
+def _stability(rows: Sequence[Mapping[str, Any]], clip_norm: object) -> list[tuple[str, str]]:
+    """(what, count or figure) of what disturbed the training or came near to it; empty where nothing is known."""
+    if not rows or "skipped" not in rows[-1]:
+        return []
+    last = rows[-1]
+    table = [
+        ("updates skipped", f"{last['skipped']:,}"),
+        ("updates with a loss or gradient that was not finite", f"{sum(map(history.not_finite, rows)):,}"),
+        ("falls of the loss scale", f"{last.get('overflows', 0):,}"),
+        ("rollbacks", f"{last.get('rollbacks', 0):,}"),
+    ]
+    figures_at = [row["statistics"] for row in rows if "statistics" in row]
+    norms = figures_at[-1].get("gradient_norm", {}) if figures_at else {}
+    table.append(
+        (f"gradients clipped{f' (optim.clip_norm {clip_norm})' if clip_norm else ''}", f"{last['clip_share']:.1%}")
+    )
+    if norms:
+        table.append(("gradient norm, median of the latest", f"{norms['median']:.3g}"))
+        table.append(("optim.clip_norm that would have clipped 5% of the latest", f"{norms['p95']:.3g}"))
+    outputs = [(values["max"], name) for one in figures_at for name, values in one.get("outputs", {}).items()]
+    if outputs:
+        table.append(("largest output", "{:.4g} ({})".format(*max(outputs))))
+    infinite = [values["infinite"] for one in figures_at for values in one.get("outputs", {}).values()]
+    if any(infinite):
+        table.append(("largest share of infinite outputs", f"{max(infinite):.1%}"))
+    held = [row["memory"] for row in rows if "memory" in row]
+    if peaks := [one["peak_mib"] for one in held if "peak_mib" in one]:
+        table.append(("most memory", f"{max(peaks):,.0f} MiB, {max(one.get('share', 0) for one in held):.0%} of all"))
+    if busy := [one["busy"] for one in held if "busy" in one]:
+        table.append(("the GPU was busy, median", f"{statistics.median(busy):.0%}"))
+    if dead := figures_at[-1].get("dead_units") if figures_at else None:
+        share, name = max((share, name) for name, share in dead.items())
+        table.append(("dead units, worst activation", f"{share:.1%} ({name})"))
+    return table
 
 
 def _polyline(losses: Sequence[tuple[int, float]]) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import statistics
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,10 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
-from matrixlib.files import read_json, write_json
+from matrixlib.files import read_json
 from matrixlib.hardware import load, openmp
 from matrixlib.hardware import runtime as runtimes
-from matrixlib.runs import autotune
+from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader
 from matrixlib.runs.record import resume_config, runtime_config, write_record
 from matrixlib.runs.start import Start, start_of
@@ -158,7 +157,12 @@ class Run:
                     elif events is not None:
                         events.add(stats.row())
                     yield stats
-            self._finish()
+            ending.finish(self.folder, self.preset, self.data, self.trainer)
+        except GeneratorExit:  # the caller has left the loop: nothing has failed
+            raise
+        except BaseException as error:
+            ending.end_early(self.folder, self.preset, self.runtime, error)
+            raise
         finally:
             if events is not None:
                 events.close()
@@ -184,10 +188,10 @@ class Run:
         warnings.warn(text, stacklevel=3)
 
     def history(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl up to where the run goes on."""
-        from matrixlib.engine import metrics
+        """Rows of metrics.jsonl up to where the run goes on; of a long run, rows by interval (`history.read`)."""
+        from matrixlib.engine import history
 
-        return metrics.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
+        return history.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
 
     def times(self) -> str:
         """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
@@ -195,7 +199,7 @@ class Run:
 
         rows = self.history()
         table = "\n".join(filter(None, [timing.table(rows).to_string(col_space=9), timing.supply(rows)]))
-        share, peak = _share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
+        share, peak = ending.share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
         if share is None or peak is None:
             return table
         return (
@@ -222,50 +226,9 @@ class Run:
         """Contents of summary.json; empty before the run has ended."""
         return read_json(self.folder / "summary.json")
 
-    def _finish(self) -> None:
-        """Evaluate on the held-out data; write summary.json, the picture of the curves and the report."""
-        from matrixlib.runs import figures as pictures
-        from matrixlib.runs import report
-
-        rows = self.history()
-        model = self.trainer.evaluation_model()
-        net = self.spec.network(model, self.config, self.runtime)
-        figures = self.spec.evaluate(net, self.data.validation, self.catalogue)
-        rate = statistics.median(row["throughput"] for row in rows)
-        summary = {
-            "run": self.name,
-            "preset": self.preset,
-            "complete": True,
-            "steps": self.trainer.step,
-            "planned_steps": self.config.train.steps,
-            "stopped_early": self.trainer.stop_reason,
-            "rollbacks": rows[-1]["rollbacks"],
-            "reproducible": self.runtime.device == "cpu" and not (self.config.gating.seconds or self.trainer.adapted),
-            "positions": self.trainer.step * self.config.train.batch_size,
-            "lost_rows": {split: round(self.data.lost(split), 6) for split in ("train", "validation")},
-            "seconds": round(sum(row["seconds"] for row in rows), 1),
-            "positions_per_second": round(rate),
-            "share_of_peak": _share_of_peak(rows),
-            "peak_gflops": read_json(self.folder / "run.json").get("peak", {}).get("gflops"),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "evaluation": figures,
-            "headline": self.spec.headline(figures),
-            "runtime": self.runtime.to_dict(),
-        }
-        write_json(self.folder / "summary.json", summary)
-        (self.folder / "training.png").write_bytes(pictures.png(pictures.training_figure(rows, self.name)))
-        report.write_report(self.folder)
-        report.write_index()
-
     def close(self) -> None:
         """Give the run's lock back; twice does no harm."""
         self.lock.release()
-
-
-def _share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Median share of the device's matrix rate over updates; None where it was not measured."""
-    shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
-    return statistics.median(shares) if shares else None
 
 
 def open_run(
@@ -342,7 +305,7 @@ def finished_run(
             raise RunError(f"no complete run '{name}'; complete runs: {known}")
         return root / name
     if candidates:
-        return max(candidates, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+        return max(candidates, key=ending.ended)
     fresh = open_run(preset, overrides=overrides)
     for _ in fresh.train():
         pass

@@ -96,7 +96,7 @@ def read_start(config: Config, task: Task) -> Start:
     )
     if not fits:
         raise RunError(f"train.init: nothing of '{source}' fits this network")
-    if (new or left_out) and not config.train.init_partial:
+    if not config.train.init_partial and (new or left_out):
         problems = "; ".join(start.messages()[1:])
         raise RunError(
             f"train.init: '{source}' is not of this network. {problems}. Give the options of its network, or take what "

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from matrixlib import files
-from matrixlib.engine import metrics
+from matrixlib.engine import history
+from matrixlib.engine.rows import flatten
 
 FOLDER = "events"
-NOT_SCALAR = ("step", "time", "verdict", "messages")
+NOT_SCALAR = ("step", "time", "verdict", "messages", "message_steps", "updates", "counts")
 
 
 class Events:
@@ -42,14 +43,14 @@ class Events:
     def add(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl: its numbers as scalars; warnings, and a phase that begins, as text."""
         step, when = int(row["step"]), _seconds(row.get("time"))
-        for name, value in metrics.flatten({key: row[key] for key in row if key not in NOT_SCALAR}):
+        for name, value in flatten({key: row[key] for key in row if key not in NOT_SCALAR}):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(name, value, step, walltime=when)
         if (phase := row.get("phase")) is not None and phase != self._phase:
             self._phase = phase
             self._writer.add_text("curriculum", self._phases.get(phase, f"phase {phase}"), step, walltime=when)
-        for text in row.get("messages", ()):
-            self._writer.add_text("warnings", text, step, walltime=when)
+        for update, text in history.messages([row]):
+            self._writer.add_text("warnings", text, update, walltime=when)
 
     def close(self) -> None:
         """Write what is left."""
@@ -61,7 +62,7 @@ def export(folder: Path) -> Path:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
-    events = Events(folder, metrics.read(path))
+    events = Events(folder, history.read(path))
     events.close()
     return events.folder
 

@@ -356,10 +356,10 @@ def progress(folder: Path, loader: Loader, device: str, positions: int = 512) ->
 
 def curves_figure(folder: Path, diagnoses: Sequence[Diagnosis]) -> Figure:
     """Learning curves of the heads of a run, with the factor on their weights."""
-    from matrixlib.engine import metrics
+    from matrixlib.engine import history
     from matrixlib.tasks.chess import plots
 
-    rows = metrics.read(folder / "metrics.jsonl")
+    rows = history.read(folder / "metrics.jsonl")
     return plots.curves_figure(rows, {one.head: one.prior for one in diagnoses})
 
 

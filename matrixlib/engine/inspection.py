@@ -1,0 +1,56 @@
+"""What is looked at every few hundred updates: outputs, gradients, blocks and dead units of the model in training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from matrixlib.engine import diagnostics
+from matrixlib.engine.optim import unwrap
+from matrixlib.engine.stats import norm_quantiles
+from matrixlib.engine.step import Step
+from matrixlib.engine.task import Batch, rows, slice_batch
+from matrixlib.engine.validation import HeldOut
+
+COLLAPSE = 1e-4
+"""Deviation between the rows of an output, in logits, below which it says the same for every input."""
+
+
+def inspect(
+    step: Step, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures (`Stats.statistics`) after an update and the warnings that follow from them.
+
+    batch: that of the update, on the host. before: the weights before it (`diagnostics.snapshot`). held_out: its sample
+    tells dead units. norms: the latest gradient norms.
+    """
+    model, runtime = unwrap(step.model), step.runtime
+    part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
+    outputs = diagnostics.output_statistics(step.task, model, part, runtime)
+    blocks = diagnostics.block_statistics(model, before)
+    dead = diagnostics.dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
+    quantiles = norm_quantiles(norms)
+    warming_up = step.update <= step.schedule.warmup
+    messages = [
+        *diagnostics.block_warnings(blocks, warming_up),
+        *dead.warnings(),
+        *(collapse_warnings(outputs, step.task.weights, rows(part)) if not warming_up else ()),
+        *step.health.clip_warning(quantiles.get("p95", math.nan), step.config.optim.clip_norm),
+    ]
+    figures = {"outputs": outputs, "gradient_norm": quantiles, "blocks": blocks, "dead_units": dead.shares}
+    return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler is not None else {}), messages
+
+
+def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], rows: int) -> list[str]:
+    """Warnings about a `diagnostics.output_statistics` over so many rows: outputs that do not depend on their input,
+    those of terms without a weight apart."""
+    alike = [name for name, row in outputs.items() if row["across"] < COLLAPSE and weights.get(name, 1.0)]
+    if not alike or rows < 2:
+        return []
+    return [
+        f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
+        "targets and at the dead units"
+    ]

@@ -1,0 +1,112 @@
+"""The end of a run: summary.json, the picture of its curves and the report, also of one that failed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matrixlib import files
+from matrixlib.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from matrixlib.engine.trainer import Trainer
+    from matrixlib.hardware.runtime import Runtime
+    from matrixlib.runs.data import RunData
+
+
+def finish(folder: Path, preset: str, data: RunData, trainer: Trainer) -> None:
+    """Of a run that has reached its end: evaluate it on the held-out data and write everything down."""
+    from matrixlib.engine import history
+    from matrixlib.engine.history import updates
+
+    spec, config, runtime = data.spec, data.config, data.runtime
+    trainer.beat("evaluation", force=True)
+    rows = history.read(trainer.metrics.path)
+    model = trainer.evaluation_model()
+    figures = spec.evaluate(spec.network(model, config, runtime), data.validation, data.catalogue)
+    rate = statistics.median(row["throughput"] for row in rows)
+    summary = {
+        "run": folder.name,
+        "preset": preset,
+        "complete": True,
+        "steps": trainer.step,
+        "planned_steps": config.train.steps,
+        "stopped_early": trainer.stop_reason,
+        "rollbacks": rows[-1]["rollbacks"],
+        "reproducible": runtime.device == "cpu" and not (config.gating.seconds or trainer.adapted),
+        "positions": trainer.step * config.train.batch_size,
+        "lost_rows": {split: round(data.lost(split), 6) for split in ("train", "validation")},
+        "seconds": round(sum(row["seconds"] * updates(row) for row in rows), 1),
+        "positions_per_second": round(rate),
+        "share_of_peak": share_of_peak(rows),
+        "peak_gflops": read_json(folder / "run.json").get("peak", {}).get("gflops"),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "evaluation": figures,
+        "headline": spec.headline(figures),
+        "runtime": runtime.to_dict(),
+    }
+    _write(folder, summary, rows)
+    trainer.beat("stopped", force=True)
+
+
+def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException) -> None:
+    """Of a run that was halted, failed or was interrupted: write down why, and draw what there is. The error gets a
+    note of where it lies, or of why even that failed; nothing is raised over it.
+    """
+    from matrixlib.engine import history
+    from matrixlib.engine.health import TrainingHalted
+
+    if not (folder / "metrics.jsonl").exists():  # not one update was begun
+        return
+    word = "failed"
+    if isinstance(error, TrainingHalted):
+        word = "halted"
+    elif not isinstance(error, Exception):  # Ctrl-C, SIGTERM
+        word = "interrupted"
+    try:
+        rows = history.read(folder / "metrics.jsonl")
+        summary = {
+            "run": folder.name,
+            "preset": preset,
+            "complete": False,
+            "end": word,
+            "reason": " ".join(f"{type(error).__name__}: {error}".split()),
+            "steps": rows[-1]["step"] if rows else 0,
+            "runtime": runtime.to_dict(),
+        }
+        report = _write(folder, summary, rows)
+    except (OSError, ValueError) as failed:  # such as a full disk, which may well be what ended the run
+        error.add_note(f"no report could be written: {failed}")
+    else:
+        error.add_note(f"curves and report: {report}")
+
+
+def ended(folder: Path) -> str:
+    """When a run ended, UTC, in an order that sorts; its last update's time where its summary does not say, as of
+    older versions, else when it began, else ''.
+    """
+    from matrixlib.engine import rows
+
+    if when := read_json(folder / "summary.json").get("ended"):
+        return str(when)
+    newest = rows.last(folder / "metrics.jsonl") or {}
+    return str(newest.get("time") or read_json(folder / "run.json").get("started", ""))
+
+
+def share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Median share of the device's matrix rate over updates; None where it was not measured."""
+    shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]
+    return statistics.median(shares) if shares else None
+
+
+def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """summary.json, training.png, report.html and the index; path of the report."""
+    from matrixlib.runs import figures, report
+
+    write_json(folder / "summary.json", {**summary, "ended": files.utc_now()})
+    files.write_bytes(folder / "training.png", figures.png(figures.training_figure(rows, folder.name)))
+    path = report.write_report(folder)
+    report.write_index(folder.parent)
+    return path
