@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from matrixlib.tasks.chess import attention
 from matrixlib.tasks.chess.attention import MASKED_SCORE, SCORE_LIMIT, blended
@@ -134,3 +135,16 @@ def test_scores_are_not_rounded_to_half_precision(mix: float) -> None:
 
 def test_no_row_is_no_error() -> None:
     assert shares(torch.zeros(0, 3, 64, 64), None, board_mask()).shape == (0, 3, 64, 64)
+
+
+def test_a_trial_of_the_kernel_inside_of_a_recomputed_block_disturbs_nothing() -> None:
+    """A run that goes on makes its first forward pass in such a block."""
+
+    def block(x: Tensor) -> Tensor:
+        assert not attention._difference(attention._separate_attention, x.device, torch.float32, 1, 16)
+        return x.square()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]

@@ -24,7 +24,9 @@ def choose(times: dict[Layout, float | Exception], own: Layout = (True, False), 
             raise time
         return time
 
-    return fastest(toy_runtime(8, channels_last=own[0], benchmark=own[1], compile="default"), seconds, fixed)
+    told = ("channels_last yes: as asked for",) if fixed else ()
+    runtime = toy_runtime(8, channels_last=own[0], benchmark=own[1], compile="default", reasons=told)
+    return fastest(runtime, seconds, fixed)
 
 
 def test_the_fastest_layout_is_chosen_and_says_why() -> None:
@@ -44,6 +46,7 @@ def test_noise_changes_nothing() -> None:
 def test_a_memory_format_that_the_user_named_stays() -> None:
     chosen = choose({(True, False): 0.060, (True, True): 0.050}, fixed=True)  # the others would be a KeyError
     assert (chosen.channels_last, chosen.benchmark) == (True, True)
+    assert chosen.reasons[:-1] == ("channels_last yes: as asked for",), "what else was decided keeps its reason"
 
 
 def test_a_layout_without_room_is_left_out_and_other_errors_are_not_hidden() -> None:

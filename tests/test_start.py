@@ -77,6 +77,15 @@ def test_it_goes_on_as_any_run_does(source: Path, reports: Path) -> None:
     assert "far from chance" not in " ".join(again.messages)
 
 
+def test_one_process_goes_on_where_another_one_stopped(source: Path, reports: Path) -> None:
+    first = opened(source, "both", steps=3)
+    assert [stats.step for stats in islice(first.train(), 1)] == [1]
+    second = opened(source, "both", steps=3)
+    assert [stats.step for stats in islice(second.train(), 1)] == [2]
+    second.close()
+    assert [stats.step for stats in first.train()] == [3]
+
+
 def test_the_source_is_needed_once(source: Path, reports: Path) -> None:
     """A run that is killed before its first update has the weights already."""
     run = opened(source, "once")

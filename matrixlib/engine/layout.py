@@ -64,7 +64,8 @@ def fastest(runtime: Runtime, seconds: Callable[[Runtime], float], fixed: bool =
         for (last, search), time in times.items()
     ]
     why = f"an update takes {', '.join(words)}, by trying" if words else "nothing could be tried for want of memory"
-    lines = [line for line in runtime.reasons if not line.startswith(("benchmark ", "" if fixed else "channels_last "))]
+    told = ("benchmark ",) if fixed else ("benchmark ", "channels_last ")
+    lines = [line for line in runtime.reasons if not line.startswith(told)]
     if not fixed:
         lines.append(f"channels_last {'yes' if best[0] else 'no'}: {why}")
     lines.append(f"benchmark {'yes' if best[1] else 'no'}: cuDNN's search for algorithms; {why}")

@@ -222,8 +222,8 @@ class Trainer:
         """
         if target := self.config.validation.target_loss:
             refuse_below_floor(target, self.task, self._held_out.batches("sample"), self._step.active)
-        copies = 3 + (self.ema is not None)  # of the weights: with the optimiser's two moments, and the averages
-        self.checkpoints.require_room(copies * sum(t.nbytes for t in self.model.state_dict().values()), self.steps)
+        size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
+        self.checkpoints.require_room(size, self.steps, self.config.checkpoint.interval)
         return self._updates(stop)
 
     def save(self, best: float | None = None) -> Path:
@@ -258,7 +258,7 @@ class Trainer:
         return model.requires_grad_(False).eval()
 
     def _updates(self, stop: int | None) -> Generator[Stats]:
-        if not self._between_updates and not self.resume():  # an earlier call was broken off half-way
+        if not self._between_updates and not self.resume() and not self._between_updates:  # broken off half-way
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
         self._memory.begin()

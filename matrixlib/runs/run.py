@@ -402,6 +402,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         config = runtime_config(requested, runtime)
     runtime.apply()
     task = spec.task(config)
+    start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     data = RunData(config, runtime, spec, task, catalogue, messages)
     if not record:
         data = autotune.settle(data, requested)
@@ -415,7 +416,6 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         steps, update_seconds = autotune.fit_steps(data)
         config = changed(config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
-    start = start_of(folder, config, task, record)
     if start is not None:
         messages += start.messages()
     if not record:
@@ -448,14 +448,14 @@ def _build_trainer(run: Run) -> Trainer:
         plan=Plan(
             update=run.update_seconds,
             seconds=60 * config.train.minutes,
-            refit=run.requested.train.steps == "auto",
+            refit=run.requested.train.steps == "auto" and run.update_seconds is not None,  # which old runs lack
             promise=config.train.on_time,
         ),
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
         curriculum=run.spec.curriculum(config),
     )
-    trainer.resume()
-    if run.start is not None:
+    if not trainer.resume() and run.start is not None and not trainer.checkpoints.steps():
         trainer.start_from(run.start.tensors)
         trainer.save()  # so that a resumed run needs the source no more
+    run.start = None
     return trainer

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 PIECE = 2**18
@@ -87,11 +88,13 @@ def _kernel(device: torch.device, dtype: torch.dtype, heads: int, width: int) ->
 
 def _difference(attend: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, width: int) -> str:
     """What is wrong with a kernel's values and gradients beside those of the separate operations in fp32; "" where they
-    agree. It draws from a random stream of its own, and waits for the device.
+    agree. It draws from a random stream of its own, keeps its activations even where the block around it is recomputed,
+    and waits for the device.
     """
     generator = torch.Generator(device).manual_seed(0)
     mask = torch.rand(SQUARES, SQUARES, generator=generator, device=device).lt(0.5).fill_diagonal_(True)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    kept = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), kept:
         qkv = torch.randn(3, SQUARES, 3, heads, width, generator=generator, device=device).to(dtype)
         bias = torch.randn(1, heads, SQUARES, SQUARES, generator=generator, device=device)
         weights = torch.randn(3, SQUARES, heads * width, generator=generator, device=device).to(dtype)
