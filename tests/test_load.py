@@ -7,11 +7,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_run import TINY
 
 from matrixlib.hardware import load, machine
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs import autotune
+from matrixlib.runs import run as runs
 
 QUIET = Usage(30.0, 4, 3.9, 0.05, 0.0, 0.0, 0, 4.0)
 CLOCKS = Clocks(wall=100.0, busy=50.0, own=20.0, stolen=1.0, throttled=2.0, hot=5)
@@ -80,13 +82,30 @@ def test_the_start_says_when_the_machine_is_busy(
 ) -> None:
     """Processors are looked at only where the load says that somebody may have been busy."""
     monkeypatch.setattr(autotune, "load_average", lambda: average)
-    monkeypatch.setattr(Usage, "since", lambda clocks: replace(QUIET, others=others))
+    monkeypatch.setattr(Usage, "since", lambda clocks, children: replace(QUIET, others=others))
     runtime = Runtime("cpu", "fp32", False, False, False, False, 4, 0, 2, 64, ())
     notes = autotune.start_notes(runtime, Clocks.now())
     assert notes == (
         ["warning: the machine is busy: other processes use 2.0 of 4 processors (load 4.0); "
          "updates will take longer than they could"] if says else []
     )  # fmt: skip
+
+
+def test_our_own_children_are_nobody_else_as_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's workers, say, which live on. They computed for a whole second."""
+    start, end = replace(CLOCKS, own=20.0), replace(CLOCKS, wall=101.0, busy=54.0)
+    monkeypatch.setattr(autotune, "load_average", lambda: 3.0)
+    monkeypatch.setattr(Clocks, "now", lambda children=False: replace(end, own=24.0 if children else 20.0))
+    runtime = Runtime("cpu", "fp32", False, False, False, False, 4, 0, 2, 64, ())
+    assert autotune.start_notes(runtime, start) == []
+
+
+def test_a_run_counts_its_children_from_the_start(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks: list[Clocks] = []
+    monkeypatch.setattr(Clocks, "now", lambda children=False: replace(CLOCKS, own=24.0 if children else 20.0))
+    monkeypatch.setattr(autotune, "start_notes", lambda _, start: clocks.append(start) or [])
+    runs.open_run(run="start", overrides=TINY).close()
+    assert [start.own for start in clocks] == [24.0]
 
 
 @pytest.mark.parametrize("text", ["2,1", "two", "0", "-1", "1.5"])

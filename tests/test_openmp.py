@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from matrixlib.hardware import openmp
-from matrixlib.hardware.load import Usage
+from matrixlib.hardware import machine, openmp
+from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.machine import usable_processors
 
 GNU = torch.get_num_threads() > 0 and openmp.library() is not None  # torch has to be loaded
@@ -38,13 +42,13 @@ def until(wanted: bool) -> bool:
 def test_a_team_sleeps_while_others_compute_and_goes_when_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     others = 0.0
 
-    def since(*_: object) -> Usage:
+    def between(*_: object) -> Usage:
         return Usage(0.01, 2, 1.0, others, 0.0, 0.0, 0, None)
 
     for name in openmp.BY_PEOPLE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(openmp, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(Usage, "since", since)
+    monkeypatch.setattr(Usage, "between", between)
     threads = threading.active_count()
     with openmp.considerate(2):
         time.sleep(0.1)
@@ -72,6 +76,63 @@ def test_one_thread_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = threading.active_count()
     with openmp.considerate(1):
         assert threading.active_count() == threads
+
+
+def test_a_look_reads_the_processors_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Clocks] = []
+    real = Clocks.now
+
+    def now(*args: bool, **options: bool) -> Clocks:
+        looks.append(real(*args, **options))
+        return looks[-1]
+
+    def crowded(usage: Usage, threads: int) -> bool:
+        if len(looks) > 3:
+            done.set()
+        return False
+
+    def unneeded() -> float:
+        raise AssertionError("is not looked at")
+
+    done = threading.Event()
+    shares: list[tuple[Clocks, Clocks]] = []
+    between = Usage.between
+    monkeypatch.setattr(openmp, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(Clocks, "now", now)
+    monkeypatch.setattr(Usage, "between", lambda *pair: shares.append(pair) or between(*pair))
+    monkeypatch.setattr(Usage, "crowded", crowded)
+    monkeypatch.setattr(machine, "throttled", unneeded)
+    monkeypatch.setattr(machine, "slowdowns", unneeded)
+    openmp._watch(Path("none"), 2, done)
+    assert shares == list(pairwise(looks))
+
+
+def test_of_several_libraries_torchs_own_is_taken(tmp_path: Path) -> None:
+    """numpy's neighbours bring one, too, which comes first by name; one that is alone is torch's wherever it lies."""
+    folder = Path(torch.__file__).resolve().parent
+    other, own = Path("/a/scipy.libs/libgomp-1.so"), folder / "lib" / "libgomp.so.1"
+    for paths, library in (([other, own], own), ([other], other), ([other, Path("/b/libgomp.so.1")], None), ([], None)):
+        lines = [f"7f00-7f01 r-xp 00000000 00:2c 1 {path}\n" for path in paths]
+        (tmp_path / "maps").write_text("7f00-7f01 rw-p 00000000 00:00 0\n" + "".join(2 * lines))
+        assert openmp.library(tmp_path / "maps") == library
+
+
+def test_a_team_that_cannot_be_made_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parallel(*_: object) -> None:
+        raise OSError("no more threads")
+
+    def use() -> None:
+        with openmp.sleeping_team(Path("none")):
+            pass
+
+    errors: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(GOMP_parallel=parallel, free=None))
+    user = threading.Thread(target=use, daemon=True)
+    user.start()
+    user.join(5)
+    assert not user.is_alive()
+    assert len(errors) == 1
 
 
 @needs_gnu

@@ -81,6 +81,15 @@ def test_a_schedule_that_was_not_bent_is_the_same_bits() -> None:
     assert [schedule.place(i) for i in range(120)] == list(range(120))
 
 
+def test_a_bend_after_a_rollback_to_before_an_earlier_one_makes_no_jump() -> None:
+    first = Schedule.of(OptimConfig(warmup_steps=20), 100).bend(60, 80)
+    again = first.bend(40, 70)
+    rates = [again(i) for i in range(70)]
+    assert rates[:41] == [first(i) for i in range(41)]
+    assert max(abs(high - low) for low, high in pairwise(rates[40:])) < 0.05 * first.peak
+    assert rates[-1] == first(79)
+
+
 # Trial
 
 
@@ -189,6 +198,27 @@ def test_a_promise_is_kept(slow: float, at: int) -> None:
     run.train(10_000, slow, besides=0.01)
     assert run.step == run.pace.steps
     assert run.now - 100.0 <= 600 * (1 + pace.LATE) + pace.PIECE + 4 * slow
+    assert run.pace.schedule(run.step - 1) == pytest.approx(0.003 * 0.05)
+
+
+def test_a_busy_moment_does_not_cut_a_run_that_is_to_be_on_time() -> None:
+    run = Watch(Plan(update=0.2, seconds=600, promise=True), 2700)
+    run.train(600, 0.2)
+    assert run.train(10, 1.0) + run.train(10_000, 0.2) == []
+    assert run.step == 2700
+
+
+def test_a_run_that_is_to_be_on_time_takes_its_updates_back_once_they_are_fast_again() -> None:
+    """Two slow minutes cost the updates that do not fit into them, and those alone."""
+    run = Watch(Plan(update=0.2, seconds=600, promise=True), 2700, OptimConfig(warmup_steps=300))
+    run.train(600, 0.2)
+    assert any("in place of 2,700" in text for text in run.train(120, 1.0))
+    assert run.pace.steps < 1500
+    rates = [run.pace.schedule(i) for i in range(run.step)]
+    run.train(10_000, 0.2)
+    assert 2300 < run.step == run.pace.steps
+    assert [run.pace.schedule(i) for i in range(len(rates))] == rates
+    assert 540 < run.now - 100.0 <= 600 * (1 + pace.LATE)
     assert run.pace.schedule(run.step - 1) == pytest.approx(0.003 * 0.05)
 
 

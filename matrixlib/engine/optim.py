@@ -189,9 +189,12 @@ class Schedule:
         return self.bends[-1][1] if self.bends else self.steps
 
     def bend(self, update: int, end: int) -> Schedule:
-        """This schedule up to update `update`, and from there on to its end within `end` updates in all."""
+        """This schedule up to update `update`, and from there on to its end within `end` updates in all.
+
+        Bends from `update` on are dropped: a rollback to before them has undone them.
+        """
         assert update < end, "at least one update is left to end with"
-        return replace(self, bends=(*self.bends, (update, end)))
+        return replace(self, bends=(*(bend for bend in self.bends if bend[0] < update), (update, end)))
 
     def place(self, update: int) -> float:
         """Where an update stands in the run as it was planned: the update itself, unless the schedule was bent."""

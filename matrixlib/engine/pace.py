@@ -28,7 +28,7 @@ BESIDES = 1.1
 SLOW, WELL = 2.0, 1.5
 """Times the planned time of an update from which it is slow, and up to which it is as planned again."""
 LASTING = 30.0
-"""Seconds of slow updates before anything is said."""
+"""Seconds of slow updates before anything is said, or the end of the run is moved."""
 PIECE, PIECE_UPDATES = 5.0, 3
 """Seconds, and updates, of the pieces whose medians are looked at."""
 AGAIN = 600.0
@@ -37,6 +37,8 @@ EARLY, OFF = 0.1, 0.1
 """Share of the updates after which their number is looked at again, and by how much it must be wrong to be changed."""
 LATE = 0.02
 """Share of the time by which a run may be late before a promise bends its schedule."""
+PART = 0.25
+"""Share of the time left that may pass before a promise answers to another pace, where `LASTING` is longer."""
 
 
 def trial(update: Callable[[int], object]) -> float:
@@ -81,6 +83,11 @@ def _settled(times: Sequence[float]) -> bool:
     return high - low <= 2 * PRECISE * ordered[count // 2]
 
 
+def _latest(pieces: list[tuple[float, float]], since: float) -> list[tuple[float, float]]:
+    """Those of the pieces, in order of their beginnings, of which a part lies after `since`."""
+    return [piece for i, piece in enumerate(pieces) if i + 1 == len(pieces) or pieces[i + 1][0] > since]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run is to take. update: seconds of an update that a trial gave; None: what the first ones take. seconds:
@@ -118,6 +125,7 @@ class Pace:
         self._recent = deque[float](maxlen=LEAST_UPDATES * 25)
         self._piece: list[float] = []
         self._piece_began = self._last
+        self._pieces: list[tuple[float, float]] = []  # when each piece of the last `LASTING` began, and its median
         self._since: tuple[float, Clocks] | None = None  # when the updates became slow, and the clocks soon after
         self._said = -AGAIN
         self._bent = -LASTING
@@ -130,7 +138,7 @@ class Pace:
     def start(self) -> None:
         """Time that counts begins now: nothing was trained since the last update."""
         self._last = self._piece_began = self._clock()
-        self._piece, self._since = [], None
+        self._piece, self._pieces, self._since = [], [], None
 
     def look(self, step: int, seconds: float) -> list[str]:
         """Take in the update that made `step`, which took `seconds`; messages. May move the end of the schedule."""
@@ -145,9 +153,10 @@ class Pace:
             return messages
         median, began = statistics.median(self._piece), self._piece_began
         self._piece, self._piece_began = [], now
+        self._pieces = _latest([*self._pieces, (began, median)], now - LASTING)
         if self._planned is None and len(self._recent) >= WARM_UPDATES + LEAST_UPDATES:
             self._planned = statistics.median(list(self._recent)[WARM_UPDATES:])
-        messages += self._keep_promise(step, median, now)
+        messages += self._keep_promise(step, now)
         return messages + self._compare(step, median, began, now)
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,15 +196,22 @@ class Pace:
             return []
         return [self._bend(step, end, f"updates take {duration(each)}, which the trial before the run did not see")]
 
-    def _keep_promise(self, step: int, update: float, now: float) -> list[str]:
-        """Move the end of the schedule to where the time is over, if it would come later."""
+    def _keep_promise(self, step: int, now: float) -> list[str]:
+        """Move the end of the schedule to where the time is over, if it would come later; and back towards where it
+        was, if updates are fast again. A busy moment moves nothing."""
         left = self.plan.seconds - self._elapsed
-        each = self._whole(update)
-        late = (self.steps - step) * each - left
-        if not self.plan.promise or late <= LATE * self.plan.seconds or now - self._bent < LASTING:
+        rest = min(left, self._left(step, self._pieces[-1][1]))
+        lasting = min(LASTING, max(PIECE, PART * rest))
+        pieces = _latest(self._pieces, now - lasting)
+        if not self.plan.promise or now - max(self._bent, pieces[0][0]) < lasting or step >= self.steps - 1:
             return []
-        end = step + max(1, int(left / each))
-        if end >= self.steps:
+        each = self._whole(statistics.median(median for _, median in pieces))
+        late = (self.steps - step) * each - left
+        if -max(LATE * self.plan.seconds, OFF * left) <= late <= LATE * self.plan.seconds:
+            return []
+        most = max([self.schedule.steps, *(end for _, end in self.schedule.bends)])
+        end = min(most, step + max(1, int(left / each)))
+        if end == self.steps:
             return []
         self._bent = now
         return [self._bend(step, end, f"updates take {duration(each)}, and train.minutes is kept")]

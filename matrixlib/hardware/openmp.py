@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -47,21 +48,26 @@ def considerate(threads: int) -> Iterator[None]:
         watcher.join()
 
 
-def library() -> Path | None:
-    """GNU's OpenMP library, where this process has loaded it."""
-    maps = Path("/proc/self/maps")
+def library(maps: Path = Path("/proc/self/maps")) -> Path | None:
+    """GNU's OpenMP library, where this process has loaded it: torch's own of several, None if none of them is. maps:
+    what the process has loaded, as Linux lists it."""
     lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []
-    paths = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
-    return Path(min(paths)) if paths else None
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in lines if "/libgomp" in line}
+    if len(paths) > 1:
+        torch = importlib.util.find_spec("torch")  # where it lies, without importing it
+        folder = Path(torch.origin).resolve().parent if torch and torch.origin else Path()
+        paths = {path for path in paths if {folder, folder.with_name("torch.libs")} & set(path.parents)}
+    return paths.pop() if len(paths) == 1 else None
 
 
 def _watch(path: Path, threads: int, done: threading.Event) -> None:
     """Until `done`: keep a team of sleeping threads while other processes compute."""
-    quiet, before = 0, Clocks.now()
+    quiet, before = 0, Clocks.now(held_back=False)
     with contextlib.ExitStack() as team:
         held = False
         while not done.wait(LOOK_SECONDS):
-            crowded, before = Usage.since(before).crowded(threads), Clocks.now()
+            now = Clocks.now(held_back=False)
+            crowded, before = Usage.between(before, now).crowded(threads), now
             quiet = 0 if crowded else quiet + 1
             if crowded and not held:
                 team.enter_context(sleeping_team(path))
@@ -76,12 +82,15 @@ def sleeping_team(path: Path) -> Iterator[None]:
     """So many threads more in the library's count that it waits briefly; they belong to a thread that does nothing, and
     go with it."""
     started, over = threading.Event(), threading.Event()
-    gomp, nothing = ctypes.CDLL(str(path)), ctypes.CDLL(None).free  # free(NULL) is a function that does nothing
+    parallel = ctypes.CDLL(str(path)).GOMP_parallel
+    nothing = ctypes.CDLL(None).free  # free(NULL) is a function that does nothing
     count = len(machine.usable_processors())
 
     def hold() -> None:
-        gomp.GOMP_parallel(nothing, None, ctypes.c_uint(count), ctypes.c_uint(0))
-        started.set()
+        try:
+            parallel(nothing, None, ctypes.c_uint(count), ctypes.c_uint(0))
+        finally:
+            started.set()  # even then: nobody may wait for a team that there is not
         over.wait()
 
     holder = threading.Thread(target=hold, name="sleeping team", daemon=True)

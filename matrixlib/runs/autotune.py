@@ -129,12 +129,13 @@ def fit_steps(data: RunData) -> tuple[int, float]:
 
 
 def start_notes(runtime: runtimes.Runtime, clocks: Clocks) -> list[str]:
-    """What a person should know of the machine as a run begins. clocks: those of some time before."""
+    """What a person should know of the machine as a run begins. clocks: those of some time before, with children:
+    compiler and loader are ours."""
     load = load_average()
     if load is not None and load < CROWDED:
         return []  # nobody can have been busy for long
     time.sleep(max(0.0, LOOK_SECONDS - (time.monotonic() - clocks.wall)))
-    usage = Usage.since(clocks)
+    usage = Usage.since(clocks, children=True)
     if not usage.crowded(runtime.threads):
         return []
     return [f"warning: the machine is busy: {usage.words()}; updates will take longer than they could"]

@@ -391,7 +391,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     catalogue = Catalogue(spec.folder(requested))
     record = read_json(folder / "run.json")
     messages: list[str] = []
-    clocks = load.Clocks.now()
+    clocks = load.Clocks.now(children=True)
     if record:
         config = resume_config(folder, requested, record, messages)
         if record["catalogue"] != catalogue.hash():
