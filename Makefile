@@ -8,10 +8,15 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: bench bench-gpu gpu help train cycle test soak e2e lint lab report refresh lock install clean stale
+.PHONY: bench bench-gpu gpu help train train-quick train-full train-resume hw-report generate-data cycle test soak e2e lint
+.PHONY: lab report refresh lock install clean stale
 
 help:
 	@echo 'make train     train params/quick.yaml on the sample set; ends with the report and one line of results'
+	@echo 'make train-full     params/small.yaml, for a GPU or an evening; with TARGET_LOSS=0.5 it stops at that loss'
+	@echo 'make train-resume   goes on with the newest unfinished training, as make train does by itself (= train-quick)'
+	@echo 'make hw-report      what this machine is, what it was measured to do, and what auto uses'
+	@echo 'make generate-data  a training set with Stockfish: 1,000 games, or GAMES=200; stopped, it goes on'
 	@echo 'make cycle     self-play, training, promotion from random weights (params/cycle/quick.yaml), about half an hour'
 	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
 	@echo 'make soak      the long versions of the tests'
@@ -29,6 +34,7 @@ help:
 	@echo ''
 	@echo 'Variables: PYTHON=python3.12   VENV=folder   TORCH_INDEX=package index of another build of torch'
 	@echo '           WHEELS=folder: make gpu takes missing packages from there, and $$(PYTHON) as it is'
+	@echo '           TARGET_LOSS=0.5, STEPS=9000 (train-full)   GAMES=200 (generate-data)'
 
 # The stamp makes the second `make` start at once; a changed lock or pyproject, or another TORCH_INDEX, installs again.
 ifdef TORCH_INDEX
@@ -56,6 +62,21 @@ install: $(STAMP)
 
 train: $(STAMP)
 	@$(BIN)/python -m matrixlib.runs.launch --preset quick
+
+train-quick train-resume: train
+
+train-full: $(STAMP)
+	@$(BIN)/python -m matrixlib.runs.launch --preset small $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(TARGET_LOSS),--target-loss $(TARGET_LOSS))
+
+hw-report: $(STAMP)
+	@$(BIN)/python -m matrixlib.hardware.probe
+
+GAMES ?= 1000
+generate-data: $(STAMP)
+	@mkdir -p reports/sample
+	$(BIN)/papermill notebooks/sample.ipynb reports/sample/sample.ipynb -p games $(GAMES) -p games_per_chunk 20 \
+		--no-progress-bar --stdout-file - --stderr-file -
 
 cycle: $(STAMP)
 	@mkdir -p reports/cycle-quick

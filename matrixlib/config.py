@@ -8,6 +8,8 @@ here are those of every task; a task's own stand in its folder.
 from __future__ import annotations
 
 import difflib
+import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_origin
@@ -38,6 +40,7 @@ NonNegative = Annotated[Real, Field(ge=0)]
 Fraction = Annotated[Real, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Rows = Annotated[int, Field(ge=1, le=1 << 24)]
 Auto = Literal["auto"]
 
 
@@ -74,6 +77,9 @@ class DataConfig(Section):
     window_blocks: CountOrZero = Field(
         default=0,
         description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)",
+    )
+    suspicious: Literal["use", "quarantine"] = Field(
+        default="use", description="shards that an import found far from the others of their source: use or leave out"
     )
     workers: CountOrZero | Auto = Field(default="auto", description="loader processes; 0 = in the main process")
     prefetch: Count | Auto = Field(default="auto", description="updates prepared ahead by each worker")
@@ -126,9 +132,10 @@ class TrainConfig(Section):
     init_partial: bool = Field(
         default=False, description="take what fits of them by name and shape; what is new or left out is listed"
     )
-    batch_size: Count = Field(default=128, description="positions of one update")
+    batch_size: Rows = Field(default=128, description="positions of one update")
     micro_batch: Count | Auto = Field(default="auto", description="positions of one forward pass; gradients are summed")
     statistics_interval: Count = Field(default=500, description="updates between output and gradient statistics")
+    targets_interval: CountOrZero = Field(default=0, description="updates between rows of targets.jsonl; 0 = off")
     heartbeat_seconds: Positive = Field(default=5.0, description="seconds between heartbeat.json writes")
 
 
@@ -142,7 +149,7 @@ class ValidationConfig(Section):
     sample: Count = Field(default=1024, description="positions of the fixed sample that each validation uses")
     limit: CountOrZero = Field(default=0, description="use only N held-out rows, taken as those of data.limit; 0 = all")
     full_every: Count = Field(default=3, description="every k-th validation uses the whole set")
-    batch_size: Count = Field(default=512, description="positions of one forward pass in validation")
+    batch_size: Rows = Field(default=512, description="positions of one forward pass in validation")
     plateau: CountOrZero = Field(
         default=0, description="validations without improvement after which they get rarer; 0 = off"
     )
@@ -251,7 +258,7 @@ class Config(Section):
         loss: Any
 
     task: str = Field(description="what is trained; decides which other sections there are")
-    seed: CountOrZero = Field(default=0, description="seed of every random stream")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="seed of every random stream")
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -261,78 +268,6 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-
-
-VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term`), or the total (`loss`)"
-
-
-class CurriculumConfig(Section):
-    """The engine's part of a curriculum; a task adds its dimensions, sections with `enabled`, `fractions`
-    and `stages`.
-    """
-
-    kind: Literal["fractions", "adaptive"] = Field(
-        default="fractions",
-        description="stages end at shares of the updates, or when `metric` is good enough",
-    )
-    metric: str = Field(default="", description="what `adaptive` looks at: " + VALIDATED)
-    up: Real = Field(default=0.4, description="`adaptive`: go on when a metric is at least this, a loss at most, ...")
-    patience: Count = Field(default=2, description="... in so many validations in a row")
-    down: Real = Field(
-        default=0.2,
-        description="`adaptive`: go back when a metric is below this, or a loss above it, as often in a row",
-    )
-    dwell: Count = Field(default=2, description="`adaptive`: validations in a phase before it may change")
-    longest: CountOrZero = Field(
-        default=0, description="`adaptive`: validations after which a phase ends in any case; 0 = never"
-    )
-
-    @model_validator(mode="after")
-    def _hysteresis(self) -> CurriculumConfig:
-        if self.falling and self.down <= self.up:
-            raise ValueError(f"down {self.down:g} must be above up {self.up:g}: '{self.metric}' is a loss, which falls")
-        if not self.falling and self.down >= self.up:
-            raise ValueError(f"down {self.down:g} must be below up {self.up:g}, or phases would flap")
-        return self
-
-    @property
-    def falling(self) -> bool:
-        """Whether less of the metric is better: it is a loss."""
-        return bool(self.metric) and "/" not in self.metric
-
-
-class StagesConfig(Section):
-    """One dimension of a curriculum; the task's subclass says what its `stages` are."""
-
-    enabled: bool = Field(default=True, description="false = the last stage from the start")
-    stages: tuple[Any, ...]
-    fractions: tuple[Fraction, ...] = Field(
-        default=(1.0,), description="share of the updates that each stage lasts; sum is 1"
-    )
-
-    @model_validator(mode="after")
-    def _complete(self) -> StagesConfig:
-        if not self.stages or len(self.stages) != len(self.fractions):
-            raise ValueError(f"{len(self.stages)} stages and {len(self.fractions)} fractions; give one for each")
-        if abs(sum(self.fractions) - 1) > 1e-9:
-            raise ValueError(f"fractions {list(self.fractions)} add up to {sum(self.fractions):g}, not to 1")
-        return self
-
-
-class SourceStages(StagesConfig):
-    enabled: bool = Field(default=False, description="false = the last stage from the start")
-    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = Field(
-        default=({},),
-        description="weight of each source of the data in a stage, any positive numbers; "
-        "{} = all sources, each by its number of positions",
-    )
-
-
-class SourceCurriculumConfig(CurriculumConfig):
-    """Of the tasks whose data come from several sources."""
-
-    metric: str = Field(default="policy/top1", description="what `adaptive` looks at: " + VALIDATED)
-    sources: SourceStages = SourceStages()
 
 
 # Reading
@@ -367,11 +302,21 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
         data = yaml.load(text, _UniqueLoader)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply; sections hold options, and these no deep mappings") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{name}: expected sections like 'model:', got {type(data).__name__}")
     return data
+
+
+def read_yaml_file(path: Path, name: str) -> dict[str, Any]:
+    """`read_yaml` of a file; ConfigError also where it cannot be read, or is not UTF-8."""
+    try:
+        return read_yaml(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot be read as UTF-8 text ({error})") from error
 
 
 def presets(folder: Path | None = None) -> list[str]:
@@ -395,10 +340,10 @@ def read_preset(
     Raises ConfigError for an unknown preset, with the nearest name.
     """
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         known = presets(folder)
-        raise ConfigError(f"unknown preset '{preset}'{nearest(preset, known)} (presets: {', '.join(known)})")
-    return merge(read_yaml(path.read_text(encoding="utf-8"), path.name), overrides or {}), path.name
+        raise ConfigError(f"unknown preset {_short(preset)}{nearest(preset, known)} (presets: {', '.join(known)})")
+    return merge(read_yaml_file(path, path.name), overrides or {}), path.name
 
 
 _Schema = TypeVar("_Schema", bound=Section)
@@ -451,9 +396,17 @@ def _explain(errors: Sequence[Any], schema: type[Section], prefix: str) -> list[
     return [
         key
         + (f": {' or: '.join(texts)}" if texts else "")
-        + (f", got {inputs[key]!r}" if key in inputs and not isinstance(inputs[key], Mapping) else "")
+        + (f", got {_short(inputs[key])}" if key in inputs and not isinstance(inputs[key], Mapping) else "")
         for key, texts in messages.items()
     ]
+
+
+def _short(value: Any) -> str:
+    """A value as Python writes it, cut off where it is long, however deep it goes."""
+    limits = reprlib.Repr()
+    limits.maxstring = limits.maxother = limits.maxlong = 200
+    limits.maxlevel, limits.maxlist, limits.maxtuple, limits.maxdict = 3, 20, 20, 20
+    return limits.repr(value)[:400]
 
 
 def _written(where: list[str], schema: type[Section]) -> list[str]:

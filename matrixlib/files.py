@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,19 @@ CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent
 """The checkout that the package runs from; None where it is installed, with presets and notebooks inside of it."""
 PARAMS = (CHECKOUT or PACKAGE) / "params"
 NOTEBOOKS = (CHECKOUT or PACKAGE) / "notebooks"
+NAME_BYTES = 200
+"""Of a run's name at most: file systems take 255, and names of files are made of it."""
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+REFUSALS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+class FolderError(ValueError):
+    """A folder that cannot be written; says which, why and what to do."""
 
 
 def reports_root() -> Path:
     """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout, or in the working folder without one."""
-    return Path(os.environ.get("MATRIXLIB_REPORTS", (CHECKOUT or Path.cwd()) / "reports"))
+    return Path(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports").expanduser()
 
 
 def cache_root() -> Path:
@@ -36,13 +46,46 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matrixlib"
 
 
+def name_problem(name: str) -> str:
+    """Why nothing below the reports root can have this name, or an empty string."""
+    if Path(name).name != name or name.startswith("."):
+        return "must be a plain folder name, without slashes or a leading dot"
+    if not name.isprintable():
+        return "has characters that cannot be shown; take letters, digits, - and _"
+    if (length := len(name.encode())) > NAME_BYTES:
+        return f"has {length} bytes; take at most {NAME_BYTES}"
+    return "is that of a file there; take another" if (reports_root() / name).is_file() else ""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within it, a system that refuses to write is a FolderError that names the folder, the cause and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        refused = FolderError(
+            f"{folder} cannot be written: {error.strerror}{where}. Make room or make it writable, or let "
+            "MATRIXLIB_REPORTS name another folder for all runs"
+        )
+        for note in getattr(error, "__notes__", ()):  # of what was saved all the same
+            refused.add_note(note)
+        raise refused from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or {} where there is none; ValueError naming a file that holds something else."""
     if not path.exists():
         return {}
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: move it away")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): make it readable or move it away") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, not JSON ({error}): bring it back or move it away") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} is damaged, not a JSON object: bring it back or move it away")

@@ -94,3 +94,10 @@ def test_the_course_of_a_game_is_seen_from_white(tmp_path: Path) -> None:
             analysis.read_game(path)
     with pytest.raises(ValueError, match="no PGN file"):
         analysis.read_game(tmp_path / "none.pgn")
+
+
+@pytest.mark.parametrize("text", ["e4N)?", ")", "\x00\xff", "[Event", "1. e5 *\n", ""])
+def test_a_file_that_holds_no_game_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "game.pgn").write_text(text)
+    with pytest.raises(ValueError, match=r"'game\.pgn' does not start with a game"):
+        analysis.read_game(tmp_path / "game.pgn")

@@ -215,3 +215,14 @@ def test_accounts_add_up_unless_somebody_changes_something(tmp_path: Path) -> No
     assert "not as written" in lost.account_faults()[0]
     less = replace(found, accounts=[replace(account, positions={"train": 1})])
     assert "other numbers of positions" in less.account_faults()[0]
+
+
+@pytest.mark.parametrize("sample", [0, -5])
+def test_a_sample_of_nothing_is_refused(tmp_path: Path, sample: int) -> None:
+    with pytest.raises(ValueError, match=f"sample is {sample}; give"):
+        audit_folder(tmp_path, sample)
+
+
+def test_a_seed_below_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seed is -1; give"):
+        audit_folder(tmp_path, seed=-1)

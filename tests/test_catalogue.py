@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -430,3 +431,102 @@ def test_flipped_bits_of_the_catalogue_lose_nothing(tmp_path: Path, flips: int) 
         assert opened.hash() == before, bit
         assert names(opened, state="quarantined") == ["a.npz"], bit
     assert all("newer version" in text for text in refused)  # said, and nothing is touched
+
+
+# What somebody else may have put into a folder
+
+
+def put(catalogue: Catalogue, **facts: object) -> None:
+    """A row as a stranger would write it: its digest fits, as that is no secret."""
+    row = catalogue.shards()[0]
+    columns = [{**asdict(row), "quality": "{}", **facts}[name] for name in catalogues.COLUMNS]
+    with sqlite3.connect(catalogue.path) as db:
+        db.execute(catalogues.PUT, [*columns, catalogues._digest(columns)])
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *(
+            {"name": name}
+            for name in ("../victim.npz", "link/victim.npz", "{outside}/victim.npz", "a\0b.npz", "", b"x")
+        ),
+        {"name": "n.npz", "count": "many"},
+        {"name": "n.npz", "quality": "[" * 100_000},
+        {"name": "n.npz", "quality": "[1]"},
+    ],
+    ids=str,
+)
+def test_a_strange_row_is_left_out_and_nothing_outside_is_touched(tmp_path: Path, facts: dict[str, object]) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "data"
+    outside.mkdir()
+    folder.mkdir()
+    for place in (tmp_path, outside):
+        (place / "victim.npz").write_bytes(b"mine")
+    catalogue = filled(folder)
+    (folder / "link").symlink_to(outside)
+    name = facts.get("name")
+    put(catalogue, **facts | ({"name": name.format(outside=outside)} if isinstance(name, str) else {}))
+    opened = Catalogue(folder)
+    assert names(opened, state=None) == ["a.npz", "b.npz", "v.npz"]
+    for path in ("../victim.npz", "link/victim.npz", str(outside / "victim.npz")):
+        with pytest.raises(CatalogueError, match="inside"):
+            opened.remove(["a.npz", path])
+        with pytest.raises(CatalogueError, match="no shard"):
+            opened.quarantine(path, "wrong")
+    assert (folder / "a.npz").exists()
+    assert [path.read_bytes() for path in (tmp_path / "victim.npz", outside / "victim.npz")] == [b"mine", b"mine"]
+    assert [path.name for path in outside.iterdir()] == ["victim.npz"]
+
+
+def test_a_shard_that_says_it_replaces_what_a_link_leads_to_replaces_nothing(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "data"
+    outside.mkdir()
+    folder.mkdir()
+    (outside / "victim.npz").write_bytes(b"mine")
+    (folder / "link").symlink_to(outside)
+    write_shard(folder / "n.npz", LAYOUT, toy_batch(7), META | {"replaces": ["link/victim.npz"]})
+    Catalogue(folder)
+    assert [path.name for path in outside.iterdir()] == ["victim.npz"]
+
+
+def test_a_note_that_is_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    catalogue = filled(tmp_path / "data")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "data" / "a.npz.quarantined").symlink_to(tmp_path / "victim")
+    catalogue.quarantine("a.npz", "dull")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert (tmp_path / "data" / "a.npz.quarantined").read_text() == "dull"
+
+
+def test_looking_at_a_folder_of_something_else_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "games.pgn").write_text("1. e4 *\n")
+    (tmp_path / "foreign.npz").write_bytes(b"no shard")
+    os.mkfifo(tmp_path / "pipe.npz")  # opening one waits for a writer
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / os.fsdecode(b"\xff.npz")).write_bytes(b"no text")
+    catalogue = Catalogue(tmp_path)
+    assert catalogue.shards(state=None) == []
+    assert catalogue.hash() == Catalogue(tmp_path).hash()
+    assert len(list(tmp_path.iterdir())) == 5
+    other = Catalogue(tmp_path)
+    (info, *_) = toy_shards(tmp_path, [5])
+    catalogue.add(info, "train", "made")
+    assert (tmp_path / NAME).is_file()
+    assert names(other) == names(catalogue) == [info.path.name], "one that was opened before sees the first shard"
+
+
+def test_a_catalogue_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(CatalogueError, match=r"catalogue\.sqlite is a folder.*move it away"):
+        Catalogue(tmp_path)
+
+
+def test_a_backup_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CatalogueError, match="cannot be written"):
+        filled(tmp_path / "data").backup(tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "folder"]

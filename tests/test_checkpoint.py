@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -744,3 +745,28 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write checkpoint step_00000001 to .*file"):
         Checkpoints(tmp_path / "file" / "checkpoints", 2).save(1, {}, {})
+
+
+def test_a_link_among_the_checkpoints_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("mine")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("step_00000001", "step_00000001.replaced", "step_00000002.tmp", "best_00000001"):
+        (folder / name).symlink_to(victim)
+    store = Checkpoints(folder, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (3, 4, 5):
+            store.save(step, {"model": {"w": torch.ones(2)}}, {}, wait=True)
+    assert store.steps() == [4, 5]
+    assert (victim / "file").read_text() == "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000004", "step_00000005"]
+
+
+def test_a_checkpoint_is_named_by_a_plain_name(tmp_path: Path) -> None:
+    Checkpoints(tmp_path / "other", 2).save(3, {"model": {"w": torch.ones(2)}}, {}, wait=True)
+    Checkpoints(tmp_path / "own", 2).save(5, {"model": {"w": torch.ones(2)}}, {}, wait=True)
+    with pytest.raises(CheckpointError, match=r"no checkpoint '\.\./other/step_00000003' in .*newest, step_00000005"):
+        Checkpoints(tmp_path / "own", 2).pick("../other/step_00000003")

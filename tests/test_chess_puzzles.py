@@ -231,3 +231,10 @@ def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
     path.write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4,1500\n")
     with pytest.raises(ValueError, match="no move to find"):
         puzzles.read_puzzles(path)
+
+
+def test_a_field_that_is_too_long_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "puzzles.csv"
+    path.write_text(f'FEN,Moves,Rating\n"{"x" * 200_000}",e2e4 e7e5,1500\n')
+    with pytest.raises(ValueError, match=r"'puzzles\.csv' is no CSV of puzzles \(field larger"):
+        puzzles.read_puzzles(path)

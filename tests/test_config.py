@@ -310,3 +310,41 @@ def test_reports_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert files.reports_root() == tmp_path
     monkeypatch.delenv("MATRIXLIB_REPORTS")
     assert files.reports_root() == ROOT / "reports"
+
+
+BOMB = "task: chess\nz0: &z0 [1]\n" + "".join(f"z{k + 1}: &z{k + 1} [{', '.join([f'*z{k}'] * 9)}]\n" for k in range(12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task: chess\n".encode("utf-16"), r"mine\.yaml: cannot be read as UTF-8 text"),
+        (b"seed: \xe9\n", r"mine\.yaml: cannot be read as UTF-8 text"),
+        (b"a: " + b"[" * 5000, r"mine\.yaml: nested too deeply"),
+        (b"{a: " * 3000, r"mine\.yaml: nested too deeply"),
+        ((BOMB + "seed: *z12\n").encode(), r"'seed': Input should be a valid integer, got \["),
+        (b"task: chess\nseed: 18446744073709551616\n", "'seed': Input should be less than"),
+        (b"task: chess\ntrain: {batch_size: 1000000000000000}\n", r"'train\.batch_size': Input should be less than"),
+    ],
+    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch"],
+)
+def test_a_preset_that_is_none_is_a_short_line(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(str(path))
+    assert len(str(caught.value)) < 4000
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".yaml", "a\0.yaml", "../README"], ids=len)
+def test_a_name_that_is_no_presets_is_a_short_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="unknown preset") as caught:
+        load(name)
+    assert len(str(caught.value)) < 4000
+
+
+def test_an_empty_reports_folder_is_none_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIXLIB_REPORTS", "")
+    assert files.reports_root().name == "reports"
+    monkeypatch.setenv("MATRIXLIB_REPORTS", "~/mine")
+    assert files.reports_root() == Path.home() / "mine"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from matrixlib.config import GatingConfig
-from matrixlib.engine.gating import Gate
+from matrixlib.engine.gating import Gate, LeftOut
 
 
 def gate(warmup: int = 0, freeze: int = 0, seconds: float = 0.0) -> Gate:
@@ -48,3 +48,11 @@ def test_the_state_survives_json() -> None:
     found = gate(warmup=3, freeze=5)
     found.freeze(7)
     assert Gate.from_dict(found.config, json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_rows_that_a_time_limit_leaves_out_are_told_at_the_first_and_for_each_interval() -> None:
+    count = LeftOut(interval=4)
+    told = [count.add(left_out, 100) for left_out in (0, 30, 20, 10, 0, 0, 0, 0, 5)]
+    assert [bool(texts) for texts in told] == [False, True, False, True, False, False, False, False, False]
+    assert told[1] == ["gating.seconds left 30 of 200 rows without the self-supervised terms; 30 so far"]
+    assert told[3] == ["gating.seconds left 30 of 200 rows without the self-supervised terms; 60 so far"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import multiprocessing
 import os
@@ -20,9 +21,11 @@ import pytest
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import LFS_POINTER, Shard
+from matrixlib.files import FolderError
 from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.account import ImportReport, ImportStopped, accounts, quarantined
+from matrixlib.tasks.chess.importers.audit import audit_folder
 from matrixlib.tasks.chess.importers.import_files import data_folder, import_files, import_listed
 from matrixlib.tasks.chess.importers.parsing import ParseResult, Part
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
@@ -496,3 +499,81 @@ def test_the_folder_of_the_data(reports: Path, tmp_path: Path) -> None:
 
 def test_import_stopped_is_an_error_of_ours() -> None:
     assert ImportStopped.__module__.startswith("matrixlib."), "so that a notebook shows it as one line"
+
+
+def test_a_folder_that_was_looked_at_or_imported_into_itself_is_imported(listed: Path, tmp_path: Path) -> None:
+    """What a folder of shards holds of its own is no source."""
+    with pytest.raises(ValueError, match="no healthy shard"):
+        audit_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["games.pgn"]
+    first = import_listed(str(tmp_path), tmp_path, workers=1)
+    assert "1 stored, 1 in quarantine" in first
+    Catalogue(tmp_path).quarantine(Catalogue(tmp_path).shards()[0].name, "dull")
+    assert "nothing new" in import_listed(str(tmp_path), tmp_path, workers=1)
+
+
+def test_a_shard_with_a_flipped_byte_is_made_anew_from_its_source(listed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    import_listed(str(listed), folder, workers=1)
+    (path,) = folder.glob("*.npz")
+    whole = path.read_bytes()
+    for put_aside in (False, True):
+        path.write_bytes(bytes([*whole[:200], whole[200] ^ 1, *whole[201:]]))
+        if put_aside:
+            Catalogue(folder).quarantine(path.name, "damaged")
+        assert "2 read in" in import_listed(str(listed), folder, workers=1)
+        assert path.read_bytes() == whole
+        assert Catalogue(folder).verify() == {}
+        assert [row.state for row in Catalogue(folder).shards(state=None)] == ["healthy"]
+    assert "nothing new" in import_listed(str(listed), folder, workers=1)
+
+
+def test_accounts_that_a_link_leads_elsewhere_are_refused(listed: Path, tmp_path: Path) -> None:
+    """An import clears what a killed one left: nothing of a folder that somebody has linked to."""
+    victim, folder = tmp_path / "victim", tmp_path / "f"
+    victim.mkdir()
+    (victim / "draft.tmp").write_text("mine")
+    folder.mkdir()
+    (folder / "imports").symlink_to(victim)
+    with pytest.raises(ValueError, match="is a link out of"):
+        import_listed(str(listed), folder, workers=1)
+    (folder / "imports").unlink()
+    (folder / "imports").mkdir()
+    (folder / "imports" / "lock").symlink_to(victim / "draft.tmp")
+    with pytest.raises(FolderError, match="lock"):
+        import_listed(str(listed), folder, workers=1)
+    (folder / "imports" / "lock").unlink()
+    import_listed(str(listed), folder, workers=1)
+    (place,) = (folder / "imports").glob("pgn_*")
+    shutil.rmtree(place)
+    place.symlink_to(victim)
+    with pytest.raises(ValueError, match="is a link out of"):
+        import_listed(str(listed), folder, workers=1)
+    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("options", [{"workers": -3}, {"limit": -1}])
+def test_numbers_below_zero_are_named(listed: Path, tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give whole numbers from 0"):
+        import_listed(str(listed), tmp_path / "f", **options)
+
+
+def test_a_folder_that_cannot_be_written_is_named(listed: Path) -> None:
+    with pytest.raises(FolderError, match=r"games\.pgn/f cannot be written: Not a directory"):
+        import_listed(str(listed), listed / "f", workers=1)
+
+
+@pytest.mark.parametrize("facts", [[1], {"parts": [0, 1]}, {"refused": 3}, "deep"], ids=str)
+def test_an_account_of_somebody_elses_is_none(tmp_path: Path, facts: object) -> None:
+    place = tmp_path / "imports" / "pgn_1"
+    place.mkdir(parents=True)
+    text = json.dumps(facts, sort_keys=True)
+    account = {"digest": hashlib.sha256(text.encode()).hexdigest(), "account": facts}
+    (place / "part_000000.json").write_text("[" * 100_000 if facts == "deep" else json.dumps(account))
+    (place / "part_000001.json").mkdir()
+    assert accounts(tmp_path) == []
+
+
+def test_a_path_that_is_too_long_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        import_listed("x" * 5000, tmp_path / "f")

@@ -23,6 +23,8 @@ from matrixlib import progress
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def write_rows(folder: Path, *steps: int, torn: str = "") -> None:
     rows = [json.dumps({"step": step, "loss": 3.25, "throughput": 1700.0}) for step in steps]
@@ -173,3 +175,46 @@ def test_sigterm_while_the_kernel_starts_ends_in_one_line(reports: Path) -> None
     assert process.returncode == 143
     assert "ended by SIGTERM" in text
     assert "Traceback" not in text
+
+
+def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> None:
+    def commands(*words: str) -> list[str]:
+        (tmp_path / ".installed").touch()  # nothing is to be installed
+        dry = ["make", "-n", "-o", str(tmp_path / ".installed"), f"VENV={tmp_path}", *words]
+        shown = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return [
+            line.strip() for line in shown.replace("\\\n", " ").splitlines() if "python" in line or "papermill" in line
+        ]
+
+    quick = [f"{tmp_path}/bin/python -m matrixlib.runs.launch --preset quick"]
+    assert commands("train") == commands("train-quick") == commands("train-resume") == quick
+    (full,) = commands("train-full", "TARGET_LOSS=0.09")
+    assert full.split()[1:] == ["-m", "matrixlib.runs.launch", "--preset", "small", "--target-loss", "0.09"]
+    assert commands("train-full", "STEPS=7")[0].split()[-2:] == ["--steps", "7"]
+    assert commands("train-full")[0].split()[-2:] == ["--preset", "small"]
+    assert commands("hw-report") == [f"{tmp_path}/bin/python -m matrixlib.hardware.probe"]
+    (data,) = commands("generate-data", "GAMES=7")
+    assert "notebooks/sample.ipynb" in data
+    assert "-p games 7" in data
+
+
+def test_a_target_loss_reaches_the_notebook(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "_execute", lambda folder, parameters: seen.append(parameters) or "")
+    assert launch.main(["--preset", "demo", "--run", "mine", "--target-loss", "2.5"]) == 0
+    assert seen[0]["overrides"] == {"validation": {"target_loss": 2.5}}
+    assert launch.main(["--preset", "demo", "--target-loss", "-1"]) == 2
+    assert "validation.target_loss" in capsys.readouterr().err
+
+
+def test_a_reports_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "file"))
+    assert launch.main(["--preset", "demo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "file cannot be written" in line
+    assert "MATRIXLIB_REPORTS" in line

@@ -22,6 +22,7 @@ rate: float = 0.1
 resume: bool = False
 limit: int | None = None
 overrides: dict = {}
+suites: list = []
 plain = "text"
 free = None
 '''
@@ -56,6 +57,7 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
         "resume": False,
         "limit": None,
         "overrides": {"optim": {"beta1": 0.5}},
+        "suites": [],
         "plain": "text",
         "free": [1],
     }
@@ -84,6 +86,10 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
             "parameter 'overrides' must be dict, got str '{}'; pass it as YAML: -y 'overrides: {",
         ),
         ("overrides = [1]", "parameter 'overrides' must be dict, got list [1]"),
+        (
+            "suites = '[]'",
+            "parameter 'suites' must be list, got str '[]'; pass it as YAML: -y 'suites: [first, second]'",
+        ),
     ],
 )
 def test_wrong_parameters_are_one_clear_line(line: str, message: str) -> None:

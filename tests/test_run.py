@@ -26,11 +26,12 @@ from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.folder import read_run
 from matrixlib.engine.task import rows
 from matrixlib.engine.trials import Comparison
 from matrixlib.hardware import speed
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.runs import ending, report, watch
+from matrixlib.runs import report, watch
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.records import LAYOUT
@@ -147,7 +148,7 @@ def test_the_finished_run_is_the_one_that_ended_last_whatever_was_written_later(
     (reports / "old" / "metrics.jsonl").write_text('{"time": "2026-01-01T05:00:00Z", "step": 2}\n')
     report.add_verdict(reports / "first", {"passed": True, "checks": []})  # judged again, much later
     assert runs.finished_run().name == "last"
-    assert ending.ended(reports / "old") == "2026-01-01T05:00:00Z"
+    assert read_run(reports / "old").ended == "2026-01-01T05:00:00Z"
 
 
 def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +255,6 @@ def test_explicit_parameters_beat_overrides_which_beat_the_preset(reports: Path)
     assert (current.config.seed, current.steps, current.config.train.batch_size) == (7, 3, 64)
     assert current.config.optim.beta2 == 0.98
     current.close()
-
-
-@pytest.mark.parametrize("name", ["a/b", "..", ".hidden"])
-def test_a_run_name_is_a_plain_folder_name(reports: Path, name: str) -> None:
-    with pytest.raises(runs.RunError, match="plain folder name"):
-        runs.open_run(run=name, overrides=TINY)
 
 
 def test_a_missing_data_folder_is_named(reports: Path, tmp_path: Path) -> None:
@@ -553,3 +548,45 @@ def test_what_is_quarantined_is_told_as_a_share_of_the_data(two_sources: Path) -
     run = runs.open_run(overrides=merge(TINY, {"data": {"source": str(two_sources)}}))
     run.close()
     assert f"1 shard is quarantined, {200 / 1400:.2%} of the rows; few.npz: looked odd" in run.describe()
+
+
+def test_suspicious_shards_are_named_and_left_out_where_that_is_asked_for(two_sources: Path) -> None:
+    """What an import found far from the other shards of its source."""
+    catalogue = Catalogue(two_sources)
+    first, *others = catalogue.shards("train")
+    catalogue.set_quality(first.name, {**first.quality, "outliers": {"men": 8.04, "draw": -7}})
+    more = {**TINY, "data": {"source": str(two_sources)}}
+    current = runs.open_run(run="used", overrides=more)
+    text = next(message for message in current.messages if "suspicious" in message)
+    expected = (
+        f"suspicious shards, used; data.suspicious: quarantine leaves them out: {first.name} (draw z -7.0, men z +8.0)"
+    )
+    assert text == expected
+    assert text in current.describe()
+    assert current.training.count == sum(row.count for row in [first, *others])
+    current.close()
+    current = runs.open_run(run="left", overrides={**TINY, "data": {**more["data"], "suspicious": "quarantine"}})
+    assert current.training.count == sum(row.count for row in others)
+    assert any(text.startswith("suspicious shards, left out of this run: ") for text in current.messages)
+    current.close()
+    assert len(Catalogue(two_sources).shards("train")) == 1 + len(others), "other runs decide for themselves"
+
+
+def test_the_targets_of_every_head_are_written_where_that_is_asked_for(reports: Path) -> None:
+    heads = ["piece", "threat", "control"]
+    more = {"model": {**TINY["model"], "ssl": heads}, "train": {**TINY["train"], "steps": 4, "targets_interval": 2}}
+    train("looked-at", **more)
+    rows = [json.loads(line) for line in (reports / "looked-at" / "targets.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 4]
+    for row in rows:
+        assert row["targets"].keys() == {f"ssl_{head}" for head in heads}
+        for figures in row["targets"].values():
+            assert figures["shape"] == [64, 8, 8]
+            assert sum(figures["histogram"].values()) == 64 * 64
+        assert row["targets"]["ssl_control"]["histogram"].keys() <= {"0", "1", "2"}
+
+
+def test_a_preset_of_another_task_is_refused_before_anything_is_made(reports: Path) -> None:
+    with pytest.raises(runs.RunError, match=r"preset 'demo' is of the task chess, not latin: give one with"):
+        runs.open_run("demo", task="latin")
+    assert not list(reports.iterdir())

@@ -449,6 +449,9 @@ def test_a_time_limit_leaves_rows_out_and_keeps_the_weight() -> None:
     losses, _ = ToyTask().losses(build().model, slice_batch(batch, 0, 16), frozenset({"plane"}))
     assert stats.losses["plane"] == pytest.approx(losses["plane"].item() / stats.counts["plane"], rel=1e-5)
     assert step.gate.row_seconds != 1.0 / 16, "measured again"
+    assert stats.left_out == 16
+    assert any("left 16 of 32 rows without the self-supervised terms" in text for text in stats.messages)
+    assert build(ToyTask(gate_plane=True))(batch).left_out is None, "no limit was asked for"
 
 
 def test_the_learning_rate_after_a_rollback_is_smaller() -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,62 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
         (path / name).write_bytes(bomb)
         with pytest.raises(DamagedCheckpoint, match=name):
             storage.read(path)
+
+
+# What somebody else may have put into a checkpoint: its checksums fit, as anybody can compute them
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads((path / "state.json").read_bytes())
+    del data["sha256"]
+    change(data)
+    (path / "state.json").write_bytes(storage._seal(data))
+
+
+def test_no_more_is_unpacked_than_the_network_needs(tmp_path: Path) -> None:
+    """8 kB that say they are 256 MiB of zeros."""
+    model = torch.nn.Linear(64, 64)
+    bomb = {"model": {"w": torch.zeros(256 << 20, dtype=torch.uint8)}}
+    path = write(tmp_path / "step_00000007", bomb, {}, compress=3)
+    assert (path / "model.safetensors.zst").stat().st_size < 32_768
+    with pytest.raises(DamagedCheckpoint, match=r"claims 268,435,\d+ bytes, of which this network needs 16,\d+,\d+ at"):
+        storage.read(path, storage.largest_group(model))
+
+
+def test_the_groups_of_a_real_model_are_within_its_bound(tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimiser = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimiser.step()
+    moments = {f"{k}.{n}": t for k, s in enumerate(optimiser.state.values()) for n, t in s.items()}
+    path = write(tmp_path / "a", {"model": model.state_dict(), "optimiser": moments}, {}, compress=3)
+    assert_same(storage.read(path, storage.largest_group(model)).tensors, storage.read(path).tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data["groups"].update({"../../victim": data["groups"]["model"]}),
+        lambda data: data["groups"]["model"].pop("sha256"),
+        lambda data: data.update(groups=[]),
+        lambda data: data.pop("state"),
+        lambda data: data.update(schema="new"),
+        lambda data: data.pop("schema"),
+        lambda data: data.pop("step"),
+    ],
+)
+def test_a_strange_state_is_damage(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = write(tmp_path / "run" / "checkpoints" / "step_00000007", small(), {})
+    os.link(path / "model.safetensors", tmp_path / "run" / "victim.safetensors")
+    reseal(path, change)
+    with pytest.raises(DamagedCheckpoint, match="step_00000007"):
+        storage.read(path)
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "step_00000007", small(), {})
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").symlink_to("/dev/zero")
+    reseal(path, lambda data: data["groups"]["model"].update(bytes=0))
+    with pytest.raises(DamagedCheckpoint, match="checksum"):
+        storage.read(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import random
@@ -472,3 +473,17 @@ def test_a_tournament_program_plays_two_games(run: Path, tmp_path: Path) -> None
     text = games.read_text()
     assert len(re.findall(r'^\[Result "(1-0|0-1|1/2-1/2)"\]', text, re.MULTILINE)) == 2, done.stdout
     assert not re.search("illegal|disconnect|stall|crash|forfeit|exited", (text + done.stdout + done.stderr).lower())
+
+
+def test_without_a_name_the_training_that_ended_last_plays(
+    reports: Path, run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        uci.main([])
+    assert "no finished training of chess in" in capfd.readouterr().err
+    for number, (name, kind, task) in enumerate((("old", "train", "chess"), ("new", "train", "chess"))):
+        shutil.copytree(run, reports / name)
+        record = {"kind": kind, "requested": {"task": task}}
+        (reports / name / "run.json").write_text(json.dumps(record))
+        (reports / name / "summary.json").write_text(f'{{"complete": true, "ended": "2026-01-0{number + 1}"}}')
+    assert uci._newest() == reports / "new"

@@ -3,7 +3,8 @@
 The shards are the truth and the catalogue an index of them: a missing or damaged one is rebuilt, shards without a row
 are added, rows whose file is gone are quarantined, shards that others say they replace are put aside; ``messages`` has
 each. Why a shard was quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild
-uses it again. A connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory.
+uses it again. A connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory, and
+so is one without shards until the first is added: to look at a folder of something else leaves it as it was.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
+from matrixlib.files import write_text
 
 NAME = "catalogue.sqlite"
 SCHEMA = 1
@@ -79,10 +81,12 @@ class Catalogue:
         if not self.folder.is_dir():
             raise CatalogueError(f"{self.folder}: no such folder; give a folder of shards, or make it first")
         self.path = self.folder / NAME
+        if self.path.is_dir():
+            raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it away, and one is made anew")
         self.messages: list[str] = []
         present = self.path.is_file()
         self.writable = os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
-        self._image = b""  # the database itself, where the folder cannot be written
+        self._image = b""  # the database itself, where the folder cannot be written, or has no shards yet
         self._replaced: set[str] = set()
         problem = self._problem() if present else "there is no catalogue"
         if problem:
@@ -129,7 +133,7 @@ class Catalogue:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
         row = _quarantined(self._named(name), reason)
         if self.writable:
-            reason_file(row.path).write_text(reason, encoding="utf-8")
+            write_text(reason_file(row.path), reason)  # replaces a link, and writes through none
         self._put([row])
 
     def release(self, name: str) -> None:
@@ -142,7 +146,10 @@ class Catalogue:
             reason_file(row.path).unlink(missing_ok=True)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete shards: files, notes and rows."""
+        """Delete shards: files, notes and rows. CatalogueError, and nothing is deleted, where a name leads out of the
+        folder."""
+        if outside := [name for name in names if not _is_inside(name, self.folder)]:
+            raise CatalogueError(f"{outside[0]!r} is no name of a shard inside {self.folder}; nothing was deleted")
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
             reason_file(self.folder / name).unlink(missing_ok=True)
@@ -173,6 +180,7 @@ class Catalogue:
                 db.backup(copy)
             os.replace(temporary, path)
         except (OSError, sqlite3.Error) as error:
+            temporary.unlink(missing_ok=True)
             raise CatalogueError(f"backup {path} cannot be written: {error}") from error
 
     @classmethod
@@ -231,9 +239,21 @@ class Catalogue:
         elif rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
             self.messages.append(text)
         values = [_values(row) for row in rows]
-        if not self.writable:
+        if not self.writable or not (present or values):
             self._image = _image(values)
             return
+        self._write(values, present)
+
+    def create(self) -> None:
+        """Write the catalogue of a folder that has no shards yet; nothing where it is written already. What several
+        processes will add to is created before they begin."""
+        if self.writable and self._image:
+            self._image = b""
+            if not self.path.is_file():
+                self._write([], False)
+
+    def _write(self, values: Iterable[Sequence[Any]], present: bool) -> None:
+        """Put a new database in the place of the old one, which is kept, if it is there."""
         temporary = self.path.with_name(f"{NAME}.{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
         with closing(sqlite3.connect(temporary)) as db:
@@ -289,7 +309,8 @@ class Catalogue:
             rows.append(_quarantined(row, reason) if reason else row)
             if not reason:
                 self._replaced.update(replaced_by(info.meta, name))
-        for path in (self.folder / name for name in self._replaced if self.writable):
+        inside = (name for name in self._replaced if self.writable and _is_inside(name, self.folder))
+        for path in (self.folder / name for name in inside):
             with suppress(FileNotFoundError):  # somebody else has done it
                 os.replace(path, path.with_name(f"{path.name}.merged"))
         return [row for row in rows if row.name not in self._replaced]
@@ -301,9 +322,10 @@ class Catalogue:
         return ShardRow(name, self.folder / name, *facts, "healthy", "", quality)
 
     def _files(self) -> list[str]:
-        """Names of all shards but those in folders that are being written (.tmp)."""
-        names = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*.npz"))
-        return sorted(name for name in names if ".tmp/" not in name)
+        """Names of all shards but those in folders that are being written (.tmp), and those that are no text."""
+        paths = (path for path in self.folder.rglob("*.npz") if path.is_file())
+        names = (path.relative_to(self.folder).as_posix() for path in paths)
+        return sorted(name for name in names if ".tmp/" not in name and name.isprintable())
 
     def _check(self, row: ShardRow) -> str:
         """Why the file is not the one that was catalogued, or an empty string."""
@@ -324,26 +346,28 @@ class Catalogue:
             stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards ORDER BY name").fetchall()
         rows = []
         for *columns, digest in stored:
-            if digest == _digest(columns) and _is_inside(columns[0]):
-                facts = dict(zip(COLUMNS, columns, strict=True)) | {"quality": json.loads(columns[-1])}
-                rows.append(ShardRow(path=self.folder / facts["name"], **facts))
+            if digest == _digest(columns) and (row := _row_of(columns, self.folder)):
+                rows.append(row)
         if len(rows) == len(stored):
             return rows
         self._rebuild("a row was changed or damaged", rows)
         return self._rows()
 
     def _put(self, rows: Iterable[ShardRow]) -> None:
+        self.create()
         with self._connection() as db:
             db.executemany(PUT, map(_values, rows))
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection for one short transaction, committed unless there is an exception."""
-        if self.writable:
-            db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
-        elif self._image:
+        if self._image and self.writable and self.path.is_file():  # another process has added the first shard
+            self._image = b""
+        if self._image:
             db = sqlite3.connect(":memory:")
             db.deserialize(self._image)
+        elif self.writable:
+            db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
         else:
             db = sqlite3.connect(_read_only(self.path), uri=True)
         db.text_factory = lambda text: text.decode("utf-8", "replace")  # left to the digest
@@ -358,10 +382,30 @@ def _quarantined(row: ShardRow, reason: str) -> ShardRow:
     return replace(row, state="quarantined", reason=reason)
 
 
-def _is_inside(name: str) -> bool:
-    """Whether a name stays in the folder."""
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
+    """A row as it was stored; None where it is none of a shard inside the folder."""
+    facts = dict(zip(COLUMNS, columns, strict=True))
+    texts = (facts[name] for name in ("name", "split", "source", "sha256", "state", "reason", "quality"))
+    if not all(isinstance(text, str) for text in texts) or not _is_inside(facts["name"], folder):
+        return None
+    if not (isinstance(facts["count"], int) and isinstance(facts["bytes"], int)):
+        return None
+    try:
+        quality = json.loads(facts["quality"])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(quality, dict):
+        return None
+    return ShardRow(path=folder / facts["name"], **facts | {"quality": quality})
+
+
+def _is_inside(name: str, folder: Path | None = None) -> bool:
+    """Whether a name stays in a folder, and with `folder` also no link on the way leads out of it. The file itself may
+    be a link: it is read through, and deleted or replaced without what it leads to."""
+    path = Path(name)
+    if not name or "\0" in name or path.anchor or ".." in path.parts:
+        return False
+    return folder is None or len(path.parts) == 1 or (folder / path).parent.resolve().is_relative_to(folder.resolve())
 
 
 def replaced_by(meta: Mapping[str, Any], own: str) -> list[str]:

@@ -266,6 +266,15 @@ def read_info(path: Path | str) -> ShardInfo:
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
 
 
+def is_shard(path: Path) -> bool:
+    """Whether a file says of itself that it is a shard; whether it is whole is not looked at."""
+    try:
+        _guarded(path, lambda archive: _read_meta(path, archive))
+    except ShardError:
+        return False
+    return True
+
+
 def find_damage(path: Path | str) -> str:
     """The first member that fails its zip checksum, or an empty string. Raises ShardError."""
     damaged = _guarded(Path(path), lambda archive: archive.testzip())

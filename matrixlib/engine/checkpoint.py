@@ -77,19 +77,29 @@ class Checkpoints:
     """The checkpoints of one run in `folder`: the newest `keep` (at least 2), the `best` that were marked last, and
     those at multiples of `every` updates (0: none).
 
-    compress: zstd level of what is written, 0 = off; both kinds can always be read. Only one process may save
-    at a time (the run's lock sees to it), and `join` must be called after the last save. `messages` collects
-    what a person should know. Once something was saved, a copy of it stays in host memory for the next save.
+    compress: zstd level of what is written, 0 = off; both kinds can always be read. largest: as of `storage.read`. Only
+    one process may save at a time (the run's lock sees to it), and `join` must be called after the last save.
+    `messages` collects what a person should know. Once something was saved, a copy of it stays in host memory for the
+    next save.
     """
 
-    def __init__(self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        compress: int = 0,
+        *,
+        best: int = 1,
+        every: int = 0,
+        largest: int | None = None,
+    ) -> None:
         if keep < 2:
             raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")
         if not 0 <= compress <= 19:
             raise ValueError(f"checkpoint.compress is {compress}; zstd levels are 1 to 19, 0 turns it off")
         self.folder = Path(folder)
         self.keep, self.keep_best, self.keep_every = keep, best, every
-        self.compress = compress
+        self.compress, self.largest = compress, largest
         self.messages: list[str] = []
         self._damaged: set[Path] = set()
         self._buffers: storage.Tensors = {}
@@ -182,7 +192,7 @@ class Checkpoints:
             if before is not None and _step(path) > before:
                 continue
             try:
-                checkpoint = storage.read(path)
+                checkpoint = storage.read(path, self.largest)
             except DamagedCheckpoint as error:
                 self._damaged.add(path)
                 damage.append(str(error))
@@ -204,7 +214,7 @@ class Checkpoints:
         Raises DamagedCheckpoint naming the file and its fault, NewerCheckpoint naming both schema versions.
         """
         self._wait()
-        return storage.read(Path(path))
+        return storage.read(Path(path), self.largest)
 
     def pick(self, name: str = "newest") -> Checkpoint:
         """`newest`, `best` (the newest where none was marked) or a folder name such as `step_00000500`.
@@ -218,7 +228,7 @@ class Checkpoints:
                 raise CheckpointError(f"no checkpoint in {self.folder} yet; train this run first")
             return checkpoint
         self._wait()
-        if not (self.folder / name).is_dir():
+        if not (storage.FOLDER.fullmatch(name) and (self.folder / name).is_dir()):
             known = ", ".join(["best", "newest", *(path.name for path in self._paths())])
             raise CheckpointError(f"no checkpoint '{name}' in {self.folder}; there are: {known}")
         return self.load(self.folder / name)
@@ -304,7 +314,7 @@ class Checkpoints:
         """Remove what a crash left half-written or half-removed; finish or undo a replacement."""
         for path in self.folder.glob("*.tmp"):
             if path.is_dir():
-                shutil.rmtree(path)
+                _delete(path)
         for path in self.folder.glob("*.replaced"):
             successor = path.with_name(path.name.removesuffix(".replaced"))
             if successor.exists():
@@ -349,7 +359,7 @@ class Checkpoints:
         doomed = path.with_name(f"{path.name}.tmp")
         try:
             os.replace(path, doomed)
-            shutil.rmtree(doomed)
+            _delete(doomed)
         except OSError as error:
             self._warn(f"old checkpoint {path.name} could not be removed ({error}); it takes up space")
 
@@ -391,6 +401,14 @@ class Checkpoints:
         if message not in self.messages:
             self.messages.append(message)
             warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder; of a link, the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _step(path: Path) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from matrixlib.config import CurriculumConfig, StagesConfig
+from matrixlib.engine.stages import CurriculumConfig, StagesConfig
 
 
 @dataclass(frozen=True)

@@ -52,3 +52,26 @@ class Gate(State):
     def took(self, seconds: float, rows: int) -> None:
         """Take in the time of the micro-batches with the terms, `rows` rows in all."""
         self.row_seconds = seconds / rows
+
+
+@dataclass
+class LeftOut:
+    """Counts the rows that a time limit left without the self-supervised terms, and tells of them: at the first, then
+    for each `interval` updates."""
+
+    interval: int
+    updates: int = 0
+    rows: int = 0
+    size: int = 0
+    in_all: int = 0
+
+    def add(self, rows: int, size: int) -> list[str]:
+        """Take in an update of `size` rows; what to say after it."""
+        first = bool(rows) and not self.in_all
+        self.updates, self.rows, self.size = self.updates + 1, self.rows + rows, self.size + size
+        self.in_all += rows
+        if not (self.rows and (first or self.updates % self.interval == 0)):
+            return []
+        text = f"gating.seconds left {self.rows:,} of {self.size:,} rows without the self-supervised terms"
+        self.rows = self.size = 0
+        return [f"{text}; {self.in_all:,} so far"]

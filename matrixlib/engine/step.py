@@ -18,7 +18,7 @@ from matrixlib.config import Config
 from matrixlib.engine import compiler, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
-from matrixlib.engine.gating import Gate
+from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import EMA, Schedule, unwrap
@@ -102,6 +102,7 @@ class Step:
         self.schedule = Schedule.of(config.optim, steps)
         self.ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
         self.health, self.gate = Health(config.health), Gate(config.gating)
+        self._left_out = LeftOut(config.train.statistics_interval)
         self.active = active_terms(task)
         if not self.active:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
@@ -130,6 +131,8 @@ class Step:
             plan, sums, messages = self._forward_backward(batch)
             stats, norm = self._judge(batch, plan, sums, report)
             messages += self._apply_or_skip(stats, norm)
+            if stats.left_out is not None:
+                messages += self._left_out.add(stats.left_out, rows(batch))
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
                 if self.whole:
@@ -268,6 +271,7 @@ class Step:
             learning_rate=self.schedule(self.update) * self.health.rate_scale(self.update),
             passes=-(-rows(batch) // self.micro_batch),
             gate=self.gate.factor(self.update) if self.gated else None,
+            left_out=rows(batch) - plan.until if self.gated and self.gate.config.seconds else None,
         )
         self.whole = False
         action, health = self.health.judge(stats), self.health

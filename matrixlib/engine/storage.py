@@ -41,6 +41,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 TensorsLike = Mapping[str, Mapping[str, torch.Tensor]]
 
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
+_SMALL = 16 << 20  # bytes of a group that does not grow with the model, such as random states
 _DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin")
 _DTYPES = {
@@ -154,8 +155,14 @@ def write(
     write_bytes(folder / "state.json", _seal(data))
 
 
-def read(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint folder.
+def largest_group(model: torch.nn.Module) -> int:
+    """Bytes that no group of a checkpoint of this model exceeds: the optimiser's has two tensors for each weight."""
+    return 4 * sum(tensor.nbytes for tensor in model.state_dict().values()) + _SMALL
+
+
+def read(path: Path, largest: int | None = None) -> Checkpoint:
+    """Read and verify one checkpoint folder. largest: bytes of a group, above which one that was compressed is not
+    unpacked (`largest_group`); None = what it says itself.
 
     Raises DamagedCheckpoint naming the file and its fault, NewerCheckpoint naming both schema versions.
     """
@@ -164,8 +171,11 @@ def read(path: Path) -> Checkpoint:
             f"{path.name} is a file; a checkpoint is a folder of safetensors. Pickles are never loaded"
         )
     data = read_state(path)
-    tensors = {group: _read_group(path, group, entry) for group, entry in data["groups"].items()}
-    return Checkpoint(data["step"], path, tensors, _decode(data["state"]), data["time"], dict(data["versions"]))
+    try:
+        tensors = {group: _read_group(path, group, entry, largest) for group, entry in data["groups"].items()}
+        return Checkpoint(data["step"], path, tensors, _decode(data["state"]), data["time"], dict(data["versions"]))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -182,16 +192,20 @@ def read_state(path: Path) -> dict[str, Any]:
     digest = _DIGEST.search(raw)
     if digest is None or hashlib.sha256(raw[: digest.start()]).hexdigest().encode() != digest.group(1):
         raise DamagedCheckpoint(f"{path.name}: state.json is not as it was written (checksum)")
-    data: dict[str, Any] = json.loads(raw)
-    if data["schema"] > SCHEMA:
+    try:
+        data: dict[str, Any] = json.loads(raw)
+        schema = int(data["schema"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
+    if schema > SCHEMA:
         raise NewerCheckpoint(
-            f"{path.name} has checkpoint schema {data['schema']}, written by matrixlib "
+            f"{path.name} has checkpoint schema {schema}, written by matrixlib "
             f"{data.get('versions', {}).get('matrixlib', '?')}; this version reads up to schema {SCHEMA}. "
             f"Update matrixlib, or start a new run"
         )
     name = FOLDER.fullmatch(path.name)
-    if name and int(name.group(1)) != data["step"]:
-        raise DamagedCheckpoint(f"{path.name}: its state.json is of step {data['step']}")
+    if name and int(name.group(1)) != data.get("step"):
+        raise DamagedCheckpoint(f"{path.name}: its state.json is of step {data.get('step')}")
     return data
 
 
@@ -266,14 +280,19 @@ def _safetensors(members: Mapping[str, torch.Tensor]) -> Iterator[bytes | memory
             yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _read_group(
+    path: Path, group: str, entry: Mapping[str, Any], largest: int | None = None
+) -> dict[str, torch.Tensor]:
+    if not _GROUP.fullmatch(group):
+        raise DamagedCheckpoint(f"{path.name}: state.json names a file outside of the folder ('{group}')")
     file = path / _file_name(group, "unpacked" in entry)
     where = f"{path.name}: {file.name}"
     try:
         size = file.stat().st_size
         if size != entry["bytes"]:
             raise DamagedCheckpoint(f"{where} has {size} bytes instead of {entry['bytes']}")
-        raw = file.read_bytes()
+        with file.open("rb") as opened:  # no more than it has: a link may lead to something without an end
+            raw = opened.read(size)
     except OSError as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise DamagedCheckpoint(f"{where} {reason}") from error
@@ -281,7 +300,7 @@ def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, t
         raise DamagedCheckpoint(f"{where} is not as it was written (checksum)")
     try:
         if "unpacked" in entry:
-            raw = _unpack(raw, entry["unpacked"])
+            raw = _unpack(raw, entry["unpacked"], largest)
         tensors: dict[str, torch.Tensor] = safetensors.torch.load(raw)
     except (zstandard.ZstdError, SafetensorError) as error:
         raise DamagedCheckpoint(f"{where} cannot be decoded ({error})") from error
@@ -290,8 +309,10 @@ def _read_group(path: Path, group: str, entry: Mapping[str, Any]) -> dict[str, t
     return tensors
 
 
-def _unpack(raw: bytes, size: int) -> bytes:
-    """Decompress one frame that must say `size` itself: its memory is bounded before it is taken."""
+def _unpack(raw: bytes, size: int, largest: int | None) -> bytes:
+    """Decompress one frame that must say `size` itself, at most `largest`: its memory is bounded before it is taken."""
+    if largest is not None and size > largest:
+        raise zstandard.ZstdError(f"it claims {size:,} bytes, of which this network needs {largest:,} at most")
     claimed = zstandard.get_frame_parameters(raw).content_size
     if claimed != size:
         raise zstandard.ZstdError(f"the frame claims {claimed} bytes, state.json {size}")

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -63,20 +63,20 @@ class Trainer:
         state_extra: Mapping[str, Any] | None = None,
         curriculum: Curriculum | None = None,
         plan: Plan | None = None,
+        look: Callable[[int, Batch], None] = lambda step, batch: None,
     ) -> None:
         """Nothing is read or trained yet.
 
         data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/.
         steps: updates of the whole run, as it was planned. plan: what it is to take.
-        state_extra: JSON data that every checkpoint also holds (config, ...).
+        state_extra: JSON data that every checkpoint also holds (config, ...). look: sees the batch of each update.
         """
         self.task, self.runtime, self.config = task, runtime, config
         self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
-        self.state_extra = state_extra if state_extra is not None else {}
+        self.state_extra, self._look = state_extra if state_extra is not None else {}, look
         self._data, self._source = data, data.batches()[1]
         self._skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime)
-        self._folder = Path(folder)
-        self._memory, self._chunk = Monitor(runtime.torch_device, config.memory), Chunk()
+        self._folder, self._memory, self._chunk = Path(folder), Monitor(runtime.torch_device, config.memory), Chunk()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
         self._step = Step(task, model, runtime, config, steps)
@@ -95,8 +95,8 @@ class Trainer:
         self._fresh = not config.train.init  # False where training begins with weights of another run
         self._told = Messages(max(config.train.statistics_interval, steps // KIND))
         self._rollback: tuple[str, ...] = ()  # the message of one, for the next row: its own was cut off
+        self._seconds = 0.0  # of the last update
         self._whole = True  # False between the moving of the weights and the end of all that hangs on it
-        self._seconds = 0.0
 
     @property
     def gradients(self) -> diagnostics.GradientReport | None:
@@ -364,6 +364,7 @@ class Trainer:
         halted = self._step.health.diagnosis(stats.action is not Action.HALT) if action is Action.HALT else ""
         last = self.step == self.steps or bool(self.stop_reason or halted)
         messages = self._told.sift(self.step, messages, last) + ([f"halted: {halted}"] if halted else [])
+        self._look(self.step, batch)
         stats = replace(
             stats,
             action=action,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +72,9 @@ def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
 
 def save(result: dict[str, Any]) -> None:
     """Keep what was measured in reports/probe/summary.json."""
-    folder().mkdir(parents=True, exist_ok=True)
-    files.write_json(folder() / "summary.json", result)
+    with files.writing(folder()):
+        folder().mkdir(parents=True, exist_ok=True)
+        files.write_json(folder() / "summary.json", result)
 
 
 def report(result: dict[str, Any]) -> str:
@@ -96,6 +98,18 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(f"{name:12} {text}" for name, text in lines)
 
 
+def main() -> int:
+    """`python -m matrixlib.hardware.probe`: measure this machine, keep it, print it; 2 where a device is absent."""
+    try:
+        result = measure()
+        save(result)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report(result))
+    return 0
+
+
 def policy_table(preset: str = "small") -> pd.DataFrame:
     """What the policy decides for the machines of `MACHINES` with a preset, a row each; the same on every machine.
 
@@ -110,3 +124,7 @@ def policy_table(preset: str = "small") -> pd.DataFrame:
         fp8 = facts.gpu is not None and facts.gpu.fp8
         rows[name] = [runtimes.words(value) for value in (*(getattr(runtime, choice) for choice in CHOICES), fp8)]
     return pd.DataFrame.from_dict(rows, orient="index", columns=[*CHOICES, "FP8 units"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

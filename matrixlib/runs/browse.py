@@ -5,6 +5,7 @@ What is shown is a function of the values in the menus. Headless it is called on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import files, progress
-from matrixlib.config import Config, read_yaml
+from matrixlib.config import Config
 from matrixlib.engine import history
-from matrixlib.runs import figures, report, watch
+from matrixlib.engine.folder import read_run, read_run_config, whole_runs
+from matrixlib.runs import figures, report
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load, load_config, parse_config
 
@@ -119,9 +121,7 @@ def open_shelf(
 
 def known_runs() -> list[str]:
     """Names of the runs that have metrics, the one that began last first."""
-    folders = watch.run_folders(files.reports_root())
-    needed = ("run.json", "metrics.jsonl")
-    return [folder.name for folder in folders if all((folder / name).exists() for name in needed)]
+    return [run.name for run in whole_runs() if (run.path / "metrics.jsonl").exists()]
 
 
 def runs_like(run: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def runs_like(run: str, names: Sequence[str]) -> tuple[str, ...]:
 
 def is_file(run: str) -> bool:
     """Whether this is the path of a network's file in place of the name of a run."""
-    return bool(run) and Path(run).is_file()
+    return bool(run) and os.path.isfile(run)
 
 
 def checkpoints(run: str) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def table(names: Sequence[str]) -> DataFrame:
 
     rows = {}
     for name in names:
-        summary = files.read_json(_folder(name) / "summary.json")
+        summary = read_run(_folder(name)).summary
         word, text = report.outcome(_folder(name), summary)
         rows[name] = (word, summary.get("steps", "?"), text or summary.get("headline", ""))
     return pandas.DataFrame.from_dict(rows, orient="index", columns=["verdict", "updates", "result"])
@@ -251,7 +251,7 @@ def _folder(run: str) -> Path:
 def _task(run: str) -> str:
     if is_file(run):
         return str(_config(run).task)
-    return str(files.read_json(_folder(run) / "run.json").get("requested", {}).get("task", ""))
+    return read_run(_folder(run)).task
 
 
 def _rows(run: str) -> list[dict[str, Any]]:
@@ -281,5 +281,4 @@ def _config(run: str) -> Config:
     if is_file(run):
         config: Config = _network(run, "best", "auto").task.config  # type: ignore[attr-defined]
         return config
-    data = read_yaml((_folder(run) / "config.yaml").read_text(encoding="utf-8"), f"{run}/config.yaml")
-    return parse_config(data, f"{run}/config.yaml")
+    return parse_config(*read_run_config(_folder(run)))

@@ -18,10 +18,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from matrixlib import files, progress
 from matrixlib.engine import history
+from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.rows import flatten
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
@@ -387,7 +386,7 @@ def _read(folder: Path) -> RunResult:
     rows = history.read(path) if path.exists() else []
     if not (record and rows):
         raise ValueError(f"'{folder.name}' is no run, or has made no update yet")
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config, _ = read_run_config(folder)
     return RunResult(
         folder.name,
         record["preset"],

@@ -54,8 +54,8 @@ def open_cycle(
     """
     config = load_cycle(preset, overrides)
     name = cycle or f"cycle-{Path(preset).stem}"
-    if Path(name).name != name or name.startswith("."):
-        raise CycleError(f"cycle name {name!r} must be a plain folder name, without slashes or a leading dot")
+    if problem := files.name_problem(name):
+        raise CycleError(f"cycle name {name!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
     if "arena:" in (path.read_text(encoding="utf-8") if path.exists() else ""):
@@ -65,8 +65,9 @@ def open_cycle(
         )
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer: say so now
     random_openings(_rules(config).game, needed, config.seed, config.match.random_plies)
-    for part in ("shards", "matches"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+    with files.writing(folder.parent):
+        for part in ("shards", "matches"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
     # One of several that begin it decides. It is a lock of its own, as a cycle that is trained may be looked at.
     with FileLock(folder / "opening.lock"):
         if not path.exists():
@@ -244,7 +245,7 @@ class Cycle:
         from matrixlib.progress import live_bar
 
         config, number = self.config, generation.number
-        Catalogue(self.folder / "shards")  # processes that make it all at once are in each other's way
+        Catalogue(self.folder / "shards").create()  # processes that make it all at once are in each other's way
         place = (self.folder, config, self.runtime, number, generation.by)
         starts = range(0, config.games, config.chunk)
         chunks = [Chunk(*place, first, min(config.chunk, config.games - first)) for first in starts]

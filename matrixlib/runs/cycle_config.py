@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SerializeAsAny
 
-from matrixlib.config import Config, ConfigError, Count, CountOrZero, Section, read_preset, validated
+from matrixlib.config import Config, ConfigError, Count, Section, read_preset, validated
 from matrixlib.files import PARAMS
 from matrixlib.play.match import MatchOptions
 from matrixlib.play.search import SearchOptions
@@ -23,7 +23,7 @@ class CycleConfig(Section):
 
     RENAMED: ClassVar[Mapping[str, str]] = {"arena": "match"}
 
-    seed: CountOrZero = Field(default=0, description="of games, openings and training")
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = Field(default=0, description="of games, openings and training")
     generations: Count = Field(default=6, description="generations to train")
     games: Annotated[int, Field(ge=20)] = Field(
         default=512, description="games of self-play in a generation; every twentieth is held out"

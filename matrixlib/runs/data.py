@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from matrixlib.engine.curriculum import Phase
     from matrixlib.engine.task import Task
     from matrixlib.tasks.spec import TaskSpec
+
+
+NAMED = 5
+"""Suspicious shards that a run names."""
 
 
 class RunError(ValueError):
@@ -42,6 +46,11 @@ class RunData:
     def __post_init__(self) -> None:
         self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
         self._max_lost = self.config.data.max_lost
+        if doubts := [f"{row.name} ({doubt(row)})" for row in self.catalogue.shards() if doubt(row)]:
+            use = self.config.data.suspicious == "use"
+            fate = "used; data.suspicious: quarantine leaves them out" if use else "left out of this run"
+            more = f" and {len(doubts) - NAMED:,} more" if len(doubts) > NAMED else ""
+            self.messages.append(f"suspicious shards, {fate}: {', '.join(doubts[:NAMED])}{more}")
         self._check_sources()
         self._tell_quarantined()
         self.training = self._training(self.task)
@@ -84,7 +93,7 @@ class RunData:
         """The training rows of these sources (all without any), prepared by `task`."""
         from matrixlib.data.loader import Loader
 
-        rows = of_sources(self.catalogue.shards("train"), sources)
+        rows = rows_of(self.catalogue, "train", self.config, sources)
         if not rows:
             quarantined = self.catalogue.shards(state="quarantined")
             reasons = [f"{row.name}: {row.reason}" for row in quarantined] + self.catalogue.messages
@@ -136,8 +145,9 @@ class RunData:
         curriculum = self.spec.curriculum(self.config)
         if curriculum is None:
             return
-        training = {row.source for row in self.catalogue.shards("train")}
-        held_out = {row.source for row in self.catalogue.shards("validation")}
+        training, held_out = (
+            {row.source for row in rows_of(self.catalogue, split, self.config)} for split in ("train", "validation")
+        )
         for phase in curriculum.phases:
             sources = self.spec.stage(self.task, phase).sources
             if lacking := [name for name in sources if name not in training]:
@@ -191,7 +201,7 @@ def held_out_loader(
     """The held-out rows of these sources (all without any), prepared by `task`."""
     from matrixlib.data.loader import Loader
 
-    rows = of_sources(catalogue.shards("validation"), sources)
+    rows = rows_of(catalogue, "validation", config, sources)
     if not rows:
         raise RunError(
             f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
@@ -201,7 +211,16 @@ def held_out_loader(
     return Loader(rows, spec.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
 
 
-def of_sources(rows: Sequence[ShardRow], sources: Iterable[str]) -> list[ShardRow]:
-    """Those rows of the catalogue whose source is one of `sources`; all without any."""
-    names = set(sources)
-    return [row for row in rows if not names or row.source in names]
+def rows_of(catalogue: Catalogue, split: str, config: Config, sources: Iterable[str] = ()) -> list[ShardRow]:
+    """The healthy shards of a split whose source is one of `sources` (all without any), but for suspicious ones where
+    these are to be left out."""
+    names, use = set(sources), config.data.suspicious == "use"
+    return [row for row in catalogue.shards(split) if (not names or row.source in names) and (use or not doubt(row))]
+
+
+def doubt(row: ShardRow) -> str:
+    """Which figures of a shard were far from those of its source when it came in, in words; empty where none was."""
+    outliers = row.quality.get("outliers")
+    if not isinstance(outliers, Mapping):
+        return ""
+    return ", ".join(f"{figure} z {z:+.1f}" for figure, z in outliers.items() if isinstance(z, (int, float)))

@@ -83,18 +83,6 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
         error.add_note(f"curves and report: {report}")
 
 
-def ended(folder: Path) -> str:
-    """When a run ended, UTC, in an order that sorts; its last update's time where its summary does not say, as of
-    older versions, else when it began, else ''.
-    """
-    from matrixlib.engine import rows
-
-    if when := read_json(folder / "summary.json").get("ended"):
-        return str(when)
-    newest = rows.last(folder / "metrics.jsonl") or {}
-    return str(newest.get("time") or read_json(folder / "run.json").get("started", ""))
-
-
 def share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Median share of the device's matrix rate over updates; None where it was not measured."""
     shares = [row["share_of_peak"] for row in rows if "share_of_peak" in row]

@@ -47,18 +47,22 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others",
     )
+    parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
     options = parser.parse_args(arguments)
     if options.base:
         return _write_base(options.preset, options.device, options.run)
+    overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}
     try:
-        name = runs.name_run(options.preset, options.device, -1, options.run, options.steps)
+        name = runs.name_run(options.preset, options.device, -1, options.run, options.steps, overrides)
+        folder = files.reports_root() / name
+        with files.writing(folder.parent):
+            folder.mkdir(parents=True, exist_ok=True)
     except ValueError as problem:
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         return 2
-    folder = files.reports_root() / name
-    folder.mkdir(parents=True, exist_ok=True)
     print(f"run {name}: notebooks/train.ipynb -> {_relative(folder / 'train.ipynb')}", flush=True)
     parameters = {"preset": options.preset, "device": options.device, "run": name, "steps": options.steps}
+    parameters["overrides"] = overrides
     try:
         reason = _execute(folder, parameters)
     except KeyboardInterrupt:

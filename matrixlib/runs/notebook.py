@@ -209,6 +209,8 @@ def _mismatch(name: str, allowed: tuple[str, ...], value: object) -> str:
     hint = ""
     if "dict" in allowed:
         hint = f"; pass it as YAML: -y '{name}: {{optim: {{learning_rate: 2e-4}}}}'"
+    elif "list" in allowed:
+        hint = f"; pass it as YAML: -y '{name}: [first, second]'"
     elif "str" in allowed:
         hint = f"; -r {name} {value} keeps it as text"
     return f"parameter '{name}' must be {' or '.join(allowed)}, got {type(value).__name__} {value!r}{hint}"

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
+from matrixlib.engine.folder import read_run, read_run_config, whole_runs
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
@@ -18,6 +21,7 @@ from matrixlib.runs.data import RunError
 from matrixlib.runs.start import Start
 from matrixlib.tasks import changed, parse_config
 
+ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 MAY_CHANGE = (
     "train.steps",
     "train.minutes",
@@ -33,10 +37,56 @@ MAY_CHANGE = (
 """Options, or sections with a dot at their end, that may be other ones when a run is resumed."""
 
 
+def locked(folder: Path) -> bool:
+    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice."""
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=ORPHAN_SECONDS)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def complete_run(name: str) -> Path:
+    """The folder of a complete run; RunError where there is none of this name, or it is damaged."""
+    folder = files.reports_root() / name
+    if not files.name_problem(name) and (folder / "run.json").exists():
+        try:
+            if read_run(folder).complete:
+                return folder
+        except ValueError as error:
+            raise RunError(f"run '{name}': {error}") from error
+    known = ", ".join(sorted(run.name for run in whole_runs() if run.complete)) or "none yet"
+    raise RunError(f"no complete run '{name}'; complete runs: {known}")
+
+
+def stored_record(folder: Path) -> dict[str, Any]:
+    """The run.json of a run that goes on; {} of one that begins. RunError where it is damaged, or gone from a run that
+    has been trained: another configuration would go on from its checkpoints."""
+    if (folder / "run.json").exists():
+        try:
+            record = dict(read_run(folder).record)
+        except ValueError as error:
+            raise RunError(f"run '{folder.name}': {error}") from error
+        if lacking := {"runtime", "catalogue"} - record.keys():
+            raise RunError(
+                f"run '{folder.name}': its run.json has no {' and no '.join(sorted(lacking))}: bring it back from a "
+                "copy, or give another run name"
+            )
+        return record
+    if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
+        raise RunError(
+            f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "
+            "another run name"
+        )
+    return {}
+
+
 def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
     """The stored resolved configuration with the permitted changes; anything else is refused by name."""
-    text, file = (folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml"
-    stored = parse_config(configuration.read_yaml(text, file), file, requested.task)
+    data, file = read_run_config(folder)
+    stored = parse_config(data, file, requested.task)
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
     changes = configuration.difference(requested, before)
     fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]

@@ -11,6 +11,7 @@ import datetime
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
+from matrixlib.engine.folder import newest_complete, whole_runs
 from matrixlib.files import read_json
 from matrixlib.hardware import load, openmp
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader
-from matrixlib.runs.record import resume_config, runtime_config, write_record
+from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
 from matrixlib.runs.start import Start, start_of
 from matrixlib.tasks import changed, get_task, load_config
 
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
     from matrixlib.tasks.spec import Check, TaskSpec
-
-ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 
 
 @dataclass
@@ -131,6 +131,10 @@ class Run:
         The run's lock is held while it trains and given back however it ends, so that the same notebook can go on
         with it. What the trainer warns about is shown once and kept in `messages`.
         """
+        with files.writing(self.folder):
+            yield from self._train(trace, tensorboard)
+
+    def _train(self, trace: int, tensorboard: bool) -> Generator[Stats]:
         from matrixlib.engine import timing
 
         events: Events | None = None
@@ -185,7 +189,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         self.messages.append(text)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)
 
     def history(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl up to where the run goes on; of a long run, rows by interval (`history.read`)."""
@@ -240,22 +244,27 @@ def open_run(
     overrides: Mapping[str, Any] | None = None,
     kind: str = "train",
     init: str = "",
+    task: str = "",
 ) -> Run:
     """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
 
     preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
     (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. init: stands over `train.init` where
     given. kind: what the run is for; another kind than "train" stands in its name, and evaluation does not pick it up
-    by itself.
+    by itself. task: the one that the caller is for; a preset of another is refused.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
     requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
+    if task and requested.task != task:
+        raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
     folder = _folder(preset, run, requested, kind)
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
-    _hold(lock, folder.name)
+    with files.writing(folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        _hold(lock, folder.name)
     try:
-        return _open(folder, preset, requested, lock, kind)
+        with files.writing(folder):
+            return _open(folder, preset, requested, lock, kind)
     except BaseException:
         lock.release()
         if not (folder / "run.json").exists():  # nothing was begun: leave no empty folder behind
@@ -290,22 +299,10 @@ def finished_run(
     fits: which of them will do, by the requested configuration. overrides: over the preset, so that what
     is trained will do. Raises RunError for a name without a complete run.
     """
-    root = files.reports_root()
-    ended = [path.parent for path in root.glob("*/summary.json") if read_json(path).get("complete")]
-    task = load_config(preset).task
-    candidates = []
-    for folder in ended:
-        record = read_json(folder / "run.json")
-        requested = record.get("requested", {})
-        if name or (record.get("kind") == "train" and requested.get("task") == task and fits(requested)):
-            candidates.append(folder)
     if name:
-        if root / name not in candidates:
-            known = ", ".join(sorted(folder.name for folder in candidates)) or "none yet"
-            raise RunError(f"no complete run '{name}'; complete runs: {known}")
-        return root / name
-    if candidates:
-        return max(candidates, key=ending.ended)
+        return complete_run(name)
+    if folder := newest_complete(load_config(preset).task, fits):
+        return folder
     fresh = open_run(preset, overrides=overrides)
     for _ in fresh.train():
         pass
@@ -330,9 +327,16 @@ def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
 
 
-def name_run(preset: str, device: str = "auto", seed: int = -1, run: str = "", steps: int = 0) -> str:
+def name_run(
+    preset: str,
+    device: str = "auto",
+    seed: int = -1,
+    run: str = "",
+    steps: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+) -> str:
     """The name that `open_run` would use for these parameters, without starting anything."""
-    return _folder(preset, run, load_config(preset, _arguments(device, seed, steps, {}))).name
+    return _folder(preset, run, load_config(preset, _arguments(device, seed, steps, overrides or {}))).name
 
 
 def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = "") -> dict[str, Any]:
@@ -352,36 +356,18 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
     """Folder of the named run, of the newest incomplete one with the same configuration, or of a new one."""
     root = files.reports_root()
     if run:
-        if Path(run).name != run or run.startswith("."):
-            raise RunError(f"run name {run!r} must be a plain folder name, without slashes or a leading dot")
+        if problem := files.name_problem(run):
+            raise RunError(f"run name {run!r} {problem}")
         return root / run
     request = configuration.dump(requested)
-    records = [(read_json(path), path) for path in root.glob("*/run.json")]
-    for record, path in sorted(records, key=lambda item: item[0].get("started", ""), reverse=True):
-        complete = read_json(path.parent / "summary.json").get("complete")
-        if (
-            not complete
-            and record.get("kind") == kind
-            and record.get("preset") == preset
-            and record.get("requested") == request
-            and not _locked(path.parent)
-        ):
-            return path.parent
+    wanted = {"kind": kind, "preset": preset, "requested": request}.items()
+    for stored in whole_runs(root):
+        if not stored.complete and wanted <= stored.record.items() and not locked(stored.path):
+            return stored.path
     prefix = "" if kind == "train" else f"{kind}-"
     stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
     return next(root / name for name in names if not (root / name).exists())
-
-
-def _locked(folder: Path) -> bool:
-    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice."""
-    lock = FileLock(folder / "lock")
-    try:
-        lock.acquire(timeout=ORPHAN_SECONDS)
-    except Timeout:
-        return True
-    lock.release()
-    return False
 
 
 def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str) -> Run:
@@ -389,7 +375,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
 
     spec = get_task(requested.task)
     catalogue = Catalogue(spec.folder(requested))
-    record = read_json(folder / "run.json")
+    record = stored_record(folder)
     messages: list[str] = []
     clocks = load.Clocks.now(children=True)
     if record:
@@ -428,21 +414,25 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
 
 
 def _build_trainer(run: Run) -> Trainer:
+    from matrixlib.engine import storage
     from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.engine.metrics import MetricsLog
     from matrixlib.engine.pace import Plan
+    from matrixlib.engine.targets import TargetLog
     from matrixlib.engine.trainer import Trainer
 
     config = run.config
     run.data.try_workers()
+    model, checkpoints = run.task.build_model(), Checkpoints.of(run.folder / "checkpoints", config.checkpoint)
+    checkpoints.largest = storage.largest_group(model)
     trainer = Trainer(
         task=run.task,
-        model=run.task.build_model(),
+        model=model,
         runtime=run.runtime,
         config=config,
         data=run.data,
         folder=run.folder,
-        checkpoints=Checkpoints.of(run.folder / "checkpoints", config.checkpoint),
+        checkpoints=checkpoints,
         metrics=MetricsLog(run.folder / "metrics.jsonl"),
         steps=run.steps,
         plan=Plan(
@@ -453,6 +443,9 @@ def _build_trainer(run: Run) -> Trainer:
         ),
         state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
         curriculum=run.spec.curriculum(config),
+        look=TargetLog(
+            run.folder / "targets.jsonl", config.train.targets_interval, partial(run.spec.ssl_targets, run.task)
+        ).look,
     )
     if not trainer.resume() and run.start is not None and not trainer.checkpoints.steps():
         trainer.start_from(run.start.tensors)

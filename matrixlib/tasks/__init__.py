@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from matrixlib import config as configuration
 from matrixlib.config import Config, ConfigError, nearest
+from matrixlib.engine.folder import read_run_config
 from matrixlib.tasks.spec import TaskSpec, find_run, load_network, no_network
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ def load(
         if checkpoint not in ("", "best", "newest"):
             raise ValueError(f"'{folder.name}' is one network, without a checkpoint '{checkpoint}'")
         return open_file(folder, device, compile, task)
-    data = configuration.read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
-    config = parse_config(data, f"{folder.name}/config.yaml", task)
+    config = parse_config(*read_run_config(folder), task)
     return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile)
 
 

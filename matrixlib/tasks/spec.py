@@ -6,13 +6,15 @@ A task's folder holds its configuration, its engine task, its data and all that 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from matrixlib.config import Config, ConfigError, SourceCurriculumConfig
+from matrixlib.config import Config, ConfigError
+from matrixlib.engine.stages import SourceCurriculumConfig
 from matrixlib.files import reports_root
 
 if TYPE_CHECKING:
@@ -241,6 +243,10 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """Write a network as an ONNX file for other programs; ValueError where the task has no such form."""
         raise ValueError(f"networks of the task {self.name} cannot be written as ONNX files")
 
+    def ssl_targets(self, task: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The targets of the self-supervised terms in a prepared batch on the host, by term; of none by default."""
+        return {}
+
     def benchmarks(self) -> Mapping[str, Workload]:
         """Workloads of its own for the benchmarks, by name."""
         return {}
@@ -260,7 +266,7 @@ def _chance(task: Task, batches: Sequence[dict[str, Tensor]]) -> dict[str, float
 def given_folder(source: str, name: str = "") -> Path:
     """A folder of shards that `data.source` names; ConfigError where there is none. name: one that is no folder."""
     folder = Path(source).expanduser()
-    if not source or not folder.is_dir():
+    if not source or not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         either = f"'{name}' or " if name else ""
         problem = f"'{source}' is no folder" if source else "is not set"
         raise ConfigError(f"data.source {problem}; use {either}a folder of shards")
@@ -280,12 +286,12 @@ def find_run(run: str | Path) -> tuple[Path, str]:
 
     checkpoint: `best` unless one was named. Of a file: its path, and no checkpoint. ValueError where there is nothing.
     """
-    if Path(run).is_file():
+    if os.path.isfile(run):  # Path.is_file raises for a name that is too long
         return Path(run), ""
     for folder in (Path(run), reports_root() / run):
-        if (folder / "config.yaml").exists():
+        if os.path.exists(folder / "config.yaml"):
             return folder, "best"
-        if (folder / "state.json").exists() and (folder.resolve().parents[1] / "config.yaml").exists():
+        if os.path.exists(folder / "state.json") and (folder.resolve().parents[1] / "config.yaml").exists():
             return folder.resolve().parents[1], folder.resolve().name
     raise ValueError(
         f"no run at '{run}': expected a folder with config.yaml, such as reports/<run>, one of its checkpoints, or the "
@@ -313,11 +319,13 @@ def load_network(
 
     Raises ValueError naming the checkpoint that is missing or damaged.
     """
+    from matrixlib.engine import storage
     from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.hardware import runtime as runtimes
 
-    stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep).pick(checkpoint)
     model = spec.task(config).build_model()
+    limit = storage.largest_group(model)
+    stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep, largest=limit).pick(checkpoint)
     model.load_state_dict(weights(stored.tensors), strict=True)
     runtime = runtime_for_use(config, device)
     return spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))

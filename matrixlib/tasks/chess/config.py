@@ -16,8 +16,8 @@ from matrixlib.config import (
     Positive,
     Real,
     Section,
-    SourceCurriculumConfig,
 )
+from matrixlib.engine.stages import SourceCurriculumConfig
 
 Activation = Literal["silu", "relu", "gelu", "mish"]
 SSLHead = Literal["piece", "threat", "pin", "fork", "control"]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matrixlib.config import read_yaml, validated
+from matrixlib.config import validated
+from matrixlib.engine.folder import read_run_config
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network, no_network
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
@@ -178,6 +179,11 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         return export(net, path)
 
+    def ssl_targets(self, task: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        from matrixlib.tasks.chess.ssl_targets import target
+
+        return {f"ssl_{head}": target(batch, head) for head in task.config.model.ssl}
+
     def label_problems(self, task: Any, batch: dict[str, np.ndarray]) -> list[str]:
         mass = task.illegal_mass(batch)
         bad = int((mass > 0).sum())
@@ -217,10 +223,10 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: b
         if net is None:
             raise ValueError(no_network(folder))
     else:
-        data = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"), f"{folder.name}/config.yaml")
+        data, name = read_run_config(folder)
         if data.get("task") != TASK.name:
             raise ValueError(f"run '{folder.name}' trains {data.get('task')}, not chess")
-        config = validated(TASK.config, data, "config.yaml")
+        config = validated(TASK.config, data, name)
         net = load_network(TASK, config, folder, checkpoint or named, device, compile)
     assert isinstance(net, Net)
     return net

@@ -9,14 +9,13 @@ from pydantic import Field, model_validator
 from matrixlib.config import (
     Config,
     Count,
-    CurriculumConfig,
     DataConfig,
     Fraction,
     NonNegative,
     Real,
     Section,
-    StagesConfig,
 )
+from matrixlib.engine.stages import CurriculumConfig, StagesConfig
 
 LatinMode = Literal["standard", "zero_inclusive", "negative"]
 LatinSize = Annotated[int, Field(ge=3, le=16)]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.config import StagesConfig
+from matrixlib.engine.stages import StagesConfig
 from matrixlib.engine.task import Batch
 from matrixlib.tasks.latin import augment, losses, pool
 from matrixlib.tasks.latin.augment import inside

@@ -13,8 +13,8 @@ from matrixlib.config import (
     DataConfig,
     NonNegative,
     Section,
-    SourceCurriculumConfig,
 )
+from matrixlib.engine.stages import SourceCurriculumConfig
 
 
 class TicTacToeDataConfig(DataConfig):

@@ -102,8 +102,11 @@ def read_game(path: str | Path) -> list[chess.Board]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no PGN file at '{path}'")
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        game = chess.pgn.read_game(stream)
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            game = chess.pgn.read_game(stream)
+    except IndexError:  # a variation that ends before it began
+        game = None
     if game is None or game.errors or not game.variations:
         raise ValueError(f"'{file.name}' does not start with a game whose moves can be played")
     return [game.board(), *(node.board() for node in game.mainline())]

@@ -98,6 +98,13 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV")
+    try:
+        return _puzzles(file, limit)
+    except csv.Error as error:
+        raise ValueError(f"'{file.name}' is no CSV of puzzles ({error}); a Lichess puzzle CSV is one") from error
+
+
+def _puzzles(file: Path, limit: int) -> list[Puzzle]:
     puzzles: list[Puzzle] = []
     with opened(file) as stream:
         reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=""))

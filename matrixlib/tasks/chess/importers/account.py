@@ -18,9 +18,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from matrixlib.data.catalogue import Catalogue, ShardRow, reason_file, replaced_by
-from matrixlib.data.shards import Shard
-from matrixlib.files import write_text
+from matrixlib.data.catalogue import NAME, Catalogue, ShardRow, reason_file, replaced_by
+from matrixlib.data.shards import Shard, is_shard
+from matrixlib.files import write_text, writing
 from matrixlib.tasks.chess.importers.parsing import Refused
 from matrixlib.tasks.chess.records import LAYOUT
 
@@ -144,11 +144,11 @@ def read_account(path: Path) -> Account | None:
         text = json.dumps(data["account"], sort_keys=True)
         if hashlib.sha256(text.encode()).hexdigest() != data["digest"]:
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+        facts = data["account"]
+        refused = tuple(Refused(**entry) for entry in facts["refused"])
+        return Account(**{**facts, "parts": tuple(facts["parts"]), "refused": refused})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    facts = data["account"]
-    refused = tuple(Refused(**entry) for entry in facts["refused"])
-    return Account(**{**facts, "parts": tuple(facts["parts"]), "refused": refused})
 
 
 def accounts(folder: Path | str) -> list[Account]:
@@ -174,6 +174,21 @@ def replaced_shards(folder: Path, rows: Iterable[ShardRow]) -> set[str]:
     return names
 
 
+def check_inside(path: Path, folder: Path) -> None:
+    """ValueError where a link leads from a folder of shards out of it, to files that an import would clear away."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link out of {folder}: remove it, or import into another folder")
+
+
+def is_ours(file: Path, folder: Path) -> bool:
+    """Whether a file of a folder, which may be one of shards, is what imports and the catalogue keep there."""
+    if file.name.startswith(NAME) or file.name.endswith((".npz.quarantined", ".npz.merged", ".npz.tmp")):
+        return True
+    if file.relative_to(folder).parts[0] == FOLDER:
+        return (folder / FOLDER / "lock").exists() or (folder / NAME).exists()
+    return file.suffix == ".npz" and is_shard(file)
+
+
 def quiet_catalogue(folder: Path) -> Catalogue:
     """A folder's catalogue; what it repairs, as after a kill, is in its `messages` alone."""
     with warnings.catch_warnings():
@@ -185,16 +200,24 @@ def quiet_catalogue(folder: Path) -> Catalogue:
 def locked(folder: Path) -> Iterator[Catalogue]:
     """The catalogue of a folder, made if it is not there, that no other import or merge writes meanwhile.
 
-    ImportStopped where one does, ValueError where a merge by an older version was cut off.
+    ImportStopped where one does, ValueError where the folder cannot be written, where its accounts lie elsewhere, or a
+    merge by an older version was cut off.
     """
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    check_inside(folder / FOLDER, folder)
     if (plan := folder / FOLDER / "merge.json").is_file():
         raise ValueError(
             f"{plan}: a merge by an older version was not finished; delete this file and {plan.with_name('staged')}, "
             "and the shards that are in quarantine because of it"
         )
+    lock = FileLock(folder / FOLDER / "lock")
     try:
-        with FileLock(folder / FOLDER / "lock", timeout=0):
-            yield quiet_catalogue(folder)
+        with writing(folder):
+            lock.acquire(timeout=0)
     except Timeout as error:
         raise ImportStopped(f"another import into {folder} is running; wait until it has ended") from error
+    try:
+        yield quiet_catalogue(folder)
+    finally:
+        lock.release()

@@ -279,8 +279,12 @@ class Audit:
 def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit:
     """Look at a folder of shards, reading at most `sample` records of each source, from at most 64 blocks of it.
 
-    ValueError for a folder without a healthy shard.
+    ValueError for a folder without a healthy shard, and for a sample of nothing.
     """
+    if sample < 1:
+        raise ValueError(f"sample is {sample}; give the number of records of each source to look at, from 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; give a whole number from 0")
     folder = Path(folder)
     known = (folder / NAME).is_file()
     catalogue = quiet_catalogue(folder)

@@ -41,6 +41,8 @@ from matrixlib.tasks.chess.importers.account import (
     Account,
     ImportReport,
     ImportStopped,
+    check_inside,
+    is_ours,
     locked,
     read_account,
     replaced_shards,
@@ -127,6 +129,8 @@ def import_listed(
     if kind != "auto" and kind not in readers:
         close = configuration.nearest(kind, list(readers))
         raise ValueError(f"unknown kind '{kind}'{close}; known: auto, {', '.join(readers)}")
+    if workers < 0 or limit < 0:
+        raise ValueError(f"workers is {workers} and limit {limit}; give whole numbers from 0")
     jobs = []
     for name in filter(None, (part.strip() for part in paths.split(","))):
         path = Path(name).expanduser()
@@ -156,10 +160,11 @@ def data_folder(folder: str, paths: str) -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the files of a folder by name, but for hidden ones."""
+    """The file, or the files of a folder by name, but for hidden ones and what a folder of shards holds itself."""
     if path.is_file():
         return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    return sorted(file for file in files if not is_ours(file, path))
 
 
 def reader_for(path: Path) -> Reader:
@@ -180,7 +185,7 @@ def reader_for(path: Path) -> Reader:
 
 def _checked_reader(path: Path, reader: Reader | None) -> Reader:
     """The reader of a file. ValueError for what can't be imported, and what to do about it."""
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise ValueError(f"{path}: no such file")
     files = files_of(path)
     if not files:
@@ -317,6 +322,7 @@ class _FileImport:
 
     def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[Account], int]:
         """All accounts of the file, and how many of them were there before."""
+        check_inside(self.place, self.catalogue.folder)
         for left in self.place.glob("*.tmp"):
             left.unlink()  # of a killed import
         done = self.finished_steps()
@@ -361,11 +367,11 @@ class _FileImport:
         return done
 
     def is_stored(self, name: str, sha256: str) -> bool:
-        """Whether a shard, or others that it was merged into, is whole, by its size."""
+        """Whether a shard is as it was written, or others stand for it; reads it."""
         row = self.rows.get(name)
         if row is None or name in self.merged:
             return name in self.merged
-        return row.sha256 == sha256 and row.path.is_file() and row.path.stat().st_size == row.bytes
+        return row.sha256 == sha256 and row.path.is_file() and file_hash(row.path) == sha256
 
     def clear(self, step: int) -> None:
         """Remove the shards from this step on, of which no account tells: made again, they may be fewer and others,

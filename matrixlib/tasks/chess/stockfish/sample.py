@@ -33,11 +33,14 @@ def make_set(
     Returns the figures of both stages. Raises EngineError without a working Stockfish, ValueError for a folder with
     other shards.
     """
+    if games < 1 or workers < 1 or seed < 0:
+        raise ValueError(f"games is {games}, workers {workers}, seed {seed}; give whole numbers from 1, 1 and 0")
     folder = Path(out) if out else files.reports_root() / "sample"
     shards, chunks = folder / "shards", folder / "chunks"
     _refuse_others(shards, chunks)
     parameters = generator.Parameters(seed=seed, games_per_chunk=games_per_chunk, nodes=nodes)
-    figures = generator.generate(chunks, games, parameters, stockfish or None, workers)
+    with files.writing(folder):
+        figures = generator.generate(chunks, games, parameters, stockfish or None, workers)
     if shards.is_dir():  # of fewer games
         catalogue = quiet_catalogue(shards)
         catalogue.remove([row.name for row in catalogue.shards(state=None)])

@@ -1,4 +1,4 @@
-"""A network as a UCI engine on standard input and output: `matrixlib-uci --checkpoint <run>`.
+"""A network as a UCI engine on standard input and output: `matrixlib-uci`, or `matrixlib-uci --checkpoint <run>`.
 
 `uciok` comes before torch is loaded; that happens at `isready` or `go`. One thread reads lines, the main thread obeys
 them; a search looks at them between two batches, so `stop` and `isready` are answered within one. Mates are shown
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chess
@@ -25,6 +26,8 @@ import chess.syzygy
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.engine.folder import newest_complete
+from matrixlib.files import reports_root
 from matrixlib.hardware.openmp import considerate
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search, SearchOptions, SearchResult
@@ -69,13 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 where there is no such run, 1 where its network is of no use."""
     parser = argparse.ArgumentParser(prog="matrixlib-uci", description="A trained network as a UCI engine.")
     parser.add_argument(
-        "--checkpoint", required=True, help="a run, its name under reports/, a checkpoint's folder, or a network's file"
+        "--checkpoint",
+        default="",
+        help="a run, its name under reports/, a checkpoint's folder, a network's file; else the newest chess training",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--simulations", type=int, default=0, help="most simulations of a move; 0: as the clock allows")
     flags = parser.parse_args(arguments)
     try:
-        folder, checkpoint = find_run(flags.checkpoint)
+        folder, checkpoint = find_run(flags.checkpoint or _newest())
         protocol.parse_option(f"name Simulations value {flags.simulations}")
     except ValueError as error:
         parser.error(str(error))
@@ -96,6 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _newest() -> Path:
+    """The training of chess that ended last; ValueError where there is none."""
+    if (folder := newest_complete("chess")) is None:
+        raise ValueError(
+            f"no finished training of chess in {reports_root()}: name one with --checkpoint, or `make train`"
+        )
+    return folder
 
 
 def _ends(line: str | None) -> bool:

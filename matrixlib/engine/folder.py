@@ -1,0 +1,123 @@
+"""Runs as their folders record them: which are whole, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matrixlib import files
+from matrixlib.config import ConfigError, read_yaml_file
+from matrixlib.engine import rows
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "requested": (dict,),
+    "runtime": (dict,),
+    "kind": (str,),
+    "preset": (str,),
+    "started": (str,),
+    "catalogue": (str,),
+    "complete": (bool,),
+    "steps": (int,),
+    "stopped_early": (bool, str, type(None)),
+    "verdict": (dict,),
+    "evaluation": (dict,),
+    "headline": (str,),
+}
+"""What run.json and summary.json hold, as far as others rely on it."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A whole run. record: run.json, how it began; summary: summary.json, {} before its end."""
+
+    path: Path
+    record: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def task(self) -> str:
+        return str(self.record["requested"].get("task", ""))
+
+    @property
+    def started(self) -> str:
+        """UTC time, which sorts as text."""
+        return str(self.record.get("started", ""))
+
+    @property
+    def ended(self) -> str:
+        """When it ended, UTC, in an order that sorts; its last update's time where its summary does not say, as of
+        older versions, else when it began."""
+        if when := self.summary.get("ended"):
+            return str(when)
+        newest = rows.last(self.path / "metrics.jsonl") or {}
+        return str(newest.get("time") or self.started)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it reached its end, for the updates that it then had."""
+        return bool(self.summary.get("complete"))
+
+
+def read_run(folder: Path) -> RunFolder:
+    """The run of a folder. ValueError naming the file that is missing or damaged, and the way on."""
+    run = RunFolder(folder, _checked(folder / "run.json"), _checked(folder / "summary.json"))
+    if "requested" not in run.record:
+        problem = "does not say what was asked for" if (folder / "run.json").exists() else "is missing"
+        raise ValueError(f"{folder / 'run.json'} {problem}: bring it back from a copy, or give another run name")
+    return run
+
+
+def read_run_config(folder: Path) -> tuple[dict[str, Any], str]:
+    """(nested data, name for messages) of the config.yaml in a run's folder; ConfigError with the way on."""
+    name = f"{folder.name}/config.yaml"
+    try:
+        return read_yaml_file(folder / "config.yaml", name), name
+    except ConfigError as error:
+        raise ConfigError(f"{error}; bring it back from a copy, or take another run name") from error
+
+
+def whole_runs(root: Path | None = None) -> list[RunFolder]:
+    """Every whole run below the reports root, the one that began last first.
+
+    What is not whole is left out, and warned about once in a process: a damaged neighbour is nobody's obstacle.
+    """
+    runs = []
+    for path in sorted((root or files.reports_root()).glob("*/run.json")):
+        try:
+            runs.append(read_run(path.parent))
+        except (ValueError, OSError) as error:
+            _warn(f"run '{path.parent.name}' is left out: {error}")
+    return sorted(runs, key=lambda run: (run.started, run.name), reverse=True)
+
+
+def newest_complete(task: str, fits: Callable[[Mapping[str, Any]], bool] = lambda requested: True) -> Path | None:
+    """Folder of the training of this task that ended last; None where there is none. fits: which of them will do, by
+    the requested configuration."""
+    ended = [
+        run
+        for run in whole_runs()
+        if run.complete and run.record.get("kind") == "train" and run.task == task and fits(run.record["requested"])
+    ]
+    return max(ended, key=lambda run: run.ended).path if ended else None
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """A JSON object whose members are of the types that others rely on; {} where there is no such file."""
+    data = files.read_json(path)
+    for key, types in TYPES.items():
+        if key in data and not isinstance(data[key], types):
+            raise ValueError(f"{path} is damaged ('{key}' is {data[key]!r}): bring it back or move it away")
+    return data
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

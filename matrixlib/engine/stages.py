@@ -1,0 +1,80 @@
+"""Options of a curriculum: the engine's part, and the stages of its dimensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from matrixlib.config import Count, CountOrZero, Fraction, Real, Section
+
+VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term`), or the total (`loss`)"
+
+
+class CurriculumConfig(Section):
+    """The engine's part of a curriculum; a task adds its dimensions, sections with `enabled`, `fractions`
+    and `stages`.
+    """
+
+    kind: Literal["fractions", "adaptive"] = Field(
+        default="fractions",
+        description="stages end at shares of the updates, or when `metric` is good enough",
+    )
+    metric: str = Field(default="", description="what `adaptive` looks at: " + VALIDATED)
+    up: Real = Field(default=0.4, description="`adaptive`: go on when a metric is at least this, a loss at most, ...")
+    patience: Count = Field(default=2, description="... in so many validations in a row")
+    down: Real = Field(
+        default=0.2,
+        description="`adaptive`: go back when a metric is below this, or a loss above it, as often in a row",
+    )
+    dwell: Count = Field(default=2, description="`adaptive`: validations in a phase before it may change")
+    longest: CountOrZero = Field(
+        default=0, description="`adaptive`: validations after which a phase ends in any case; 0 = never"
+    )
+
+    @model_validator(mode="after")
+    def _hysteresis(self) -> CurriculumConfig:
+        if self.falling and self.down <= self.up:
+            raise ValueError(f"down {self.down:g} must be above up {self.up:g}: '{self.metric}' is a loss, which falls")
+        if not self.falling and self.down >= self.up:
+            raise ValueError(f"down {self.down:g} must be below up {self.up:g}, or phases would flap")
+        return self
+
+    @property
+    def falling(self) -> bool:
+        """Whether less of the metric is better: it is a loss."""
+        return bool(self.metric) and "/" not in self.metric
+
+
+class StagesConfig(Section):
+    """One dimension of a curriculum; the task's subclass says what its `stages` are."""
+
+    enabled: bool = Field(default=True, description="false = the last stage from the start")
+    stages: tuple[Any, ...]
+    fractions: tuple[Fraction, ...] = Field(
+        default=(1.0,), description="share of the updates that each stage lasts; sum is 1"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> StagesConfig:
+        if not self.stages or len(self.stages) != len(self.fractions):
+            raise ValueError(f"{len(self.stages)} stages and {len(self.fractions)} fractions; give one for each")
+        if abs(sum(self.fractions) - 1) > 1e-9:
+            raise ValueError(f"fractions {list(self.fractions)} add up to {sum(self.fractions):g}, not to 1")
+        return self
+
+
+class SourceStages(StagesConfig):
+    enabled: bool = Field(default=False, description="false = the last stage from the start")
+    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = Field(
+        default=({},),
+        description="weight of each source of the data in a stage, any positive numbers; "
+        "{} = all sources, each by its number of positions",
+    )
+
+
+class SourceCurriculumConfig(CurriculumConfig):
+    """Of the tasks whose data come from several sources."""
+
+    metric: str = Field(default="policy/top1", description="what `adaptive` looks at: " + VALIDATED)
+    sources: SourceStages = SourceStages()

@@ -1,0 +1,57 @@
+"""What an evaluation is asked for, looked at before it begins: what ends a match after an hour is said at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+
+def check_numbers(name: str, values: Sequence[object], example: str) -> None:
+    """ValueError unless all are whole numbers of at least 1."""
+    wrong = [value for value in values if not isinstance(value, int) or isinstance(value, bool) or value < 1]
+    if wrong:
+        raise ValueError(f"{name}: {wrong[0]!r} is no whole number of at least 1; give a list such as {example}")
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """ValueError for a count below 0; 0 means all or none."""
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"{name} is {count}; give a whole number from 0")
+
+
+def check_outputs(paths: Mapping[str, str]) -> None:
+    """ValueError for a path that no file can be written to; empty ones are not asked for."""
+    for name, path in paths.items():
+        if path and Path(path).is_dir():
+            raise ValueError(f"{name}: '{path}' is a folder; give the path of a file in it")
+        if path and not Path(path).parent.is_dir():
+            raise ValueError(f"{name}: no folder '{Path(path).parent}' to write {Path(path).name} to; make it first")
+
+
+def check_inputs(paths: Mapping[str, str | Iterable[str]]) -> None:
+    """ValueError for a file that is not there; empty ones are not asked for."""
+    for name, given in paths.items():
+        for path in filter(None, [given] if isinstance(given, str) else given):
+            if not Path(path).is_file():
+                raise ValueError(f"{name}: there is no file '{path}'")
+
+
+def check_request(
+    simulations: Sequence[int],
+    counts: Mapping[str, int],
+    engine_elo: Sequence[int] = (),
+    inputs: Mapping[str, str | Iterable[str]] | None = None,
+    outputs: Mapping[str, str] | None = None,
+) -> None:
+    """ValueError for what the eval notebook cannot do, naming the parameter. counts: sample, games, puzzle_limit, ...;
+    outputs: paths by parameter; `int8` is made of `onnx`."""
+    check_numbers("simulations", simulations, "-y 'simulations: [16, 64]'")
+    check_numbers("engine_elo", engine_elo, "-y 'engine_elo: [1350, 1800]'")
+    check_counts(counts)
+    check_inputs(inputs or {})
+    check_outputs(outputs or {})
+    if outputs and outputs.get("int8") and not outputs.get("onnx"):
+        raise ValueError("int8 is made of the file that `onnx` names: give -p onnx model.onnx, too")
+    if outputs and outputs.get("pgn") and not counts.get("games"):
+        raise ValueError("pgn: there are no games to write: give -p games 20, too")

@@ -1,0 +1,164 @@
+"""Runs as folders: damaged neighbours are named once and in nobody's way; a damaged run of one's own is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrixlib import files
+from matrixlib.engine import folder as folders
+from matrixlib.engine.metrics import MetricsLog
+from matrixlib.runs import browse
+from matrixlib.runs import run as runs
+from matrixlib.tasks import load_config
+from matrixlib.tasks.spec import find_run
+
+WHOLE: dict[str, Any] = {
+    "kind": "train",
+    "preset": "demo",
+    "started": "2026-01-01T00:00:00Z",
+    "requested": {"task": "chess"},
+    "runtime": {},
+    "catalogue": "",
+}
+NO_RECORDS = ("", "{", "[]", "3", "null", "{}", '{"requested": []}', '{"requested": {}, "started": 5}', "[" * 100_000)
+NO_SUMMARIES = ("", '{"complete": tr', "[1]", '"x"', '{"complete": true, "steps": "many"}', '{"verdict": 3}')
+
+
+def make(root: Path, name: str, record: str = "", summary: str = "") -> Path:
+    """A run's folder with these files; without, those of a whole and complete run."""
+    folder = root / name
+    folder.mkdir()
+    (folder / "run.json").write_text(record or json.dumps(WHOLE))
+    (folder / "summary.json").write_text(summary or json.dumps({"complete": True, "steps": 3}))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def named_anew() -> None:
+    folders._warn.cache_clear()
+
+
+@pytest.fixture
+def broken(reports: Path) -> list[str]:
+    """Names of damaged runs beside each other, in every way."""
+    for number, text in enumerate(NO_RECORDS):
+        make(reports, f"record-{number}", " " if text == "" else text)
+    for number, text in enumerate(NO_SUMMARIES):
+        make(reports, f"summary-{number}", summary=" " if text == "" else text)
+    (make(reports, "latin1") / "run.json").write_bytes(b'{"kind": "\xe9"}')
+    folder = make(reports, "a-folder")
+    (folder / "summary.json").unlink()
+    (folder / "summary.json").mkdir()
+    folder = make(reports, "a-pipe")
+    (folder / "run.json").unlink()
+    os.mkfifo(folder / "run.json")
+    return sorted(path.name for path in reports.iterdir())
+
+
+def test_damaged_neighbours_are_left_out_and_named_once(reports: Path, broken: list[str]) -> None:
+    make(reports, "whole")
+    with pytest.warns(UserWarning, match="is left out") as caught:
+        names = [run.name for run in folders.whole_runs()]
+    assert names == ["whole"]
+    assert sorted(str(warning.message).split("'")[1] for warning in caught) == broken
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runs.finished_run().name == "whole"
+        assert runs.finished_run("whole").name == "whole"
+        assert browse.known_runs() == ["whole"]
+        assert runs.name_run("demo").startswith("demo-")
+    with pytest.raises(runs.RunError, match=r"^no complete run 'absent'; complete runs: whole$"):
+        runs.finished_run("absent")
+
+
+@pytest.mark.filterwarnings("ignore:run '")
+def test_a_damaged_run_that_is_asked_for_is_named(broken: list[str]) -> None:
+    for name in broken:
+        with pytest.raises(runs.RunError, match=rf"run '{name}': .*{name}.*(bring it back|move it away)"):
+            runs.finished_run(name)
+
+
+def test_an_interrupted_run_is_resumed_beside_damaged_ones(reports: Path) -> None:
+    requested = load_config("demo").model_dump(mode="json")
+    (make(reports, "cut", json.dumps({**WHOLE, "requested": requested})) / "summary.json").unlink()
+    make(reports, "broken", "[]")
+    with pytest.warns(UserWarning, match="'broken' is left out"):
+        assert runs.name_run("demo") == "cut"
+
+
+def test_a_trained_run_that_lost_its_record_is_not_begun_anew(reports: Path) -> None:
+    folder = make(reports, "mine")
+    (folder / "run.json").unlink()
+    with pytest.raises(runs.RunError, match=r"'mine' has no run\.json, but metrics\.jsonl and summary\.json: bring"):
+        runs.open_run(run="mine")
+    (folder / "run.json").write_text("[")
+    with pytest.raises(runs.RunError, match=r"run 'mine': .*run\.json is damaged"):
+        runs.open_run(run="mine")
+    (folder / "run.json").write_text(json.dumps({"requested": {}, "runtime": {}}))
+    with pytest.raises(runs.RunError, match=r"run 'mine': its run\.json has no catalogue"):
+        runs.open_run(run="mine")
+    (folder / "run.json").write_text(json.dumps(WHOLE))
+    (folder / "summary.json").unlink()
+    for spoil in ("delete", b"\xff\xfe", b"[]", b"{" * 5000):
+        if isinstance(spoil, bytes):
+            (folder / "config.yaml").write_bytes(spoil)
+        with pytest.raises(ValueError, match=r"mine/config\.yaml: .*; bring it back from a copy, or take another run"):
+            runs.open_run(run="mine")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "lock", "metrics.jsonl", "run.json"]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "é" * 150, "index.html", "a\nb", "a\0b", "a/b", "..", ".hidden", "\udcff"])
+def test_a_name_that_no_folder_can_have_is_refused(reports: Path, name: str) -> None:
+    (reports / "index.html").write_text("")
+    with pytest.raises(runs.RunError, match=r"^run name "):
+        runs.open_run(run=name)
+    assert [path.name for path in reports.iterdir()] == ["index.html"]
+
+
+def test_a_reports_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "file" / "reports"))
+    with pytest.raises(files.FolderError, match=r"file/reports cannot be written: Not a directory.*MATRIXLIB_REPORTS"):
+        runs.open_run()
+
+
+def test_a_full_disk_during_training_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(log: MetricsLog, row: Mapping[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(log.path))
+
+    tiny = {"data": {"limit": 512}, "model": {"channels": 16, "blocks": 1}, "train": {"steps": 2, "batch_size": 32}}
+    current = runs.open_run(device="cpu", run="full", overrides=tiny)
+    monkeypatch.setattr(MetricsLog, "write", full)
+    with pytest.raises(files.FolderError, match=r"full cannot be written: No space left on device .*metrics\.jsonl"):
+        list(current.train())
+    assert not current.lock.is_locked
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "../reports", "nowhere"], ids=len)
+def test_what_is_no_run_is_named(reports: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no run at"):
+        find_run(name)
+    if name:
+        with pytest.raises(runs.RunError, match="no complete run"):
+            runs.finished_run(name)
+
+
+def test_links_that_lead_nowhere_and_folders_in_the_place_of_files_are_named(reports: Path) -> None:
+    (reports / "loop").symlink_to("loop")
+    (reports / "broken").symlink_to("nowhere")
+    (reports / "locked" / "lock").mkdir(parents=True)
+    for name in ("loop", "broken", "locked"):
+        with pytest.raises(files.FolderError, match=rf"reports cannot be written: .*{name}"):
+            runs.open_run(run=name)
+    (reports / "record" / "run.json").mkdir(parents=True)
+    with pytest.raises(runs.RunError, match=r"run\.json is no file: move it away"):
+        runs.open_run(run="record")

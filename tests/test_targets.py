@@ -1,0 +1,45 @@
+"""Figures of self-supervised targets: dtypes, ranges, histograms, at the updates that were asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from matrixlib.engine.targets import TargetLog, target_figures
+
+
+def test_classes_are_counted_each() -> None:
+    figures = target_figures({"piece": torch.tensor([[0, 12, 12], [3, 12, 0]], dtype=torch.uint8)})
+    assert figures["piece"] == {
+        "dtype": "uint8",
+        "shape": [2, 3],
+        "least": 0.0,
+        "greatest": 12.0,
+        "not_finite": 0,
+        "histogram": {"0": 2, "3": 1, "12": 3},
+    }
+
+
+def test_values_of_many_kinds_are_counted_in_bins_and_broken_ones_apart() -> None:
+    values = torch.cat([torch.linspace(0, 1, 1000), torch.tensor([torch.nan, torch.inf])])
+    figures = target_figures({"depth": values})["depth"]
+    assert (figures["least"], figures["greatest"], figures["not_finite"]) == (0, 1, 2)
+    assert len(figures["histogram"]) == 16
+    assert sum(figures["histogram"].values()) == 1000
+    assert figures["histogram"]["0"] == pytest.approx(1000 / 16, abs=1)
+    assert target_figures({"none": torch.zeros(0)})["none"]["histogram"] == {}
+
+
+def test_rows_are_written_at_every_tenth_update_and_only_when_asked(tmp_path: Path) -> None:
+    batch = {"a": torch.tensor([1, 1, 0])}
+    log = TargetLog(tmp_path / "targets.jsonl", 10, lambda batch: {"a": batch["a"]})
+    for step in range(1, 31):
+        log.look(step, batch)
+    rows = [json.loads(line) for line in (tmp_path / "targets.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert rows[0]["targets"]["a"]["histogram"] == {"0": 1, "1": 2}
+    TargetLog(tmp_path / "other.jsonl", 0, lambda batch: {}).look(10, batch)
+    assert not (tmp_path / "other.jsonl").exists()
