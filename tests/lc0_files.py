@@ -49,9 +49,13 @@ def network(
     units: int = 2,
     seed: int = 0,
     parts: Mapping[int, Any] | None = None,
+    further: tuple[int, ...] = (),
     **form: int,
 ) -> bytes:
-    """The message of a small network with random weights. parts: fields of its weights in place of the random ones."""
+    """The message of a small network with random weights. parts: fields of its weights in place of the random ones.
+
+    further: units of the blocks after the first.
+    """
     rng = np.random.default_rng(seed)
 
     def conv(outputs: int, area: int) -> bytes:
@@ -60,11 +64,15 @@ def network(
     def dense(outputs: int, width: int) -> tuple[Any, Any]:
         return rng.normal(size=outputs * width) / width**0.5, rng.normal(size=outputs)
 
-    block: list[tuple[int, Any]] = [(1, conv(filters, 9 * filters)), (2, conv(filters, 9 * filters))]
-    if network_format in (2, 4):
-        (w1, b1), (w2, b2) = dense(units, filters), dense(2 * filters, units)
-        block.append((3, message((1, w1), (2, b1), (3, w2), (4, b2))))
-    weights: dict[int, Any] = {1: conv(filters, 9 * 112), 2: message(*block), 6: conv(2, filters)}
+    def block(units: int) -> bytes:
+        layers: list[tuple[int, Any]] = [(1, conv(filters, 9 * filters)), (2, conv(filters, 9 * filters))]
+        if network_format in (2, 4):
+            (w1, b1), (w2, b2) = dense(units, filters), dense(2 * filters, units)
+            layers.append((3, message((1, w1), (2, b1), (3, w2), (4, b2))))
+        return message(*layers)
+
+    first = block(units)
+    weights: dict[int, Any] = {1: conv(filters, 9 * 112), 2: first, 6: conv(2, filters)}
     weights[7], weights[8] = dense(5, 128)
     weights[9], weights[10] = dense(3 if value == 2 else 1, 5)
     if policy == 2:
@@ -73,9 +81,10 @@ def network(
         weights[3] = conv(2, filters)
         weights[4], weights[5] = dense(1858, 128)
     weights |= parts or {}
+    blocks = [(2, block(width)) for width in further]
     kinds = message((1, inputs), (3, network_format), (4, policy), (5, value), (7, form.get("activation", 0)))
     layout = message((1, form.get("encoding", 1)), (2, kinds))
-    return b"\x0d" + struct.pack("<I", 0x1C0) + message((4, layout), (10, message(*weights.items())))
+    return b"\x0d" + struct.pack("<I", 0x1C0) + message((4, layout), (10, message(*weights.items(), *blocks)))
 
 
 def save(path: Path, data: bytes) -> Path:

@@ -171,6 +171,10 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
         "another input": (gzip.compress(lc0_files.network(inputs=3)), "canonical planes"),
         "another activation": (gzip.compress(lc0_files.network(activation=1)), "Mish"),
         "another encoding": (gzip.compress(lc0_files.network(encoding=2)), "encoding 2"),
+        "blocks of two widths": (
+            gzip.compress(lc0_files.network(further=(3,))),
+            "3 outputs of tower.1.reduce",
+        ),
         "odd filters": (
             gzip.compress(lc0_files.network(parts={1: lc0_files.message((1, np.ones(1009)))})),
             "no multiple",
@@ -347,6 +351,8 @@ def test_an_onnx_file_of_ours_opens(tmp_path: Path, model: dict[str, Any]) -> No
     for ours, theirs in zip(net.evaluate(FENS), again.evaluate(FENS), strict=True):
         assert theirs.moves == pytest.approx(ours.moves, abs=1e-4)
         assert theirs.value == pytest.approx(ours.value, abs=1e-4)
+    with pytest.raises(ValueError, match="not written as ONNX"):
+        get_task("chess").export(again, tmp_path / "out.onnx")
     (tmp_path / "cut.onnx").write_bytes((tmp_path / "net.onnx").read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"cut\.onnx is no ONNX file that can be read"):
         matrixlib.load(tmp_path / "cut.onnx")

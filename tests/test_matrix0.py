@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor
 
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, matrix0_state
+from matrixlib.tasks.chess.evaluate.files import open_matrix0
+from matrixlib.tasks.chess.matrix0 import (
+    load_matrix0,
+    matrix0_config,
+    matrix0_name,
+    matrix0_state,
+    read_checkpoint,
+)
 from matrixlib.tasks.chess.model import PolicyValueNet
 
 SMALL: dict[str, Any] = {
@@ -276,6 +284,46 @@ def test_broken_files(tmp_path: Path, weights: Weights) -> None:
     torch.save([1, 2], path)
     with pytest.raises(ValueError, match="holds a list"):
         load_matrix0(path, small())
+
+
+@pytest.mark.parametrize("data", [b"", b"a picture of a cat", b"PK\3\4", b"\x80\x02", b"x" * 600], ids=repr)
+def test_files_of_another_kind_are_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "other.pt").write_bytes(data)
+    with pytest.raises(ValueError, match=r"other\.pt "):
+        read_checkpoint(tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"absent\.pt: cannot be read"):
+        read_checkpoint(tmp_path / "absent.pt")
+
+
+def test_a_file_that_unpacks_to_more_is_not_read(weights: Weights, tmp_path: Path) -> None:
+    torch.save(weights, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    with pytest.raises(ValueError, match=r"packed\.pt .*compressed"):
+        read_checkpoint(tmp_path / "packed.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"stem.0.weight": torch.zeros(1).expand(300_000, 19, 3, 3)}, {}, "more numbers than the file holds: stem"),
+        ({"stem.0.weight": torch.zeros(())}, {}, r"stem.0.weight is of the shape \(\)"),
+        ({"tower.1.conv1.weight": torch.zeros(())}, {}, "tower.1.conv1.weight is of the shape"),
+        ({"policy_fc1.weight": torch.zeros(())}, {}, "0-d"),
+        ({"tower.0.se_fc1.weight": torch.zeros(())}, {}, "0-d"),
+        ({"tower.3.rel_bias": torch.zeros(())}, {"attention_heads": "x"}, " heads: "),
+        ({}, {"attention_unmasked_mix": "x"}, "not supported between"),
+        ({}, {"ssl_tasks": 3}, "not iterable"),
+    ],
+)
+def test_claims_of_a_file_are_not_believed(
+    weights: Weights, tmp_path: Path, change: dict[str, Tensor], config: dict[str, Any], message: str
+) -> None:
+    torch.save({"model": weights | change, "config": config}, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=rf"^odd\.pt .*{message}") as caught:
+        open_matrix0(tmp_path / "odd.pt", "cpu", False)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,8 +263,13 @@ def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the shapes of weights say of a NetConfig."""
-    channels = state["stem.0.weight"].shape[0]
+    stem = tuple(state["stem.0.weight"].shape)
+    channels = stem[0] if stem else 0
+    _expect("stem.0.weight", stem, (channels, PLANES, 3, 3))
     numbers = {kind: sorted(_tower(state, kind)) for kind in ("conv1", "qkv", "se_fc1")}
+    for number in numbers["conv1"]:  # before a network of these sizes takes memory
+        key = f"tower.{number}.conv1.weight"
+        _expect(key, tuple(state[key].shape), (channels, channels, 3, 3))
     shapes: dict[str, Any] = {
         "channels": channels,
         "blocks": len(numbers["conv1"]),
@@ -289,6 +295,11 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return shapes
 
 
+def _expect(key: str, shape: tuple[int, ...], need: tuple[int, ...]) -> None:
+    if shape != need or not all(shape):
+        raise ValueError(f"{key} is of the shape {shape}, not {need}")
+
+
 def _tower(state: Mapping[str, Tensor], part: str) -> set[int]:
     """Numbers of the tower's members that have a part."""
     matches = (re.fullmatch(rf"tower\.(\d+)\.{part}\.weight", key) for key in state)
@@ -297,8 +308,14 @@ def _tower(state: Mapping[str, Tensor], part: str) -> set[int]:
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """The dict in a file, for `config_of` and `load_matrix0`; numpy numbers (Matrix0's scheduler leaves some) are
-    allowed beside tensors. ValueError where it holds anything else, or is damaged."""
+    allowed beside tensors. ValueError where it holds anything else, is damaged or cannot be read."""
     try:
+        with open(path, "rb") as file:
+            packed = file.read(4) == b"PK\3\4" and any(
+                member.compress_type != zipfile.ZIP_STORED for member in zipfile.ZipFile(file).infolist()
+            )
+        if packed:  # torch never packs, and would unpack a thousand times the file into memory
+            raise ValueError("its parts are compressed")
         with torch.serialization.safe_globals(_numbers()):
             data = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
@@ -306,8 +323,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         raise ValueError(
             f"{Path(path).name} holds more than tensors and numbers, so it is not read: {reason}"
         ) from None
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{Path(path).name} is no whole torch file: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # noqa: BLE001 - bytes that are no torch file raise whatever the reader trips over
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{Path(path).name} is no whole torch file: {reason}") from None
     if not isinstance(data, Mapping):
         raise ValueError(f"{Path(path).name} holds a {type(data).__name__}, not a dict of weights")
     return data
@@ -329,10 +349,19 @@ def _choose(data: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]
     if bad := [str(key) for key, value in weights.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"{schema} holds more than tensors: {', '.join(bad[:8])}")
     state = {str(key): value for key, value in weights.items()}
+    if bad := [key for key, value in state.items() if not _whole(value)]:
+        raise ValueError(f"{schema} has tensors of more numbers than the file holds: {', '.join(bad[:8])}")
     while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None):
         state = {key.removeprefix(prefix): value for key, value in state.items()}
         messages.append(f"removed the prefix '{prefix}' that a wrapper had put before every key")
     return schema, state, messages
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether every number of a tensor is stored: a view that repeats one number may claim any size."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _take_aliases(state: dict[str, Tensor]) -> tuple[list[str], list[str]]:

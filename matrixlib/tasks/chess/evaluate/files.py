@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate.net import Net
@@ -18,7 +20,11 @@ def open_file(path: Path, device: str = "auto", compile: bool | str = "auto") ->
         return open_lc0(path, device, compile)
     if name.endswith((".pt", ".pth")):
         return open_matrix0(path, device, compile)
-    return open_onnx(path) if name.endswith(".onnx") else None
+    if name.endswith(".onnx"):
+        from matrixlib.tasks.chess.evaluate import onnx
+
+        return onnx.open_network(path)
+    return None
 
 
 def open_lc0(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net:
@@ -31,23 +37,22 @@ def open_lc0(path: Path, device: str = "auto", compile: bool | str = "auto") -> 
 
 
 def open_matrix0(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net:
-    """A network of Matrix0; what its file does not say of it is warned of."""
+    """A network of Matrix0; what its file does not say of it is warned of. ValueError names a file that cannot be."""
     from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
     from matrixlib.tasks.chess.task import ChessTask
 
     data = read_checkpoint(path)
-    model_config, assumed = config_of(data)
-    task = ChessTask(ChessConfig(task="chess", model=model_config))
-    model = task.build_model()
-    report = load_matrix0(data, model)
+    try:
+        model_config, assumed = config_of(data)
+        task = ChessTask(ChessConfig(task="chess", model=model_config))
+        model = task.build_model()
+        report = load_matrix0(data, model)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"{path.name} describes no network that can be built: {'; '.join(problems)}") from None
+    except (ValueError, IndexError, TypeError) as error:  # a stranger's options and shapes may be anything
+        raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {error}") from None
     for message in (*assumed, *report.messages):
         warnings.warn(f"{path.name}: {message}", stacklevel=2)
     runtime = runtime_for_use(task.config, device)
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
-
-
-def open_onnx(path: Path) -> Net:
-    """A network in an ONNX file, on the CPU, without its self-supervised heads. ValueError for files of others."""
-    from matrixlib.tasks.chess.evaluate import onnx
-
-    return onnx.open_network(path)

@@ -134,10 +134,12 @@ def export(net: Net, path: Path | str) -> onnx.OnnxFile:
     """Write a chess network as ONNX: `planes` (B, 19, 8, 8) to the outputs of `ChessOnnx`.
 
     Its metadata say what planes and moves mean. Compared on held-out positions of the sample set, in batches of 1, 3
-    and 32; errors as of `engine.onnx.export`. ValueError for networks of Lc0, whose planes are others.
+    and 32; errors as of `engine.onnx.export`. ValueError for networks of Lc0, whose planes are others, and ONNX files.
     """
     if net.task.history:
         raise ValueError("a network of Lc0 is not written as ONNX: other programs read its own file")
+    if isinstance(net.model, _OnnxModel):
+        raise ValueError("a network in an ONNX file is not written as ONNX: other programs read its own file")
     batch = {name: torch.from_numpy(array) for name, array in throughput.positions(net, sum(ROWS)).items()}
     inputs = planes(batch, net.task.config.model.encoding).numpy()
     batches = [(inputs[a:b],) for a, b in itertools.pairwise(np.cumsum((0, *ROWS)))]
@@ -155,8 +157,9 @@ def load(net: Net, path: Path | str) -> Net:
 
 def open_network(path: Path) -> Net:
     """The network in a file that `export` wrote, on the CPU, without self-supervised heads. ValueError for others."""
+    runtime = runtime_for_use(ChessConfig(task="chess"), "cpu", "fp32")
     try:
-        model = _OnnxModel(path, 1)
+        model = _OnnxModel(path, runtime.threads)
     except Exception as error:  # onnxruntime's own classes, which have no common base but this
         if isinstance(error, ValueError):
             raise
@@ -167,8 +170,7 @@ def open_network(path: Path) -> Net:
     value = "wdl" if "wdl" in [output.name for output in model.session.get_outputs()] else "scalar"
     options = {"encoding": facts["encoding"], "ssl": [], "value": {"kind": value}}
     config = ChessConfig.model_validate({"task": "chess", "model": options})
-    runtime = runtime_for_use(config, "cpu", "fp32")
-    return Net(_OnnxModel(path, runtime.threads), ChessTask(config), replace(runtime, channels_last=False))
+    return Net(model, ChessTask(config), replace(runtime, channels_last=False))
 
 
 def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:

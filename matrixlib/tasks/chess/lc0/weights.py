@@ -105,7 +105,9 @@ def parse(data: bytes) -> Lc0Weights:
             _same(f"filters of tower.{number}.{layer}", width, filters)
         if network in (SE, SE_HEADS):
             se = wire.message(parts, 3)
-            units = reader.dense(f"tower.{number}.reduce", se, (1, 2), filters)
+            width = reader.dense(f"tower.{number}.reduce", se, (1, 2), filters)
+            units = units or width
+            _same(f"outputs of tower.{number}.reduce", width, units)
             _same(
                 f"outputs of tower.{number}.expand",
                 reader.dense(f"tower.{number}.expand", se, (3, 4), units),
