@@ -74,6 +74,17 @@ def test_what_is_no_position_to_analyse_is_named() -> None:
             analysis.analyse(net, fen)
 
 
+def test_the_search_knows_the_game_so_far() -> None:
+    """A queen up, one move leads to the third occurrence of a position."""
+    start, moves = "7k/8/8/8/8/8/8/KQ6 w - - 0 1", "b1b2 h8h7 b2b3 h7h8 b3b2 h8h7 b2b4 h7h8"
+    net = material_net()
+    told = analysis.analyse(net, f"fen {start} moves {moves}", 200)
+    alone = analysis.analyse(net, told.board.fen(), 200)
+    assert told.visits.get("b4b2", 0) < alone.visits["b4b2"]
+    claim = "startpos moves " + " ".join(["g1f3", "g8f6", "f3g1", "f6g8"] * 2)
+    assert analysis.analyse(net, claim, 8).visits
+
+
 def test_the_course_of_a_game_is_seen_from_white(tmp_path: Path) -> None:
     path = tmp_path / "game.pgn"
     path.write_text('[Event "x"]\n\n1. e4 d5 2. exd5 Qxd5 3. Nc3 Qe6+ 4. Be2 Nf6 {a comment} (4... h6) 5. d4 *\n')

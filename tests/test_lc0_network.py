@@ -321,6 +321,9 @@ def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path) -> None:
     path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
     shelf = browse.open_shelf(str(path), device="cpu", positions=2)
     assert shelf.run == str(path)
+    assert browse.open_shelf(str(path), checkpoint="newest", device="cpu", positions=2).checkpoint == "best"
+    with pytest.raises(ValueError, match="no curves to show against 'a'"):
+        browse.open_shelf(str(path), against="a", device="cpu")
     assert all(holds for _, holds, _ in shelf.checks())
     assert browse.runs_like(shelf.run, shelf.names)[0] == str(path)
     net = matrixlib.load(path, device="cpu")

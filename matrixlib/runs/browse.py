@@ -109,6 +109,12 @@ def open_shelf(
         raise ValueError(f"positions must be at least 1, not {positions}")
     demo = get_task(load_config("demo").task)
     name = run if is_file(run) else runs.finished_run(run, overrides=demo.viewer_overrides).name
+    if is_file(name):
+        if against:
+            raise ValueError(f"'{name}' is the file of a network: it has no curves to show against '{against}'")
+        if checkpoint not in ("", "best", "newest"):
+            raise ValueError(f"'{name}' is one network, without a checkpoint '{checkpoint}'")
+        checkpoint = "best"
     names = tuple(known_runs())
     if against and against not in names:
         raise ValueError(f"no run '{against}'; runs: {', '.join(names)}")

@@ -148,6 +148,15 @@ def before(board: chess.Board, plies: int) -> Records:
     return np.concatenate([np.repeat(_before_double_step(walk), plies - len(past)), records]) if root else records
 
 
+def reversible(board: chess.Board) -> Records:
+    """The positions before a board, latest first, as far back as one of them can come again."""
+    walk, past = board.copy(), list[chess.Board]()
+    for _ in range(min(board.halfmove_clock, len(board.move_stack))):
+        walk.pop()
+        past.append(walk.copy(stack=False))
+    return from_boards(past)
+
+
 def past_of(boards: Sequence[chess.Board], plies: int) -> Past:
     """What came before boards (N,), at most so many plies: `before` of each."""
     states, known = np.zeros((len(boards), plies), RECORD), np.zeros(len(boards), np.int64)

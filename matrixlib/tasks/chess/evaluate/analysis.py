@@ -18,7 +18,7 @@ from matrixlib.play.search import Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
-from matrixlib.tasks.chess.records import before, from_boards, move_from_index
+from matrixlib.tasks.chess.records import before, from_boards, move_from_index, reversible
 from matrixlib.tasks.chess.uci.protocol import read_position, score_text
 
 if TYPE_CHECKING:
@@ -74,13 +74,18 @@ def _moves(shares: Mapping[str, float]) -> str:
 
 
 def analyse(net: Net, position: str, simulations: int = 400) -> Analysis:
-    """Analyse a position, as `Net.evaluate` takes it. ValueError where it is none, or the game is over there."""
+    """Analyse a position, as `Net.evaluate` takes it. ValueError where it is none, or the game is over there.
+
+    Where a third occurrence could be claimed the game may go on: it is searched as if it were the second.
+    """
     board = read_position(position)
     game = ChessGame()
-    state = from_boards([board])
+    claim = board.is_repetition(3) and not board.is_fivefold_repetition()
+    state = from_boards([board], repetition=1) if claim else from_boards([board])
     refuse_over(game, state)
     search = Search(game, Evaluator(net))
-    search.reset(0, state, past=before(board, net.task.history))
+    history = None if claim else game.key(reversible(board))
+    search.reset(0, state, history, past=before(board, net.task.history))
     (result,) = search.run(simulations)
     (evaluation,) = net.evaluate_boards([board])
     walk, line = board.copy(), []

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import chess
 import chess.syzygy
 import numpy as np
-from numpy.typing import NDArray
 
 from matrixlib.engine.folder import newest_complete
 from matrixlib.files import reports_root
@@ -33,7 +32,7 @@ from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
 from matrixlib.tasks.chess.game import ChessGame, open_tables
-from matrixlib.tasks.chess.records import Records, before, from_boards, move_from_index, policy_index
+from matrixlib.tasks.chess.records import Records, before, from_boards, move_from_index, policy_index, reversible
 from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.spec import find_run
@@ -115,15 +114,6 @@ def _newest() -> Path:
 def _ends(line: str | None) -> bool:
     """Whether a search is over when this comes."""
     return line is None or line.split() in (["stop"], ["quit"])
-
-
-def _history(search: Search, board: chess.Board) -> NDArray[np.uint64]:
-    """Keys of the positions before, as far back as one of them can come again."""
-    walk, past = board.copy(), []
-    for _ in range(min(board.halfmove_clock, len(board.move_stack))):
-        walk.pop()
-        past.append(walk.copy(stack=False))
-    return search.game.key(from_boards(past))
 
 
 def _over(search: Search) -> bool:
@@ -300,7 +290,7 @@ class Engine:
                 search.advance([0], [policy_index(moves[i], turn)])
         else:
             state = from_boards([board])
-            search.reset(0, state, _history(search, board), only=indices, past=self._before())
+            search.reset(0, state, search.game.key(reversible(board)), only=indices, past=self._before())
         self._tree = None if only else (start, list(moves))
         if not _over(search):
             return True
