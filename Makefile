@@ -63,7 +63,9 @@ install: $(STAMP)
 train: $(STAMP)
 	@$(BIN)/python -m matrixlib.runs.launch --preset quick
 
-train-quick train-resume: train
+train-quick: train
+
+train-resume: train
 
 train-full: $(STAMP)
 	@$(BIN)/python -m matrixlib.runs.launch --preset small $(if $(STEPS),--steps $(STEPS)) \
