@@ -63,7 +63,7 @@ def text_bar(**options: Any) -> Any:
         def __init__(self, **options: Any) -> None:
             now = time.monotonic()
             self.pace = LinePace(now, now + options.get("delay", 0.0))
-            super().__init__(**options, bar_format=LINE, leave=False)
+            super().__init__(**{**options, "bar_format": LINE, "leave": False})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             if msg is None and self.pace.due(time.monotonic()):

@@ -215,7 +215,7 @@ def test_help_notebook_shows_typed_parameters_with_a_line_of_help(path: Path) ->
 def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path: Path) -> None:
     save_run(reports / "demo-tiny", random_net())
     (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
-    (reports / "demo-tiny" / "run.json").write_text("{}")
+    (reports / "demo-tiny" / "run.json").write_text('{"requested": {"task": "chess"}}')
     (tmp_path / "puzzles.csv").write_text("FEN,Moves,Rating\n6k1/4rppp/8/8/8/8/5PPP/3R2K1 b - - 0 1,e7a7 d1d8,900\n")
     (tmp_path / "mates.epd").write_text("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - bm Rd8+;\n")
     (tmp_path / "game.pgn").write_text("1. f3 e5 2. g4 Qh4# 0-1\n")

@@ -83,7 +83,7 @@ def test_a_bar_into_a_file_is_lines_with_a_time_and_no_carriage_return(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with progress.text_bar(total=100, desc="games", unit="game") as bar:
+    with progress.text_bar(total=100, desc="games", unit="game", leave=False) as bar:
         for _ in range(99):
             clock[0] += 0.2
             bar.update()

@@ -97,6 +97,8 @@ def test_index_browse_and_the_command_say_it(reports: Path, capsys: pytest.Captu
     now = datetime.now(UTC)
     beat(reports / "quiet", 720, now=now)
     beat(reports / "busy", 3, now=now)
+    for name in ("quiet", "busy"):
+        write_json(reports / name / "run.json", {"requested": {"task": "chess"}})
     (reports / "broken").mkdir()
     (reports / "broken" / "heartbeat.json").write_text("{")
     assert watch.main([]) == 1

@@ -27,7 +27,7 @@ from matrixlib.engine.storage import DamagedCheckpoint
 from matrixlib.runs import run as runs
 from matrixlib.runs.faults import FILLER, faults_of, small_disk
 
-CLOCKS = {"time", "seconds", "times", "throughput", "share_of_peak", "memory", "messages"}
+CLOCKS = {"time", "seconds", "times", "loader", "slow", "throughput", "share_of_peak", "memory", "messages"}
 PRELOAD = [
     "matrixlib.runs.injection_job",
     "matrixlib.engine.trainer",
