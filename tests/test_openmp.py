@@ -19,7 +19,7 @@ from matrixlib.hardware import machine, openmp
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.machine import usable_processors
 
-GNU = torch.get_num_threads() > 0 and openmp.library() is not None  # torch has to be loaded
+GNU = torch.get_num_threads() > 0 and openmp.libgomp() is not None  # torch has to be loaded
 needs_two = pytest.mark.skipif(
     len(usable_processors()) < 2, reason="with one processor the library always waits briefly"
 )
@@ -114,7 +114,7 @@ def test_of_several_libraries_torchs_own_is_taken(tmp_path: Path) -> None:
     for paths, library in (([other, own], own), ([other], other), ([other, Path("/b/libgomp.so.1")], None), ([], None)):
         lines = [f"7f00-7f01 r-xp 00000000 00:2c 1 {path}\n" for path in paths]
         (tmp_path / "maps").write_text("7f00-7f01 rw-p 00000000 00:00 0\n" + "".join(2 * lines))
-        assert openmp.library(tmp_path / "maps") == library
+        assert openmp.libgomp(tmp_path / "maps") == library
 
 
 def test_a_team_that_cannot_be_made_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_with_a_sleeping_team_the_library_waits_briefly() -> None:
         "        time.sleep(0.01)\n"
         "    return time.process_time() - began\n"
         "active = spent()\n"
-        "with openmp.sleeping_team(openmp.library()):\n"
+        "with openmp.sleeping_team(openmp.libgomp()):\n"
         "    asleep = spent()\n"
         "print(active, asleep, spent())\n"
     )

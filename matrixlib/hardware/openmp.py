@@ -34,7 +34,7 @@ def considerate(threads: int) -> Iterator[None]:
     computation, and so all bits, stay as they are. Nothing happens with one thread, with another library, or where
     anybody has decided (`BY_PEOPLE`).
     """
-    path = library()
+    path = libgomp()
     if threads < 2 or path is None or os.environ.keys() & set(BY_PEOPLE):
         yield
         return
@@ -48,7 +48,7 @@ def considerate(threads: int) -> Iterator[None]:
         watcher.join()
 
 
-def library(maps: Path = Path("/proc/self/maps")) -> Path | None:
+def libgomp(maps: Path = Path("/proc/self/maps")) -> Path | None:
     """GNU's OpenMP library, where this process has loaded it: torch's own of several, None if none of them is. maps:
     what the process has loaded, as Linux lists it."""
     lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []
