@@ -333,6 +333,17 @@ def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path) -> None:
     assert len(matches[("network 0", "made 0")].games) == 2
 
 
+def test_opponents_of_one_name_stay_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "made.pb.gz" for folder in "ab"] + [tmp_path / "own.pb.gz"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        lc0_files.save(path, lc0_files.network())
+    given = [str(path) for path in paths]
+    assert list(strength.load_opponents(given, "cpu")) == [*given[:2], "own.pb.gz"]
+    with pytest.raises(ValueError, match=r"opponents: '.*own.pb.gz' stands there twice"):
+        strength.load_opponents([given[2], given[2]])
+
+
 def test_a_file_is_one_network(tmp_path: Path) -> None:
     path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
     with pytest.raises(ValueError, match="without a checkpoint 'step_00000001'"):

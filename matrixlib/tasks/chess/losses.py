@@ -97,14 +97,13 @@ def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tens
     if s is 1; result alone (wdl all 0), one_hot(result), or nothing if s is 0; neither, nothing. So an
     unknown part has no weight and the other takes all of it. Rows with nothing have a target of zeros.
     """
-    has_wdl, has_result = wdl.sum(1) > 0, result != UNKNOWN
-    share_wdl = (1 - result_share) * has_wdl.float()
-    share_result = result_share * has_result.float()
+    share_wdl = (1 - result_share) * (wdl.sum(1) > 0).float()
+    share_result = result_share * (result != UNKNOWN).float()
     classes = torch.arange(3, device=wdl.device)  # win 1 -> 0, draw 0 -> 1, loss -1 -> 2
     one_hot = (1 - result.long())[:, None].eq(classes).float()
     total = share_wdl + share_result
     target = share_wdl[:, None] * wdl.float() + share_result[:, None] * one_hot
-    return target / torch.where(total > 0, total, 1.0)[:, None], total > 0
+    return target / torch.where(total > 0, total, 1.0)[:, None], value_known(wdl, result, result_share)
 
 
 def expected_score(distribution: Tensor) -> Tensor:

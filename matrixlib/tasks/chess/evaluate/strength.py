@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from matrixlib.play.elo import rating, rating_table
@@ -20,7 +21,23 @@ if TYPE_CHECKING:
 
 Names: TypeAlias = tuple[str, str]
 OPENING_PLIES = 6
+PLAYERS = ("network", "Stockfish")  # names that a number follows
 HASH_MB = 16  # of an engine, which is its own default
+
+
+def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]:
+    """Chess networks (runs, checkpoints, files) by the last part of a path, or the whole where it is not alone.
+
+    ValueError for a path that stands twice, and where there is no network of chess.
+    """
+    from matrixlib.tasks.chess.spec import load
+
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise ValueError(f"opponents: '{twice[0]}' stands there twice")
+    last = [Path(path).name for path in paths]
+    names = [name if last.count(name) == 1 else path for name, path in zip(last, paths, strict=True)]
+    names = [f"opponent {name}" if name in PLAYERS else name for name in names]
+    return {name: load(path, device=device) for name, path in zip(names, paths, strict=True)}
 
 
 def gauntlet(
