@@ -66,11 +66,11 @@ class LinearRows(TorchFunctionMode):
 @dataclass(frozen=True)
 class Comparison:
     """An update on a device beside the same on the CPU in fp32. problem: what is wrong with it, "" = nothing.
-    linear_rows: of the largest linear layer's input for one row of the batch.
+    linear_rows: of the largest linear layer's input for one row of the batch, of an update that is right.
     """
 
     problem: str
-    linear_rows: int
+    linear_rows: int = 0
 
 
 def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> Comparison:
@@ -89,14 +89,12 @@ def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> Compa
         with LinearRows() as linear:
             expected = _update(task, copy.deepcopy(network), plain, config, [part])
         try:
-            half = slice_batch(
-                part, 0, -(-rows(part) // 2)
-            )  # some faults of mps come after a pass of another size alone
+            half = slice_batch(part, 0, -(-rows(part) // 2))  # some faults of mps follow a pass of another size alone
             measured = _update(task, network, replace(runtime, compile=""), config, [half, part])
         except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
             if out_of_memory(error):
                 raise
-            return Comparison((str(error) or repr(error)).splitlines()[0], linear.rows // rows(part))
+            return Comparison((str(error) or repr(error)).splitlines()[0])
     finally:
         rng.restore(streams, runtime.torch_device)
     exact = runtime.dtype == "fp32" and not runtime.tf32

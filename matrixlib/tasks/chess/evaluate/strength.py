@@ -54,8 +54,7 @@ def gauntlet(
 
     The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo
     with `engine_nodes` nodes a move; then itself with the next smaller number, and each of `opponents`, which has as
-    many simulations. Raises EngineError without Stockfish,
-    and for an Elo that it does not offer.
+    many simulations. Raises EngineError without Stockfish, and for an Elo that it does not offer.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
