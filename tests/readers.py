@@ -11,7 +11,7 @@ import chess
 import numpy as np
 
 from matrixlib.data import shards
-from matrixlib.tasks.chess.importers.parsing import Reader, Refused
+from matrixlib.data.entries import Reader, Refused
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from matrixlib.data.account import quiet_catalogue
 from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.shards import Batch, Shard, concat, write_shard
 from matrixlib.tasks.chess.importers import duplicates
 from matrixlib.tasks.chess.importers import import_files as imports
-from matrixlib.tasks.chess.importers.account import quiet_catalogue
 from matrixlib.tasks.chess.importers.audit import audit_folder, faults
 from matrixlib.tasks.chess.importers.duplicates import counts_of, deduplicate, single_counts
 from matrixlib.tasks.chess.importers.import_files import import_files

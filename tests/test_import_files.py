@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from matrixlib.data import imports as common
+from matrixlib.data.account import ImportReport, ImportStopped, accounts, quarantined
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import LFS_POINTER, Shard
 from matrixlib.files import FolderError
 from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers import pgn
-from matrixlib.tasks.chess.importers.account import ImportReport, ImportStopped, accounts, quarantined
 from matrixlib.tasks.chess.importers.audit import audit_folder
 from matrixlib.tasks.chess.importers.import_files import data_folder, import_files, import_listed
-from matrixlib.tasks.chess.importers.parsing import ParseResult, Part
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
 from matrixlib.tasks.chess.keys import is_validation
 from matrixlib.tasks.chess.records import LAYOUT
@@ -35,7 +36,7 @@ from matrixlib.tasks.chess.records import LAYOUT
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
     """In a process of its own: an import in many steps; `done` holds the report."""
-    pgn.GAMES, imports.STEP, imports.SHARD, imports.ALONE = 20, 1200, 500, 0
+    pgn.GAMES, imports.STEP, imports.SHARD, common.ALONE = 20, 1200, 500, 0
     text = import_files(path, folder, workers=workers, progress=False).text()
     (folder / "done").write_text(text)
 
@@ -56,7 +57,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matrixlib.tasks.chess.importers.pgn.GAMES", 20)
     monkeypatch.setattr(imports, "STEP", 1200)
     monkeypatch.setattr(imports, "SHARD", 500)
-    monkeypatch.setattr(imports, "ALONE", 0)
+    monkeypatch.setattr(common, "ALONE", 0)
 
 
 @pytest.fixture

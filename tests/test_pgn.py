@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from positions import HARD
 
+from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import check
 from matrixlib.tasks.chess.importers import pgn
-from matrixlib.tasks.chess.importers.parsing import ParseResult, Part
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index

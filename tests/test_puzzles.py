@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers import Whole, read_file, same
 
+from matrixlib.data.entries import Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import puzzles
-from matrixlib.tasks.chess.importers.parsing import Part
 from matrixlib.tasks.chess.importers.puzzles import COLUMNS, Puzzles
 from matrixlib.tasks.chess.records import LAYOUT
 

@@ -12,14 +12,15 @@ import pytest
 from test_packing import make_work
 
 from matrixlib.data.shards import Shard
+from matrixlib.data.shipped import MANIFEST, damage, read_manifest
 from matrixlib.files import cache_root
 from matrixlib.tasks.chess import sample_set as shipped
 from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
-from matrixlib.tasks.chess.sample_set import damage, read_manifest, ship, unpack_sample
+from matrixlib.tasks.chess.sample_set import ship, unpack_sample
 from matrixlib.tasks.chess.stockfish import packing
 
-SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / shipped.MANIFEST).exists(), reason="no sample set is shipped")
+SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / MANIFEST).exists(), reason="no sample set is shipped")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_damaged_package_is_refused(package, tmp_path):
     (broken / shipped.DATA).unlink()
     with pytest.raises(ValueError, match="missing or damaged"):
         unpack_sample(tmp_path / "cache", broken)
-    (broken / shipped.MANIFEST).write_text("{")
+    (broken / MANIFEST).write_text("{")
     with pytest.raises(ValueError, match="manifest cannot be read"):
         unpack_sample(tmp_path / "cache", broken)
 
@@ -110,7 +111,7 @@ def test_a_manifest_of_other_shards_is_refused(package, tmp_path):
     (wrong / shipped.DATA).write_bytes((package / shipped.DATA).read_bytes())
     manifest = read_manifest(package)
     next(iter(manifest["shards"].values()))["sha256"] = "0" * 64
-    (wrong / shipped.MANIFEST).write_text(json.dumps(manifest))
+    (wrong / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="unpacks to other data than its manifest says"):
         unpack_sample(tmp_path / "cache", wrong)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["sample.lock"]
@@ -132,7 +133,8 @@ def test_the_cache_can_be_chosen(monkeypatch, tmp_path):
 UNPACK = """
 import sys
 from pathlib import Path
-from matrixlib.tasks.chess.sample_set import damage, read_manifest, unpack_sample
+from matrixlib.data.shipped import damage, read_manifest
+from matrixlib.tasks.chess.sample_set import unpack_sample
 print("ready", flush=True)
 sys.stdin.readline()
 cache, package = map(Path, sys.argv[1:])
@@ -157,7 +159,7 @@ def test_two_processes_unpack_at_once(package, tmp_path):
 
 @SHIPPED
 def test_the_shipped_set_is_as_large_as_promised():
-    manifest = read_manifest()
+    manifest = read_manifest(shipped.SAMPLE)
     assert sum(path.stat().st_size for path in shipped.SAMPLE.iterdir()) <= 20_000_000
     assert manifest["positions"] >= 100_000
     assert manifest["games"] >= 2_000
@@ -167,7 +169,7 @@ def test_the_shipped_set_is_as_large_as_promised():
 @SHIPPED
 def test_the_shipped_set_is_sound(tmp_path):
     """Unpacked whole: counts, splits by game, no position twice, targets that sum to one."""
-    manifest = read_manifest()
+    manifest = read_manifest(shipped.SAMPLE)
     folder = unpack_sample(tmp_path)
     shards = [Shard(folder / name, LAYOUT) for name in manifest["shards"]]
     keys: set[bytes] = set()
@@ -189,7 +191,7 @@ def test_the_shipped_set_is_sound(tmp_path):
 @SHIPPED
 @pytest.mark.soak
 def test_the_shipped_moves_are_those_of_python_chess(tmp_path):
-    manifest = read_manifest()
+    manifest = read_manifest(shipped.SAMPLE)
     folder = unpack_sample(tmp_path)
     for name in manifest["shards"]:
         shard = Shard(folder / name, LAYOUT)

@@ -28,10 +28,10 @@ import test_lc0
 import test_matrix0_data
 from positions import random_positions
 
+from matrixlib.data.entries import Reader
 from matrixlib.tasks.chess.importers.evaluations import Evaluations
 from matrixlib.tasks.chess.importers.lc0 import Lc0
 from matrixlib.tasks.chess.importers.matrix0_data import Matrix0Data
-from matrixlib.tasks.chess.importers.parsing import Reader
 from matrixlib.tasks.chess.importers.puzzles import Puzzles
 
 Case = tuple[Reader, Path, Callable[[], None]]

@@ -7,29 +7,21 @@ follow from the board. `sample/manifest.json` holds the SHA-256 of that file and
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import lzma
-import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
-from matrixlib.data.shards import file_hash
-from matrixlib.files import cache_root, write_bytes
+from matrixlib.data.shipped import unpack, write_shipped
 from matrixlib.tasks.chess.records import RECORD
 from matrixlib.tasks.chess.stockfish import packing
 from matrixlib.tasks.chess.stockfish.labels import Positions, assemble
 
 SAMPLE = Path(__file__).parent / "sample"
-DATA, MANIFEST = "sample.npz.xz", "manifest.json"
-FORMAT = 1
-REINSTALL = "install the package again, or take the file from a fresh clone"
+DATA = "sample.npz.xz"
 _SWAP = np.array([*range(6, 12), *range(6), 12], dtype=np.uint8)  # piece class of the other colour
 
 
@@ -86,80 +78,19 @@ def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
     positions, _ = packing.collect(Path(work))
     meta = packing.provenance(Path(work))
     data = encode(positions)
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         infos = packing.write_splits(Path(scratch), assemble(decode(data)), meta)
-    manifest = {
-        "format": FORMAT,
-        "file": DATA,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
+    facts = {
         "positions": len(positions.records),
         "games": len(np.unique(positions.records["game"])),
-        "meta": meta,
-        "shards": {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos},
     }
-    write_bytes(folder / DATA, data)
-    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-    return manifest
-
-
-def read_manifest(folder: Path = SAMPLE) -> dict[str, Any]:
-    """What ships: positions, games, meta, shards with SHA-256, bytes and count. ValueError if absent."""
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"the sample set's manifest cannot be read ({error}): {REINSTALL}") from error
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}: {REINSTALL}")
-    return manifest
-
-
-def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the shards that are missing or differ from the manifest; [] for a whole set."""
-    bad = []
-    for name, shard in manifest["shards"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != shard["bytes"] or file_hash(path) != shard["sha256"]:
-            bad.append(name)
-    return bad
+    return write_shipped(folder, DATA, data, facts, meta, infos)
 
 
 def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
-    """The folder with the unpacked shards of the sample set, unpacked on first use, verified every time.
-
-    It lies in `cache` (default: cache_root()). A missing, half-unpacked or damaged set is made again; two
-    processes may call at once. Raises ValueError when the shipped file is damaged or the cache is read-only.
-    """
-    manifest = read_manifest(folder)
-    root = cache if cache is not None else cache_root()
-    target = root / f"sample-{manifest['sha256'][:12]}"
-    if not damage(target, manifest):
-        return target
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / "sample.lock"):
-            if damage(target, manifest):  # else another process was faster
-                _unpack(folder, manifest, root, target)
-    except OSError as error:
-        raise ValueError(f"{root} cannot be written ({error}): set MATRIXLIB_CACHE to another folder") from error
-    return target
+    """The folder with the unpacked shards of the sample set; see `shipped.unpack`."""
+    return unpack(folder, "sample", _write, cache)
 
 
-def _unpack(folder: Path, manifest: dict[str, Any], root: Path, target: Path) -> None:
-    """Makes `target` anew: written beside it, checked, renamed. The lock is held."""
-    path = folder / manifest["file"]
-    data = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
-        raise ValueError(f"{path} is missing or damaged: {REINSTALL}")
-    for left in root.glob("sample-*.tmp"):  # of killed processes: the lock is ours
-        shutil.rmtree(left)
-    temporary = target.with_name(f"{target.name}.tmp")
-    packing.write_splits(temporary, assemble(decode(data)), manifest["meta"])
-    if bad := damage(temporary, manifest):
-        shutil.rmtree(temporary)
-        raise ValueError(f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}")
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(temporary, target)
+def _write(folder: Path, data: bytes, meta: dict[str, Any]) -> None:
+    packing.write_splits(folder, assemble(decode(data)), meta)

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.data import stats
+from matrixlib.data.account import Account, accounts, quiet_catalogue, replaced_shards
 from matrixlib.data.catalogue import NAME, Catalogue, ShardRow
 from matrixlib.data.shards import BLOCK, SPLITS, Batch, Shard, ShardError, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.account import Account, accounts, quiet_catalogue, replaced_shards
 from matrixlib.tasks.chess.importers.notation import classes_of, standing_rights
 from matrixlib.tasks.chess.keys import hashes_of, keys_of
 from matrixlib.tasks.chess.records import LAYOUT, PIECE_VALUES, UNKNOWN, WDL_SUM, legal_indices, playable
@@ -289,7 +289,7 @@ def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit
     known = (folder / NAME).is_file()
     catalogue = quiet_catalogue(folder)
     every = catalogue.shards(state=None)
-    merged = replaced_shards(folder, every)
+    merged = replaced_shards(folder, every, LAYOUT)
     rows = [row for row in every if row.name not in merged]
     healthy = [row for row in rows if row.state == "healthy"]
     steps = accounts(folder)

@@ -27,12 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
+from matrixlib.data.account import FOLDER, MERGED, accounts, locked, quiet_catalogue
 from matrixlib.data.catalogue import ShardRow
+from matrixlib.data.imports import LOST_GAMES
 from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, select, write_shard
 from matrixlib.files import sync_folder, write_bytes
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.importers.account import FOLDER, MERGED, accounts, locked, quiet_catalogue
-from matrixlib.tasks.chess.importers.import_files import LOST_GAMES
 from matrixlib.tasks.chess.keys import hashes_of
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, WDL_SUM, mirror
 from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares

@@ -16,15 +16,9 @@ from pathlib import Path
 import chess
 import numpy as np
 
+from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.tasks.chess.importers.notation import legal_of
-from matrixlib.tasks.chess.importers.parsing import (
-    Entries,
-    ParseResult,
-    Part,
-    lines_in_parts,
-    lines_of,
-    opened,
-)
+from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
 from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score

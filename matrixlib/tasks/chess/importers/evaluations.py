@@ -17,16 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.notation import CHESS960, castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import (
-    Entries,
-    ParseResult,
-    Part,
-    lines_in_parts,
-    lines_of,
-    opened,
-)
+from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import Records
 from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score

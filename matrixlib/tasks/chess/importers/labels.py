@@ -13,15 +13,9 @@ from pathlib import Path
 import chess
 import numpy as np
 
+from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.tasks.chess.importers.epd import Unusable, parse
-from matrixlib.tasks.chess.importers.parsing import (
-    Entries,
-    ParseResult,
-    Part,
-    empty,
-    lines_in_parts,
-    lines_of,
-)
+from matrixlib.tasks.chess.importers.parsing import empty, lines_in_parts, lines_of
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish

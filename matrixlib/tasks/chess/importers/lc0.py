@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.data.entries import ParseResult, Part, Refused
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.leela import (
     ARMAGEDDON,
@@ -29,7 +30,7 @@ from matrixlib.tasks.chess.importers.leela import (
     values_of,
 )
 from matrixlib.tasks.chess.importers.notation import legal_of
-from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, empty
+from matrixlib.tasks.chess.importers.parsing import empty
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.lc0.moves import move_name
 from matrixlib.tasks.chess.records import Records, to_board

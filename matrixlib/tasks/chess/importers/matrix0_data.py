@@ -23,10 +23,11 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from matrixlib.data.entries import ParseResult, Part, Refused
 from matrixlib.data.shards import LFS_POINTER
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import classes_of, legal_of, standing_rights
-from matrixlib.tasks.chess.importers.parsing import ParseResult, Part, Refused, blank
+from matrixlib.tasks.chess.importers.parsing import blank
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import UNKNOWN, Records, absolute_index, playable, to_board
 from matrixlib.tasks.chess.scores import wdl_of_shares

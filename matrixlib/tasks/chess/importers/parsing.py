@@ -1,8 +1,4 @@
-"""What a reader of foreign data gives: positions with their targets, and what became of every entry.
-
-An *entry* is what the input consists of: a game of a PGN file, a row of a table, a position of a training chunk.
-A *part* is a run of entries of one file that one process reads in one go; the same file always gives the same parts.
-"""
+"""What the readers of chess data share: files that may be compressed, lines in parts, records to begin with."""
 
 from __future__ import annotations
 
@@ -10,105 +6,17 @@ import bz2
 import gzip
 import io
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from matrixlib.data.entries import Part
 from matrixlib.data.shards import Batch, concat
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, RECORD
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive entries of a file: number of the part and of its first entry, both from 0, and their bytes."""
-
-    number: int
-    first: int
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Refused:
-    """An entry that goes to quarantine: its number in the file, the kind of fault (the same words for all of its
-    kind), the details, how many positions it would have given, and the entry itself as text, to look at or to mend."""
-
-    entry: int
-    reason: str
-    detail: str
-    positions: int
-    text: str
-
-
-@dataclass(frozen=True)
-class ParseResult:
-    """What one part gave. entries = stored + len(refused) + sum(skipped.values()), else ValueError.
-
-    stored: entries that gave positions. skipped: reason -> entries that were left out on purpose (variants, games
-    without a move). warned: remark -> entries that were stored all the same.
-    rows: positions of each stored entry (stored,), in order, where an entry is a whole game: lets an import leave
-    out a game that is there already. None where entries may share a game.
-    """
-
-    batch: Batch
-    entries: int
-    stored: int
-    refused: Sequence[Refused] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    warned: Mapping[str, int] = field(default_factory=dict)
-    rows: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        counted = self.stored + len(self.refused) + sum(self.skipped.values())
-        if self.entries != counted:
-            raise ValueError(f"{self.entries} entries were read and {counted} are accounted for")
-        positions = len(self.batch["records"])
-        if self.rows is not None and (len(self.rows) != self.stored or self.rows.sum() != positions):
-            raise ValueError(f"the rows of {len(self.rows)} entries do not add up to {positions} positions")
-
-
-@dataclass
-class Entries:
-    """What becomes of the entries of a part while it is read."""
-
-    part: Part
-    refused: list[Refused] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-    warned: Counter[str] = field(default_factory=Counter)
-
-    def refuse(self, number: int, reason: str, detail: str, text: str, positions: int = 1) -> None:
-        """Entry `number` of the part, from 0, goes to quarantine."""
-        self.refused.append(Refused(self.part.first + number, reason, detail, positions, text))
-
-    def result(
-        self, batch: Batch, entries: int, stored: int | None = None, rows: np.ndarray | None = None
-    ) -> ParseResult:
-        """stored: by default, as many as the batch has positions."""
-        stored = len(batch["records"]) if stored is None else stored
-        refused = sorted(self.refused, key=lambda entry: entry.entry)
-        return ParseResult(batch, entries, stored, refused, +self.skipped, +self.warned, rows)
-
-
-class Reader(Protocol):
-    """One format. A reader is a frozen dataclass whose fields are its options, so that it can be sent to workers."""
-
-    @property
-    def source(self) -> str:
-        """One of SOURCES; also the catalogue's source."""
-        ...
-
-    def parts(self, path: Path) -> Iterator[Part]:
-        """The file in parts, in order, one at a time in memory. ValueError names a file that is not of the format."""
-        ...
-
-    def read(self, part: Part) -> ParseResult:
-        """The positions of a part. A pure function of the options and the part."""
-        ...
 
 
 class _Frames(io.RawIOBase):

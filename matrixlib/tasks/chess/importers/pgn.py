@@ -17,19 +17,12 @@ from pathlib import Path
 import chess
 import numpy as np
 
+from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.importers.parsing import (
-    Entries,
-    ParseResult,
-    Part,
-    blank,
-    empty,
-    opened,
-    text_of,
-)
+from matrixlib.tasks.chess.importers.parsing import blank, empty, opened, text_of
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.scores import wdl_of_score

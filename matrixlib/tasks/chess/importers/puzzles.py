@@ -15,16 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import (
-    Entries,
-    ParseResult,
-    Part,
-    lines_in_parts,
-    lines_of,
-    opened,
-)
+from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
 

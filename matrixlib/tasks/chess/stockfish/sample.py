@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matrixlib import files
+from matrixlib.data.account import quiet_catalogue
 from matrixlib.data.shards import Shard, read_info
-from matrixlib.tasks.chess.importers.account import quiet_catalogue
 from matrixlib.tasks.chess.importers.audit import unlike_legal
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.stockfish import generator, packing

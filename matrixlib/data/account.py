@@ -1,7 +1,7 @@
 """What became of every entry of an import: accounts beside the shards, the quarantine, and the report of a call.
 
 An account is one step of an import, `imports/<name>/part_000003.json`. It is written after its shards, so a step that
-has a whole account is done. Where positions were merged (duplicates.py), the new shards say which ones they replace.
+has a whole account is done. Where rows were merged, the new shards say which ones they replace.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from matrixlib.data.catalogue import NAME, Catalogue, ShardRow, reason_file, replaced_by
-from matrixlib.data.shards import Shard, is_shard
+from matrixlib.data.entries import Refused
+from matrixlib.data.shards import Layout, Shard, is_shard
 from matrixlib.files import write_text, writing
-from matrixlib.tasks.chess.importers.parsing import Refused
-from matrixlib.tasks.chess.records import LAYOUT
 
 FOLDER = "imports"
 MERGED = "merged_"  # how the name of a folder of merged shards begins
@@ -75,13 +74,13 @@ class ImportReport:
     outliers: Sequence[str] = ()
     remarks: Sequence[str] = ()
 
-    def text(self) -> str:
-        """A few lines for people."""
+    def text(self, rows: str = "positions") -> str:
+        """A few lines for people. rows: what the task calls them."""
         train, validation = (self.positions.get(split, 0) for split in ("train", "validation"))
         lines = [
             f"{self.entries:,} entries: {self.stored:,} stored, {sum(self.refused.values()):,} in quarantine, "
             f"{sum(self.skipped.values()):,} left out",
-            f"{train:,} training and {validation:,} validation positions in {len(self.shards)} shards",
+            f"{train:,} training and {validation:,} validation {rows} in {len(self.shards)} shards",
         ]
         for title, counts in (
             ("in quarantine", self.refused),
@@ -97,7 +96,7 @@ class ImportReport:
             before = self.entries - self.fresh_entries
             rate = f"{self.fresh_entries / self.seconds:,.0f} entries/s, {self.fresh_positions / self.seconds:,.0f}"
             had = f", {before:,} had been imported before" if before else ""
-            lines.append(f"{self.fresh_entries:,} read in {self.seconds:.1f} s ({rate} positions/s){had}")
+            lines.append(f"{self.fresh_entries:,} read in {self.seconds:.1f} s ({rate} {rows}/s){had}")
         return "\n".join(lines)
 
 
@@ -162,12 +161,12 @@ def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
     return [(account.file, entry) for account in accounts(folder) for entry in account.refused]
 
 
-def replaced_shards(folder: Path, rows: Iterable[ShardRow]) -> set[str]:
-    """Names of the shards whose positions others of the folder hold since a merge, as those say themselves."""
+def replaced_shards(folder: Path, rows: Iterable[ShardRow], layout: Layout) -> set[str]:
+    """Names of the shards whose rows others of the folder hold since a merge, as those say themselves."""
     names: set[str] = set()
     for row in rows:
         if row.state == "healthy" and row.name.startswith(MERGED):
-            names.update(replaced_by(Shard(row.path, LAYOUT).meta, row.name))
+            names.update(replaced_by(Shard(row.path, layout).meta, row.name))
     for note in folder.rglob(reason_file(Path("*.npz")).name):  # of merges by older versions
         if note.read_text(encoding="utf-8", errors="replace").startswith(OLD_NOTE):
             names.add(note.relative_to(folder).as_posix().removesuffix(".quarantined"))

@@ -1,0 +1,112 @@
+"""Data that ship with the package: a compressed file and a manifest, unpacked to the cache as shards on first use.
+
+The manifest names the file with its SHA-256, and every shard in it with SHA-256, bytes and count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from matrixlib.data.shards import ShardInfo, file_hash
+from matrixlib.files import cache_root, write_bytes
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+REINSTALL = "install the package again, or take the file from a fresh clone"
+
+
+def write_shipped(
+    folder: Path, file: str, data: bytes, facts: dict[str, Any], meta: dict[str, Any], infos: Iterable[ShardInfo]
+) -> dict[str, Any]:
+    """Write the file and its manifest, which is returned. facts: about all of it; meta: of each shard."""
+    manifest = {
+        "format": FORMAT,
+        "file": file,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        **facts,
+        "meta": meta,
+        "shards": {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / file, data)
+    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What ships: facts, meta, shards with SHA-256, bytes and count. ValueError if absent."""
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"the sample set's manifest cannot be read ({error}): {REINSTALL}") from error
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}: {REINSTALL}")
+    return manifest
+
+
+def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of the shards that are missing or differ from the manifest; [] for a whole set."""
+    bad = []
+    for name, shard in manifest["shards"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != shard["bytes"] or file_hash(path) != shard["sha256"]:
+            bad.append(name)
+    return bad
+
+
+def unpack(
+    folder: Path, name: str, write: Callable[[Path, bytes, dict[str, Any]], object], cache: Path | None = None
+) -> Path:
+    """The folder with the unpacked shards of what ships in `folder`, unpacked on first use, verified every time.
+
+    It lies in `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes the shards of the bytes. A
+    missing, half-unpacked or damaged set is made again; two processes may call at once. Raises ValueError when the
+    shipped file is damaged or the cache is read-only.
+    """
+    manifest = read_manifest(folder)
+    root = cache if cache is not None else cache_root()
+    target = root / f"{name}-{manifest['sha256'][:12]}"
+    if not damage(target, manifest):
+        return target
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f"{name}.lock"):
+            if damage(target, manifest):  # else another process was faster
+                _make(folder, name, write, manifest, target)
+    except OSError as error:
+        raise ValueError(f"{root} cannot be written ({error}): set MATRIXLIB_CACHE to another folder") from error
+    return target
+
+
+def _make(
+    folder: Path,
+    name: str,
+    write: Callable[[Path, bytes, dict[str, Any]], object],
+    manifest: dict[str, Any],
+    target: Path,
+) -> None:
+    """Makes `target` anew: written beside it, checked, renamed. The lock is held."""
+    path = folder / manifest["file"]
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+        raise ValueError(f"{path} is missing or damaged: {REINSTALL}")
+    for left in target.parent.glob(f"{name}-*.tmp"):  # of killed processes: the lock is ours
+        shutil.rmtree(left)
+    temporary = target.with_name(f"{target.name}.tmp")
+    write(temporary, data, manifest["meta"])
+    if bad := damage(temporary, manifest):
+        shutil.rmtree(temporary)
+        raise ValueError(f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}")
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(temporary, target)

@@ -1,0 +1,1 @@
+"""Melee: imitating the players of recorded games."""

@@ -1,0 +1,250 @@
+"""Reader of Slippi's replays (`.slp`) with peppi-py: what happened in a game between two people, frame by frame."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matrixlib.tasks.melee import columns
+from matrixlib.tasks.melee.columns import CONTROLLER, FIRST, ITEM, PLAYER, UNKNOWN
+
+PANIC = "PanicException"  # what peppi's Rust raises for a file that it did not expect: no Exception, and of no module
+HITSTUN = 0x02  # of the fourth byte of state flags: `misc_as` then is the frames of hitstun that are left
+LARGEST = 60_000.0  # of a half
+SAME_GAME = 3600
+"""Frames that say which game it is: both players of a netplay game have a recording of it, and the ends differ."""
+
+
+class ReplayError(ValueError):
+    """A file that cannot be read: says why, without its name."""
+
+
+class NoGame(ValueError):
+    """A sound replay of something else than a game between two people: says what."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A game of two people, by frame number: n frames, none twice, in their order.
+
+    version: of Slippi. ports: from 0. number: (n,) Slippi's. players: (n, 2) PLAYER, controllers: (n, 2) CONTROLLER, in
+    the order of the ports. known: bits of what the version records. follower (K,), item (M,): with the place of their
+    frame among the n, follower_at (K,), item_at (M,), rising; whose, owner: 0 or 1, -1 for nobody.
+    """
+
+    version: tuple[int, int, int]
+    stage: int
+    ports: tuple[int, int]
+    known: int
+    number: np.ndarray
+    players: np.ndarray
+    controllers: np.ndarray
+    follower: np.ndarray
+    follower_at: np.ndarray
+    whose: np.ndarray
+    item: np.ndarray
+    item_at: np.ndarray
+    owner: np.ndarray
+
+    @property
+    def game(self) -> int:
+        """64 bits that two recordings of one game have in common: stage, characters and what was pressed at first."""
+        facts = hashlib.blake2b(np.array([self.stage], "<i8").tobytes(), digest_size=8)
+        facts.update(self.players["character"][0].tobytes())
+        facts.update(np.ascontiguousarray(self.controllers[:SAME_GAME]).tobytes())
+        return int.from_bytes(facts.digest(), "little")
+
+
+def read(path: Path | str) -> Replay:
+    """The game in a file. ReplayError where it is damaged or no replay, NoGame where it is no game of two people.
+
+    Raises ImportError with what to install where peppi-py is missing.
+    """
+    start, frames = _parse(path)
+    players = start["players"]
+    if len(players) != 2:
+        raise NoGame(f"{len(players)} players")
+    if any(player["type"] != "Human" for player in players):
+        raise NoGame("a computer plays")
+    if frames is None or not len(frames):
+        raise NoGame("no frames")
+    number = _numbers(frames.field("id"))
+    keep = last_rows(number)
+    keep = keep[number[keep] >= FIRST]
+    if len(keep) < 2:
+        raise NoGame("ends before anybody could act")
+    names = [player["port"] for player in players]
+    ports = [frames.field("ports").field(name) for name in names]
+    leaders = [port.field("leader") for port in ports]
+    if not all(np.asarray(leader.is_valid())[keep].all() for leader in leaders):
+        raise NoGame("a player is away for some of the frames")
+    followers = [_follower(port, keep) for port in ports]
+    item, item_at, owner, items_known = _items(frames, keep, [int(name[1:]) - 1 for name in names])
+    stage, version = start["stage"], start["slippi"]["version"]
+    follower_at = np.concatenate([at for _, at in followers])
+    order = np.argsort(follower_at, kind="stable")
+    whose = np.repeat([0, 1], [len(at) for _, at in followers])
+    return Replay(
+        version=(version[0], version[1], version[2]),
+        stage=stage,
+        ports=(int(names[0][1:]) - 1, int(names[1][1:]) - 1),
+        known=_known(leaders[0].field("post")) | (columns.ITEMS if items_known else 0),
+        number=number[keep],
+        players=np.stack([_player(leader.field("post"), keep) for leader in leaders], 1),
+        controllers=np.stack([_controller(leader.field("pre"), keep) for leader in leaders], 1),
+        follower=np.concatenate([state for state, _ in followers])[order],
+        follower_at=follower_at[order],
+        whose=whose[order],
+        item=item,
+        item_at=item_at,
+        owner=owner,
+    )
+
+
+def last_rows(number: np.ndarray) -> np.ndarray:
+    """Rows (n,) to keep of frame numbers (rows,), by number: where a frame was played again after a rollback, only its
+    last row is what happened."""
+    _, last = np.unique(number[::-1], return_index=True)
+    rows: np.ndarray = len(number) - 1 - last
+    return rows
+
+
+def _parse(path: Path | str) -> tuple[dict[str, Any], Any]:
+    """(facts of the game's start, Arrow struct of its frames or None)."""
+    try:
+        from peppi_py._peppi import read_slippi  # its public form leaves the items out
+    except ImportError as error:
+        raise ImportError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'") from error
+    try:
+        game = read_slippi(os.fspath(path), False)
+    except Exception as error:
+        raise ReplayError(_short(error)) from error
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            raise
+        raise ReplayError(_short(error)) from error
+    return game.start, game.frames
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).splitlines()
+    return (text[0] if text else type(error).__name__)[:200]
+
+
+def _numbers(values: Any) -> np.ndarray:
+    array: np.ndarray = values.to_numpy(zero_copy_only=False)
+    return array
+
+
+def _names(struct: Any) -> set[str]:
+    return {struct.type.field(number).name for number in range(struct.type.num_fields)}
+
+
+def _known(post: Any) -> int:
+    """What this version records of a player."""
+    bits = {
+        columns.SPEEDS: ("velocities",),
+        columns.GROUNDED: ("airborne", "jumps", "misc_as", "state_flags"),
+        columns.ACTION_FRAME: ("state_age",),
+        columns.SAFETY: ("hurtbox_state",),
+    }
+    present = _names(post)
+    return sum(bit for bit, names in bits.items() if present.issuperset(names))
+
+
+def _player(post: Any, keep: np.ndarray) -> np.ndarray:
+    """PLAYER of the rows to keep."""
+    known, out = _known(post), np.zeros(len(keep), PLAYER)
+
+    def column(*path: str) -> np.ndarray:
+        values = post
+        for name in path:
+            values = values.field(name)
+        return _numbers(values)[keep]
+
+    def half(values: np.ndarray) -> np.ndarray:
+        limited: np.ndarray = np.clip(values, -LARGEST, LARGEST).astype(np.float16)
+        return limited
+
+    out["action"], out["character"], out["stocks"] = column("state"), column("character"), column("stocks")
+    for name in ("percent", "shield"):
+        out[name] = half(column(name))
+    for axis in "xy":
+        out[axis] = half(column("position", axis))
+    facing = column("direction")
+    flags = np.where(facing > 0, columns.RIGHT, 0) | np.where(facing < 0, columns.LEFT, 0)
+    out["jumps"], out["hitstun"], out["speeds"], out["action_frame"] = UNKNOWN, np.nan, np.nan, np.nan
+    if known & columns.GROUNDED:
+        flags |= np.where(column("airborne") > 0, columns.AIR, columns.GROUND)
+        out["jumps"] = column("jumps")
+        stunned = (column("state_flags", "3").astype(np.uint8) & HITSTUN) > 0
+        out["hitstun"] = half(np.where(stunned, column("misc_as"), 0.0))  # of anything else in other states
+    if known & columns.SAFETY:
+        flags |= np.where(column("hurtbox_state") > 0, columns.SAFE, columns.OPEN)
+    if known & columns.SPEEDS:
+        parts = ("self_x_air", "self_x_ground", "self_y", "knockback_x", "knockback_y")
+        out["speeds"] = np.stack([half(column("velocities", part)) for part in parts], 1)
+    if known & columns.ACTION_FRAME:
+        out["action_frame"] = half(column("state_age"))
+    out["flags"] = flags
+    return out
+
+
+def _controller(pre: Any, keep: np.ndarray) -> np.ndarray:
+    """CONTROLLER of the rows to keep."""
+    out = np.zeros(len(keep), CONTROLLER)
+    buttons = _numbers(pre.field("buttons_physical"))[keep].astype(np.uint16)
+    for bit, mask in enumerate(columns.MASKS):
+        out["buttons"] |= ((buttons & mask) > 0).astype(np.uint8) << bit
+    for number, (stick, axis) in enumerate((("joystick", "x"), ("joystick", "y"), ("cstick", "x"), ("cstick", "y"))):
+        out["sticks"][:, number] = _steps(pre.field(stick).field(axis), keep, -1.0, columns.STICK_STEPS)
+    out["shoulder"] = _steps(pre.field("triggers"), keep, 0.0, columns.SHOULDER_STEPS)
+    return out
+
+
+def _steps(values: Any, keep: np.ndarray, least: float, steps: int) -> np.ndarray:
+    """An axis in whole steps; what is no number is at rest."""
+    steady = np.nan_to_num(_numbers(values)[keep], nan=0.0, posinf=0.0, neginf=0.0)
+    rounded: np.ndarray = np.rint(np.clip(steady, least, 1.0) * steps)
+    return rounded
+
+
+def _follower(port: Any, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(PLAYER, place among the kept rows) of a player's second character, where there is one."""
+    if "follower" not in _names(port):
+        return np.zeros(0, PLAYER), np.zeros(0, np.int64)
+    follower = port.field("follower")
+    there = np.flatnonzero(np.asarray(follower.is_valid())[keep])
+    return _player(follower.field("post"), keep[there]), there
+
+
+def _items(frames: Any, keep: np.ndarray, ports: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """(ITEM, place among the kept rows, owner, whether the version records items); older ones in a frame come first."""
+    if "item" not in _names(frames):
+        return np.zeros(0, ITEM), np.zeros(0, np.int64), np.zeros(0, np.int64), False
+    lists = frames.field("item")
+    offset, values = np.asarray(lists.offsets), lists.values
+    length = np.diff(offset)[keep]
+    at = np.repeat(np.arange(len(keep)), length)
+    pick = np.repeat(offset[keep] - (np.cumsum(length) - length), length) + np.arange(length.sum())
+
+    def column(*path: str) -> np.ndarray:
+        field = values
+        for name in path:
+            field = field.field(name)
+        return _numbers(field)[pick]
+
+    order = np.lexsort((column("id"), at))
+    out = np.zeros(len(pick), ITEM)
+    out["type"] = column("type")
+    for number, axis in enumerate("xy"):
+        for name, field in (("place", "position"), ("speed", "velocity")):
+            out[name][:, number] = np.clip(column(field, axis), -LARGEST, LARGEST)
+    owners = column("owner") if "owner" in _names(values) else np.full(len(pick), -1)
+    owner = np.select([owners == ports[0], owners == ports[1]], [0, 1], -1)
+    return out[order], at[order], owner[order], True

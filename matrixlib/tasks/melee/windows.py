@@ -1,0 +1,124 @@
+"""From stored rows to windows for training: where each begins, its delay, what it is paired with, what is changed at
+random.
+
+The state after frame t is paired with the controller of frame t + 1 + delay. Slippi stores a frame's controller beside
+the state that it led to: paired with that, two of three pressed buttons could be read off the character's new action.
+What the player has decided last, the controller of t + delay, is an input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from matrixlib.tasks.melee.columns import CONTROLLER
+from matrixlib.tasks.melee.config import MeleeDataConfig
+from matrixlib.tasks.melee.features import (
+    CONTINUOUS,
+    SLOTS,
+    SYMMETRIC,
+    Window,
+    classes,
+    inputs,
+    mirrored,
+    mirrored_classes,
+    previous,
+)
+
+Arrays = dict[str, np.ndarray]
+
+
+def augmented(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> Arrays:
+    """Rows (B,) of LAYOUT to windows for training, at random starts and delays, mirrored and with noise.
+
+    Gives what `features.inputs`, `features.previous` and `features.classes` give, the last of the controllers that are
+    to be predicted, and `valid` u1 (B, T), 0 where there is none: behind the end of a game.
+    """
+    records = batch["records"]
+    length = np.diff(batch["frame_offset"])
+    draws = rng.random((4, len(records)))
+    least, most = data.delay
+    delay = least + (draws[0] * (most - least + 1)).astype(np.int64)
+    starts = np.clip(length - data.window - delay, 1, records["own"]) if data.random_start else 1
+    start = (draws[1] * starts).astype(np.int64)
+    window, following = cut(batch, start, delay, data.window)
+    turned = (draws[2] < data.mirror) & np.isin(records["stage"], SYMMETRIC)
+    decisions = _decisions(window.previous, following, turned)
+    out = inputs(mirrored(window, turned))
+    noisy = np.flatnonzero(draws[3] < data.noise)
+    noise = rng.standard_normal((len(noisy), data.window, len(CONTINUOUS)), np.float32)
+    out["numeric"][noisy[:, None, None], np.arange(data.window)[:, None], CONTINUOUS] += data.noise_sigma * noise
+    return out | decisions | {"valid": _valid(length, start, delay, data.window)}
+
+
+def plain(batch: Arrays, data: MeleeDataConfig) -> Arrays:
+    """The same of the first own frames of each row, with the least delay and nothing at random."""
+    count = len(batch["records"])
+    start, delay = np.zeros(count, np.int64), np.full(count, data.delay[0], np.int64)
+    window, following = cut(batch, start, delay, data.window)
+    nothing = np.zeros(count, bool)
+    valid = _valid(np.diff(batch["frame_offset"]), start, delay, data.window)
+    return inputs(window) | _decisions(window.previous, following, nothing) | {"valid": valid}
+
+
+def cut(batch: Arrays, start: np.ndarray, delay: np.ndarray, frames: int) -> tuple[Window, np.ndarray]:
+    """The windows that begin at frame `start` (B,) of each row, and the controllers (B, frames) that follow on them.
+
+    What lies behind the end of a row repeats its last frame.
+    """
+    offset = batch["frame_offset"]
+    first, last = (offset[:-1] + start)[:, None], offset[1:, None] - 1
+    at = first + np.arange(frames)
+    stored = batch["frame_state"]
+    controller = np.ascontiguousarray(stored["controller"])
+    records = batch["records"]
+    follower, follower_at = _inside(batch, "follower", start, frames)
+    item, item_at = _inside(batch, "item", start, frames)
+    window = Window(
+        frames=stored[np.minimum(at, last)],
+        previous=controller[np.minimum(at + delay[:, None], last)],
+        first=records["first"] + start,
+        stage=records["stage"],
+        known=records["known"],
+        delay=delay,
+        follower=follower["state"],
+        follower_at=np.stack([*follower_at, follower["whose"].astype(np.int64)]),
+        item=item,
+        item_at=np.stack([*item_at, slots := _slots(item_at)])[:, slots < SLOTS],
+    )
+    return replace(window, item=item[slots < SLOTS]), controller[np.minimum(at + delay[:, None] + 1, last)]
+
+
+def _inside(batch: Arrays, group: str, start: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a ragged group has inside the windows, and (2, K) the row and the frame of the window that it belongs to."""
+    stored, offset = batch[f"{group}_state"], batch[f"{group}_offset"]
+    row = np.repeat(np.arange(len(start)), np.diff(offset))
+    frame = stored["at"].astype(np.int64) - start[row]
+    within = (frame >= 0) & (frame < frames)
+    return stored[within], np.stack([row[within], frame[within]])
+
+
+def _slots(at: np.ndarray) -> np.ndarray:
+    """(K,) how many of the same row and frame, which follow each other, come before."""
+    new = np.ones(at.shape[1], bool)
+    new[1:] = (np.diff(at) != 0).any(0)
+    begin = np.flatnonzero(new)
+    return np.arange(at.shape[1]) - np.repeat(begin, np.diff(begin, append=at.shape[1]))
+
+
+def _decisions(before: np.ndarray, following: np.ndarray, turned: np.ndarray) -> Arrays:
+    """Controllers before and after each frame as classes, mirrored in some rows."""
+    assert before.dtype == following.dtype == CONTROLLER
+    out = {}
+    for name, part in {**previous(before), **classes(following)}.items():
+        out[name] = part
+    for stem in ("", "previous_"):
+        mirrored_classes({"sticks": out[f"{stem}sticks"]}, turned)
+    return out
+
+
+def _valid(length: np.ndarray, start: np.ndarray, delay: np.ndarray, frames: int) -> np.ndarray:
+    """(B, frames) u1: whether the controller that a frame is paired with is stored."""
+    known = start[:, None] + np.arange(frames) + delay[:, None] + 1 < length[:, None]
+    return known.astype(np.uint8)

@@ -1,0 +1,235 @@
+"""Windows of Melee: no label leaks, none crosses a game, left and right change places exactly, live as in training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from melee_games import game
+
+from matrixlib.data.shards import Batch, Shard, concat
+from matrixlib.tasks.melee import features
+from matrixlib.tasks.melee.columns import CONTROLLER, FIRST, FRAME, ITEMS, LAYOUT, OWN, RIGHT, ROW, SPEEDS, UNKNOWN
+from matrixlib.tasks.melee.config import MeleeDataConfig
+from matrixlib.tasks.melee.features import INPUTS, PLACE
+from matrixlib.tasks.melee.sample_set import unpack_sample
+from matrixlib.tasks.melee.stretches import stretches, watch
+from matrixlib.tasks.melee.windows import augmented, plain
+
+PLAIN = MeleeDataConfig(mirror=0.0, noise=0.0, random_start=False)
+
+
+def rows_of(*seeds: int, frames: int = 200) -> Batch:
+    return concat([stretches(game(frames, seed), False) for seed in seeds], LAYOUT)
+
+
+def own_frames(batch: Batch) -> np.ndarray:
+    """The places of own frames among all that are stored."""
+    offset = batch["frame_offset"]
+    return np.concatenate([np.arange(a, a + n) for a, n in zip(offset, batch["records"]["own"], strict=False)])
+
+
+# Rows
+
+
+def test_every_frame_is_the_own_frame_of_one_row_of_each_player() -> None:
+    replay = game(431)
+    batch = stretches(replay, False)
+    own = batch["frame_state"][own_frames(batch)]
+    both = np.concatenate([replay.players[:, who] for who in (0, 1)])
+    assert (own["self"] == both).all()
+    assert (own["controller"] == np.concatenate([replay.controllers[:, who] for who in (0, 1)])).all()
+    assert batch["records"]["port"].tolist() == [0] * 8 + [3] * 8
+    assert np.diff(batch["frame_offset"]).max() == ROW
+
+
+def test_no_row_crosses_a_game_or_a_gap_in_it() -> None:
+    replay = game(300)
+    number = replay.number.copy()
+    number[130:] += 7
+    batch = concat([stretches(replace(replay, number=number), False), stretches(game(100, 1), True)], LAYOUT)
+    for row, (begin, end) in enumerate(zip(batch["frame_offset"], batch["frame_offset"][1:], strict=False)):
+        record = batch["records"][row]
+        source = game(100, 1) if record["held_out"] else replay
+        numbers = source.number if record["held_out"] else number
+        first = int(np.flatnonzero(numbers == record["first"])[0])
+        here = slice(first, first + end - begin)
+        assert (np.diff(numbers[here]) == 1).all()
+        who = source.ports.index(record["port"])
+        assert (batch["frame_state"]["self"][begin:end] == source.players[here, who]).all()
+
+
+def test_two_recordings_of_one_game_are_one_game() -> None:
+    whole = game(4000)
+    shorter = replace(whole, number=whole.number[:3900], players=whole.players[:3900], ports=(1, 2))
+    shorter = replace(shorter, controllers=whole.controllers[:3900])
+    assert whole.game == shorter.game != game(4000, 1).game
+
+
+# Labels
+
+
+@pytest.mark.parametrize("delay", [0, 1, 18])
+def test_a_frame_is_paired_with_the_controller_after_it_and_the_delay(delay: int) -> None:
+    replay = game(300)
+    batch = stretches(replay, False)
+    out = plain(batch, PLAIN.model_copy(update={"delay": (delay, 18)}))
+    truth = features.classes(replay.controllers)
+    count = len(batch["records"]) // 2
+    for row in range(len(batch["records"])):
+        who, first = divmod(row, count)
+        frames = first * OWN + np.arange(OWN)
+        later = frames + delay + 1
+        assert (out["valid"][row] == (later < 300)).all()
+        for name, labels in truth.items():
+            known = later < 300
+            assert (out[name][row][known] == labels[later[known], who]).all()
+            assert (out[f"previous_{name}"][row][known] == labels[later[known] - 1, who]).all()
+        assert out["numeric"][row, 0, PLACE["delay"]] == np.float32(delay / 18)
+        here = frames < 300
+        assert (out["action"][row, here, 0] == replay.players["action"][frames[here], who]).all()
+
+
+def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
+    batch = rows_of(3, frames=700)
+    data = MeleeDataConfig(mirror=0.0, noise=0.0, delay=(2, 5))
+    state = batch["frame_state"]
+    starts = set()
+    for seed in range(40):
+        out = augmented(batch, data, np.random.default_rng(seed))
+        delay = np.rint(out["numeric"][:, 0, PLACE["delay"]] * 18).astype(int)
+        assert set(delay) <= {2, 3, 4, 5}
+        for row, begin in enumerate(batch["frame_offset"][:-1]):
+            stretch = state[begin : batch["frame_offset"][row + 1]]
+            start = _start(stretch, out["action"][row, :, 0])
+            starts.add(start)
+            frames = start + np.arange(60) + delay[row] + 1
+            known = frames < len(stretch)
+            assert (out["valid"][row] == known).all()
+            truth = features.classes(stretch["controller"][frames[known]])
+            assert (out["buttons"][row][known] == truth["buttons"]).all()
+    assert starts == set(range(OWN))
+
+
+def _start(stretch: np.ndarray, actions: np.ndarray) -> int:
+    """Where a window begins in a row."""
+    own = stretch["self"]["action"]
+    return next(n for n in range(OWN) if (own[n : n + 60] == actions[: len(own) - n]).all())
+
+
+def leak(out: dict[str, np.ndarray], labels: np.ndarray) -> float:
+    """How much likelier an action changes with the state in which a button of `labels` (B, T, 8) is newly pressed."""
+    known = out["valid"][:, 1:] > 0
+    onset = ((labels[:, 1:] > labels[:, :-1])[..., :5]).any(-1)[known]
+    changes = (np.diff(out["action"][..., 0], axis=1) != 0)[known]
+    return float(changes[onset].mean() - changes.mean())
+
+
+def test_labels_do_not_leak_and_a_planted_leak_is_seen() -> None:
+    """Of people's games: with the controller of the same frame, the new action gives the button away."""
+    batch = sample()
+    out = plain(batch, PLAIN)
+    assert leak(out, out["buttons"]) < 0.1
+    assert leak(out, out["previous_buttons"]) > 0.4
+
+
+def sample() -> Batch:
+    shard = Shard(unpack_sample() / "sample_validation.npz", LAYOUT)
+    return shard.gather(np.arange(len(shard)))
+
+
+# Inputs
+
+
+def test_what_a_version_does_not_record_is_told() -> None:
+    replay = game(known=SPEEDS | ITEMS)
+    replay.players["hitstun"], replay.players["action_frame"], replay.players["jumps"] = np.nan, np.nan, UNKNOWN
+    replay.players["flags"] = RIGHT
+    out = plain(stretches(replay, False), PLAIN)["numeric"]
+    told = {name: out[..., PLACE[f"known {name}"]] for name in features.KNOWN}
+    assert {name: value.min() for name, value in told.items()} == {name: value.max() for name, value in told.items()}
+    assert [name for name, value in told.items() if value.all()] == ["speeds", "items"]
+    assert np.isfinite(out).all()
+
+
+def test_an_item_and_a_second_character_stand_where_they_belong() -> None:
+    batch = stretches(game(130), False)
+    out = plain(batch, PLAIN)["numeric"]
+    first_rows = out[[0, 3]]  # each player's
+    there = first_rows[..., [PLACE["own second there"], PLACE["other second there"]]]
+    assert there[0, :20, 1].all()
+    assert there[1, :20, 0].all()
+    assert there.sum() == 40
+    assert first_rows[:, 0, PLACE["item 0 there"]].tolist() == [1, 1]
+    assert first_rows[:, 0, PLACE["item 0 owner"]].tolist() == [0.5, -0.5]
+    assert out[..., PLACE["item 0 there"]].sum() == 2 * 2, "at frames 0 and 60, for both players"
+    assert out[0, 0, PLACE["item 0 x"]] == 0.5
+
+
+def test_left_and_right_change_places_exactly() -> None:
+    batch = concat([stretches(game(200, 4), False), stretches(game(200, 5, stage=3), False)], LAYOUT)
+    before = plain(batch, PLAIN)
+    after = augmented(batch, PLAIN.model_copy(update={"mirror": 1.0}), np.random.default_rng(0))
+    turned = batch["records"]["stage"] == 31
+    for name, values in before.items():
+        assert (after[name][~turned] == values[~turned]).all(), f"{name} of Pokémon Stadium"
+    was, now = before["numeric"][turned], after["numeric"][turned]
+    odd = [place for name, place in PLACE.items() if name.split("own ")[-1].split("other ")[-1] in ODD or name in ODD]
+    assert (now[..., odd] == -was[..., odd]).all()
+    even = np.setdiff1d(np.arange(len(INPUTS)), odd)
+    assert (now[..., even] == was[..., even]).all()
+    for name in ("sticks", "previous_sticks"):
+        assert (after[name][turned][..., [0, 2]] == 16 - before[name][turned][..., [0, 2]]).all()
+        assert (after[name][turned][..., [1, 3]] == before[name][turned][..., [1, 3]]).all()
+    assert (after["buttons"] == before["buttons"]).all()
+
+
+ODD = {"facing", "x", "speed air x", "speed ground x", "speed hit x", "second facing", "second x", "second speed air x"}
+ODD |= {"dx", "previous main x", "previous c x"} | {f"item {n} {name}" for n in range(5) for name in ("x", "speed x")}
+
+
+def test_noise_is_on_measured_inputs_alone() -> None:
+    batch = rows_of(6)
+    data = PLAIN.model_copy(update={"noise": 1.0, "noise_sigma": 0.1})
+    moved = np.abs(augmented(batch, data, np.random.default_rng(0))["numeric"] - plain(batch, PLAIN)["numeric"])
+    assert (moved.max((0, 1)) > 0).nonzero()[0].tolist() == features.CONTINUOUS.tolist()
+    names = {INPUTS[place] for place in features.CONTINUOUS}
+    assert "own percent" in names
+    assert not {name for name in names if "there" in name or "stage" in name or "previous" in name or "kind" in name}
+
+
+def test_a_frame_as_it_is_played_is_the_frame_of_a_window() -> None:
+    replay = game(150)
+    whole = watch(replay, 0, delay=3)
+    together = features.inputs(whole)
+    held = replay.controllers[:, 0]
+    for frame in (0, 19, 60, 120):
+        second = {1: replay.follower[frame]} if frame < 20 else None
+        state = np.zeros((), FRAME)
+        state["self"], state["other"] = replay.players[frame]
+        items = replay.item[replay.item_at == frame]
+        items["owner"] = 1
+        one = features.live(state, held[frame + 3], FIRST + frame, replay.stage, 3, second, items)
+        for window in (one, whole.at(frame)):
+            for name, values in features.inputs(window).items():
+                assert (values[0, 0] == together[name][0, frame]).all(), (name, frame)
+
+
+def test_controllers_and_their_classes() -> None:
+    held = np.zeros(3, CONTROLLER)
+    held["sticks"] = [(-80, -5, 0, 4), (5, 80, 23, -23), (75, 76, -75, -76)]
+    held["shoulder"], held["buttons"] = (0, 17, 140), (1, 128, 255)
+    out = features.classes(held)
+    assert out["sticks"].tolist() == [[0, 8, 8, 8], [9, 16, 10, 6], [16, 16, 1, 0]]
+    assert out["shoulder"].tolist() == [0, 0, 4]
+    assert out["buttons"].tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [1] * 8]
+    again = features.classes(features.controllers(**out))
+    assert all((again[name] == values).all() for name, values in out.items())
+
+
+def test_the_same_stream_gives_the_same_windows() -> None:
+    batch, data = rows_of(7), MeleeDataConfig(delay=(0, 4))
+    one, two, other = (augmented(batch, data, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert all((one[name] == two[name]).all() for name in one)
+    assert (one["numeric"] != other["numeric"]).any()
