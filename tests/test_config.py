@@ -256,16 +256,16 @@ def test_the_options_tables_have_every_key_with_a_meaning(schema: type[Config]) 
 @pytest.mark.parametrize(
     "task, says",
     [
-        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe;"),
-        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe;"),
+        ("ches", "unknown task 'ches', did you mean 'chess'? (tasks: chess, latin, tictactoe, melee;"),
+        ("xyzzy", "unknown task 'xyzzy' (tasks: chess, latin, tictactoe, melee;"),
         ("no_such_module:TASK", "task 'no_such_module:TASK': cannot import 'no_such_module'"),
         ("math:TASK", "task 'math:TASK': module 'math' has no 'TASK'"),
         (":TASK", "task ':TASK': give a module and a name in it"),
         (".x:TASK", "task '.x:TASK': give a module and a name in it"),
         ("math:pi", "task 'math:pi': pi is float, not a matrixlib.tasks.spec.TaskSpec"),
-        (3, "key 'task' is 3; it is one of chess, latin, tictactoe"),
-        ([], "key 'task' is []; it is one of chess, latin, tictactoe"),
-        (None, "key 'task' is missing; it is one of chess, latin, tictactoe"),
+        (3, "key 'task' is 3; it is one of chess, latin, tictactoe, melee"),
+        ([], "key 'task' is []; it is one of chess, latin, tictactoe, melee"),
+        (None, "key 'task' is missing; it is one of chess, latin, tictactoe, melee"),
     ],
 )
 def test_the_task_decides_the_schema(task: Any, says: str) -> None:

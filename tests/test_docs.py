@@ -174,6 +174,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "options": (OPTIONS, lambda: options_table(options_of(config.Config))),
     "chess-options": (OPTIONS, lambda: options_table(own_options("chess"))),
     "latin-options": (OPTIONS, lambda: options_table(own_options("latin"))),
+    "melee-options": (OPTIONS, lambda: options_table(own_options("melee"))),
     "tictactoe-options": (OPTIONS, lambda: options_table(own_options("tictactoe"))),
     "cycle-options": (
         GUIDES / "selfplay.md",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from matrixlib.runs.cycle_config import CycleConfig
 from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
 from matrixlib.tasks.latin.spec import TASK as LATIN_TASK
+from matrixlib.tasks.melee.spec import TASK as MELEE_TASK
 from matrixlib.tasks.spec import spoil_output
 from matrixlib.tasks.tictactoe.spec import TASK as TICTACTOE
 
@@ -51,6 +51,7 @@ LATIN: dict[str, Any] = {
     "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
     "curriculum": {"kind": "adaptive", "metric": "cell/accuracy", "patience": 1, "dwell": 1},
 }
+MELEE: dict[str, Any] = {"model": {"trunk": "transformer", "width": 16, "layers": 1, "heads": 2}}
 CYCLE: dict[str, Any] = {
     "generations": 1,
     "games": 40,
@@ -109,12 +110,9 @@ def test_every_key_is_read(read: Keys, reports: Path) -> None:
     stages = {"enabled": True, "stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}
     first = train("demo", CHESS, {"curriculum": {"sources": stages}})
     runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), {"train": {"init": first.name}})).close()
-    for schedule in ("linear", "learned"):
-        taught = {"teacher": {"network": first.name, "schedule": schedule}}
-        with closing(runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), taught))) as student:
-            next(iter(student.train()))
     train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})
+    train("melee_demo", MELEE)
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():
         pass
-    for schema in (CHESS_TASK.config, LATIN_TASK.config, TICTACTOE.config, CycleConfig):
+    for schema in (CHESS_TASK.config, LATIN_TASK.config, MELEE_TASK.config, TICTACTOE.config, CycleConfig):
         assert sorted(keys_of(schema) - read) == [], schema.__name__

@@ -16,7 +16,7 @@ from matrixlib.tasks.spec import TaskSpec, find_run, load_network, no_network
 if TYPE_CHECKING:
     from matrixlib.engine.network import Network
 
-TASKS = ("chess", "latin", "tictactoe")
+TASKS = ("chess", "latin", "tictactoe", "melee")
 """The tasks that come with the package."""
 GROUP = "matrixlib.tasks"
 """Entry points of this group are tasks, too."""

@@ -1,1 +1,0 @@
-"""A small chess network that learns from a large one."""

@@ -1,0 +1,91 @@
+"""From what a network makes of a frame to a controller: 81 logits, decided part by part.
+
+Shapes: ... any leading dimensions, W width; `choices` and `logits` as in controller.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from matrixlib.tasks.melee.controller import HEADS, Head
+
+SHOULDER_SHARE = 2  # the shoulder's head is so many times narrower
+DEVIATION = 0.02  # of the last weights: a fresh network says nearly what a constant predictor does
+Correct = Callable[[Head, Tensor], Tensor]
+
+
+def unfold(head: Head, choices: Tensor) -> Tensor:
+    """(..., classes) fp32: the choices (..., 8 or 1) of a head, buttons as they are, a class as one of its places."""
+    if choices.shape[-1] > 1:
+        return choices.float()
+    return (choices == torch.arange(head.classes, device=choices.device)).float()
+
+
+def unfold_all(choices: Tensor) -> Tensor:
+    """(..., 81) fp32 of whole controllers (..., 13)."""
+    return torch.cat([unfold(head, choices[..., head.choices]) for head in HEADS], -1)
+
+
+class Heads(nn.Module):
+    """Features (..., W) to logits. Autoregressive: each part also knows the choices of the parts before it.
+
+    prior: (81,) logits that a fresh network starts with. weights: (8,) of pressed buttons in the loss, kept with the
+    network, as what its logits mean depends on them.
+    """
+
+    weights: Tensor
+
+    def __init__(
+        self, width: int, hidden: int, autoregressive: bool, prior: Sequence[float], weights: Sequence[float]
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+        sizes = [hidden // SHOULDER_SHARE if head.name == "shoulder" else hidden for head in HEADS]
+        self.inner = nn.ModuleList(nn.Linear(width, size) for size in sizes)
+        self.outer = nn.ModuleList(nn.Linear(size, head.classes) for size, head in zip(sizes, HEADS, strict=True))
+        given = HEADS[:-1] if autoregressive else ()
+        self.given = nn.ModuleList(nn.Linear(head.classes, width, bias=False) for head in given)
+        start = torch.tensor(prior)
+        with torch.no_grad():
+            for head, layer in zip(HEADS, cast(Iterable[nn.Linear], self.outer), strict=True):
+                layer.weight.normal_(std=DEVIATION)
+                layer.bias.copy_(start[head.logits])
+
+    def forward(self, x: Tensor, choices: Tensor) -> Tensor:
+        """(..., 81) logits of each part, the parts before it being those of `choices` (..., 13)."""
+        return self._run(x, lambda head, logits: choices[..., head.choices])[0]
+
+    def decide(self, x: Tensor, noise: Tensor, correct: Correct) -> tuple[Tensor, Tensor]:
+        """(logits (..., 81), choices (..., 13)) with each part decided by what its noise (..., 81) makes greatest.
+
+        noise: `gumbel` for a sample, zeros for the likeliest. correct: from logits of a head to log-odds (buttons) or
+        log-probabilities, where the loss was not the likelihood.
+        """
+
+        def pick(head: Head, logits: Tensor) -> Tensor:
+            score = correct(head, logits.float()) + noise[..., head.logits]
+            return (score > 0).long() if head.name == "buttons" else score.argmax(-1, keepdim=True)
+
+        return self._run(x, pick)
+
+    def _run(self, x: Tensor, pick: Callable[[Head, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        parts, picks = [], []
+        for number, head in enumerate(HEADS):
+            parts.append(self.outer[number](F.relu(self.inner[number](x))))
+            picks.append(pick(head, parts[-1]))
+            if number < len(self.given):
+                x = x + self.given[number](unfold(head, picks[-1]))
+        return torch.cat(parts, -1), torch.cat(picks, -1)
+
+
+def gumbel(uniform: Tensor) -> Tensor:
+    """Noise for `decide` from numbers (..., 81) between 0 and 1: logistic for buttons, Gumbel for classes, so that what
+    becomes greatest is a sample (Maddison et al. 2014, "A* Sampling")."""
+    u = uniform.clamp(1e-7, 1 - 1e-7)
+    buttons = HEADS[0].logits
+    return torch.cat([u[..., buttons].logit(), -(-u[..., buttons.stop :].log()).log()], -1)

@@ -1,0 +1,144 @@
+"""Losses of the parts of a controller, frame by frame in fp32, and what the probabilities are that minimise them.
+
+Shapes: ... rows and frames, K classes of a head; `logits` (..., 8 or K) and `choices` (..., 8 or 1) of one head. The
+loss of the buttons is the mean over the eight, so that no part outweighs the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from matrixlib.engine.task import Batch
+from matrixlib.tasks.melee.controller import HEADS, Head
+
+LIMIT = 60.0  # of logits
+TINY = 1e-7
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Options of the loss. weights: (8,) factors of pressed buttons, on the device of the logits. gamma: of the focal
+    loss, 0 = none. smoothing: share of a class's target spread over all."""
+
+    weights: Tensor
+    gamma: float = 0.0
+    smoothing: float = 0.0
+
+    def losses(self, head: Head, logits: Tensor, choices: Tensor) -> Tensor:
+        """(...) loss of each frame.
+
+        Focal loss: the log-likelihood times (1 - p_t)^gamma, p_t the probability of what is true (Lin et al. 2017).
+        Targets of buttons are never smoothed.
+        """
+        z = logits.float().clamp(-LIMIT, LIMIT)
+        if head.name == "buttons":
+            right = torch.where(choices > 0, z, -z)
+            loss = -F.logsigmoid(right)
+            if self.gamma:
+                loss = loss * (self.gamma * F.logsigmoid(-right)).exp()
+            weight = torch.where(choices > 0, self.weights, 1.0)
+            return (weight * loss).mean(-1)
+        log_p = z.log_softmax(-1)
+        loss = -log_p
+        if self.gamma:
+            loss = loss * (1 - log_p.exp()).clamp(min=TINY) ** self.gamma
+        own = loss.gather(-1, choices)[..., 0]
+        return (1 - self.smoothing) * own + self.smoothing * loss.mean(-1) if self.smoothing else own
+
+    def floor(self, head: Head) -> float:
+        """The least loss of a frame: the entropy of the smoothed target; of a focal loss 0, which none is below."""
+        if head.name == "buttons" or not self.smoothing or self.gamma:
+            return 0.0
+        rest = self.smoothing / head.classes
+        top = 1 - self.smoothing + rest
+        return -(math.log(top) * top if top else 0.0) - (head.classes - 1) * rest * math.log(rest)
+
+    def correct(self, head: Head, logits: Tensor) -> Tensor:
+        """Log-odds (..., 8) of the buttons, log-probabilities (..., K) of classes, of what the logits were trained for.
+
+        The focal loss has its minimum elsewhere than at the true probabilities, which follow from those of the
+        network q as q / phi(q), phi(q) = (1 - q)^gamma - gamma (1 - q)^(gamma - 1) q ln q (Charoenphakdee et al. 2021,
+        "On Focal Loss for Class-Posterior Probability Estimation"); a weight of a pressed button multiplies its odds.
+        """
+        z = logits.float().clamp(-LIMIT, LIMIT)
+        if head.name == "buttons":
+            odds = z
+            if self.gamma:
+                odds = odds - self._log_phi(F.logsigmoid(z), F.logsigmoid(-z))
+                odds = odds + self._log_phi(F.logsigmoid(-z), F.logsigmoid(z))
+            return odds - self.weights.log()
+        log_q = z.log_softmax(-1)
+        if not self.gamma:
+            return log_q
+        others = (-log_q.clamp(max=-TINY).expm1()).log()
+        return (log_q - self._log_phi(log_q, others)).log_softmax(-1)
+
+    def _log_phi(self, log_q: Tensor, log_rest: Tensor) -> Tensor:
+        """ln phi(q) from ln q and ln (1 - q)."""
+        return (self.gamma - 1) * log_rest + (log_rest.exp() - self.gamma * log_q.exp() * log_q).log()
+
+
+def log_likelihood(head: Head, corrected: Tensor, choices: Tensor) -> Tensor:
+    """(..., 8 or 1) of what was done, from `Objective.correct`."""
+    if head.name == "buttons":
+        return F.logsigmoid(torch.where(choices > 0, corrected, -corrected))
+    return corrected.gather(-1, choices)
+
+
+def controllers(batch: Batch, prefix: str = "") -> Tensor:
+    """(B, T, 13) int64 choices of a batch: the targets, or with the prefix `previous_` the controllers held."""
+    names = ("buttons", "sticks", "shoulder")
+    parts = [batch[prefix + name].long() for name in names]
+    return torch.cat([*parts[:2], parts[2][..., None]], -1)
+
+
+def losses(
+    objective: Objective, logits: Tensor, batch: Batch, active: frozenset[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums over valid frames of the active heads' losses, from logits (B, T, 81).
+
+    Metrics: `nll` of the probabilities, whatever the loss; `accuracy` of the likeliest class, or mean over the eight
+    buttons; `repeat`, the accuracy of holding the controller as it is.
+    """
+    target, previous = controllers(batch), controllers(batch, "previous_")
+    valid = batch["valid"].bool()
+    sums, metrics = {}, {}
+
+    def total(value: Tensor) -> Tensor:
+        return torch.where(valid, value.float(), 0.0).sum()
+
+    for head in HEADS:
+        if head.name not in active:
+            continue
+        own, choices, before = logits[..., head.logits], target[..., head.choices], previous[..., head.choices]
+        sums[head.name] = total(objective.losses(head, own, choices))
+        with torch.no_grad():
+            corrected = objective.correct(head, own)
+            metrics[f"{head.name}/nll"] = total(-log_likelihood(head, corrected, choices).mean(-1))
+            metrics[f"{head.name}/accuracy"] = total((likeliest(head, corrected) == choices).float().mean(-1))
+            metrics[f"{head.name}/repeat"] = total((before == choices).float().mean(-1))
+    return sums, metrics
+
+
+def likeliest(head: Head, corrected: Tensor) -> Tensor:
+    """(..., 8 or 1) choices."""
+    return (corrected > 0).long() if head.name == "buttons" else corrected.argmax(-1, keepdim=True)
+
+
+def bounds(objective: Objective, prior: Sequence[float], batch: Batch) -> dict[str, tuple[float, float]]:
+    """(chance, floor) of each head, summed over valid frames: the loss of always saying `prior` (81,), the least."""
+    target, valid = controllers(batch), batch["valid"].bool()
+    frames = int(valid.sum())
+    logits = torch.tensor(prior).expand(*target.shape[:-1], -1)
+
+    def chance(head: Head) -> float:
+        loss = objective.losses(head, logits[..., head.logits], target[..., head.choices])
+        return torch.where(valid, loss.double(), 0.0).sum().item()
+
+    return {head.name: (chance(head), frames * objective.floor(head)) for head in HEADS}

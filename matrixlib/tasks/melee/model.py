@@ -1,0 +1,240 @@
+"""Networks that imitate a player: a frame's state and the controller held in it, a trunk, six heads.
+
+Shapes: B rows, T frames, N numbers of a frame, W width. A trunk sees a frame and those before it, never later ones.
+In training it is run over whole windows, `forward`; in play frame by frame, `step`, with what it has to remember handed
+in and out: a tuple of tensors whose first size is B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from matrixlib.tasks.melee.config import MeleeModelConfig
+from matrixlib.tasks.melee.controller import LOGITS
+from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
+from matrixlib.tasks.melee.heads import Heads, unfold_all
+
+State = tuple[Tensor, ...]
+ROTATION = 10_000.0  # longest wavelength of the rotary embedding
+
+
+def norm(config: MeleeModelConfig) -> nn.Module:
+    return nn.RMSNorm(config.width) if config.norm == "rms" else nn.LayerNorm(config.width)
+
+
+class Trunk(nn.Module):
+    """(B, T, W) to (B, T, W). This one remembers nothing: each frame for itself."""
+
+    def initial(self, rows: int) -> State:
+        """What is remembered before the first frame."""
+        return ()
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One frame (B, W), and what is remembered after it."""
+        y: Tensor = self(x)
+        return y, state
+
+
+class Mlp(Trunk):
+    """Dense layers, the norm between each and its activation."""
+
+    def __init__(self, config: MeleeModelConfig) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norm(config) for _ in range(config.layers + 1))
+        self.dense = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.layers))
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.dense):
+            x = layer(self.drop(F.relu(self.norms[number](x))))
+        return F.relu(self.norms[-1](x))
+
+
+class Residual(Trunk):
+    """Blocks of two dense layers behind a norm, added to their input, which is never rectified."""
+
+    def __init__(self, config: MeleeModelConfig) -> None:
+        super().__init__()
+        width, layers = config.width, range(config.layers)
+        self.norms = nn.ModuleList(norm(config) for _ in range(config.layers + 1))
+        self.inner = nn.ModuleList(nn.Linear(width, width) for _ in layers)
+        self.outer = nn.ModuleList(nn.Linear(width, width) for _ in layers)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, inner in enumerate(self.inner):
+            x = x + self.drop(self.outer[number](F.relu(inner(self.norms[number](x)))))
+        return cast(Tensor, self.norms[-1](x))
+
+
+class Recurrent(Trunk):
+    """GRU or LSTM layers between two norms."""
+
+    def __init__(self, config: MeleeModelConfig) -> None:
+        super().__init__()
+        self.width, self.layers, self.memories = config.width, config.layers, 2 if config.trunk == "lstm" else 1
+        kind = nn.LSTM if config.trunk == "lstm" else nn.GRU
+        drop = config.dropout if config.layers > 1 else 0.0
+        self.first, self.last = norm(config), norm(config)
+        self.cells = kind(config.width, config.width, config.layers, batch_first=True, dropout=drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Autocast has no rule for every kind of cell on every device: some refuse an input that is not of the weights'
+        # dtype.
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.cells(self.first(x).float())[0]
+            return cast(Tensor, self.last(y))
+
+    def initial(self, rows: int) -> State:
+        weight = cast(Tensor, self.cells.weight_hh_l0)
+        return tuple(weight.new_zeros(rows, self.layers, self.width) for _ in range(self.memories))
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """By hand: torch's exporter to ONNX gets the GRU wrong (pytorch issue 189225)."""
+        y, after = self.first(x), []
+        for layer in range(self.layers):
+            one = tuple(memory[:, layer] for memory in state)
+            after.append(self._lstm(layer, y, *one) if self.memories == 2 else self._gru(layer, y, *one))
+            y = after[-1][0]
+        return self.last(y), tuple(torch.stack(memory, 1) for memory in zip(*after, strict=True))
+
+    def _gates(self, layer: int, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        w_x, w_h, b_x, b_h = self.cells.all_weights[layer]
+        return F.linear(x, w_x, b_x), F.linear(hidden, w_h, b_h)
+
+    def _gru(self, layer: int, x: Tensor, hidden: Tensor) -> tuple[Tensor]:
+        (r_x, z_x, n_x), (r_h, z_h, n_h) = (gates.chunk(3, -1) for gates in self._gates(layer, x, hidden))
+        z = torch.sigmoid(z_x + z_h)
+        fresh = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
+        return (fresh + z * (hidden - fresh),)
+
+    def _lstm(self, layer: int, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        own, before = self._gates(layer, x, hidden)
+        i, f, g, o = (own + before).chunk(4, -1)
+        cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+class Block(nn.Module):
+    """Attention to the frames before, and a two-layer network, each behind a norm and added to its input."""
+
+    def __init__(self, config: MeleeModelConfig) -> None:
+        super().__init__()
+        width, self.heads, self.dropout = config.width, config.heads, config.dropout
+        self.norm1, self.norm2 = norm(config), norm(config)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(config.dropout)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values (B, heads, T, W / heads) of x (B, T, W), not yet turned."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """x (B, T, W) with what T queries see of the keys."""
+        drop = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
+        x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.outer(F.gelu(self.inner(self.norm2(x)))))
+
+
+class Transformer(Trunk):
+    """Causal attention over the last `window` frames, their distance turned into the keys (rotary embedding).
+
+    In play the keys of the last frames are kept as they are and turned anew with each frame, so that a position is
+    never more than `window`, however long a game lasts.
+    """
+
+    def __init__(self, config: MeleeModelConfig, window: int) -> None:
+        super().__init__()
+        self.window, self.width, self.heads = window, config.width, config.heads
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = norm(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        turn, mask = self._turn(length, x), None
+        if length > self.window:  # as in play, where no more is remembered
+            age = torch.arange(length, device=x.device)
+            age = age[:, None] - age
+            mask = (age >= 0) & (age < self.window)
+        for block in self.blocks:
+            q, k, v = cast(Block, block).split(x)
+            x = cast(Block, block).mix(x, rotated(q, turn), rotated(k, turn), v, mask, mask is None)
+        return cast(Tensor, self.norm(x))
+
+    def initial(self, rows: int) -> State:
+        """Keys and values (B, layers, 2, window - 1, W), the oldest first, and how many of them there are (B,)."""
+        like = cast(Block, self.blocks[0]).out.weight
+        kept = like.new_zeros(rows, len(self.blocks), 2, self.window - 1, self.width)
+        return kept, torch.zeros(rows, dtype=torch.int64, device=like.device)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        kept, count = state
+        places = torch.arange(self.window, device=x.device)
+        mask = (places >= self.window - 1 - count[:, None])[:, None, None]
+        turn, x, after = self._turn(self.window, x), x[:, None], []
+        for number, block in enumerate(self.blocks):
+            q, *new = cast(Block, block).split(x)
+            kv = torch.cat([kept[:, number].unflatten(-1, (self.heads, -1)).transpose(2, 3), torch.stack(new, 1)], 3)
+            after.append(kv[:, :, :, 1:].transpose(2, 3).flatten(3))
+            x = cast(Block, block).mix(x, rotated(q, turn[-1:]), rotated(kv[:, 0], turn), kv[:, 1], mask, False)
+        return self.norm(x)[:, 0], (torch.stack(after, 1), (count + 1).clamp(max=self.window - 1))
+
+    def _turn(self, length: int, x: Tensor) -> Tensor:
+        """(length, W / heads) angles."""
+        half = self.width // self.heads // 2
+        speeds = ROTATION ** (-torch.arange(half, device=x.device) / half)
+        return (torch.arange(length, device=x.device)[:, None] * speeds).repeat(1, 2)
+
+
+def rotated(x: Tensor, angle: Tensor) -> Tensor:
+    """x (..., T, D) with each pair of its numbers turned by an angle (T, D) (Su et al. 2021, "RoFormer")."""
+    left, right = x.chunk(2, -1)
+    return (x * angle.cos() + torch.cat([-right, left], -1) * angle.sin()).to(x.dtype)
+
+
+def trunk(config: MeleeModelConfig, window: int) -> Trunk:
+    """The trunk that a configuration names."""
+    if config.trunk == "transformer":
+        return Transformer(config, window)
+    kinds = {"mlp": Mlp, "residual": Residual, "gru": Recurrent, "lstm": Recurrent}
+    return kinds[config.trunk](config)
+
+
+class MeleeNet(nn.Module):
+    """numeric (..., N) fp32, action (..., 2) and character (..., 2) int64 of both players, previous (..., 13) int64,
+    the controller held, to features (..., W) and their logits.
+
+    window: frames that a transformer looks back. prior, weights: as of `Heads`.
+    """
+
+    def __init__(self, config: MeleeModelConfig, window: int, prior: Sequence[float], weights: Sequence[float]) -> None:
+        super().__init__()
+        self.action = nn.Embedding(ACTIONS, config.embedding)
+        self.character = nn.Embedding(CHARACTERS, config.embedding)
+        self.first = nn.Linear(len(INPUTS) + 4 * config.embedding + LOGITS, config.width)
+        self.trunk = trunk(config, window)
+        self.heads = Heads(config.width, config.head_width, config.autoregressive, prior, weights)
+
+    def forward(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, choices: Tensor) -> Tensor:
+        """(B, T, 81) logits of all frames, with the controllers (B, T, 13) to be predicted as in `Heads.forward`."""
+        x = self.trunk(self.encode(numeric, action, character, previous))
+        return cast(Tensor, self.heads(x, choices))
+
+    def encode(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor) -> Tensor:
+        """(..., W) before the trunk."""
+        embedded = (self.action(action).flatten(-2), self.character(character).flatten(-2))
+        return cast(Tensor, self.first(torch.cat([numeric, *embedded, unfold_all(previous)], -1)))
+
+    def step(
+        self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, state: State
+    ) -> tuple[Tensor, State]:
+        """Features (B, W) of one frame, and what the trunk remembers after it."""
+        return self.trunk.step(self.encode(numeric, action, character, previous), state)

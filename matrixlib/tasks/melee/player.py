@@ -1,0 +1,106 @@
+"""A trained network that plays: one frame of the game in, the controller for the next one out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matrixlib.engine.network import Network
+from matrixlib.tasks.melee import features
+from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller
+from matrixlib.tasks.melee.features import Window
+from matrixlib.tasks.melee.heads import gumbel
+from matrixlib.tasks.melee.model import MeleeNet, State
+
+PARTS = ("buttons", "sticks", "shoulder")
+
+
+class MeleeNetwork(Network):
+    """A network that imitates a player."""
+
+    @property
+    def delay(self) -> int:
+        """Frames from a state to the decision on it."""
+        task: Any = self.task
+        return int(task.config.data.delay[0])
+
+    def player(self, seed: int = 0, temperature: float = 1.0) -> Player:
+        """One that plays a game of its own; see `Player`."""
+        return Player(self, seed, temperature)
+
+    def act(self, frame: Window) -> Controller:
+        """`Player.act` of the one game that is being played; `reset` begins another."""
+        if self._playing is None:
+            self._playing = self.player()
+        return self._playing.act(frame)
+
+    def reset(self) -> None:
+        """The next frame is the first of a game."""
+        self._playing = None
+
+    _playing: Player | None = None
+
+
+class Player:
+    """Plays one game. Holds what the network remembers, and what it has decided.
+
+    temperature: of the decisions, 1 as the players did; 0 takes the likeliest of each part, which hardly ever presses a
+    rare button. ValueError for one below 0.
+    """
+
+    def __init__(self, net: MeleeNetwork, seed: int = 0, temperature: float = 1.0) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature {temperature}: give 1, more for variety, less for certainty, or 0")
+        task: Any = net.task
+        self._model = cast(MeleeNet, net.model)
+        self._correct = task.objective(self._model).correct
+        self._device = net.runtime.torch_device
+        self._temperature, self._stream = temperature, torch.Generator().manual_seed(seed)
+        self._remembered: State = self._model.trunk.initial(1)
+        self.decision = NEUTRAL
+        """(13,) what was decided last, as classes."""
+        self._delay = np.array([net.delay])
+        self._waiting = deque([NEUTRAL] * net.delay)
+        self.logits = np.zeros(LOGITS, np.float32)
+        """(81,) what the network said of the last frame."""
+
+    @torch.inference_mode()
+    def act(self, frame: Window, follow: bool = False) -> Controller:
+        """The controller to hold in the next frame, from the state after this one: a window of one frame, as
+        `features.live` makes it.
+
+        A network that was trained with a delay decides so many frames ahead: until then the controller rests. follow:
+        what was decided last is the frame's `previous`, as in a recording, not the player's own decision. ValueError
+        for a window of another length.
+        """
+        if frame.frames.shape != (1, 1):
+            raise ValueError(f"a window of {frame.frames.shape} frames: give one at a time, as features.live makes it")
+        if not follow:
+            frame = replace(frame, previous=_stored(self.decision), delay=self._delay)
+        arrays = features.inputs(frame) | features.previous(frame.previous)
+        held = np.concatenate([arrays[f"previous_{part}"].reshape(-1) for part in PARTS])
+        x, self._remembered = self._model.step(
+            self._row(arrays["numeric"], torch.float32),
+            self._row(arrays["action"], torch.int64),
+            self._row(arrays["character"], torch.int64),
+            self._row(held, torch.int64),
+            self._remembered,
+        )
+        noise = self._temperature * gumbel(torch.rand(1, LOGITS, generator=self._stream)).to(self._device)
+        logits, choices = self._model.heads.decide(x, noise, self._correct)
+        self.logits, self.decision = logits[0].cpu().numpy(), choices[0].cpu().numpy()
+        self._waiting.append(self.decision)
+        return Controller.of(self._waiting.popleft())
+
+    def _row(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array.reshape(1, -1)).to(self._device, dtype)
+
+
+def _stored(choices: np.ndarray) -> np.ndarray:
+    """(1, 1) as a replay stores it."""
+    return features.controllers(choices[None, None, :8], choices[None, None, 8:12], choices[None, None, 12])

@@ -1,0 +1,102 @@
+"""Melee as a task: players of recorded games, to be imitated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matrixlib.tasks.melee.config import MeleeConfig
+from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, spoil_output
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.loader import Loader
+    from matrixlib.data.shards import Layout
+    from matrixlib.engine.onnx import OnnxFile
+    from matrixlib.hardware.runtime import Runtime, Serving
+    from matrixlib.tasks.melee.player import MeleeNetwork
+    from matrixlib.tasks.melee.task import MeleeTask
+
+
+def _nan_output(model: nn.Module, when: Any) -> None:
+    model.register_forward_hook(spoil_output(math.nan, when))
+
+
+class MeleeSpec(TaskSpec[MeleeConfig]):
+    """Controllers of players, frame by frame."""
+
+    name, demo = "melee", "melee_demo"
+    config = MeleeConfig
+    objective_options = ("loss.",)
+    measured_on_options = ("validation.limit", "data.window", "data.delay")
+    overfit = Overfit(
+        overrides={"data": {"mirror": 0.0, "noise": 0.0, "random_start": False, "delay": [0, 0]}},
+        inputs=("numeric", "action", "character"),
+        labels=("buttons", "sticks", "shoulder"),
+    )
+    spoilers = {
+        "nan_target": Spoiler("NaN in an output", hook=_nan_output),
+        "inf_input": Spoiler("Inf in an input", lambda batch: batch["numeric"][0].fill_(math.inf)),
+        "no_policies": Spoiler("no frame with a target", lambda batch: batch["valid"].zero_()),
+    }
+    small = {"train": {"batch_size": 16}, "runtime": {"precision": "fp32", "threads": 1}}
+
+    @property
+    def layout(self) -> Layout:
+        from matrixlib.tasks.melee.columns import LAYOUT
+
+        return LAYOUT
+
+    def task(self, config: MeleeConfig) -> MeleeTask:
+        from matrixlib.tasks.melee import rates
+        from matrixlib.tasks.melee.task import MeleeTask
+
+        return MeleeTask(config, rates.statistics(config))
+
+    def folder(self, config: MeleeConfig) -> Path:
+        from matrixlib.tasks.melee.sample_set import data_folder
+
+        return data_folder(config)
+
+    def network(
+        self, model: nn.Module, config: MeleeConfig, runtime: Runtime, serving: Serving | None = None
+    ) -> MeleeNetwork:
+        from matrixlib.tasks.melee.player import MeleeNetwork
+
+        return MeleeNetwork(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
+
+    def export(self, net: Any, path: Path | str) -> OnnxFile:
+        from matrixlib.tasks.melee.export import export
+
+        return export(net.model, net.task.objective(net.model), path)
+
+    def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
+        """Log-likelihoods, onsets and sticks of held-out frames, each beside what repeating the controller gives."""
+        from matrixlib.tasks.melee import imitation
+
+        config = net.task.config
+        batches = held_out.sequential(config.validation.batch_size, sample=sample)
+        return imitation.figures(imitation.judge(net, batches, config.seed))
+
+    def headline(self, figures: Mapping[str, Any]) -> str:
+        from matrixlib.tasks.melee.tables import onset_recall
+
+        total = figures["total"]
+        recall, other = onset_recall(figures, "sampled")
+        return (
+            f"{total['nll']:.3f} nats a frame (repeating {total['repeating']:.3f}, constant {total['constant']:.3f}), "
+            f"{total['change_nll']:.2f} where the controller changes (repeating {total['change_repeating']:.2f}), "
+            f"{recall:.1%} of the onsets (repeating 0 %, other frames {other:.1%})"
+        )
+
+    def checks(self, figures: Mapping[str, Any]) -> list[Check]:
+        from matrixlib.tasks.melee.tables import checks
+
+        return checks(figures)
+
+
+TASK = MeleeSpec()

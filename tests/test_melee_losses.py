@@ -1,0 +1,123 @@
+"""Losses of Melee: the focal loss and its correction, smoothing, rare buttons, chance."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from melee_batches import controllers, melee_batch, melee_task
+
+from matrixlib.engine.task import active_terms
+from matrixlib.tasks.melee.controller import HEADS
+from matrixlib.tasks.melee.losses import Objective
+from matrixlib.tasks.melee.statistics import Statistics
+
+BUTTONS, STICK = HEADS[0], HEADS[1]
+ONES = torch.ones(8)
+
+
+def test_the_focal_loss_spares_what_is_right_and_not_what_is_wrong() -> None:
+    """With (1 - p)^gamma in place of p_t, a button that is rightly said to be up counts in full, and one that is
+    wrongly said to be down not at all."""
+    logits, up = torch.full((8,), 4.0), torch.zeros(8, dtype=torch.int64)
+    p = 1 / (1 + math.exp(-4))
+    wrong = Objective(ONES, gamma=2.0).losses(BUTTONS, logits, up).item()
+    right = Objective(ONES, gamma=2.0).losses(BUTTONS, -logits, up).item()
+    assert wrong == pytest.approx(-(p**2) * math.log(1 - p), rel=1e-5)
+    assert right == pytest.approx(-((1 - p) ** 2) * math.log(p), rel=1e-3)
+    log_p = torch.randn(17).log_softmax(0)
+    loss = Objective(ONES, gamma=2.0).losses(STICK, log_p, torch.tensor([3])).item()
+    assert loss == pytest.approx(-((1 - log_p[3].exp()) ** 2 * log_p[3]).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("gamma, weight", [(2.0, 1.0), (0.5, 1.0), (2.0, 4.0), (0.0, 4.0)])
+def test_the_correction_gives_the_true_rate_of_a_button(gamma: float, weight: float) -> None:
+    """A rate of 0.05 has its least focal loss of gamma 2 at 0.25."""
+    rate, objective = 0.05, Objective(weight * ONES, gamma)
+    z = torch.linspace(-6, 4, 20_001).double()[:, None].expand(-1, 8)
+    down, up = (objective.losses(BUTTONS, z, torch.full_like(z, held).long()) for held in (1, 0))
+    best = z[(rate * down + (1 - rate) * up).argmin()]
+    if (gamma, weight) == (2.0, 1.0):
+        assert best[0].sigmoid().item() == pytest.approx(0.25, abs=0.01)
+    assert best[0].sigmoid() > 0.055
+    assert objective.correct(BUTTONS, best)[0].sigmoid().item() == pytest.approx(rate, abs=5e-4)
+
+
+def test_the_correction_of_classes_is_where_the_expected_loss_is_least() -> None:
+    objective = Objective(ONES, gamma=2.0)
+    for seed in range(5):
+        logits = (2 * torch.randn(17, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+        shares = objective.correct(STICK, logits.detach()).exp()
+        every = objective.losses(STICK, logits.expand(17, -1), torch.arange(17)[:, None])
+        (slope,) = torch.autograd.grad((shares * every).sum(), logits)
+        assert slope.abs().max() < 1e-5
+        assert shares.sum().item() == pytest.approx(1)
+        assert (shares - logits.softmax(0)).abs().max() > 0.005
+
+
+def test_smoothing_leaves_the_buttons_alone_and_has_a_floor() -> None:
+    plain, smooth = Objective(ONES), Objective(ONES, smoothing=0.1)
+    logits, held = torch.randn(5, 8), torch.randint(0, 2, (5, 8))
+    assert torch.equal(plain.losses(BUTTONS, logits, held), smooth.losses(BUTTONS, logits, held))
+    best = torch.full((17,), 0.1 / 17)
+    best[4] += 0.9
+    assert smooth.losses(STICK, best.log(), torch.tensor([4])).item() == pytest.approx(smooth.floor(STICK), rel=1e-5)
+    assert smooth.floor(BUTTONS) == plain.floor(STICK) == 0
+
+
+def test_huge_logits_stay_finite() -> None:
+    for objective in (Objective(ONES), Objective(ONES, gamma=2.0), Objective(ONES, smoothing=0.1)):
+        for head, held in ((BUTTONS, torch.ones(8).long()), (STICK, torch.tensor([0]))):
+            logits = torch.tensor([-3e4] * 4 + [3e4] * (head.classes - 4), dtype=torch.bfloat16, requires_grad=True)
+            loss = objective.losses(head, logits, held)
+            loss.backward()
+            assert loss.dtype == torch.float32
+            assert loss.isfinite()
+            assert logits.grad is not None
+            assert logits.grad.isfinite().all()
+            assert objective.correct(head, logits.detach()).isfinite().all()
+
+
+def test_frames_without_a_target_count_nowhere() -> None:
+    task, batch = melee_task(), melee_batch()
+    model, active = task.build_model(), active_terms(task)
+    other = {**batch, "sticks": batch["sticks"].clone(), "buttons": batch["buttons"].clone()}
+    other["sticks"][-1, 4:] = 0
+    other["buttons"][-1, 4:] = 1
+    assert task.counts(batch)["shoulder"] == 5 * 12 + 4
+    with torch.no_grad():
+        for one, two in zip(task.losses(model, batch, active), task.losses(model, other, active), strict=True):
+            assert {name: value.item() for name, value in one.items()} == {n: v.item() for n, v in two.items()}
+    assert task.bounds(batch) == task.bounds(other)
+
+
+def test_chance_is_the_entropy_of_the_constant_predictor() -> None:
+    targets = controllers(np.random.default_rng(0), 500)
+    task, batch = melee_task(), melee_batch(rows=1, frames=500)
+    batch |= {name: torch.from_numpy(part[None]) for name, part in targets.items()}
+    batch["valid"][:] = 1
+    chance = task.bounds(batch)
+    share = np.bincount(targets["sticks"][:, 0], minlength=17) / 500
+    entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
+    assert chance["main_x"][0] / 500 == pytest.approx(entropy, abs=0.02)
+    rate = targets["buttons"].mean(0)
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)).mean()
+    assert chance["buttons"][0] / 500 == pytest.approx(entropy, abs=0.001)
+
+
+def test_statistics_add_up_and_weigh_rare_buttons() -> None:
+    targets = controllers(np.random.default_rng(1), 300)
+    targets["buttons"][:, 0], targets["buttons"][:, 1], targets["buttons"][:5, 1] = 1, 0, 1
+    parts = [{name: part[piece] for name, part in targets.items()} for piece in (slice(100), slice(100, 300))]
+    whole = Statistics.count(**targets)
+    assert Statistics.count(**parts[0]) + Statistics.count(**parts[1]) == whole
+    assert Statistics.from_dict(whole.to_dict()) == whole
+    weights = whole.weights()
+    assert weights[0] == 1
+    assert weights[1] == pytest.approx(math.sqrt(295 / 5), rel=0.1)
+    assert weights[2] == pytest.approx(2, rel=0.2)
+    targets["buttons"][:, 1] = 0
+    assert Statistics.count(**targets).weights()[1] == pytest.approx(math.sqrt(600), rel=0.01)
+    assert max(Statistics(10**6, (0,) * 8, whole.sticks, whole.shoulder).weights()) == 30

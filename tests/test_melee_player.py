@@ -1,0 +1,133 @@
+"""A network that plays Melee: frame by frame as over whole games, its delay, its samples, its ONNX file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from melee_batches import controllers, melee_task
+from networks import CPU
+
+from matrixlib.engine import onnx
+from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks.melee import export, features
+from matrixlib.tasks.melee.columns import EVERYTHING, FRAME, ITEM, PLAYER
+from matrixlib.tasks.melee.controller import NEUTRAL, Controller
+from matrixlib.tasks.melee.features import Window
+from matrixlib.tasks.melee.player import MeleeNetwork
+
+REST = Controller.of(NEUTRAL)
+
+
+def network(**sections: Any) -> MeleeNetwork:
+    task = melee_task(**sections)
+    settings = task.config.runtime.model_copy(update=CPU)
+    runtime = resolve(settings, task.config.train, task.config.data)
+    return MeleeNetwork(task.build_model(), task, runtime)  # type: ignore[arg-type]
+
+
+def game(frames: int, delay: int = 0, seed: int = 0) -> Window:
+    """A window of one game of so many frames, made up."""
+    rng = np.random.default_rng(seed)
+    stored = np.zeros((1, frames), FRAME)
+    for who in ("self", "other"):
+        for name in ("x", "y", "percent", "hitstun"):
+            stored[who][name] = 40 * rng.standard_normal((1, frames))
+        stored[who]["action"] = rng.integers(0, 399, (1, frames))
+        stored[who]["stocks"] = 4
+    return Window(
+        frames=stored,
+        previous=features.controllers(**controllers(rng, 1, frames)),
+        first=np.zeros(1, int),
+        stage=np.array([31]),
+        known=np.array([EVERYTHING]),
+        delay=np.array([delay]),
+        follower=np.zeros(0, PLAYER),
+        follower_at=np.zeros((3, 0), int),
+        item=np.zeros(0, ITEM),
+        item_at=np.zeros((3, 0), int),
+    )
+
+
+def batch_logits(net: MeleeNetwork, window: Window, choices: list[np.ndarray]) -> np.ndarray:
+    """(T, 81) of a whole window at once, the parts decided as they were in play."""
+    arrays = features.inputs(window) | features.previous(window.previous)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    held = [tensors[f"previous_{part}"].long() for part in ("buttons", "sticks", "shoulder")]
+    previous = torch.cat([*held[:2], held[2][..., None]], -1)
+    decided = torch.from_numpy(np.stack(choices))[None]
+    with torch.inference_mode():
+        inputs = (tensors["numeric"], tensors["action"].long(), tensors["character"].long(), previous)
+        logits: np.ndarray = net.model(*inputs, decided)[0].numpy()
+    return logits
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
+def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
+    """Followed along a recording, and with its own decisions as what it held."""
+    net = network(model={"trunk": trunk}, data={"delay": [delay, delay]})
+    window = game(30, delay)
+    for follow in (True, False):
+        player = net.player(seed=1)
+        logits, choices = [], []
+        for frame in range(30):
+            player.act(window.at(frame), follow)
+            logits.append(player.logits)
+            choices.append(player.decision)
+        if not follow:
+            own = np.stack([NEUTRAL, *choices[:-1]])[None]
+            window = replace(window, previous=features.controllers(own[..., :8], own[..., 8:12], own[..., 12]))
+        assert np.abs(np.stack(logits) - batch_logits(net, window, choices)).max() < 1e-5
+
+
+def test_a_decision_is_held_after_the_delay() -> None:
+    net, window = network(data={"delay": [2, 4]}), game(8, delay=2)
+    player = net.player(seed=3)
+    controllers_, decided = [], []
+    for frame in range(8):
+        controllers_.append(player.act(window.at(frame)))
+        decided.append(Controller.of(player.decision))
+    assert controllers_ == [REST, REST, *decided[:-2]]
+    assert decided[0] != REST
+
+
+def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
+    net, window = network(), game(10)
+
+    def play(**options: Any) -> list[Controller]:
+        player = net.player(**options)
+        return [player.act(window.at(frame)) for frame in range(10)]
+
+    assert play(seed=1) == play(seed=1) != play(seed=2)
+    assert play(seed=1, temperature=0.0) == play(seed=2, temperature=0.0)
+    by_network = [net.act(window.at(frame)) for frame in range(10)]
+    assert by_network == play(seed=0)
+    assert net.act(window.at(0)) != by_network[0] or net.act(window.at(1)) != by_network[1]
+    net.reset()
+    assert [net.act(window.at(frame)) for frame in range(10)] == by_network
+
+
+def test_what_cannot_be_played_is_refused() -> None:
+    net = network()
+    with pytest.raises(ValueError, match="one at a time"):
+        net.act(game(2))
+    with pytest.raises(ValueError, match=r"temperature -1\.0"):
+        net.player(temperature=-1.0)
+    with pytest.raises(ValueError, match="temperature nan"):
+        net.player(temperature=float("nan"))
+
+
+@pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
+@pytest.mark.soak
+@pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
+def test_the_file_decides_as_the_network(trunk: str, tmp_path: Path) -> None:
+    net = network(model={"trunk": trunk})
+    file = export.export(net.model, net.task.objective(net.model), tmp_path / "melee.onnx")  # type: ignore
+    assert file.difference < 1e-5
+    assert file.outputs[:2] == ("logits", "choices")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["melee.onnx"]
