@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ def test_every_key_is_read(read: Keys, reports: Path) -> None:
     stages = {"enabled": True, "stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}
     first = train("demo", CHESS, {"curriculum": {"sources": stages}})
     runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), {"train": {"init": first.name}})).close()
+    for schedule in ("linear", "learned"):
+        taught = {"teacher": {"network": first.name, "schedule": schedule}}
+        with closing(runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), taught))) as student:
+            next(iter(student.train()))
     train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})
     train("melee_demo", MELEE)
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():

@@ -36,7 +36,7 @@ from matrixlib.data.order import (
     permute,
     places_of,
 )
-from matrixlib.data.reader import Damage, LoaderError, Reader, allow_files, grouped_by_source
+from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars, allow_files, grouped_by_source
 from matrixlib.data.shards import Batch, Layout, Shard
 
 Arrays = dict[str, np.ndarray]
@@ -216,7 +216,7 @@ class Loader:
     that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
     reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
     are started again, or memory could not be page-locked. `timeout`: seconds without a batch after which the workers
-    count as hung; 0 = never. Raises ShardError, LoaderError.
+    count as hung; 0 = never. `sidecars`: what comes beside each row. Raises ShardError, LoaderError.
     """
 
     def __init__(
@@ -238,6 +238,7 @@ class Loader:
         timeout: float = 0.0,
         on_damage: OnDamage | None = None,
         on_loss: OnLoss = lambda text: None,
+        sidecars: Sidecars | None = None,
     ) -> None:
         if not shards:
             raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
@@ -249,8 +250,8 @@ class Loader:
         paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
         sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
         counts = [item.count if isinstance(item, ShardRow) else len(Shard(item, layout)) for item in shards]
-        allow_files(len(paths))
-        self._reader = Reader(names, paths, sources, counts, layout, limit, apart=bool(weights))
+        allow_files(len(paths) * (1 + (sidecars is not None)))
+        self._reader = Reader(names, paths, sources, counts, layout, limit, bool(weights), sidecars)
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._batches = Batches(self._reader, order, batch_size, prepare, skip)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ SPARE_FILES = 256  # of what else a process opens: libraries, pipes of workers, 
 
 class LoaderError(RuntimeError):
     """A batch that could not be made, and why."""
+
+
+@dataclass(frozen=True)
+class Sidecars:
+    """A file beside each shard, with a row of its own for each of the shard's: `paths` by the shard's name."""
+
+    layout: Layout
+    paths: Mapping[str, Path]
 
 
 class Unopened(Exception):
@@ -103,8 +112,16 @@ class Reader:
         layout: Layout,
         limit: int,
         apart: bool = False,
+        sidecars: Sidecars | None = None,
     ) -> None:
-        """apart: the shards of a source follow each other, and rows of a source are replaced by rows of it."""
+        """apart: the shards of a source follow each other, and rows of a source are replaced by rows of it.
+
+        sidecars: what else there is of each row comes as `sidecar` (B,); where it is damaged, the row counts as lost.
+        """
+        self._beside: Reader | None = None
+        if sidecars is not None:
+            beside = [sidecars.paths[name] for name in names]
+            self._beside = Reader(names, beside, sources, counts, sidecars.layout, limit)
         self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
         self._shards: dict[int, Shard] = {}
         self._rows = tuple(counts)  # of each shard, by the catalogue
@@ -126,7 +143,8 @@ class Reader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        allow_files(len(self.paths))  # a worker has the limit of the process that it was forked from
+        # a worker has the limit of the process that it was forked from
+        allow_files(len(self.paths) * (1 + (self._beside is not None)))
         self._forget()
 
     def _forget(self) -> None:
@@ -175,7 +193,8 @@ class Reader:
             try:
                 return self._read(actual, sound)
             except DamagedBlock as error:
-                i = self.paths.index(error.path)
+                beside = self._beside.paths if self._beside is not None else ()
+                i = (self.paths if error.path in self.paths else beside).index(error.path)
                 block = int(np.searchsorted(self.first, self.start[i] + error.block * BLOCK))
                 self._replace(slice(block, block + 1), (self.names[i], error.block, str(error)))
             except Unopened as error:
@@ -200,6 +219,8 @@ class Reader:
             block = int(own[error.row]) // BLOCK
             raise DamagedBlock(self.paths[i], block, error.member) from error
         self._release()
+        if self._beside is not None:
+            batch["sidecar"] = self._beside._read(rows, blocks)["records"]
         return batch
 
     def _release(self) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrixlib.engine.memory import Passes
-from matrixlib.engine.optim import unwrap
+from matrixlib.engine.optim import unwrap, weights
 from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
 
@@ -61,7 +61,7 @@ class GradientReport(NamedTuple):
 
 def gradient_report(model: nn.Module) -> GradientReport:
     """Look at `.grad` of every trainable parameter; one host read."""
-    gradients = {name: p.grad for name, p in _trainable(model)}
+    gradients = {name: p.grad for name, p in weights(model)}
     present = {name: grad for name, grad in gradients.items() if grad is not None}
     tests = [torch.stack((grad.isfinite().all(), (grad != 0).any())) for grad in present.values()]
     flags = dict(zip(present, torch.stack(tests).tolist() if tests else [], strict=True))
@@ -80,7 +80,7 @@ def without_idle_heads(
     """
     if report is None or not report.missing or stats.losses.keys() == task.weights.keys():
         return report or GradientReport()
-    parameters = dict(_trainable(model))
+    parameters = dict(weights(model))
     with evaluating(model), torch.inference_mode(False), torch.enable_grad(), runtime.autocast():
         outputs = task.outputs(model, to_device(slice_batch(batch, 0, 1), runtime.torch_device))
         total = torch.stack([output.float().nansum() for output in outputs.values()]).sum()
@@ -178,7 +178,7 @@ def block_of(model: nn.Module, parameter: str) -> str:
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the trainable parameters by name, to measure an update by; as large as these together."""
-    return {name: p.detach().clone() for name, p in _trainable(model)}
+    return {name: p.detach().clone() for name, p in weights(model)}
 
 
 def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = None) -> dict[str, dict[str, float]]:
@@ -191,7 +191,7 @@ def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = Non
     blocks: dict[str, list[int]] = {}
     norms: list[Tensor] = []
     present: list[bool] = []
-    for name, parameter in _trainable(model):
+    for name, parameter in weights(model):
         blocks.setdefault(block_of(unwrap(model), name), []).append(len(norms))
         weight, gradient = parameter.detach(), parameter.grad
         old = weight if before is None else before[name]
@@ -350,10 +350,6 @@ class _Activations(TorchDispatchMode):
                 self.units[name] = _Units(function, values.shape[1], values.device)
             self.units[name].add(values)
         return out
-
-
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
 
 
 def _listed(names: Sequence[str]) -> str:

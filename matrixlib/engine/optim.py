@@ -29,6 +29,14 @@ FUSED = frozenset({"cpu", "cuda", "mps"})
 """Devices with a fused AdamW kernel in torch 2.11 and later."""
 
 
+class PlainDescent(nn.Module):
+    """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule, clipping and
+    decay. AdamW divides a gradient by its own size, so that a factor on it would be lost.
+    """
+
+    rate: float
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's wrapper, whose state dict has plain names (no `_orig_mod.`)."""
     inner = getattr(model, "_orig_mod", model)
@@ -76,13 +84,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and
     convolution kernels. Everything else is not: biases, norms, embeddings, and parameters that a module of
     our own holds directly, such as position encodings and attention biases. A parameter shared with one that
-    must not decay (tied embeddings) does not decay.
+    must not decay (tied embeddings) does not decay. Those of a `PlainDescent` are in neither.
     """
     parameters: dict[int, nn.Parameter] = {}
     decays: dict[int, bool] = {}
     for module in unwrap(model).modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and not isinstance(module, PlainDescent):
                 allowed = isinstance(module, DECAYED) and parameter.ndim >= 2
                 parameters[id(parameter)] = parameter
                 decays[id(parameter)] = allowed and decays.get(id(parameter), True)
@@ -113,6 +121,22 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
         fused=fused,
         foreach=None if fused else True,
     )
+
+
+def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters by plain name, but for those of a `PlainDescent`."""
+    own = {id(p) for module in _plain_descents(model) for p in module.parameters(recurse=False)}
+    return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in own]
+
+
+def descent(model: nn.Module) -> torch.optim.SGD | None:
+    """The optimiser of every `PlainDescent`, which has no state; None where there is none."""
+    groups = [{"params": list(m.parameters(recurse=False)), "lr": m.rate} for m in _plain_descents(model)]
+    return torch.optim.SGD(groups, lr=0.0) if groups else None
+
+
+def _plain_descents(model: nn.Module) -> list[PlainDescent]:
+    return [module for module in unwrap(model).modules() if isinstance(module, PlainDescent)]
 
 
 def optimiser_tensors(optimiser: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:

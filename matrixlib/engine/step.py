@@ -23,7 +23,7 @@ from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import EMA, Schedule, unwrap
 from matrixlib.engine.stats import Action, Stats
-from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch, to_device
+from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
 from matrixlib.hardware.speed import synchronize
 
@@ -90,15 +90,28 @@ class Step:
     The random streams are its own: what others draw between two updates changes nothing here.
     """
 
-    def __init__(self, task: Task, model: nn.Module, runtime: Runtime, config: Config, steps: int) -> None:
-        """A step of a run of `steps` updates; the model goes to the device and into training mode."""
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        runtime: Runtime,
+        config: Config,
+        steps: int,
+        teacher: Teacher | None = None,
+    ) -> None:
+        """A step of a run of `steps` updates; the model goes to the device and into training mode.
+
+        teacher: is asked about every micro-batch on its way into the losses.
+        """
         plain, self.model = place(model, runtime)
         plain.train()
         low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
         if low:
             raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
+        self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
+        self.descent = optim.descent(plain)
         self.schedule = Schedule.of(config.optim, steps)
         self.ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
         self.health, self.gate = Health(config.health), Gate(config.gating)
@@ -140,6 +153,12 @@ class Step:
                 self._keep_scale()
             raise
         return replace(stats, messages=tuple(messages))
+
+    def taught(self, batch: Batch) -> Batch:
+        """The batch, or a part of it, with what the teacher says of it, if there is one."""
+        if self.teacher is None:
+            return batch
+        return self.teacher(batch, self.schedule.place(self.update) / max(1, self.schedule.steps - 1))
 
     def train_on(self, task: Task) -> None:
         """Go on with another task of the same terms: the data of another phase."""
@@ -206,7 +225,8 @@ class Step:
         messages: list[str] = []
         while True:
             rng.restore(self._streams, self.runtime.torch_device)
-            self.optimiser.zero_grad(set_to_none=True)
+            for optimiser in self._optimisers():
+                optimiser.zero_grad(set_to_none=True)
             plan = self._plan(batch)
             try:
                 sums = self._accumulate(batch, plan)
@@ -238,7 +258,8 @@ class Step:
         """
         if self.scaler is not None:
             self._unscaled = True
-            self.scaler.unscale_(self.optimiser)
+            for optimiser in self._optimisers():
+                self.scaler.unscale_(optimiser)
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         with self.clock.phase("read"):
             values = _read({"": norm, **sums})
@@ -322,6 +343,9 @@ class Step:
             active = frozenset(plan.weights) if start < plan.until else plan.main
             with self.clock.phase("copy"):
                 part = to_device(part, self.runtime.torch_device)
+            if self.teacher is not None:
+                with self.clock.phase("teacher"):
+                    part = self.taught(part)
             with self.clock.phase("forward"):
                 compiler.begin_pass(self.runtime.compile)
                 total, values = self._forward(part, plan, active)
@@ -376,12 +400,16 @@ class Step:
     def _move(self, rate: float) -> None:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        if self.scaler is None:
-            self.optimiser.step()
-        else:
-            self.scaler.step(self.optimiser)
+        for optimiser in self._optimisers():
+            if self.scaler is None:
+                optimiser.step()
+            else:
+                self.scaler.step(optimiser)
         if self.ema is not None:
             self.ema.update()
+
+    def _optimisers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimiser] if self.descent is None else [self.optimiser, self.descent]
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

@@ -139,6 +139,24 @@ class Data(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """A frozen network that a task's losses need. It belongs to the trainer: loader workers never hold it, and it is
+    no part of the model or of a checkpoint.
+    """
+
+    @property
+    def record(self) -> Mapping[str, str]:
+        """Its `name` and the `sha256` of the file that it is from, which every checkpoint of a student holds."""
+        ...
+
+    def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
+        """The batch with what the network says of its rows, as tensors beside the others.
+
+        progress: share of the training that is done, 0 to 1; None of held-out rows, which are always scored alike.
+        """
+        ...
+
+
 def rows(batch: Mapping[str, Any]) -> int:
     """Leading dimension B of a batch of tensors or arrays; ValueError when it is empty or they disagree."""
     sizes = {name: len(value) for name, value in batch.items()}

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-PHASES = ("wait", "copy", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
+PHASES = ("wait", "copy", "teacher", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
 """wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
-ON_DEVICE = ("copy", "forward", "backward", "optimiser")
+ON_DEVICE = ("copy", "teacher", "forward", "backward", "optimiser")
 BETWEEN = ("validation", "checkpoint")
 """Between two updates, and not in their seconds."""
 TRACED = 3

@@ -29,7 +29,7 @@ from matrixlib.engine.pace import Pace, Plan
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Stats
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, Data, Task, rows
+from matrixlib.engine.task import Batch, Data, Task, Teacher, rows
 from matrixlib.engine.timing import Starvation, Throughput
 from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
 from matrixlib.hardware.runtime import Runtime
@@ -62,13 +62,14 @@ class Trainer:
         steps: int,
         state_extra: Mapping[str, Any] | None = None,
         curriculum: Curriculum | None = None,
+        teacher: Teacher | None = None,
         plan: Plan | None = None,
         look: Callable[[int, Batch], None] = lambda step, batch: None,
     ) -> None:
         """Nothing is read or trained yet.
 
         data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/.
-        steps: updates of the whole run, as it was planned. plan: what it is to take.
+        steps: updates of the whole run, as it was planned. plan: what it is to take. teacher: for losses that need it.
         state_extra: JSON data that every checkpoint also holds (config, ...). look: sees the batch of each update.
         """
         self.task, self.runtime, self.config = task, runtime, config
@@ -79,7 +80,7 @@ class Trainer:
         self._folder, self._memory, self._chunk = Path(folder), Monitor(runtime.torch_device, config.memory), Chunk()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
-        self._step = Step(task, model, runtime, config, steps)
+        self._step = Step(task, model, runtime, config, steps, teacher)
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
         self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
@@ -482,7 +483,7 @@ class Trainer:
 
     def _first(self, batch: Batch, stats: Stats) -> list[str]:
         """At the first update: gradients that look wrong, losses far from chance level."""
-        self.initial, messages = diagnostics.compare_with_chance(self.task, batch, stats)
+        self.initial, messages = diagnostics.compare_with_chance(self.task, self._step.taught(batch), stats)
         messages = messages if self._fresh else []  # weights of another run have learned something
         report = diagnostics.without_idle_heads(self.gradients, self.task, self.model, batch, stats, self.runtime)
         return [f"first update: {report}", *messages] if any(report) else messages

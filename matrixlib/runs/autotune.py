@@ -5,7 +5,6 @@ does, rows of a pass, layout, the compiler, time, memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,7 @@ from matrixlib.runs.data import RunData, RunError
 from matrixlib.runs.record import runtime_config
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
-    from torch import Tensor
 
 ISSUE = "pytorch issue 177116"
 LOOK_SECONDS = 0.1
@@ -45,7 +42,7 @@ def settle(data: RunData, requested: Config) -> RunData:
 
         gpu = machine.facts().gpu
         card = gpu.name if gpu else data.runtime.device
-        choice = choose_compile(data.task, _first(data), data.runtime, data.config, card)
+        choice = choose_compile(data.task, data.batch(0), data.runtime, data.config, card)
         data = _with(data, data.runtime.with_choice("compile", *choice))
     return data
 
@@ -58,7 +55,7 @@ def _agreeing(data: RunData, requested: Config) -> tuple[RunData, int]:
     from matrixlib.engine.trials import compare
 
     while (runtime := data.runtime).device != "cpu" or runtime.dtype != "fp32":
-        trial = compare(data.task, _first(data), runtime, data.config)
+        trial = compare(data.task, data.batch(0), runtime, data.config)
         if not trial.problem:
             return _capped(data, trial.linear_rows)
         name, value = ("dtype", runtime.dtype) if runtime.dtype != "fp32" else ("device", runtime.device)
@@ -104,7 +101,7 @@ def tune_micro_batch(data: RunData, most: int = 0) -> runtimes.Runtime:
     from matrixlib.engine.task import rows, slice_batch
 
     with throwaway(data.task, data.runtime, data.config) as step:
-        batch = _first(data)
+        batch = data.batch(0)
         parts = -(-rows(batch) // most) if most else 1
         tuning = tune_step(step, slice_batch(batch, 0, -(-rows(batch) // parts)), data.config.memory.limit)
     data.messages.append(f"train.micro_batch: auto -> {tuning.size}, by trying:\n{tuning.table().to_string()}")
@@ -115,7 +112,7 @@ def choose_layout(data: RunData, fixed: bool) -> runtimes.Runtime:
     """The runtime with the layout that updates are fastest in; fixed: with its memory format, which the user named."""
     from matrixlib.engine import layout
 
-    return layout.choose_layout(data.task, _first(data), data.runtime, data.config, fixed)
+    return layout.choose_layout(data.task, data.batch(0), data.runtime, data.config, fixed)
 
 
 def fit_steps(data: RunData) -> tuple[int, float]:
@@ -124,7 +121,7 @@ def fit_steps(data: RunData) -> tuple[int, float]:
     from matrixlib.engine.step import throwaway
 
     with throwaway(data.task, data.runtime, data.config) as step:
-        seconds = pace.trial(lambda i: step(_tensors(data.training.batch(i))))
+        seconds = pace.trial(lambda i: step(data.batch(i)))
     return pace.fit(data.config.train.minutes, seconds), seconds
 
 
@@ -141,23 +138,12 @@ def start_notes(runtime: runtimes.Runtime, clocks: Clocks) -> list[str]:
     return [f"warning: the machine is busy: {usage.words()}; updates will take longer than they could"]
 
 
-def _first(data: RunData) -> dict[str, Tensor]:
-    """The first update's rows."""
-    return _tensors(data.training.batch(0))
-
-
-def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    import torch
-
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
 def memory_table(data: RunData) -> pd.DataFrame:
     """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
     from matrixlib.engine import footprint, step
 
     with step.throwaway(data.task, data.runtime, data.config) as updates:
-        batch = _first(data)
+        batch = data.batch(0)
         return footprint.by_part(lambda: updates(batch), updates.model, updates.optimiser)
 
 

@@ -55,31 +55,63 @@ def train_pair(
     run: str = "",
     log: Callable[[str], None] = print,
 ) -> tuple[list[Path], list[Path]]:
-    """Train A and B with the seeds `seed`, `seed` + 1 ...; returns the run folders of both, in order of the seeds.
+    """`train_arms` of A and B; returns the run folders of both, in order of the seeds."""
+    sides = {"A": (preset_a, overrides_a or {}), "B": (preset_b, overrides_b or {})}
+    folders = train_arms(sides, device, seed, seeds, steps, run, log)
+    return folders["A"], folders["B"]
+
+
+def train_arms(
+    arms: Mapping[str, tuple[str, Mapping[str, Any]]],
+    device: str = "auto",
+    seed: int = 0,
+    seeds: int = 1,
+    steps: int = 0,
+    run: str = "",
+    log: Callable[[str], None] = print,
+) -> dict[str, list[Path]]:
+    """Train every arm (preset, overrides) with the seeds `seed`, `seed` + 1 ...; its run folders in their order.
 
     The order is A B, B A, A B ..., so that a machine that slows down does not favour one side. The runs are named
-    `<run>-a0`, `<run>-b0` ... by side and seed, where an empty `run` means `compare-<UTC time>`; under a name that
+    `<run>-a0`, `<run>-b0` ... by arm and seed, where an empty `run` means `compare-<UTC time>`; under a name that
     exists the comparison goes on where it was interrupted. steps: updates, 0 as the presets say. A run that is
     halted for instability stays as it is: that is a result. log: is told of each run that ended.
-    Raises what `run.open_run` raises, for a misspelt option of B before A is trained.
+    Raises what `run.open_run` raises, for a misspelt option of the last arm before the first is trained.
     """
     if seeds < 1 or seed < 0:
         raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
-    sides = {"a": (preset_a, overrides_a or {}), "b": (preset_b, overrides_b or {})}
-    for preset, overrides in sides.values():
+    for preset, overrides in arms.values():
         load_config(preset, overrides)
     stem = run or f"compare-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
-    folders: dict[str, list[Path]] = {"a": [], "b": []}
+    folders: dict[str, list[Path]] = {arm: [] for arm in arms}
     for number in range(seeds):
-        for side in "ba" if number % 2 else "ab":
-            preset, overrides = sides[side]
-            name = f"{stem}-{side}{seed + number}"
+        for arm in list(arms)[:: -1 if number % 2 else 1]:
+            preset, overrides = arms[arm]
+            name = f"{stem}-{arm.lower()}{seed + number}"
             current = runs.open_run(preset, device, seed + number, name, steps, overrides, kind="compare")
-            folders[side].append(current.folder)
-            log(f"{side.upper()} seed {seed + number}: run {name}, {_train(current)}")
+            folders[arm].append(current.folder)
+            log(f"{arm} seed {seed + number}: run {name}, {_train(current)}")
             del current
             gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
-    return folders["a"], folders["b"]
+    return folders
+
+
+def arms_table(figures: Mapping[str, Sequence[Mapping[str, float]]], base: str) -> DataFrame:
+    """A row for each figure of several arms (of each seed its figures, in one order): mean and standard deviation over
+    the seeds, and for every arm but `base` the difference to it, with its 95 % interval where there are pairs of seeds.
+    """
+    import pandas
+
+    rows: dict[str, dict[str, str]] = {name: {} for name in figures[base][0]}
+    for name, row in rows.items():
+        values = {arm: [of_seed[name] for of_seed in seeds] for arm, seeds in figures.items()}
+        row |= {arm: _spread(column, 4) for arm, column in values.items()}
+        for arm, column in values.items():
+            pairs = [own - other for own, other in zip(column, values[base], strict=True)]
+            interval = t_interval(pairs)
+            ends = f" ({interval[0]:+.4f} to {interval[1]:+.4f})" if interval else ""
+            row |= {f"{arm} - {base}": f"{statistics.fmean(pairs):+.4f}{ends}"} if arm != base else {}
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
 def finished(run_a: str, run_b: str) -> tuple[list[Path], list[Path]]:

@@ -15,8 +15,9 @@ from matrixlib.hardware.runtime import Runtime
 if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue, ShardRow
     from matrixlib.data.loader import Loader, Tensors
+    from matrixlib.data.reader import Sidecars
     from matrixlib.engine.curriculum import Phase
-    from matrixlib.engine.task import Task
+    from matrixlib.engine.task import Task, Teacher
     from matrixlib.tasks.spec import TaskSpec
 
 
@@ -42,6 +43,8 @@ class RunData:
     task: Task
     catalogue: Catalogue
     messages: list[str]
+    teacher: Teacher | None = None
+    sidecars: Sidecars | None = None
 
     def __post_init__(self) -> None:
         self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
@@ -77,8 +80,18 @@ class RunData:
         if phase is not None:
             stage = self.spec.stage(self.task, phase)
             loader = self._validation(stage.task, stage.sources)
-        held = self.config.validation
-        return loader.sequential(held.batch_size, sample=held.sample if kind == "sample" else 0)
+        held, teacher = self.config.validation, self.teacher
+        batches = loader.sequential(held.batch_size, sample=held.sample if kind == "sample" else 0)
+        if teacher is None:
+            return batches
+        return replace(batches, make=lambda: map(teacher, batches))
+
+    def batch(self, i: int) -> Tensors:
+        """Training batch i on the host, as updates that are tried before a run need it."""
+        import torch
+
+        batch = {name: torch.from_numpy(array) for name, array in self.training.batch(i).items()}
+        return batch if self.teacher is None else self.teacher(batch, 0.0)
 
     def records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
         """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
@@ -128,6 +141,7 @@ class RunData:
             "timeout": self.config.data.timeout,
             "on_damage": partial(self._damaged, split),
             "on_loss": self._say,
+            "sidecars": self.sidecars,
         }
 
     def _tell_quarantined(self) -> None:

@@ -17,7 +17,7 @@ from matrixlib.engine.folder import read_run, read_run_config, whole_runs
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
-from matrixlib.runs.data import RunError
+from matrixlib.runs.data import RunData, RunError
 from matrixlib.runs.start import Start
 from matrixlib.tasks import changed, parse_config
 
@@ -132,14 +132,13 @@ def write_record(
     preset: str,
     requested: Config,
     config: Config,
-    runtime: runtimes.Runtime,
-    catalogue: str,
+    data: RunData,
     kind: str,
     update_seconds: float | None,
     start: Start | None = None,
 ) -> None:
-    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights,
-    and what an update took in the trial.
+    """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights
+    and teacher, and what an update took in the trial.
     """
     write_text(folder / "config.yaml", configuration.to_yaml(config))
     write_json(
@@ -151,10 +150,11 @@ def write_record(
             "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
             "commit": git_commit(),
             "versions": machine.versions(),
-            "catalogue": catalogue,
-            "runtime": runtime.to_dict(),
+            "catalogue": data.catalogue.hash(),
+            "runtime": data.runtime.to_dict(),
             "update_seconds": update_seconds,
             **({"init": start.record()} if start is not None else {}),
+            **({"teacher": dict(data.teacher.record)} if data.teacher is not None else {}),
         },
     )
 

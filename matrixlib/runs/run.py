@@ -27,7 +27,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader
 from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
-from matrixlib.runs.start import Start, start_of
+from matrixlib.runs.start import Start, start_of, teacher_of
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
@@ -389,9 +389,13 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     runtime.apply()
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
-    data = RunData(config, runtime, spec, task, catalogue, messages)
+    teacher = teacher_of(folder.name, spec, config, runtime, record)
+    sidecars = spec.sidecars(config, catalogue, teacher)
+    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, sidecars)
     if not record:
         data = autotune.settle(data, requested)
+        if data.runtime.device != runtime.device:
+            data.teacher = spec.teacher(config, data.runtime)
         runtime, config = data.runtime, data.config
     if runtime.compile:
         from matrixlib.engine import compiler
@@ -404,8 +408,10 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if start is not None:
         messages += start.messages()
+    if data.teacher is not None:
+        messages.append(f"learns from {data.teacher.record['name']} (SHA-256 {data.teacher.record['sha256'][:12]})")
     if not record:
-        write_record(folder, preset, requested, config, runtime, catalogue.hash(), kind, update_seconds, start)
+        write_record(folder, preset, requested, config, data, kind, update_seconds, start)
     messages += autotune.start_notes(runtime, clocks)
     resumed = bool(record)
     return Run(
@@ -421,7 +427,7 @@ def _build_trainer(run: Run) -> Trainer:
     from matrixlib.engine.targets import TargetLog
     from matrixlib.engine.trainer import Trainer
 
-    config = run.config
+    config, teacher = run.config, run.data.teacher
     run.data.try_workers()
     model, checkpoints = run.task.build_model(), Checkpoints.of(run.folder / "checkpoints", config.checkpoint)
     checkpoints.largest = storage.largest_group(model)
@@ -441,8 +447,13 @@ def _build_trainer(run: Run) -> Trainer:
             refit=run.requested.train.steps == "auto" and run.update_seconds is not None,  # which old runs lack
             promise=config.train.on_time,
         ),
-        state_extra={"config": configuration.dump(config), "catalogue": run.catalogue.hash()},
+        state_extra={
+            "config": configuration.dump(config),
+            "catalogue": run.catalogue.hash(),
+            **({"teacher": dict(teacher.record)} if teacher is not None else {}),
+        },
         curriculum=run.spec.curriculum(config),
+        teacher=teacher,
         look=TargetLog(
             run.folder / "targets.jsonl", config.train.targets_interval, partial(run.spec.ssl_targets, run.task)
         ).look,

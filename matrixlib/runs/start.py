@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from matrixlib import config as configuration
 from matrixlib.config import Config, read_yaml
+from matrixlib.data.shards import file_hash
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import open_file, parse_config
-from matrixlib.tasks.spec import find_run, weights
+from matrixlib.tasks.spec import find_run, weights, weights_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from matrixlib.engine.task import Task
+    from matrixlib.engine.task import Task, Teacher
     from matrixlib.engine.trainer import Trainer
+    from matrixlib.hardware.runtime import Runtime
+    from matrixlib.tasks.spec import TaskSpec
 
 LISTED = 8  # names in a message
 
@@ -72,6 +74,22 @@ def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]
     return start
 
 
+def teacher_of(
+    run: str, spec: TaskSpec[Any], config: Config, runtime: Runtime, record: Mapping[str, Any]
+) -> Teacher | None:
+    """The frozen network that a run's losses need. RunError where it is another one than when the run began."""
+    teacher = spec.teacher(config, runtime)
+    if teacher is None:
+        return None
+    before = record.get("teacher", teacher.record)
+    if teacher.record["sha256"] != before["sha256"]:
+        raise RunError(
+            f"teacher '{teacher.record['name']}' holds other weights than when run '{run}' began "
+            f"({teacher.record['sha256'][:12]} in place of {before['sha256'][:12]}); give it another run name"
+        )
+    return teacher
+
+
 def read_start(config: Config, task: Task) -> Start:
     """The weights that `train.init` names: of a run (the best, averaged where it kept an average), of one of its
     checkpoints, or of a file of Matrix0.
@@ -80,7 +98,7 @@ def read_start(config: Config, task: Task) -> Start:
     does not fit.
     """
     source = config.train.init
-    tensors, options, file = _weights(source, config)
+    tensors, options = _weights(source, config)
     own = task.build_model().state_dict()
     fits = {name: tensor for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
     new = tuple(name for name in own if name not in fits)
@@ -88,7 +106,7 @@ def read_start(config: Config, task: Task) -> Start:
     differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
     start = Start(
         source,
-        hashlib.sha256(file.read_bytes()).hexdigest(),
+        file_hash(weights_file(source)),
         {name: fits.get(name, tensor) for name, tensor in own.items()},
         new,
         left_out,
@@ -117,22 +135,20 @@ def write_base(trainer: Trainer, name: str) -> Path:
     return path
 
 
-def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, Path]:
-    """(tensors, options of the network, the file that holds them)."""
+def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any]:
+    """(tensors, options of the network)."""
     from matrixlib.engine.checkpoint import Checkpoints
 
     folder, named = find_run(source)
     if folder.is_file():
         net = open_file(folder, "cpu", False, config.task)
-        return net.model.state_dict(), net.task.config.model, folder  # type: ignore[attr-defined]
+        return net.model.state_dict(), net.task.config.model  # type: ignore[attr-defined]
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     given = parse_config(read_yaml(text, f"{folder.name}/config.yaml"), f"{folder.name}/config.yaml", config.task)
     if given.task != config.task:
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
     stored = Checkpoints(folder / "checkpoints", given.checkpoint.keep).pick(named)
-    group = "ema" if stored.tensors.get("ema") else "model"
-    (file,) = stored.path.glob(f"{group}.safetensors*")
-    return weights(stored.tensors), given.model, file
+    return weights(stored.tensors), given.model
 
 
 def _listed(names: tuple[str, ...]) -> str:

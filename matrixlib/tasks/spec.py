@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
+    from matrixlib.data.reader import Sidecars
     from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.curriculum import Curriculum, Phase
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
-    from matrixlib.engine.task import Task
+    from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
@@ -174,6 +175,14 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """What a phase trains, and on what; by default, shares of sources."""
         weights = phase.values["sources"]
         return Stage(task, list(weights), weights)
+
+    def teacher(self, config: ConfigT, runtime: Runtime) -> Teacher | None:
+        """The frozen network that its losses need, on the device of a training; None where they need none."""
+        return None
+
+    def sidecars(self, config: ConfigT, catalogue: Catalogue, teacher: Teacher | None) -> Sidecars | None:
+        """Files beside the shards that `prepare` is to have the rows of, made where they are not there yet."""
+        return None
 
     def training_flops(self, config: ConfigT) -> float | None:
         """Floating-point operations of training on one row; None where nobody has counted them."""
@@ -348,6 +357,18 @@ def runtime_for_use(config: Config, device: str = "auto", precision: str = "auto
 def weights(tensors: Mapping[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of a checkpoint to evaluate with: the moving average where there is one."""
     return tensors["ema"] if tensors.get("ema") else tensors["model"]
+
+
+def weights_file(run: str | Path) -> Path:
+    """The file that holds the weights of a run, a checkpoint or a file, as `find_run` takes it."""
+    from matrixlib.engine.checkpoint import Checkpoints
+
+    folder, named = find_run(run)
+    if folder.is_file():
+        return folder
+    stored = Checkpoints(folder / "checkpoints", 2).pick(named)
+    (file,) = stored.path.glob(f"{'ema' if stored.tensors.get('ema') else 'model'}.safetensors*")
+    return file
 
 
 def spoil_output(value: float, when: Callable[[], bool]) -> Callable[..., None]:

@@ -136,6 +136,9 @@ class LossConfig(Section):
     value: NonNegative = Field(default=1.0, description="weight of the value loss")
     ssl: SSLWeights = SSLWeights()
     positive: PositiveWeights = PositiveWeights()
+    best_move: bool = Field(
+        default=False, description="learn the best move alone, a hard label, in place of every move's share"
+    )
     label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
         default=0.0, description="share of the policy target spread over the legal moves"
     )
@@ -145,6 +148,37 @@ class LossConfig(Section):
     )
     scalar: Literal["mse", "huber"] = Field(default="mse", description="loss of the scalar value head")
     huber_delta: Positive = Field(default=1.0, description="delta of the Huber loss")
+
+
+class TeacherConfig(Section):
+    network: str = Field(
+        default="",
+        description="learn from this network: a run, a checkpoint's folder, or the file of one (Lc0, Matrix0, ONNX); "
+        "empty = none",
+    )
+    policy: NonNegative = Field(
+        default=1.0, description="weight of the teacher's policy, T^2 KL; labels keep `loss.policy` and `loss.value`"
+    )
+    wdl: NonNegative = Field(default=1.0, description="weight of the teacher's win-draw-loss")
+    temperature: Positive = Field(
+        default=2.0, description="T by which both policies are softened; where `schedule` moves it, at the start"
+    )
+    schedule: Literal["fixed", "linear", "learned"] = Field(
+        default="fixed",
+        description="T stays, goes to `final_temperature`, or is learned against the student within 1 and 5",
+    )
+    final_temperature: Positive = Field(default=1.0, description="T at the last update of the `linear` schedule")
+    cache: bool = Field(
+        default=False,
+        description="ask the network once about all of the data, in files beside the shards, in place of every update",
+    )
+    temperature_rate: Positive = Field(default=0.1, description="learning rate of a learned T, by plain descent")
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> TeacherConfig:
+        if self.schedule == "learned" and not 1 < self.temperature < 5:
+            raise ValueError(f"a learned temperature begins between 1 and 5, not at {self.temperature:g}")
+        return self
 
 
 class ChessDataConfig(DataConfig):
@@ -169,6 +203,18 @@ class ChessConfig(Config):
     curriculum: SourceCurriculumConfig = SourceCurriculumConfig()
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
+    teacher: TeacherConfig = TeacherConfig()
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> ChessConfig:
+        if self.teacher.network and self.teacher.wdl and self.model.value.kind == "scalar":
+            raise ValueError(
+                "a value head with one number cannot learn win-draw-loss: set teacher.wdl to 0 or model.value.kind to "
+                "wdl"
+            )
+        if self.teacher.schedule == "learned" and self.teacher.network and not self.teacher.policy:
+            raise ValueError("with teacher.policy 0 nothing tells a learned temperature where to go; set it above 0")
+        return self
 
     @model_validator(mode="after")
     def _piece_head(self) -> ChessConfig:

@@ -48,21 +48,31 @@ def legal_logits(logits: Tensor, index: Tensor) -> Tensor:
     return torch.where(index != PAD, picked, FILL)
 
 
-def policy_loss(logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, smoothing: float) -> tuple[Tensor, Sums]:
+def best_alone(target: Tensor) -> Tensor:
+    """Targets (B, L) with all of their weight on the best move, in equal parts on several; rows of zeros stay."""
+    best = (target >= target.amax(1, keepdim=True)) & (target > 0)
+    return best / best.sum(1, keepdim=True).clamp(min=1)
+
+
+def policy_loss(
+    logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, smoothing: float, best: bool = False
+) -> tuple[Tensor, Sums]:
     """Cross-entropy over the legal moves, summed over `policy_rows`.
 
     logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of
-    any scale. Metrics: `top1`, `top3` and `top5` (one of so many best moves is one of the target's best), `kl`
-    to the target without smoothing, `skipped` (rows without a target, so per valid row after division).
+    any scale. best: learn the best move alone, of which no metric knows. Metrics: `top1`, `top3` and `top5` (one of so
+    many best moves is one of the target's best), `kl` to the target without smoothing, `skipped` (rows without a
+    target, so per valid row after division).
     """
     valid, legal = policy_rows(index, weight, rows), index != PAD
     scores, target = legal_logits(logits, index), policy_target(index, weight)
     log_p = torch.where(legal, scores.log_softmax(1), 0.0)
-    loss = -(smoothed(target, index, smoothing) * log_p).sum(1)
+    learned = best_alone(target) if best else target
+    loss = -(smoothed(learned, index, smoothing) * log_p).sum(1)
     with torch.no_grad():
-        best = target >= target.amax(1, keepdim=True)
+        right = target >= target.amax(1, keepdim=True)
         top = scores.topk(min(5, scores.shape[1]), dim=1).indices
-        hits = best.gather(1, top) & valid[:, None]
+        hits = right.gather(1, top) & valid[:, None]
         kl = -(target * log_p).sum(1) - entropy(target)
         metrics = {
             "top1": hits[:, 0].sum(),
@@ -74,11 +84,14 @@ def policy_loss(logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, smo
     return torch.where(valid, loss, 0.0).sum(), _floats(metrics)
 
 
-def policy_bounds(index: Tensor, weight: Tensor, rows: Tensor, smoothing: float) -> tuple[float, float]:
+def policy_bounds(
+    index: Tensor, weight: Tensor, rows: Tensor, smoothing: float, best: bool = False
+) -> tuple[float, float]:
     """(chance, floor) sums: ln(number of legal moves), and the entropy of the smoothed target."""
     valid = policy_rows(index, weight, rows)
     moves = (index != PAD).sum(1)[valid].double()
-    target = smoothed(policy_target(index, weight), index, smoothing)[valid].double()
+    target = policy_target(index, weight)
+    target = smoothed(best_alone(target) if best else target, index, smoothing)[valid].double()
     return float(moves.log().sum()), float(entropy(target).sum())
 
 

@@ -178,6 +178,7 @@ class PolicyValueNet(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.temperature: nn.Module | None = None  # of a student that learns it
         self.ssl_chunk = 0  # positions that a self-supervised head works on at once; 0: all
         width = config.channels
         self.stem = ConvNorm(config, PLANES, width, 3)

@@ -352,8 +352,9 @@ def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     """Mirror the chosen rows (B,) bool of a batch left and right: pieces, en-passant file and policy.
 
-    The policy entries of each row are sorted again, so indices stay ascending, with their weights. Returns a
-    new batch. ValueError if a chosen row has castling rights left: its mirror image is no position of chess.
+    The policy entries of each row are sorted again, so indices stay ascending, with their weights and with what else is
+    known of each move (`policy_teacher`, where it is there). Returns a new batch. ValueError if a chosen row has
+    castling rights left: its mirror image is no position of chess.
     """
     records = batch["records"].copy()
     refused = np.flatnonzero(rows & ~mirrorable(records))
@@ -363,5 +364,12 @@ def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     files = records["en_passant"]
     records["en_passant"] = np.where(rows & (files >= 0), 7 - files, files)
     index, weight = batch["policy_index"].copy(), batch["policy_weight"].copy()
-    bitboard.mirror_policy(index, weight, batch["policy_offset"], rows, mirror_index)
-    return {**batch, "records": records, "policy_index": index, "policy_weight": weight}
+    offset = batch["policy_offset"]
+    bitboard.mirror_policy(index, weight, offset, rows, mirror_index)
+    mirrored = {**batch, "records": records, "policy_index": index, "policy_weight": weight}
+    if "policy_teacher" in batch:
+        start = np.repeat(offset[:-1], np.diff(offset))
+        place = (np.arange(len(index)) - start).astype(np.uint16)
+        bitboard.mirror_policy(batch["policy_index"].copy(), place, offset, rows, mirror_index)
+        mirrored["policy_teacher"] = batch["policy_teacher"][start + place]
+    return mirrored

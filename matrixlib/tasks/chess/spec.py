@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
+    from matrixlib.data.reader import Sidecars
     from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from matrixlib.play.game import Game, Trace
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
+    from matrixlib.tasks.chess.distill.teacher import ChessTeacher
     from matrixlib.tasks.chess.evaluate.net import Net
     from matrixlib.tasks.chess.evaluate.viewer import BoardViewer
     from matrixlib.tasks.chess.task import ChessTask
@@ -77,13 +80,14 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
     name, demo = "chess", "demo"
     config = ChessConfig
-    objective_options = ("loss.", "model.value.kind", "model.ssl")
+    objective_options = ("loss.", "teacher.", "model.value.kind", "model.ssl")
     measured_on_options = ("validation.limit",)
     overfit = Overfit(
         overrides={
             "data": {"mirror": False},
             "model": {"droppath": 0.0, "dropout": 0.0, "ssl": [], "value": {"kind": "wdl"}},
-            "loss": {"label_smoothing": 0.0},
+            "loss": {"label_smoothing": 0.0, "best_move": False},
+            "teacher": {"network": ""},
         },
         gaps={"policy": 0.05},
         exact=("value/accuracy",),
@@ -131,11 +135,26 @@ class ChessSpec(TaskSpec[ChessConfig]):
         source = config.data.source
         return unpack_sample() if source == "sample" else given_folder(source, "sample")
 
+    def teacher(self, config: ChessConfig, runtime: Runtime) -> ChessTeacher | None:
+        from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+
+        network = config.teacher.network
+        return ChessTeacher.of(load(network, "", runtime.device, False), config.teacher) if network else None
+
+    def sidecars(self, config: ChessConfig, catalogue: Catalogue, teacher: Any) -> Sidecars | None:
+        if teacher is None or not config.teacher.cache:
+            return None
+        from matrixlib.tasks.chess.distill import cache
+
+        return cache.sidecars(teacher, self.task(config), catalogue.folder, catalogue.shards())
+
     def training_flops(self, config: ChessConfig) -> float:
         from matrixlib.engine.task import active_terms
         from matrixlib.tasks.chess.model import training_flops
+        from matrixlib.tasks.chess.task import TAUGHT
 
-        return training_flops(config.model, active_terms(self.task(config)))
+        heads = frozenset(TAUGHT.get(term, term) for term in active_terms(self.task(config)))
+        return training_flops(config.model, heads)
 
     def benchmarks(self) -> Mapping[str, Workload]:
         from matrixlib.tasks.chess.benchmarks import BENCHMARKS
@@ -155,7 +174,17 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
 
-        return figures.held_out(net, held_out, sample)
+        result, teacher = figures.held_out(net, held_out, sample), net.task.config.teacher.network
+        if teacher:
+            from matrixlib.tasks.chess.distill.agreement import agreement
+
+            try:
+                other = load(teacher, "", net.runtime.device)
+            except ValueError as error:
+                warnings.warn(f"without figures of the teacher: {error}", stacklevel=2)
+            else:
+                result |= agreement(net, other, held_out, sample)
+        return result
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         base = figures["baselines"]

@@ -1,7 +1,7 @@
 """The chess task: what the engine trains, from stored rows to losses.
 
-Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the model. Batches stay packed
-until the device: see `ChessTask.prepare` for the arrays.
+Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the model; with a teacher also
+"teacher_policy" and "teacher_value". Batches stay packed until the device: see `ChessTask.prepare` for the arrays.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
+from matrixlib.tasks.chess.distill import losses as soft
+from matrixlib.tasks.chess.distill import outputs
+from matrixlib.tasks.chess.distill.temperature import LearnedTemperature
 from matrixlib.tasks.chess.losses import Sums
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, planes, unpack_maps
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32
+TAUGHT = {"teacher_policy": "policy", "teacher_value": "value"}
+"""Terms of a teacher, and the heads that learn from it."""
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
@@ -43,7 +48,9 @@ class ChessTask:
         """Weight of each term."""
         weights = self.config.loss
         heads = {f"ssl_{name}": getattr(weights.ssl, name) for name in self.config.model.ssl}
-        return {"policy": weights.policy, "value": weights.value} | heads
+        teacher = self.config.teacher
+        taught = {"teacher_policy": teacher.policy, "teacher_value": teacher.wdl} if teacher.network else {}
+        return {"policy": weights.policy, "value": weights.value} | heads | taught
 
     @property
     def gated(self) -> frozenset[str]:
@@ -57,7 +64,8 @@ class ChessTask:
         repetition, side, ply; `policy_index` i16 (B, L) on the oriented board, -1 in pads; `policy_weight`
         f32 (B, L), a row sums to 1, or 0 without target; `wdl` f32 (B, 3) likewise; `result` i8 (B,), 2
         unknown. With self-supervised heads `maps` u8 (B, 5, 8), bit maps as `ssl.MAPS`; with the piece head
-        `hidden` u8 (B, 8), where its loss has a weight.
+        `hidden` u8 (B, 8), where its loss has a weight. Of a cached teacher `teacher_policy` f32 (B, L) and
+        `teacher_wdl` f32 (B, 3), see `distill.teacher`.
 
         Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right,
         before anything else is made of them. Every random number is drawn whether it is used or not. Rows with
@@ -67,6 +75,7 @@ class ChessTask:
         mirrored = rng.random(rows) < 0.5
         data = self.config.data
         hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
+        batch = outputs.unpacked(batch)
         if data.mirror:
             batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
         return self._packed(batch, hidden)
@@ -75,7 +84,7 @@ class ChessTask:
         """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value, none a loss of the
         piece head, which the ssl notebook measures.
         """
-        return self._packed(batch, np.zeros((len(batch["records"]), 8), np.uint8))
+        return self._packed(outputs.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -96,6 +105,9 @@ class ChessTask:
             "wdl": _shares(rows["wdl"].astype(np.float32)),
             "result": np.ascontiguousarray(rows["result"]),
         }
+        if "policy_teacher" in batch:
+            out["teacher_policy"] = _padded(batch["policy_teacher"], offset, losses.FILL, np.float32)
+            out["teacher_wdl"] = _shares(batch["sidecar"]["wdl"].astype(np.float32))
         if self.config.model.ssl:
             out["maps"] = ssl.targets(rows)
         if self.weights.get("ssl_piece"):
@@ -106,7 +118,11 @@ class ChessTask:
         """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            return PolicyValueNet(self.config.model)
+            model = PolicyValueNet(self.config.model)
+        teacher = self.config.teacher
+        if teacher.network and teacher.schedule == "learned":
+            model.temperature = LearnedTemperature(teacher.temperature, teacher.temperature_rate)
+        return model
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
         """Let the self-supervised heads work on `rows` positions at once; not those with BatchNorm, whose statistics
@@ -126,6 +142,9 @@ class ChessTask:
         counts = {"policy": int(policy.sum()), "value": int(value.sum())}
         for name in self.config.model.ssl:
             counts[f"ssl_{name}"] = int(np.bitwise_count(hidden).sum()) if name == "piece" else squares
+        if self.config.teacher.network:
+            moving = soft.policy_rows(batch["policy_index"], rows)
+            counts |= {"teacher_policy": int(moving.sum()), "teacher_value": int(rows.sum())}
         return counts
 
     def losses(
@@ -133,6 +152,9 @@ class ChessTask:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sums of the active terms and their metrics (see losses.py); of rows with hidden squares `ssl_piece` alone."""
         out = self.network_outputs(model, batch, active)
+        if "teacher_policy" in active and (learned := self._learned_temperature(model)) is not None:
+            out["temperature"] = learned(batch["reversal"][0]).expand(len(batch["pieces"]))
+            out["raw"] = learned.raw.detach()
         sums: Sums = {}
         metrics: Sums = {}
         with torch.autocast(batch["pieces"].device.type, enabled=False):
@@ -145,12 +167,20 @@ class ChessTask:
         options = self.config.loss
         if term == "policy":
             index, weight = self.network_index(batch), batch["policy_weight"]
-            return losses.policy_loss(out["policy"], index, weight, _plain_rows(batch), options.label_smoothing)
+            rows = _plain_rows(batch)
+            return losses.policy_loss(out["policy"], index, weight, rows, options.label_smoothing, options.best_move)
         if term == "value":
             target, rows = self._value_target(batch)
             if self.config.model.value.kind == "scalar":
                 return losses.scalar_loss(out["value"], target, rows, options.scalar, options.huber_delta)
             return losses.wdl_loss(out["value"], target, rows)
+        if term == "teacher_policy":
+            index, rows = self.network_index(batch), _plain_rows(batch)
+            heat = out.get("temperature", batch["temperature"])
+            loss, metrics = soft.policy_loss(out["policy"], index, batch["teacher_policy"], rows, heat)
+            return loss, metrics | ({"raw": out["raw"] * soft.policy_rows(index, rows).sum()} if "raw" in out else {})
+        if term == "teacher_value":
+            return soft.wdl_loss(out["value"], batch["teacher_wdl"], _plain_rows(batch))
         name = term.removeprefix("ssl_")
         # Outputs are turned to the oriented board, where the targets are.
         logits, squares = self._oriented(out["ssl"][name], batch, name), _squares(batch, name)
@@ -158,6 +188,14 @@ class ChessTask:
         if SSL_CHANNELS[name] > 1:
             return losses.class_loss(logits, target, squares)
         return losses.binary_loss(logits, target, squares, self._positive(name))
+
+    def _learned_temperature(self, model: nn.Module) -> LearnedTemperature | None:
+        """Where T is learned, in training: held-out rows are always scored at the temperature of their batch."""
+        if self.config.teacher.schedule != "learned" or not model.training:
+            return None
+        learned = model.temperature  # of a compiled model, too
+        assert isinstance(learned, LearnedTemperature)
+        return learned
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor) as sums over the items of `counts`: see losses.py; a self-supervised head
@@ -168,7 +206,11 @@ class ChessTask:
         scalar = self.config.model.value.kind == "scalar"
         out = {
             "policy": losses.policy_bounds(
-                batch["policy_index"], batch["policy_weight"], _plain_rows(batch), options.label_smoothing
+                batch["policy_index"],
+                batch["policy_weight"],
+                _plain_rows(batch),
+                options.label_smoothing,
+                options.best_move,
             ),
             "value": losses.value_bounds(target, rows, scalar, options.scalar, options.huber_delta),
         }
@@ -179,6 +221,12 @@ class ChessTask:
             else:
                 maps = ssl.target(batch, name)
                 out[f"ssl_{name}"] = losses.binary_bounds(maps, squares, self._positive(name))
+        if self.config.teacher.network:
+            index, rows = batch["policy_index"], _plain_rows(batch)
+            theirs, heat = (batch[name].cpu() for name in ("teacher_policy", "temperature"))
+            out["teacher_policy"] = soft.policy_bounds(index, theirs, rows, heat)
+            wdl = batch.get("teacher_wdl")
+            out["teacher_value"] = soft.wdl_bounds(wdl.cpu(), rows) if wdl is not None else (0.0, 0.0)
         return out
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -240,7 +288,8 @@ class ChessTask:
 
     def network_outputs(self, model: nn.Module, batch: Batch, heads: frozenset[str]) -> dict[str, Any]:
         """What the network says of a packed batch, in its own frame: see `PolicyValueNet.forward`."""
-        out: dict[str, Any] = model(planes(batch, self.config.model.encoding), heads)
+        names = frozenset(TAUGHT.get(head, head) for head in heads)
+        out: dict[str, Any] = model(planes(batch, self.config.model.encoding), names)
         return out
 
     def network_index(self, batch: Batch) -> Tensor:
@@ -307,7 +356,7 @@ def _swapped(device: str) -> Tensor:
         return torch.from_numpy(ssl.SWAPPED).to(device, torch.int64)
 
 
-def _padded(values: np.ndarray, offset: np.ndarray, fill: int, kind: type[np.generic]) -> np.ndarray:
+def _padded(values: np.ndarray, offset: np.ndarray, fill: float, kind: type[np.generic]) -> np.ndarray:
     """Ragged rows (K,) as (B, L) of a kind, the rest filled; L is a multiple of STEP_MOVES."""
     length = np.diff(offset)
     width = max(MIN_MOVES, -(-int(length.max(initial=0)) // STEP_MOVES) * STEP_MOVES)

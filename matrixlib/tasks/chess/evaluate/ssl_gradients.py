@@ -52,7 +52,8 @@ def conflicts(net: Net, loader: Loader, batches: int = 16, seed: int = 0) -> dic
     from matrixlib.tasks.chess.model import PolicyValueNet
 
     task, device = net.task, net.runtime.torch_device
-    terms = sorted(term for term, weight in task.weights.items() if weight > 0)
+    known = {*MAIN, *task.gated}  # a teacher is not asked here
+    terms = sorted(term for term, weight in task.weights.items() if weight > 0 and term in known)
     heads = [head for head in task.config.model.ssl if f"ssl_{head}" in terms]
     if not (task.config.model.ssl_trunk and heads):
         return {}

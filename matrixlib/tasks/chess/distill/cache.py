@@ -1,0 +1,128 @@
+"""What a teacher says of stored positions, in a file beside each shard: asked once, then read with the rows.
+
+The files have the format of shards, with rows of `outputs.RECORD` and checksums of blocks, and name the shard and the
+teacher by their SHA-256.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from filelock import FileLock
+
+from matrixlib.data.reader import Sidecars
+from matrixlib.data.shards import BLOCK, DamagedBlock, Shard, ShardError, file_hash, write_shard
+from matrixlib.progress import live_bar
+from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.distill.outputs import LAYOUT, RECORD, packed
+
+if TYPE_CHECKING:
+    from matrixlib.data.catalogue import ShardRow
+    from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+    from matrixlib.tasks.chess.task import ChessTask
+
+ROWS = 256
+"""That are asked about at once, from the beginning of a block on, so that a file's bytes hang on nothing else."""
+
+
+def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Sequence[ShardRow]) -> Sidecars:
+    """The files of these shards in a folder of the data set, each made, or made anew where it is not what it should be.
+
+    A process that is killed loses at most a block of 4,096 rows. ValueError for a shard that is not the one that was
+    catalogued, and where nothing can be written.
+    """
+    own = folder / f"teacher-{teacher.sha256[:16]}"
+    paths = {row.name: own / f"{row.name}.outputs" for row in shards}
+    missing = [row for row in shards if not whole(paths[row.name], row, teacher)]
+    try:
+        own.mkdir(exist_ok=True)
+        with FileLock(own / "lock"), _bar(missing) as bar:
+            for row in missing:
+                if not whole(paths[row.name], row, teacher):  # another process may have made it meanwhile
+                    _make(paths[row.name], row, teacher, task, bar)
+    except OSError as error:
+        raise ValueError(
+            f"the teacher's outputs cannot be kept in {own} ({error}): make it writable, or set teacher.cache to false"
+        ) from error
+    return Sidecars(LAYOUT, paths)
+
+
+def whole(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
+    """Whether a sidecar is undamaged, and of this shard and this teacher."""
+    if not path.exists():
+        return False
+    try:
+        file = Shard(path, LAYOUT)
+        for block in range(file.blocks):
+            file.verify_block(block)
+    except ShardError:
+        return False
+    return (file.meta.get("shard"), file.meta.get("teacher")) == (row.sha256, teacher.sha256) and len(file) == row.count
+
+
+def _bar(missing: Sequence[ShardRow]) -> Any:
+    return live_bar(
+        total=sum(row.count for row in missing),
+        desc="asking the teacher",
+        unit="position",
+        disable=not missing,
+        leave=False,
+    )
+
+
+def _make(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar: Any) -> None:
+    """Ask about the rows of one shard, block by block; blocks that are done survive in a file of their own."""
+    if file_hash(row.path) != row.sha256:
+        raise ShardError(f"{row.path}: its bytes are not those that were catalogued; import it again")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, shard = path.with_name(f"{path.name}.{row.sha256[:16]}.part"), Shard(row.path, records.LAYOUT)
+    with open(part, "ab+") as file:
+        blocks = list(_whole_blocks(file, row.count))
+        bar.update(sum(map(len, blocks)))
+        for start in range(len(blocks) * BLOCK, row.count, BLOCK):
+            block = _asked(shard, np.arange(start, min(start + BLOCK, row.count)), teacher, task)
+            file.write(block.tobytes() + zlib.crc32(block.tobytes()).to_bytes(4, "little"))
+            file.flush()
+            blocks.append(block)
+            bar.update(len(block))
+    meta = {"source": row.source, "generator": "teacher", "seed": 0, "split": row.split}
+    # with the shard's own time, so that the same outputs are the same bytes
+    meta |= {"created": shard.meta["created"], "shard": row.sha256, "teacher": teacher.sha256}
+    write_shard(path, LAYOUT, {"records": np.concatenate(blocks)}, meta)
+    part.unlink()
+
+
+def _whole_blocks(file: BinaryIO, count: int) -> Iterator[np.ndarray]:
+    """The blocks that an unfinished file holds; what follows the last whole one is cut off."""
+    file.seek(0)
+    for start in range(0, count, BLOCK):
+        begin, size = file.tell(), min(BLOCK, count - start) * RECORD.itemsize
+        data, check = file.read(size), file.read(4)
+        if len(check) < 4 or zlib.crc32(data) != int.from_bytes(check, "little"):
+            file.truncate(begin)
+            break
+        yield np.frombuffer(data, RECORD)
+    file.seek(0, os.SEEK_END)
+
+
+def _asked(shard: Shard, rows: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
+    """RECORD rows of one block of a shard; zeros of one that is damaged, which no loader gives."""
+    import torch
+
+    try:
+        batch = shard.gather(rows)
+    except DamagedBlock:
+        return np.zeros(len(rows), RECORD)
+    inputs = task.inputs(batch["records"], batch["policy_index"], batch["policy_offset"])
+    parts = []
+    for start in range(0, len(rows), ROWS):
+        part = {name: torch.from_numpy(array[start : start + ROWS]) for name, array in inputs.items()}
+        out = {name: value.numpy() for name, value in teacher.ask(part).items()}
+        wdl = out.get("teacher_wdl", np.zeros((len(part["pieces"]), 3), np.float32))
+        parts.append(packed(out["teacher_policy"], wdl, part["policy_index"].numpy()))
+    return np.concatenate(parts)

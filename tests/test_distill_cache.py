@@ -1,0 +1,233 @@
+"""The teacher's outputs beside the shards: what comes back, what they are of, and what survives kills and damage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chess_shards import write
+from networks import random_net
+from test_chess_task import MANY_MOVES, positions
+from test_distill import STUDENT, sharpened, teacher, trained
+
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+from matrixlib.data.reader import Sidecars
+from matrixlib.data.shards import Shard, ShardError
+from matrixlib.engine.task import Batch
+from matrixlib.runs.run import Run, open_run
+from matrixlib.tasks import load_config
+from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.distill import cache, outputs
+from matrixlib.tasks.chess.distill import losses as soft
+from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+from matrixlib.tasks.chess.task import ChessTask
+
+
+def rows_of(fens: list[str], **fields: Any) -> dict[str, np.ndarray]:
+    rows = records.from_boards([records.parse_fen(fen) for fen in fens], wdl=21845, result=0, **fields)
+    index, offset = records.legal_indices(rows)
+    weight = np.random.default_rng(0).integers(1, 9, len(index))
+    return {
+        "records": rows,
+        "policy_offset": offset.astype("<i8"),
+        "policy_index": index.astype("<u2"),
+        "policy_weight": weight.astype("<u2"),
+    }
+
+
+@pytest.fixture(scope="module")
+def fens() -> list[str]:
+    """Random positions, the one with 218 moves, and some without castling rights."""
+    return [MANY_MOVES, *(board.fen() for board in positions(60, seed=4)), "8/P7/4k3/8/1p6/4K3/P3P3/8 w - - 0 60"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, fens: list[str]) -> Path:
+    """A data set of two shards."""
+    data = tmp_path / "data"
+    big = [fens[k % len(fens)] for k in range(5000)]  # two blocks
+    infos = [write(data, "a", rows_of(big)), write(data, "b", rows_of(fens), split="validation")]
+    Catalogue(data).add_all([(info, str(info.meta["split"]), "pgn", {}) for info in infos])
+    return data
+
+
+def teacher_of(sha256: str = "ab" * 32, **model: Any) -> ChessTeacher:
+    return ChessTeacher(sharpened(random_net(**model)), load_config("demo").teacher, sha256)  # type: ignore[attr-defined]
+
+
+__all__ = ["teacher"]  # a fixture
+TASK = ChessTask(load_config("demo", STUDENT))  # type: ignore[arg-type]
+
+
+def make(folder: Path, teacher: ChessTeacher) -> dict[str, Path]:
+    return dict(cache.sidecars(teacher, TASK, folder, Catalogue(folder).shards()).paths)
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> Batch:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def log_p(batch: Batch) -> np.ndarray:
+    ones = torch.ones(len(batch["pieces"]))
+    return soft.softened(batch["teacher_policy"], batch["policy_index"], ones).numpy()
+
+
+def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
+    teacher = teacher_of()
+    side = Shard(make(folder, teacher)["b.npz"], outputs.LAYOUT)
+    stored = rows_of(fens)
+    batch = tensors(TASK.prepare_plain({**stored, "sidecar": side.arrays["records"]}, np.random.default_rng(0)))
+    asked = teacher.ask(batch)
+    assert torch.equal(teacher(batch, 0.5)["teacher_policy"], batch["teacher_policy"]), "and is not asked for again"
+    few = batch["policy_index"].ge(0).sum(1).numpy() <= outputs.MOVES
+    assert 0 < few.sum() < len(few)
+    ours, theirs = log_p(batch), log_p({**batch, **asked})
+    np.testing.assert_allclose(ours[few], theirs[few], atol=0.02)  # float16 of about -10
+    mass = np.abs(np.exp(ours) - np.exp(theirs)).sum(1) / 2
+    assert mass[few].max() < 0.002
+    assert mass.max() < 0.3, "moves beyond the 32nd share the rest alike"
+    np.testing.assert_allclose(batch["teacher_wdl"].numpy(), asked["teacher_wdl"].numpy(), atol=1e-3)
+    assert outputs.RECORD.itemsize == 104
+
+
+def test_mirrored_rows_get_the_mirrored_policy(folder: Path, fens: list[str]) -> None:
+    side = Shard(make(folder, teacher_of())["b.npz"], outputs.LAYOUT).arrays["records"]
+    stored = {**rows_of(fens), "sidecar": side}
+    plain = TASK.prepare_plain(stored, np.random.default_rng(0))
+    mirrored = TASK.prepare(stored, np.random.default_rng(0))
+    moved = (plain["pieces"] != mirrored["pieces"]).any(1)
+    assert moved.sum() >= 3
+    for row in range(len(moved)):
+        table = {int(i): p for i, p in zip(plain["policy_index"][row], plain["teacher_policy"][row], strict=True)}
+        for index, value in zip(mirrored["policy_index"][row], mirrored["teacher_policy"][row], strict=True):
+            own = int(records.mirror_index[index]) if moved[row] and index >= 0 else int(index)
+            assert table[own] == value
+
+
+def test_another_teacher_a_changed_shard_and_a_flipped_bit_are_noticed(folder: Path, fens: list[str]) -> None:
+    teacher = teacher_of()
+    paths = make(folder, teacher)
+    before = {name: path.read_bytes() for name, path in paths.items()}
+    times = {path: path.stat().st_mtime_ns for path in paths.values()}
+    assert {path: path.stat().st_mtime_ns for path in make(folder, teacher).values()} == times, "made once"
+    raw = bytearray(before["b.npz"])
+    raw[len(raw) // 2] ^= 4
+    paths["b.npz"].write_bytes(raw)
+    assert make(folder, teacher)["b.npz"].read_bytes() == before["b.npz"]
+    other = make(folder, teacher_of("cd" * 32, channels=8))
+    assert other["b.npz"] != paths["b.npz"]
+    assert other["b.npz"].read_bytes() != before["b.npz"]
+    catalogue = Catalogue(folder)
+    catalogue.add(write(folder, "b", rows_of(fens[::-1]), split="validation"), "validation", "pgn")
+    assert make(folder, teacher)["b.npz"].read_bytes() != before["b.npz"]
+    write(folder, "b", rows_of(fens), split="validation")  # behind the catalogue's back
+    paths["b.npz"].unlink()
+    with pytest.raises(ShardError, match="not those that were catalogued"):
+        make(folder, teacher)
+
+
+def _making(folder: Path) -> None:
+    make(folder, teacher_of())
+
+
+def killed(folder: Path, wait: float) -> bool:
+    """Whether a process that makes the cache was killed after so many seconds, rather than done."""
+    process = multiprocessing.get_context("spawn").Process(target=_making, args=(folder,))
+    process.start()
+    own = folder / f"teacher-{'ab' * 8}"
+    while process.is_alive() and not (own / "lock").exists():
+        time.sleep(0.001)
+    time.sleep(wait)
+    running = process.is_alive()
+    os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    process.join()
+    return running
+
+
+@pytest.mark.soak
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(folder: Path) -> None:
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    expected = {name: path.read_bytes() for name, path in make(folder, teacher_of()).items()}
+    seconds, rng, kills = time.monotonic() - began, random.Random(0), 0
+    for _ in range(20):
+        for path in (folder / f"teacher-{'ab' * 8}").iterdir():
+            path.unlink()
+        for _ in range(3):
+            kills += killed(folder, rng.uniform(0, seconds))
+        assert {name: path.read_bytes() for name, path in make(folder, teacher_of()).items()} == expected
+    assert kills >= 20
+
+
+def test_a_torn_block_of_an_unfinished_file_is_asked_about_again(folder: Path) -> None:
+    teacher = teacher_of()
+    paths = make(folder, teacher)
+    expected = paths["a.npz"].read_bytes()
+    whole = Shard(paths["a.npz"], outputs.LAYOUT).arrays["records"][:4096].tobytes()
+    paths["a.npz"].unlink()
+    row = next(row for row in Catalogue(folder).shards() if row.name == "a.npz")
+    part = paths["a.npz"].with_name(f"a.npz.outputs.{row.sha256[:16]}.part")
+    for torn in (whole[:-9] + b"123456789" + b"abcd", whole[:1000]):
+        part.write_bytes(torn)
+        assert make(folder, teacher)["a.npz"].read_bytes() == expected
+        assert not part.exists()
+        paths["a.npz"].unlink()
+
+
+def student(folder: Path, teacher: str, **options: Any) -> Run:
+    data = {"source": str(folder), "workers": 0, "limit": 0}
+    changes = {**STUDENT, "data": data, "teacher": {"network": teacher, **options}}
+    return open_run("demo", run=f"student-{len(options)}", steps=4, overrides=changes)
+
+
+def test_training_reads_the_cache_and_asks_nobody(
+    folder: Path, teacher: str, monkeypatch: pytest.MonkeyPatch, reports: Path
+) -> None:
+    with closing(student(folder, teacher)) as run:
+        live = trained(run, 3)
+    with closing(student(folder, teacher, cache=True)) as run:
+        monkeypatch.setattr(ChessTeacher, "ask", None)
+        cached = trained(run, 3)
+    ours, theirs = ([row["losses"]["teacher_policy"] for row in rows] for rows in (cached, live))
+    assert ours == pytest.approx(theirs, rel=0.1), "float16, 32 moves, and mirrored rows"
+
+
+def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None:
+    paths = make(folder, teacher_of())
+    raw = bytearray(paths["a.npz"].read_bytes())
+    raw[4500 * outputs.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
+    paths["a.npz"].write_bytes(raw)
+    damage = []
+    sidecars, rows = Sidecars(outputs.LAYOUT, paths), Catalogue(folder).shards("train")
+    loader = Loader(
+        rows,
+        records.LAYOUT,
+        64,
+        0,
+        TASK.prepare_plain,
+        on_damage=lambda *what: damage.append(what),
+        sidecars=sidecars,
+    )
+    batches = [batch["pieces"].numpy() for batch in loader.sequential(5000)]
+    ((name, block, reason),) = damage
+    assert (name, block) == ("a.npz", 1)
+    assert str(paths["a.npz"]) in reason
+    stored = Shard(folder / "a.npz", records.LAYOUT).arrays["records"]["pieces"]
+    assert (batches[0][4096:] == stored[: 5000 - 4096]).all()
+    gathered = loader.records(0)
+    fine = Shard(paths["a.npz"], outputs.LAYOUT).arrays["records"]
+    place = {row.tobytes(): i for i, row in enumerate(stored[:4096])}
+    assert all(
+        side == fine[place[row["pieces"].tobytes()]]
+        for row, side in zip(gathered["records"], gathered["sidecar"], strict=True)
+    )
