@@ -24,6 +24,8 @@ BUTTONS = ("A", "B", "X", "Y", "Z", "L", "R", "D-up")
 MASKS = (0x100, 0x200, 0x400, 0x800, 0x10, 0x40, 0x20, 0x08)
 """Bit of each button in what Slippi records."""
 STICKS = ("main x", "main y", "c x", "c y")
+CHARACTERS = 33
+"""Characters, by the game's internal numbers."""
 STICK_STEPS, SHOULDER_STEPS = 80, 140
 """The game's own steps of a stick from its centre to its edge, and of a shoulder button."""
 UNKNOWN = 255

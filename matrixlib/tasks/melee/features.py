@@ -8,6 +8,7 @@ import numpy as np
 
 from matrixlib.tasks.melee.columns import (
     BUTTONS,
+    CHARACTERS,
     CONTROLLER,
     DELAYS,
     EVERYTHING,
@@ -23,8 +24,8 @@ from matrixlib.tasks.melee.columns import (
     UNKNOWN,
 )
 
-ACTIONS, CHARACTERS = 399, 33
-"""Classes of action state and of character (the game's internal numbers)."""
+ACTIONS = 399
+"""Classes of action state."""
 STICK_CLASSES, CENTRE, SHOULDER_CLASSES = 17, 8, 5
 STAGES = {2: "Fountain of Dreams", 3: "Pokémon Stadium", 8: "Yoshi's Story", 28: "Dream Land", 31: "Battlefield"}
 STAGES[32] = "Final Destination"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from matrixlib.tasks.melee import columns
-from matrixlib.tasks.melee.columns import CONTROLLER, FIRST, ITEM, PLAYER, UNKNOWN
+from matrixlib.tasks.melee.columns import CHARACTERS, CONTROLLER, FIRST, ITEM, PLAYER, UNKNOWN
 
 PANIC = "PanicException"  # what peppi's Rust raises for a file that it did not expect: no Exception, and of no module
 HITSTUN = 0x02  # of the fourth byte of state flags: `misc_as` then is the frames of hitstun that are left
@@ -66,10 +66,10 @@ def read(path: Path | str) -> Replay:
     Raises ImportError with what to install where peppi-py is missing.
     """
     start, frames = _parse(path)
-    players = start["players"]
-    if len(players) != 2:
-        raise NoGame(f"{len(players)} players")
-    if any(player["type"] != "Human" for player in players):
+    people = start["players"]
+    if len(people) != 2:
+        raise NoGame(f"{len(people)} players")
+    if any(player["type"] != "Human" for player in people):
         raise NoGame("a computer plays")
     if frames is None or not len(frames):
         raise NoGame("no frames")
@@ -78,11 +78,13 @@ def read(path: Path | str) -> Replay:
     keep = keep[number[keep] >= FIRST]
     if len(keep) < 2:
         raise NoGame("ends before anybody could act")
-    names = [player["port"] for player in players]
+    names = [player["port"] for player in people]
     ports = [frames.field("ports").field(name) for name in names]
     leaders = [port.field("leader") for port in ports]
     if not all(np.asarray(leader.is_valid())[keep].all() for leader in leaders):
         raise NoGame("a player is away for some of the frames")
+    players = np.stack([_player(leader.field("post"), keep) for leader in leaders], 1)
+    _check(players, number[keep])
     followers = [_follower(port, keep) for port in ports]
     item, item_at, owner, items_known = _items(frames, keep, [int(name[1:]) - 1 for name in names])
     stage, version = start["stage"], start["slippi"]["version"]
@@ -95,7 +97,7 @@ def read(path: Path | str) -> Replay:
         ports=(int(names[0][1:]) - 1, int(names[1][1:]) - 1),
         known=_known(leaders[0].field("post")) | (columns.ITEMS if items_known else 0),
         number=number[keep],
-        players=np.stack([_player(leader.field("post"), keep) for leader in leaders], 1),
+        players=players,
         controllers=np.stack([_controller(leader.field("pre"), keep) for leader in leaders], 1),
         follower=np.concatenate([state for state, _ in followers])[order],
         follower_at=follower_at[order],
@@ -129,6 +131,15 @@ def _parse(path: Path | str) -> tuple[dict[str, Any], Any]:
             raise
         raise ReplayError(_short(error)) from error
     return game.start, game.frames
+
+
+def _check(players: np.ndarray, number: np.ndarray) -> None:
+    """ReplayError for what cannot have happened: a file has no checksum of its own."""
+    odd = (players["character"] >= CHARACTERS) | ~np.isfinite(players["percent"])
+    odd |= ~np.isfinite(players["x"]) | ~np.isfinite(players["y"])
+    if odd.any():
+        frame, player = np.argwhere(odd)[0]
+        raise ReplayError(f"frame {number[frame]}: no sound state of a player ({players[frame, player]})"[:200])
 
 
 def _short(error: BaseException) -> str:
