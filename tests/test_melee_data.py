@@ -11,8 +11,9 @@ import pytest
 
 from matrixlib.config import ConfigError, validated
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import Shard, write_shard
+from matrixlib.data.shards import Layout, Shard, write_shard
 from matrixlib.data.shipped import read_manifest
+from matrixlib.runs.run import open_run
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.rates import statistics
@@ -129,3 +130,37 @@ def _move(path: Path, to: Path, split: str) -> None:
 def test_options_that_cannot_be_are_refused(data: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         validated(MeleeConfig, {"task": "melee", "data": data}, "mine")
+
+
+@pytest.mark.parametrize("harm", ["no folder", "nothing held out", "another task"])
+@pytest.mark.filterwarnings("ignore:.*(quarantined|added as healthy)")
+def test_data_that_cannot_be_trained_on_are_refused(folder: Path, reports: Path, harm: str) -> None:
+    source, problem = folder, "holds nothing out"
+    if harm == "no folder":
+        source, problem = folder / "nowhere", "is no folder; use 'sample' or a folder of shards"
+    elif harm == "nothing held out":
+        (folder / "sample_validation.npz").unlink()
+    else:
+        problem = "data of task 'other', not 'melee'"
+        batch = {"records": np.zeros(3, np.dtype([("a", "u1")]))}
+        meta = {"source": "slippi", "generator": "test", "seed": 0, "split": "train"}
+        write_shard(folder / "more.npz", Layout("other", 1, batch["records"].dtype, {}), batch, meta)
+    with pytest.raises(ValueError, match=problem):
+        list(open_run("melee_demo", "cpu", overrides={**TINY, "data": {"source": str(source)}}).train())
+
+
+TINY = {
+    "model": {"width": 8, "embedding": 4, "head_width": 4},
+    "train": {"steps": 4, "batch_size": 8, "micro_batch": 8},
+    "validation": {"interval": 4, "sample": 8, "limit": 16, "batch_size": 8},
+    "checkpoint": {"interval": 4},
+    "runtime": {"precision": "fp32", "threads": 1},
+}
+
+
+def test_a_run_trains_on_a_delay_and_ends_with_its_figures(reports: Path) -> None:
+    run = open_run("melee_demo", "cpu", overrides={**TINY, "data": {"delay": [0, 4]}})
+    stats = list(run.train())
+    assert [item.step for item in stats] == [1, 2, 3, 4]
+    assert all(np.isfinite(item.loss) for item in stats)
+    assert (run.folder / "summary.json").exists()
