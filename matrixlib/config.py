@@ -95,6 +95,11 @@ class DataConfig(Section):
 
 class OptimConfig(Section):
     learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate of AdamW")
+    rate_batch: CountOrZero = Field(
+        default=0,
+        description="`train.batch_size` that learning_rate is for: with another it grows with the root of their ratio; "
+        "0 = as it stands",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
     final_fraction: Fraction = Field(
         default=0.05, description="learning rate at the last update as a share of the peak"

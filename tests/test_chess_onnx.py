@@ -137,6 +137,7 @@ def test_the_file_explains_itself_and_becomes_small_and_can_play(tmp_path: Path)
     batch = packed(net, boards)
     expected, answers = (requested.predict(batch)["value"] for requested in (net, export.load(net, small)))
     assert 0 < np.abs(expected - answers).max() < 0.1
+    assert np.corrcoef(expected, answers)[0, 1] > 0.99, "what is measured with it is about the same network"
     assert network_player(export.load(net, small), 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -24,16 +25,19 @@ from safetensors.torch import load_file
 
 from matrixlib import config, files
 from matrixlib.data.catalogue import NAME, Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard
-from matrixlib.play.game import GameRecord, uniform
+from matrixlib.engine.trials import Comparison
+from matrixlib.hardware.runtime import Runtime
+from matrixlib.play.game import GameRecord
 from matrixlib.play.match import Match
-from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs import cycle, cycle_figures, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
 from matrixlib.runs.cycle_state import Generation, Tally, read_generations
+from matrixlib.tasks import get_task
+from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
-from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -98,6 +102,7 @@ class Script:
         monkeypatch.setattr(cycle_games, "network", lambda *_: network)
         monkeypatch.setattr(runs, "open_run", self.open_run)
         monkeypatch.setattr(cycle, "play_pairs", self.play_pairs)
+        monkeypatch.setattr(cycle.Cycle, "_on_new", lambda *_: {})
         self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
 
     def open_run(self, *_: Any, overrides: Any, **__: Any) -> Any:
@@ -105,8 +110,9 @@ class Script:
         if self.killed:
             raise KeyboardInterrupt
         trainer = SimpleNamespace(step=0, start_from=lambda tensors: None)
-        summary = {"evaluation": {"top1": 0.5}}
-        return SimpleNamespace(trainer=trainer, steps=1, train=list, close=lambda: None, summary=lambda: summary)
+        summary: dict[str, Any] = {"evaluation": {}}  # of a game of somebody's own, which has no such figure
+        ended: dict[str, Any] = {"train": list, "close": lambda: None, "summary": lambda: summary, "data": None}
+        return SimpleNamespace(trainer=trainer, steps=1, **ended)
 
     def play_pairs(self, game: Any, one: Any, two: Any, openings: Any, plies: int, names: Any, _: int) -> Match:
         outcome = "even"
@@ -321,17 +327,23 @@ def test_games_are_played_on_one_thread_whatever_the_rest_has(
     assert (counts, torch.get_num_threads()) == ({1}, 2)
 
 
-def test_held_out_positions_of_training_games_are_counted() -> None:
-    """Games begin alike: held-out figures that do not say so look better than they are."""
-    game = TicTacToe()
-    traces = list(play_games(game, uniform, range(40), SelfPlayOptions(num_simulations=2, parallel=40)))
-    boards: dict[bool, list[bytes]] = {True: [], False: []}
-    for trace in traces:
-        boards[trace.number in (19, 39)] += [state.tobytes() for state in trace.states]
-    shared = sum(board in boards[False] for board in boards[True])
-    assert 2 <= shared < len(boards[True]), "the empty board at least"
-    counted = cycle_games.tally(game, traces, 0, 1.0)
-    assert (counted.held_out, counted.shared) == (len(boards[True]), shared)
+def test_figures_are_also_of_held_out_positions_that_no_game_to_learn_from_has(
+    whole: Path, opened: cycle.Cycle
+) -> None:
+    """Games begin alike: on what was learned by heart a network looks better than it is."""
+    shards = Catalogue(whole / "c" / "shards")
+    prepare = get_task("chess").task(opened.config.network).prepare_plain
+    training, held_out = (Loader(shards.shards(split), LAYOUT, 16, 0, prepare) for split in ("train", "validation"))
+    known = np.isin(held_out.of_records(ids_of), training.of_records(ids_of))
+    new = cycle_games.unlearned(training, held_out, opened.rules)
+    assert 0 < new.count == (~known).sum() < held_out.count
+    assert sum(len(batch["pieces"]) for batch in new.sequential(7)) == new.count
+    generation = opened.history()[-1]
+    assert generation.new == pytest.approx(new.count / held_out.count)
+    assert generation.top1_new is not None
+    assert 0 <= generation.top1_new <= 1
+    table = cycle_figures.generation_table([generation, generation.model_copy(update={"number": 3, "top1": math.nan})])
+    assert (table["top-1"][3], table["new"][3]) == ("", f"{generation.new:.1%}"), "a game without that figure"
 
 
 # --- decisions
@@ -502,6 +514,28 @@ def test_all_networks_compute_as_was_resolved_when_the_cycle_began(
     monkeypatch.setattr(cycle.runtimes, "reuse", lambda stored: replace(again.runtime, device="cuda"))
     with pytest.raises(cycle.CycleError, match=r"was begun on 'cuda'; give it another name to run it on 'cpu'"):
         cycle.open_cycle("demo", "cpu", "c", TINY)
+
+
+def test_a_dtype_that_computes_nonsense_is_not_what_a_cycle_begins_with(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resolved by `auto`: each training run of the cycle would refuse it, as if the user had named it."""
+    resolve, tried = cycle.runtimes.resolve, list[set[str]]()
+
+    def compare(task: Any, batch: dict[str, torch.Tensor], runtime: Runtime, config: Any) -> Comparison:
+        tried.append({term for term, count in task.counts(batch).items() if count})
+        return Comparison("the loss of policy is 7 where the CPU has 3")
+
+    monkeypatch.setattr("matrixlib.engine.trials.compare", compare)
+    half = lambda *sections: replace(resolve(*sections), dtype="bf16", requested=())  # noqa: E731
+    monkeypatch.setattr(cycle.runtimes, "resolve", half)
+    for preset in ("tictactoe", "demo"):
+        with pytest.warns(UserWarning, match="dtype bf16 -> fp32: .*7 where the CPU has 3"):
+            assert cycle.open_cycle(preset, "cpu").runtime.dtype == "fp32"
+    assert tried == [{"policy", "value"}] * 2, "every term has rows to be compared by"
+    monkeypatch.setattr(cycle.runtimes, "resolve", resolve)
+    with pytest.raises(ValueError, match="precision 'bf16' was asked for, but an update in it"):
+        cycle.open_cycle("demo", "cpu", "named", {"network": {"runtime": {"precision": "bf16"}}})
 
 
 def test_an_opened_and_a_trained_cycle_have_the_threads_that_were_resolved(opened: cycle.Cycle, threads: None) -> None:

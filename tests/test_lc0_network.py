@@ -21,12 +21,13 @@ import matrixlib
 from matrixlib.play.match import Choice, Turn, play_pairs, random_openings, random_player
 from matrixlib.play.search import Search
 from matrixlib.runs import browse
-from matrixlib.tasks import get_task
+from matrixlib.tasks import get_task, load
 from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.lc0 import planes, weights
 from matrixlib.tasks.chess.lc0.moves import move_name
+from matrixlib.tasks.chess.model import forward_flops
 from matrixlib.tasks.chess.records import before, from_boards, past_of
 from matrixlib.tasks.chess.task import packed_state
 from matrixlib.tasks.chess.uci.engine import Engine
@@ -117,6 +118,11 @@ def test_every_residual_form_is_read(tmp_path: Path, network_format: int) -> Non
     assert sum(evaluation.moves.values()) == pytest.approx(1, abs=1e-5)
     assert -1 <= evaluation.value <= 1
     assert (evaluation.wdl is None) == classical
+    filters, units, products = 4, 2, 64 * 2  # of a square: multiply and add
+    tower = products * 9 * (112 * filters + 2 * filters**2) + 2 * 3 * filters * units * (network_format in (2, 4))
+    value = products * filters * 2 + 2 * 5 * (128 + (1 if classical else 3))
+    policy = products * (filters * 2 + 2 * 1858) if classical else products * 9 * (filters**2 + 80 * filters)
+    assert forward_flops(net.model, net.task.input_planes) == tower + value + policy, "of this network, not of ours"
 
 
 def lc0_name(board: chess.Board, move: chess.Move) -> str:
@@ -317,7 +323,9 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
 # Everywhere
 
 
-def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path) -> None:
+def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(browse, "load", lambda *args: opened.append(args) or load(*args))
     path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
     shelf = browse.open_shelf(str(path), device="cpu", positions=2)
     assert shelf.run == str(path)
@@ -325,7 +333,8 @@ def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no curves to show against 'a'"):
         browse.open_shelf(str(path), against="a", device="cpu")
     assert all(holds for _, holds, _ in shelf.checks())
-    assert browse.runs_like(shelf.run, shelf.names)[0] == str(path)
+    assert browse.runs_like(shelf.run, shelf.names, shelf.device)[0] == str(path)
+    assert len(opened) == 1, "a file is read once, on the device that was asked for"
     net = matrixlib.load(path, device="cpu")
     assert isinstance(net, Net)
     matches = dict(strength.gauntlet(net, [0], 2, plies=6, opponents={"made": net}))

@@ -208,6 +208,19 @@ def test_the_four_cases_of_the_value_target(share: float) -> None:
     assert target[3].tolist() == [0, 0, 0]
 
 
+def test_a_nan_in_a_target_makes_the_loss_nan_and_not_the_gradient_alone() -> None:
+    """A finite loss with a gradient that is not passes for an overflow of the loss scale, which is no fault."""
+    broken = torch.tensor([[math.nan, 0.5, 0.5], [1.0, 0, 0]])
+    result, rows = torch.tensor([2, 2], dtype=torch.int8), torch.ones(2, dtype=torch.bool)
+    target, known = losses.value_target(broken, result, 0.0)
+    assert known.all()
+    assert losses.wdl_loss(torch.zeros(2, 3), target, known)[0].isnan()
+    index = torch.arange(3, dtype=torch.int16).repeat(2, 1)
+    assert losses.policy_loss(torch.zeros(2, MOVES), index, broken, rows, 0.1)[0].isnan()
+    target, known = losses.value_target(broken, torch.tensor([1, 2], dtype=torch.int8), 1.0)
+    assert (target[0].tolist(), known.tolist()) == ([1, 0, 0], [True, False]), "what has no share does not matter"
+
+
 def test_results_map_to_win_draw_loss() -> None:
     result = torch.tensor([1, 0, -1], dtype=torch.int8)
     target, _ = losses.value_target(torch.zeros(3, 3), result, 1.0)

@@ -48,6 +48,19 @@ def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None
         assert evaluation.value == pytest.approx(evaluation.wdl[0] - evaluation.wdl[2], abs=1e-5)
 
 
+def test_positions_are_checked_once_and_together(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def counted(boards: list[chess.Board], **fields: Any) -> Any:
+        checked.append(len(boards))
+        return from_boards(boards, **fields)
+
+    monkeypatch.setattr("matrixlib.tasks.chess.records.from_boards", counted)
+    monkeypatch.setattr("matrixlib.tasks.chess.uci.protocol.from_boards", counted)
+    net.evaluate([KIWIPETE, "startpos moves e2e4"])
+    assert checked == [2]
+
+
 def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> None:
     board = chess.Board(KIWIPETE)
     white, black = net.evaluate([board.fen(), board.mirror().fen()])

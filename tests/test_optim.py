@@ -109,6 +109,12 @@ def test_warm_up_starts_at_one_part_of_the_peak() -> None:
     assert schedule(55) == pytest.approx(0.05 + 0.95 * 0.5, abs=0.02)  # half-way down, not at 0
 
 
+def test_the_rate_grows_with_the_root_of_the_batch_where_that_is_asked_for() -> None:
+    config = settings(learning_rate=0.01, warmup_steps=0, rate_batch=128)
+    assert [Schedule.of(config, 10, rows)(0) for rows in (128, 512, 32)] == pytest.approx([0.01, 0.02, 0.005])
+    assert Schedule.of(settings(learning_rate=0.01, warmup_steps=0), 10, 512)(0) == 0.01
+
+
 def test_ema_by_hand_with_decay_warm_up() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)

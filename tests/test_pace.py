@@ -103,8 +103,13 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> t
         now += seconds(i)
         made += 1
 
-    clock = SimpleNamespace(perf_counter=lambda: now, sleep=pauses.append)
-    monkeypatch.setattr(pace, "time", clock)
+    def took(work: Callable[[], object]) -> float:
+        before = now
+        work()
+        return now - before
+
+    monkeypatch.setattr(pace, "seconds_of", took)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(sleep=pauses.append))
     return trial(update), made, pauses
 
 

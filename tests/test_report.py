@@ -68,7 +68,7 @@ def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00
         "positions_per_second": 1280,
         "parameters": 53161185,
         "evaluation": {"top1": 0.271, "baselines": {"best_capture_top1": 0.171}, "bands": [1]},
-        "runtime": {"device": "cpu", "dtype": "bf16", "reasons": ["bf16: measured 1.6 x as fast as fp32"]},
+        "runtime": {"device": "cpu", "dtype": "bf16", "reasons": ["dtype bf16: measured 1.6 x as fast as fp32"]},
         "verdict": {
             "passed": True,
             "demo": False,
@@ -95,7 +95,8 @@ def test_whole_report_is_offline_with_the_verdict_first(tmp_path: Path) -> None:
     order = [
         "Verdict: PASS",
         "top-1 agreement with the teacher 27.1% best capture 17.1%",
-        "bf16: measured",
+        "bf16",
+        "measured 1.6 x as fast as fp32",
         "task: chess",
         "abc123",
     ]

@@ -106,10 +106,10 @@ def test_the_policy(facts: DeviceFacts, options: Mapping[str, Any], expected: st
             assert bool(getattr(runtime, name.removeprefix("no-"))) is not name.startswith("no-"), word
     for part in expected.split(" '")[1:]:
         assert part.rstrip("'") in runtime.table()
-    topics = [line.split(" ")[0] for line in runtime.reasons]
     tried = {"benchmark"}  # chosen by a run's own updates alone, see test_layout.py
-    assert {*topics, "reasons"} | tried == set(Runtime.__dataclass_fields__), "every choice has its reason"
-    assert all(line.partition(": ")[2] for line in runtime.reasons)
+    fields = {*runtime.reasons, "reasons", "requested"} | tried
+    assert fields == set(Runtime.__dataclass_fields__), "every choice has its reason"
+    assert all(runtime.reasons.values())
     assert runtime.scaler == (runtime.dtype == "fp16")
     for name, (value, _) in suggest(facts, runtime.device).items():
         if name not in options and runtime.micro_batch != options.get("batch_size"):
@@ -129,7 +129,9 @@ def test_round_trip_through_json_and_reuse() -> None:
     assert reuse(stored, T4) == runtime
     with pytest.raises(ValueError, match=r"began on 'cuda'.*no CUDA device was found"):
         reuse(stored, ZEN4)
-    assert Runtime.from_dict(stored | {"compile": True}).compile == "default", "as older runs have it"
+    lines = [f"{name} value: {why}" for name, why in runtime.reasons.items()]
+    older = Runtime.from_dict(stored | {"compile": True, "reasons": lines})
+    assert (older.compile, older.reasons) == ("default", runtime.reasons), "as older runs have it"
     del stored["tf32"]
     with pytest.raises(ValueError, match="missing or unknown keys: tf32"):
         Runtime.from_dict(stored)
@@ -210,11 +212,11 @@ def test_another_choice_takes_its_reason_along() -> None:
     runtime = policy(T4, *sections(compile="default"))
     plain = runtime.in_fp32("fp16 gave nonsense")
     assert (plain.dtype, plain.scaler) == ("fp32", False)
-    assert "dtype fp32: fp16 gave nonsense" in plain.reasons
-    assert len(plain.reasons) == len(runtime.reasons)
-    assert plain.with_choice("compile", "", "slower").table().count("slower") == 1
-    assert runtime.requested("compile")
-    assert not runtime.requested("dtype")
+    assert plain.reasons == {**runtime.reasons, "dtype": "fp16 gave nonsense", "scaler": "fp32 needs none"}
+    assert runtime.requested == ("compile",)
+    tried = plain.with_choice("compile", "", "slower")
+    assert tried.table().count("slower") == 1
+    assert tried.requested == (), "another choice is not the user's"
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,12 @@ def test_calls_take_turns_after_one_that_warms_up() -> None:
     assert set(medians) == {"a", "b"}
 
 
+def test_short_calls_warm_up_ten_times_and_count_two_hundred_times() -> None:
+    calls: list[None] = []
+    speed.turns({"a": lambda: calls.append(None)}, 10.0)
+    assert len(calls) == speed.WARM + speed.MOST
+
+
 def test_the_median_is_of_calls_without_the_first() -> None:
     waits = iter([0.05, 0.0, 0.0, 0.0])
     assert speed.turns({"a": lambda: time.sleep(next(waits))}, 0.0)["a"] < 0.04

@@ -45,7 +45,7 @@ class Scaled(Runtime):
 
 
 def scaled(scale: float, micro_batch: int = 8) -> Scaled:
-    return Scaled(**{**toy_runtime(micro_batch).to_dict(), "reasons": ()}, scale=scale)
+    return Scaled(**toy_runtime(micro_batch).to_dict(), scale=scale)
 
 
 def build(
@@ -157,6 +157,7 @@ def test_learning_rate_follows_the_schedule_and_is_never_zero() -> None:
     rates = [step(toy_batch(16, seed)).learning_rate for seed in range(20)]
     assert rates == [step.schedule(update) for update in range(20)]
     assert rates[0] == pytest.approx(OPTIM.learning_rate / 4)
+    assert build(rate_batch=CONFIG.train.batch_size // 4).schedule.peak == pytest.approx(2 * OPTIM.learning_rate)
     assert step.optimiser.param_groups[0]["lr"] == rates[-1]
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from matrixlib.engine import storage
 from matrixlib.engine.storage import DamagedCheckpoint, NewerCheckpoint
+from matrixlib.hardware import machine
 
 DTYPES = list(storage._DTYPES)
 
@@ -131,6 +132,7 @@ def test_state_json_is_standard_json(tmp_path: Path) -> None:
     data = json.loads((path / "state.json").read_text(), parse_constant=refuse)
     assert (data["schema"], data["step"], data["best"]) == (2, 7, {"value": 1.5, "order": 1})
     assert data["time"].endswith("Z")
+    assert data["versions"] == machine.versions(), "those of the device's libraries and driver, too"
     assert {"matrixlib", "python", "torch", "numpy", "safetensors", "zstandard"} <= set(data["versions"])
     assert set(data["groups"]) == {"model", "optimiser"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def test_material_beats_a_random_player_and_every_pair_meets() -> None:
         assert not game.errors
         headers.append({game.headers["White"], game.headers["Black"]})
     assert headers == [set(names) for names in matches for _ in range(4)]
+
+
+def test_in_a_tournament_everybody_meets_everybody_once() -> None:
+    net = material_net()
+    matches = strength.gauntlet(net, [2, 4], games=2, plies=2, opponents={"rival": net}, tournament=True)
+    names = [frozenset(pair) for pair in dict(matches)]
+    players = {"network 2", "network 4", "random", "best capture", "rival 2", "rival 4"}
+    assert set(names) == {frozenset(pair) for pair in itertools.combinations(players, 2)}
+    assert len(names) == len(set(names)) == 15
 
 
 LIMITED = """

@@ -66,7 +66,8 @@ def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
         "other": pytest.approx([0.001, 0.004, 0.030]),
     }
     frame = table(ROWS)
-    assert frame.loc["validation"].tolist() == ["1", "0.5", "500.00", "500.00", "500.00", "89.3%"]
+    assert frame.loc["validation"].tolist() == ["1", "0.5", *["500.00"] * 5, "89.3%"]
+    assert frame.loc["backward", ["count", "min ms", "max ms"]].tolist() == ["2", "4.00", "10.00"]
     assert frame["share"].str.rstrip("%").astype(float).sum() == pytest.approx(100, abs=0.3)
 
 

@@ -741,7 +741,7 @@ class Scaled(Runtime):
 
 
 def test_the_loss_scale_is_resumed(tmp_path: Path) -> None:
-    runtime = Scaled(**{**toy_runtime(8).to_dict(), "reasons": ()})
+    runtime = Scaled(**toy_runtime(8).to_dict())
     whole = build(tmp_path / "whole", runtime=runtime, steps=20)
     stats = list(whole.train())
     assert stats[-1].overflows > 0

@@ -203,10 +203,10 @@ def test_on_mps_no_pass_has_more_rows_of_a_linear_layer_than_its_gradients_bear(
         return Tuning(512, (Trial(512, 0.1, None, ""),))
 
     monkeypatch.setattr("matrixlib.engine.microbatch.tune_step", tuned)
-    here: Any = replace(data, runtime=toy_runtime(256, reasons=("micro_batch 256: a start",)))
+    here: Any = replace(data, runtime=toy_runtime(256, reasons={"micro_batch": "a start"}))
     runtime = autotune.tune_micro_batch(here, most=1000)
     assert tried == [820], "five parts of 4,096 rows"
-    assert runtime.reasons == ("micro_batch 512: the fastest of those that fit in memory, by trying",)
+    assert runtime.reasons == {"micro_batch": "the fastest of those that fit in memory, by trying"}
 
 
 # The compiler

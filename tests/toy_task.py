@@ -205,7 +205,6 @@ def toy_runtime(micro_batch: int = 8, **changes: Any) -> Runtime:
             "workers": 0,
             "prefetch": 2,
             "micro_batch": micro_batch,
-            "reasons": (),
             **changes,
         }
     )

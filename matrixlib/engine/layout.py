@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import torch
 
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.step import throwaway
-from matrixlib.hardware.speed import synchronize
+from matrixlib.hardware.speed import seconds_of
 
 if TYPE_CHECKING:
     from matrixlib.config import Config
@@ -64,12 +63,9 @@ def fastest(runtime: Runtime, seconds: Callable[[Runtime], float], fixed: bool =
         for (last, search), time in times.items()
     ]
     why = f"an update takes {', '.join(words)}, by trying" if words else "nothing could be tried for want of memory"
-    told = ("benchmark ",) if fixed else ("benchmark ", "channels_last ")
-    lines = [line for line in runtime.reasons if not line.startswith(told)]
     if not fixed:
-        lines.append(f"channels_last {'yes' if best[0] else 'no'}: {why}")
-    lines.append(f"benchmark {'yes' if best[1] else 'no'}: cuDNN's search for algorithms; {why}")
-    return replace(runtime, channels_last=best[0], benchmark=best[1], reasons=tuple(lines))
+        runtime = runtime.with_choice("channels_last", best[0], why)
+    return runtime.with_choice("benchmark", best[1], f"cuDNN's search for algorithms; {why}")
 
 
 def update_seconds(task: Task, batch: Batch, runtime: Runtime, config: Config) -> float:
@@ -78,13 +74,7 @@ def update_seconds(task: Task, batch: Batch, runtime: Runtime, config: Config) -
     torch.backends.cudnn.benchmark = runtime.benchmark
     try:
         with throwaway(task, runtime, config) as step:
-            times = []
-            for number in range(WARM + TIMED):
-                began = time.perf_counter()
-                step(batch)
-                synchronize(runtime.device)
-                if number >= WARM:
-                    times.append(time.perf_counter() - began)
-            return statistics.median(times)
+            times = [seconds_of(lambda: step(batch), runtime.device) for _ in range(WARM + TIMED)]
+            return statistics.median(times[WARM:])
     finally:
         torch.backends.cudnn.benchmark = switch

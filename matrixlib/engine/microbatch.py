@@ -17,7 +17,7 @@ import torch
 
 from matrixlib.engine import memory
 from matrixlib.engine.task import rows
-from matrixlib.hardware.speed import synchronize
+from matrixlib.hardware.speed import seconds_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,12 +178,8 @@ def _timed(
     seconds: float | None = None
     try:
         with memory.sampled(device, read) as peak:
-            for number in range(1 + REPEATS):
-                began = clock()
-                step_of_size(size)
-                synchronize(device.type)
-                if number:
-                    seconds = min(clock() - began, seconds or float("inf"))
+            times = [seconds_of(lambda: step_of_size(size), device.type, clock) for _ in range(1 + REPEATS)]
+            seconds = min(times[1:])
     except (RuntimeError, MemoryError) as error:
         if not memory.out_of_memory(error):
             raise

@@ -200,12 +200,17 @@ class Schedule:
     bends: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, config: OptimConfig, steps: int) -> Schedule:
-        """The schedule of a run of `steps` updates."""
+    def of(cls, config: OptimConfig, steps: int, batch_size: int = 0) -> Schedule:
+        """The schedule of a run of `steps` updates of `batch_size` rows.
+
+        Where the rate is for batches of another size it grows with the root of the size: the noise of Adam's updates
+        then stays the same (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
+        """
         if steps < 1:
             raise ValueError(f"a run needs at least one update, got {steps}")
         warmup = min(config.warmup_steps, steps // 2)
-        return cls(config.learning_rate, config.schedule, config.final_fraction, warmup, steps)
+        scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
+        return cls(config.learning_rate * scale, config.schedule, config.final_fraction, warmup, steps)
 
     @property
     def end(self) -> int:

@@ -8,11 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from matrixlib.engine.optim import Schedule
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.runtime import Runtime
+from matrixlib.hardware.speed import seconds_of
 from matrixlib.progress import duration
 
 WARM_UPDATES, LEAST_UPDATES, MOST_UPDATES, TRIAL_SECONDS = 4, 20, 100, 6.0
@@ -54,9 +56,7 @@ def trial(update: Callable[[int], object]) -> float:
     while len(medians) < MOST_PIECES:
         times: list[float] = []
         while len(times) < MOST_UPDATES and sum(times) <= TRIAL_SECONDS / PIECES and not _settled(times):
-            started = time.perf_counter()
-            update(count)
-            times.append(time.perf_counter() - started)
+            times.append(seconds_of(partial(update, count)))
             count += 1
         medians.append(statistics.median(times))
         spent += sum(times)

@@ -112,7 +112,7 @@ class Step:
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
         self.descent = optim.descent(plain)
-        self.schedule = Schedule.of(config.optim, steps)
+        self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
         self.ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
         self.health, self.gate = Health(config.health), Gate(config.gating)
         self._left_out = LeftOut(config.train.statistics_interval)

@@ -13,27 +13,26 @@ and Python's `random.getstate()` are plain numbers); nan and inf are kept.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import os
-import platform
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 import zstandard
 from safetensors import SafetensorError
 
 from matrixlib.files import utc_now, write_bytes
+from matrixlib.hardware import machine
 
 SCHEMA = 2
 FOLDER = re.compile(r"(?:step|best)_(\d{8,})(?:\.replaced)?")
@@ -329,16 +328,4 @@ def _seal(data: Mapping[str, Any]) -> bytes:
     return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
-def _versions() -> dict[str, str]:
-    try:
-        ours = version("matrixlib")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        ours = "unknown"
-    return {
-        "matrixlib": ours,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-        "zstandard": zstandard.__version__,
-    }
+_versions = functools.cache(machine.versions)  # which may have to ask the driver's own program

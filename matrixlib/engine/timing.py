@@ -186,7 +186,8 @@ def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A row for each phase: how often, seconds in all, milliseconds (mean, median, 95th percentile), share of all."""
+    """A row for each phase: how often, seconds in all, milliseconds (mean, least, median, 95th percentile, most; of
+    intervals' means in a long run), share of all."""
     import pandas as pd
 
     phases = totals(rows)
@@ -199,8 +200,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             "count": f"{count:,.0f}",
             "total s": f"{spent.total:.1f}",
             "mean ms": f"{spent.total / count * 1000:.2f}",
+            "min ms": f"{each.min() * 1000:.2f}",
             "p50 ms": f"{np.percentile(each, 50) * 1000:.2f}",
             "p95 ms": f"{np.percentile(each, 95) * 1000:.2f}",
+            "max ms": f"{each.max() * 1000:.2f}",
             "share": f"{spent.total / whole if whole else 0:.1%}",
         }
     return pd.DataFrame.from_dict(columns, orient="index")

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.files import cache_root, read_json, write_json
 from matrixlib.hardware import machine
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.hardware.speed import synchronize
+from matrixlib.hardware.speed import seconds_of
 
 ROWS = 8
 """Of an update that is compared: enough for every term to have a target."""
@@ -213,16 +212,11 @@ def try_compiled(task: Task, batch: Batch, runtime: Runtime, config: Config) -> 
 
 def _timed(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[float, Stats, str]:
     """(median seconds of an update after two that warm up, the first one's stats, why it is not what was asked for)."""
-    seconds = []
     with throwaway(task, runtime, config) as step:
         first = step(batch)
         compiled = step.model is not optim.unwrap(step.model)
-        for number in range(1 + TIMED if compiled or not runtime.compile else 0):
-            began = time.perf_counter()
-            step(batch)
-            synchronize(runtime.device)
-            if number:
-                seconds.append(time.perf_counter() - began)
+        count = 1 + TIMED if compiled or not runtime.compile else 0
+        seconds = [seconds_of(lambda: step(batch), runtime.device) for _ in range(count)][1:]
         short = step.micro_batch < min(runtime.micro_batch, rows(batch))
     problem = ""
     if runtime.compile and not compiled:

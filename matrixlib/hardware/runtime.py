@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.hardware import machine, speed
@@ -53,7 +53,8 @@ class Runtime:
     workers: int
     prefetch: int
     micro_batch: int
-    reasons: tuple[str, ...]  # "name value: why", one for each choice
+    reasons: Mapping[str, str] = field(default_factory=dict)  # choice -> why
+    requested: tuple[str, ...] = ()  # choices of the user's own: nothing else may quietly stand in for them
     benchmark: bool = False  # cuDNN looks for the fastest algorithm of each shape
 
     @property
@@ -103,13 +104,9 @@ class Runtime:
             torch.backends.cudnn.benchmark = self.benchmark
 
     def with_choice(self, name: str, value: Any, why: str) -> Runtime:
-        """The same with another value of one choice, and `why` in place of the old reason."""
-        lines = (_reason(name, value, why) if line.startswith(f"{name} ") else line for line in self.reasons)
-        return replace(self, **{name: value}, reasons=tuple(lines))
-
-    def requested(self, name: str) -> bool:
-        """Whether the user said this choice, so that nothing else may quietly stand in for it."""
-        return any(line.startswith(f"{name} ") and f": {REQUESTED}" in line for line in self.reasons)
+        """The same with another value of one choice, which is not the user's then, and `why` as its reason."""
+        others = tuple(other for other in self.requested if other != name)
+        return replace(self, **{name: value}, reasons={**self.reasons, name: why}, requested=others)
 
     def in_fp32(self, why: str) -> Runtime:
         """The same without autocast and loss scaler."""
@@ -117,21 +114,30 @@ class Runtime:
 
     def table(self) -> str:
         """Plain text: a line for each choice with its reason."""
-        return "\n".join(f"{line.partition(': ')[0]:22}{line.partition(': ')[2]}" for line in self.reasons)
+        return "\n".join(f"{f'{name} {words(getattr(self, name))}':22}{why}" for name, why in self.reasons.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or YAML; from_dict(to_dict()) is equal."""
-        return {**asdict(self), "reasons": list(self.reasons)}
+        return {**asdict(self), "requested": list(self.requested)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
         known = {item.name for item in fields(cls)}
-        if wrong := (known ^ set(data)) - {"benchmark"}:  # which older runs do not have
+        if wrong := (known ^ set(data)) - {"benchmark", "requested"}:  # which older runs do not have
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
         mode = {True: "default", False: ""}.get(data["compile"], data["compile"])  # a bool in older runs
-        return cls(**{**data, "compile": mode, "reasons": tuple(data["reasons"])})
+        stored = {"reasons": stored_reasons(data["reasons"]), "requested": tuple(data.get("requested", ()))}
+        return cls(**{**data, "compile": mode, **stored})
+
+
+def stored_reasons(stored: object) -> dict[str, str]:
+    """Choice -> why, of `Runtime.to_dict`; older runs have lines: "name value: why"."""
+    if isinstance(stored, Mapping):
+        return dict(stored)
+    lines = map(str, stored) if isinstance(stored, (list, tuple)) else ()
+    return {line.split(" ")[0]: line.partition(": ")[2] for line in lines}
 
 
 @dataclass(frozen=True)
@@ -189,8 +195,8 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
     resolved = policy(facts, runtime, train, data)
     if not forced:
         return resolved
-    first, *others = resolved.reasons
-    return replace(resolved, reasons=(f"{first} by MATRIXLIB_DEVICE", *others))
+    why = f"{resolved.reasons['device']} by MATRIXLIB_DEVICE"
+    return replace(resolved, reasons={**resolved.reasons, "device": why})
 
 
 def _measured(facts: DeviceFacts, device: str) -> DeviceFacts:
@@ -230,22 +236,23 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
     choices["tf32"] = _tf32(facts, device, runtime.precision)
     choices["channels_last"] = _channels_last(facts, device, dtype, runtime.channels_last)
     choices["compile"] = _compile(device, runtime.compile)
-    options = {"threads": runtime.threads, "workers": data.workers}
+    options: dict[str, Any] = {"threads": runtime.threads, "workers": data.workers}
     options |= {"prefetch": data.prefetch, "micro_batch": train.micro_batch}
     for name, advice in suggest(facts, device).items():
         choices[name] = advice if options[name] == "auto" else (options[name], REQUESTED)
+    options |= {"device": runtime.device, "dtype": runtime.precision}
+    options |= {"channels_last": runtime.channels_last, "compile": runtime.compile}
     if choices["threads"][0] > facts.cores:
         choices["threads"] = runtime.threads, f"{REQUESTED}; slower, as only {facts.cores} cores may be used"
     if choices["workers"][0] == 0 and data.prefetch == "auto":
         choices["prefetch"] = choices["prefetch"][0], "has no effect without workers"
     if choices["micro_batch"][0] > train.batch_size:
         choices["micro_batch"] = train.batch_size, "the whole update fits in one pass"
-    reasons = tuple(_reason(name, value, why) for name, (value, why) in choices.items())
-    return Runtime(**{name: value for name, (value, _) in choices.items()}, reasons=reasons)
-
-
-def _reason(name: str, value: Any, why: str) -> str:
-    return f"{name} {words(value)}: {why}"
+    return Runtime(
+        **{name: value for name, (value, _) in choices.items()},
+        reasons={name: why for name, (_, why) in choices.items()},
+        requested=tuple(name for name in choices if options.get(name, "auto") != "auto"),
+    )
 
 
 def words(value: Any) -> Any:

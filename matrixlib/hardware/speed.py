@@ -23,8 +23,8 @@ REPEAT = 10
 """Products of a call on an accelerator, so that starting them does not count."""
 PIECE = {True: (512, 4), False: (2048, 256)}
 """Side of the matrices and number of boards that are enough to compare by, on the CPU and elsewhere."""
-FEWEST, MOST = 3, 200
-"""Calls of each function in `turns`."""
+WARM, FEWEST, MOST = 10, 3, 200
+"""Calls of each function in `turns`: those that do not count at most, and those that do."""
 Kinds = Mapping[str, tuple[float, Callable[[], object]]]
 """Name -> (FLOP or bytes of a call, call)."""
 
@@ -37,21 +37,33 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
+def seconds_of(
+    work: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds of one call, with all that it has `device` do."""
+    began = clock()
+    work()
+    synchronize(device)
+    return clock() - began
+
+
 def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of a call by name, after one call of each that warms up.
+    """Median seconds of a call by name, after calls of each that warm up: one, and up to `WARM` in a tenth of the time.
 
     The calls alternate for `seconds` in all, `FEWEST` of each at least, so that a change in the machine's speed meets
     all alike.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
+    end = time.perf_counter() + seconds / 10
+    for count in range(WARM):
+        if count and time.perf_counter() > end:
+            break
+        for work in works.values():
+            work()
     end = time.perf_counter() + seconds
     for count in range(1, MOST + 1):
         for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds_of(work))
         if count >= FEWEST and time.perf_counter() > end:
             break
     return {name: statistics.median(values) for name, values in times.items()}
@@ -141,9 +153,7 @@ def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
     end = time.perf_counter() + seconds
     while True:
         for name, (work, call) in kinds.items():
-            start = time.perf_counter()
-            call()
-            best[name] = max(best[name], work / 1e9 / (time.perf_counter() - start))
+            best[name] = max(best[name], work / 1e9 / seconds_of(call))
         if time.perf_counter() > end:
             return best
 

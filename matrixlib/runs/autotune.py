@@ -5,6 +5,7 @@ does, rows of a pass, layout, the compiler, time, memory.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from matrixlib.runs.record import runtime_config
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from matrixlib.engine.task import Batch, Task
 
 ISSUE = "pytorch issue 177116"
 LOOK_SECONDS = 0.1
@@ -48,18 +51,32 @@ def settle(data: RunData, requested: Config) -> RunData:
 
 
 def _agreeing(data: RunData, requested: Config) -> tuple[RunData, int]:
-    """Data with a runtime in which an update is what the CPU computes, and the rows of a pass at most, 0 = any number.
+    """Data with a runtime in which an update is what the CPU computes; rows of a pass at most, 0 = any number."""
+    runtime, linear_rows, messages = agreeing(data.runtime, data.task, lambda: data.batch(0), data.config, requested)
+    if runtime is not data.runtime:
+        data.messages.extend(messages)
+        data = _with(data, runtime)
+    return _capped(data, linear_rows)
 
-    Where it is not, fp32 stands in for another dtype, and the CPU for another device, unless the user named them.
+
+def agreeing(
+    runtime: runtimes.Runtime, task: Task, batch: Callable[[], Batch], config: Config, requested: Config
+) -> tuple[runtimes.Runtime, int, list[str]]:
+    """(runtime in which an update of some rows of a batch is what the CPU computes, rows of its largest linear layer's
+    input for each row, 0 where nothing was tried, messages).
+
+    Where it is not, fp32 stands in for another dtype, and the CPU for another device, unless the user named them, which
+    raises RunError. requested: the configuration as the user has it.
     """
     from matrixlib.engine.trials import compare
 
-    while (runtime := data.runtime).device != "cpu" or runtime.dtype != "fp32":
-        trial = compare(data.task, data.batch(0), runtime, data.config)
+    messages: list[str] = []
+    while runtime.device != "cpu" or runtime.dtype != "fp32":
+        trial = compare(task, batch(), runtime, config)
         if not trial.problem:
-            return _capped(data, trial.linear_rows)
+            return runtime, trial.linear_rows, messages
         name, value = ("dtype", runtime.dtype) if runtime.dtype != "fp32" else ("device", runtime.device)
-        if runtime.requested(name):
+        if name in runtime.requested:
             option = "precision" if name == "dtype" else name
             raise RunError(
                 f"{option} '{value}' was asked for, but an update in it on {runtime.device} is not what the CPU "
@@ -72,9 +89,8 @@ def _agreeing(data: RunData, requested: Config) -> tuple[RunData, int]:
             options = requested.runtime.model_copy(update={"device": "cpu"})
             runtime = runtimes.resolve(options, requested.train, requested.data).with_choice("device", "cpu", why)
             runtime.apply()
-        data.messages.append(f"warning: {name} {value} -> {getattr(runtime, name)}: {why}")
-        data = _with(data, runtime)
-    return data, 0
+        messages.append(f"warning: {name} {value} -> {getattr(runtime, name)}: {why}")
+    return runtime, 0, messages
 
 
 def _capped(data: RunData, linear_rows: int) -> tuple[RunData, int]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    from matrixlib.data.loader import Loader
     from matrixlib.engine.network import Network
     from matrixlib.tasks.spec import Check, Viewer
 
@@ -52,7 +51,7 @@ class Shelf:
 
     def viewer(self, run: str = "") -> Viewer | None:
         """What can be looked through with the networks of a run; None where its task has nothing to show."""
-        return _viewer(run or self.run, self.file, self.count)
+        return _viewer(run or self.run, self.file, self.count, self.device)
 
     def curves(self) -> None:
         """Show the curves of one run, or two beside each other."""
@@ -66,10 +65,10 @@ class Shelf:
         """Show the rows one after the other, with what a checkpoint of a run makes of them."""
         viewer = self.viewer()
         if viewer is None:
-            print(f"there is nothing to look through with a run of the task '{_task(self.run)}'")
+            print(f"there is nothing to look through with a run of the task '{_task(self.run, self.device)}'")
             return
         menus = {
-            "run": (runs_like(self.run, self.names), self.run),
+            "run": (runs_like(self.run, self.names, self.device), self.run),
             "checkpoint": (checkpoints(self.run), self.checkpoint),
         }
         show(self._figure, menus, ("position", len(viewer), self.position))
@@ -130,9 +129,10 @@ def known_runs() -> list[str]:
     return [run.name for run in whole_runs() if (run.path / "metrics.jsonl").exists()]
 
 
-def runs_like(run: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the same task that have a checkpoint, and `run` itself where it is a file."""
-    return (run,) * is_file(run) + tuple(name for name in names if _task(name) == _task(run) and checkpoints(name))
+def runs_like(run: str, names: Sequence[str], device: str = "auto") -> tuple[str, ...]:
+    """Those of the same task that have a checkpoint, and `run` itself where it is a file, opened on `device`."""
+    task = _task(run, device)
+    return (run,) * is_file(run) + tuple(name for name in names if _task(name, device) == task and checkpoints(name))
 
 
 def is_file(run: str) -> bool:
@@ -254,9 +254,9 @@ def _folder(run: str) -> Path:
     return Path(run) if is_file(run) else files.reports_root() / run
 
 
-def _task(run: str) -> str:
+def _task(run: str, device: str) -> str:
     if is_file(run):
-        return str(_config(run).task)
+        return str(_config(run, device).task)
     return read_run(_folder(run)).task
 
 
@@ -273,18 +273,15 @@ def _network(run: str, checkpoint: str, device: str) -> Network:
 
 
 @lru_cache(NETWORKS)
-def _viewer(run: str, file: str, count: int) -> Viewer | None:
-    if ":" in _task(run):  # somebody's own code, which nobody has named here
+def _viewer(run: str, file: str, count: int, device: str) -> Viewer | None:
+    task = _task(run, device)
+    if ":" in task:  # somebody's own code, which nobody has named here
         return None
-    return get_task(_task(run)).viewer(lambda: _held_out(run), count, file)
+    return get_task(task).viewer(lambda: runs.held_out_data(_config(run, device)), count, file)
 
 
-def _held_out(run: str) -> Loader:
-    return runs.held_out_data(_config(run))
-
-
-def _config(run: str) -> Config:
+def _config(run: str, device: str) -> Config:
     if is_file(run):
-        config: Config = _network(run, "best", "auto").task.config  # type: ignore[attr-defined]
+        config: Config = _network(run, "best", device).task.config  # type: ignore[attr-defined]
         return config
     return parse_config(*read_run_config(_folder(run)))

@@ -15,8 +15,11 @@ or counted twice, and nothing is decided twice.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +34,7 @@ from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
 from matrixlib.play.match import Player, play_pairs, random_openings, search_player
 from matrixlib.runs import cycle_games
+from matrixlib.runs.autotune import agreeing
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
 from matrixlib.runs.cycle_games import Chunk
 from matrixlib.runs.cycle_state import CycleError, Decision, Generation, Lesson, read_generations
@@ -40,6 +44,7 @@ from matrixlib.tasks.spec import Check, GameSpec
 
 if TYPE_CHECKING:
     from matrixlib.engine.network import Network
+    from matrixlib.runs.data import RunData
 
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
 
@@ -91,15 +96,21 @@ def _rules(config: CycleConfig) -> GameSpec:
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
-    """Resolved when a cycle begins, and stored: what plays, learns and is compared is to compute alike.
+    """Resolved when a cycle begins, tried and stored: what plays, learns and is compared is to compute alike.
 
-    Raises ValueError where its device is not here, CycleError where another one is requested.
+    Raises ValueError where its device is not here or computes what it should not, CycleError where another one is
+    requested.
     """
     path = folder / "runtime.json"
     if not path.exists():
         network, changes = config.network, {} if device == "auto" else {"device": device}
-        settings = network.runtime.model_copy(update=changes)
-        write_json(path, runtimes.resolve(settings, network.train, network.data).to_dict())
+        network = network.model_copy(update={"runtime": network.runtime.model_copy(update=changes)})
+        runtime = runtimes.resolve(network.runtime, network.train, network.data)
+        batch = partial(cycle_games.trial_rows, config)
+        runtime, _, messages = agreeing(runtime, get_task(network.task).task(network), batch, network, network)
+        for message in messages:
+            warnings.warn(message, stacklevel=2)
+        write_json(path, runtime.to_dict())
     runtime = runtimes.reuse(read_json(path))
     if device not in ("auto", runtime.device):
         raise CycleError(
@@ -302,7 +313,17 @@ class Cycle:
                     bar.update()
         finally:
             run.close()
-        return generation.grown(self.folder, top1=float(run.summary()["evaluation"]["top1"]))
+        top1 = float(run.summary()["evaluation"].get("top1", math.nan))
+        return generation.grown(self.folder, top1=top1, **self._on_new(run.data, number))
+
+    def _on_new(self, data: RunData, number: int) -> dict[str, float]:
+        """The same on held-out positions that it cannot have learned by heart, and their share."""
+        rows = cycle_games.unlearned(data.training, data.validation, self.rules)
+        share = rows.count / data.validation.count
+        if not rows.count:
+            return {"new": share}
+        figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
+        return {"new": share, "top1_new": float(figures.get("top1", math.nan))}
 
     def _lesson(self, number: int, counts: Mapping[str, int]) -> Lesson:
         """The first weights are those of the generation before it, after a roll-back those of the best one."""

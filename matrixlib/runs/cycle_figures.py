@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
     """A row for each generation: games and their results, what was learned, the match, the decision.
 
-    `of it not new`: share of the held-out positions, of which `top-1` is, that training games have, too.
+    `top-1`: on held-out positions, `where new`: on those of them that no game to learn from has, `new`: their share.
     """
     import pandas as pd
 
@@ -31,11 +31,16 @@ def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
             "positions": games.positions,
             "W/D/L/?": f"{games.wins}/{games.draws}/{games.losses}/{games.unknown}",
             "plies": f"{games.plies / games.games:.0f}",
-            "top-1": f"{generation.top1:.1%}",
-            "of it not new": f"{games.shared / games.held_out:.0%}" if games.held_out else "",
+            "top-1": _share(generation.top1),
+            "where new": _share(generation.top1_new),
+            "new": _share(generation.new),
             "SPRT": decision.reason.removeprefix("SPRT ").partition(", score")[0] if decision else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None or np.isnan(value) else f"{value:.1%}"
 
 
 def decision_table(decisions: Sequence[Decision]) -> pd.DataFrame:

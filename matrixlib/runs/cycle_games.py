@@ -13,20 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from matrixlib.files import end_with_parent
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play.selfplay import play_games
+from matrixlib.play.game import uniform
+from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_config import CycleConfig
 from matrixlib.runs.cycle_state import Tally
 from matrixlib.tasks import get_task
-from matrixlib.tasks.spec import weights
+from matrixlib.tasks.spec import GameSpec, weights
 
 if TYPE_CHECKING:
+    import torch
+
+    from matrixlib.data.loader import Loader
     from matrixlib.engine.network import Network
     from matrixlib.play.game import Game, Trace
 
+TRIAL_GAMES = 4
 HELD_OUT = 20  # every so many games one is held out of training
 
 
@@ -54,6 +58,20 @@ def network(folder: Path, config: CycleConfig, generation: int, runtime: Runtime
     return spec.network(model, settings, runtime)
 
 
+def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
+    """An update's rows to try a device with, of beginnings of games between players who know nothing, called drawn."""
+    import torch
+
+    spec = get_task(config.network.task)
+    assert spec.game is not None, "load_cycle takes games only"
+    options = SelfPlayOptions(parallel=TRIAL_GAMES, num_simulations=2, plies=8)
+    traces = play_games(spec.game.game, uniform, range(TRIAL_GAMES), options)
+    drawn = [replace(trace, result=0.0) for trace in traces]
+    batch = spec.game.batch(drawn, {trace.number: trace.number for trace in drawn})
+    arrays = spec.task(config.network).prepare(batch, np.random.default_rng(config.seed))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 def play_chunks(chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Tally]]:
     """Play the chunks and yield each when it is done, in worker processes where there are several."""
     if workers == 1 or len(chunks) < 2:
@@ -70,18 +88,13 @@ def play_chunks(chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, 
             pool.shutdown(cancel_futures=True)
 
 
-def shared_positions(game: Game, traces: Sequence[Trace]) -> tuple[int, int]:
-    """Positions of the held-out games, and how many of them stand in one of the other games, too."""
-    keys: dict[bool, list[NDArray[np.uint64]]] = {True: [], False: []}
-    for trace in traces:
-        keys[held_out(trace.number)].append(game.key(trace.states))
-    outside, inside = (np.concatenate([np.empty(0, np.uint64), *keys[part]]) for part in (True, False))
-    return len(outside), int(np.isin(outside, inside).sum())
+def unlearned(training: Loader, held_out: Loader, game: GameSpec) -> Loader:
+    """The held-out positions that no game to learn from has: games begin alike."""
+    return held_out.only(~np.isin(held_out.of_records(game.keys), training.of_records(game.keys)))
 
 
 def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -> Tally:
     """The figures of some games. positions: to learn from."""
-    outside, shared = shared_positions(game, traces)
     starters = [-1 if game.to_move(trace.states[:1])[0] else 1 for trace in traces]  # results are the first mover's
     points = Counter(None if t.result is None else t.result * side for t, side in zip(traces, starters, strict=True))
     judged = [trace.wrongly_given_up for trace in traces if trace.wrongly_given_up is not None]
@@ -95,8 +108,6 @@ def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -
         unknown=points[None],
         wrong=sum(judged),
         played_out=len(judged),
-        held_out=outside,
-        shared=shared,
         seconds=seconds,
     )
 

@@ -38,8 +38,7 @@ def read_generations(folder: Path) -> dict[int, Generation]:
 class Tally(Section):
     """Games of self-play. wins, draws, losses: of the side that starts a game, unknown: those without a result;
     played_out: games that were played on although a side would have given up, wrong: those that it did not lose;
-    held_out: positions of the held-out games, shared: those that a training game played beside them has, too (games
-    begin alike), which makes held-out figures look better than they are; seconds: of computing."""
+    seconds: of computing."""
 
     games: int
     positions: int
@@ -51,8 +50,6 @@ class Tally(Section):
     wrong: int
     played_out: int
     seconds: float
-    held_out: int = 0
-    shared: int = 0
 
 
 class Lesson(Section):
@@ -81,8 +78,9 @@ class Generation(Section):
     """One generation, as far as it has come.
 
     by: generation whose network plays the games and is the opponent; chunks: first game -> tally; top1: on held-out
-    positions; match, anchor: results of the candidate against that network and against generation 0, batch by batch;
-    rollbacks: those between this generation's decision and the next one's.
+    positions, NaN in a game that has no such figure; top1_new: on those of them that no game to learn from has; new:
+    their share; match, anchor: results of the candidate against that network and against generation 0, batch by
+    batch; rollbacks: those between this generation's decision and the next one's.
     """
 
     number: int
@@ -90,6 +88,8 @@ class Generation(Section):
     chunks: dict[str, Tally] = {}
     lesson: Lesson | None = None
     top1: float | None = None
+    top1_new: float | None = None
+    new: float | None = None
     match: tuple[Pairs, ...] = ()
     anchor: tuple[Pairs, ...] = ()
     decision: Decision | None = None

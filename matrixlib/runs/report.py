@@ -25,6 +25,7 @@ from matrixlib.config import read_yaml
 from matrixlib.engine import history
 from matrixlib.engine.messages import DECISIONS, is_decision
 from matrixlib.files import reports_root
+from matrixlib.hardware.runtime import stored_reasons, words
 from matrixlib.runs import figures, watch
 
 LABELS = {
@@ -58,14 +59,14 @@ def write_report(run_folder: Path) -> Path:
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace"))
         options = _read(folder / "config.yaml", [], lambda path: read_yaml(path.read_text("utf-8"), path.name))
         runtime = _mapping(summary.get("runtime") or record.get("runtime"))
-        reasons = runtime.pop("reasons", ())
+        reasons = stored_reasons(runtime.pop("reasons", ()))
+        runtime.pop("requested", None)
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
         content |= {
             "pictures": _pictures(rows, folder.name),
             "messages": _messages(rows),
             "stability": _stability(rows, _mapping(_mapping(options).get("optim")).get("clip_norm")),
-            "runtime": runtime.items(),
-            "reasons": reasons if isinstance(reasons, list) else (),
+            "runtime": [(name, words(value), reasons.get(name, "")) for name, value in runtime.items()],
             "configuration": configuration,
             "environment": (environment | _mapping(record.get("versions"))).items(),
             "problems": problems,

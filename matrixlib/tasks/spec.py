@@ -82,7 +82,7 @@ class Spoiler:
 
 
 class GameSpec(Protocol):
-    """What a cycle asks of a game beyond its rules; its task's held-out figures have to hold a `top1`, too."""
+    """What a cycle asks of a game beyond its rules; of its task's held-out figures it shows `top1`, if there is one."""
 
     @property
     def game(self) -> Game:
@@ -96,6 +96,10 @@ class GameSpec(Protocol):
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         """What there is to learn from games; ids: number of a game -> its id."""
+        ...
+
+    def keys(self, records: np.ndarray) -> np.ndarray:
+        """(N,) u8, equal for those of N records that are one position to a network."""
         ...
 
     @property

@@ -20,7 +20,7 @@ Sums = dict[str, Tensor]
 
 def policy_rows(index: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     """(B,) bool: rows with a policy target, that is some weight on a listed move, of index and weight (B, L)."""
-    return rows & (torch.where(index != PAD, weight, 0.0).sum(1) > 0)
+    return rows & _given(torch.where(index != PAD, weight, 0.0))
 
 
 def policy_target(index: Tensor, weight: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def value_known(wdl: Tensor, result: Tensor, result_share: float) -> Tensor:
     """(B,) bool: rows of which `value_target` makes a target."""
     known = torch.zeros(len(wdl), dtype=torch.bool, device=wdl.device)
     if result_share < 1:
-        known = known | (wdl.sum(1) > 0)
+        known = known | _given(wdl)
     return known | (result != UNKNOWN) if result_share > 0 else known
 
 
@@ -110,12 +110,13 @@ def value_target(wdl: Tensor, result: Tensor, result_share: float) -> tuple[Tens
     if s is 1; result alone (wdl all 0), one_hot(result), or nothing if s is 0; neither, nothing. So an
     unknown part has no weight and the other takes all of it. Rows with nothing have a target of zeros.
     """
-    share_wdl = (1 - result_share) * (wdl.sum(1) > 0).float()
+    share_wdl = (1 - result_share) * _given(wdl).float()
     share_result = result_share * (result != UNKNOWN).float()
     classes = torch.arange(3, device=wdl.device)  # win 1 -> 0, draw 0 -> 1, loss -1 -> 2
     one_hot = (1 - result.long())[:, None].eq(classes).float()
     total = share_wdl + share_result
-    target = share_wdl[:, None] * wdl.float() + share_result[:, None] * one_hot
+    shared = torch.where(share_wdl[:, None] > 0, share_wdl[:, None] * wdl.float(), 0.0)
+    target = shared + share_result[:, None] * one_hot
     return target / torch.where(total > 0, total, 1.0)[:, None], value_known(wdl, result, result_share)
 
 
@@ -205,6 +206,13 @@ def binary_bounds(target: Tensor, squares: Tensor, positive: float) -> tuple[flo
     """(chance, floor) sums of `binary_loss`: ln 2 a square, times its weight, and 0."""
     actual = int(((target > 0) & squares).sum())
     return (int(squares.sum()) + (positive - 1) * actual) * math.log(2), 0.0
+
+
+def _given(target: Tensor) -> Tensor:
+    """(B,) bool: rows of a target (B, n) that is not all 0. One with a NaN counts, so that it makes the loss NaN: left
+    out of the loss it would make the gradient NaN alone (0 times NaN), which passes for an overflow of fp16.
+    """
+    return ~(target.sum(1) <= 0)
 
 
 def _scalar(value: Tensor, result: Tensor, kind: str, delta: float) -> Tensor:

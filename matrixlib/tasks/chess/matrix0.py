@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matrixlib.tasks.chess.blocks import SQUARES
 from matrixlib.tasks.chess.config import (
     AttentionConfig,
     ModelConfig,
@@ -69,6 +70,7 @@ SCHEMAS = ("model_ema", "model", "model_state_dict")
 """Where weights stand in a checkpoint, best first; Matrix0's training and matches read them in this order."""
 ALIASES = {"ssl_head.": "ssl_piece_head."}
 """Keys that repeat the tensors of other keys."""
+POLICY_CHANNELS = 64
 PREFIXES = ("_orig_mod.", "module.")
 """Put before every key by torch.compile and DataParallel."""
 COUNTER = "num_batches_tracked"
@@ -164,7 +166,11 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
             norm="post",
         ),
         policy=PolicyHeadConfig(
-            kind="factored" if rank else "dense", channels=64, rank=max(1, rank), clamp=5.0, logit_norm=True
+            kind="factored" if rank else "dense",
+            channels=POLICY_CHANNELS,
+            rank=max(1, rank),
+            clamp=5.0,
+            logit_norm=True,
         ),
         value=ValueHeadConfig(kind="scalar", pool="flatten", channels=64, hidden=channels, activation="relu"),
         ssl=("piece",) if options["self_supervised"] else (),
@@ -267,9 +273,10 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     channels = stem[0] if stem else 0
     _expect("stem.0.weight", stem, (channels, PLANES, 3, 3))
     numbers = {kind: sorted(_tower(state, kind)) for kind in ("conv1", "qkv", "se_fc1")}
-    for number in numbers["conv1"]:  # before a network of these sizes takes memory
+    for number in numbers["conv1"]:  # here and below: before a network of these sizes takes memory
         key = f"tower.{number}.conv1.weight"
         _expect(key, tuple(state[key].shape), (channels, channels, 3, 3))
+    rank = _width(state, "policy_fc1.weight", POLICY_CHANNELS * SQUARES) if "policy_fc1.weight" in state else 0
     shapes: dict[str, Any] = {
         "channels": channels,
         "blocks": len(numbers["conv1"]),
@@ -278,7 +285,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "attention": bool(numbers["qkv"]),
         "se": bool(numbers["se_fc1"]),
         "self_supervised": any(key.startswith(("ssl_head.", "ssl_piece_head.")) for key in state),
-        "policy_factor_rank": len(state["policy_fc1.weight"]) if "policy_fc1.weight" in state else 0,
+        "policy_factor_rank": rank,
         "aux_policy_from_square": "aux_from_square.0.weight" in state,
         "aux_policy_move_type": "aux_move_type.0.weight" in state,
     }
@@ -289,10 +296,17 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         if bias is not None and bias.ndim == 4:
             shapes["attention_heads"] = bias.shape[1]
     if numbers["se_fc1"]:
-        width = len(state[f"tower.{numbers['se_fc1'][0]}.se_fc1.weight"])
+        width = {_width(state, f"tower.{number}.se_fc1.weight", channels) for number in numbers["conv1"]}.pop()
         ratio = DEFAULTS["se_ratio"]
         shapes["se_ratio"] = ratio if max(8, int(channels * ratio)) == width else (width + 0.5) / channels
     return shapes
+
+
+def _width(state: Mapping[str, Tensor], key: str, inputs: int) -> int:
+    """Outputs of a linear layer."""
+    shape = tuple(state[key].shape) if key in state else ()
+    _expect(key, shape, (*shape[:1], inputs))
+    return shape[0]
 
 
 def _expect(key: str, shape: tuple[int, ...], need: tuple[int, ...]) -> None:

@@ -10,10 +10,14 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from matrixlib.tasks.chess.attention import in_fp32
@@ -27,6 +31,9 @@ from matrixlib.tasks.chess.blocks import (
     recomputed,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 PLANES = 19
 MOVE_PLANES = 73
@@ -50,32 +57,38 @@ def shrink(layer: nn.Module) -> None:
             layer.get_parameter("bias").zero_()
 
 
-def forward_flops(config: ModelConfig, heads: frozenset[str] = PLAY_HEADS) -> int:
+def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = PLAY_HEADS) -> int:
     """Floating-point operations of one forward pass for ONE position (a multiply-add is two): convolutions, linear
-    layers and attention products. heads: as in PolicyValueNet.forward.
+    layers and attention products. planes: that the network takes. heads: as in PolicyValueNet.forward.
     """
-    return _flops(config, heads, training=False)
+    tensors = itertools.chain(net.named_parameters(), net.named_buffers())
+    shapes = {name: tensor.to("meta") for name, tensor in tensors}  # without numbers
+    with _counted() as counter, torch.no_grad():
+        functional_call(net, shapes, (torch.empty(1, planes, 8, 8, device="meta"), heads))
+    return int(counter.get_total_flops())
 
 
 def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
     """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted."""
-    return _flops(config, heads, training=True)
+    with torch.device("meta"):
+        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}))
+        planes = torch.empty(1, PLANES, 8, 8)
+    with _counted() as counter:
+        out = net(planes, heads)
+        outputs = [*out.pop("ssl", {}).values(), *out.values()]
+        torch.stack([output.sum() for output in outputs]).sum().backward()
+    return int(counter.get_total_flops())
 
 
-def _flops(config: ModelConfig, heads: frozenset[str], training: bool) -> int:
+@contextmanager
+def _counted() -> Iterator[FlopCounterMode]:
+    """The operations inside are counted. The counter knows the fused attention kernels of GPUs alone: it sees plain
+    products."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    with torch.device("meta"):  # shapes without numbers
-        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}))
-        planes = torch.empty(1, PLANES, 8, 8)
-    # The counter knows the fused attention kernels of GPUs alone: let it see plain products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        out = net(planes, heads)
-        if training:
-            outputs = [*out.pop("ssl", {}).values(), *out.values()]
-            torch.stack([output.sum() for output in outputs]).sum().backward()
-    return int(counter.get_total_flops())
+        yield counter
 
 
 class PolicyHead(nn.Module):

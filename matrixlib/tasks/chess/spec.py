@@ -68,6 +68,11 @@ class ChessGameSpec:
 
         return training_batch(traces, ids, SOURCES["selfplay"])
 
+    def keys(self, records: np.ndarray) -> np.ndarray:
+        from matrixlib.tasks.chess.keys import hashes_of
+
+        return hashes_of(records, mirrored=True)
+
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         raise NotImplementedError("nobody knows perfect play")
 

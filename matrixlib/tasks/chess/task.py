@@ -25,7 +25,7 @@ from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.distill import outputs
 from matrixlib.tasks.chess.distill.temperature import LearnedTemperature
 from matrixlib.tasks.chess.losses import Sums
-from matrixlib.tasks.chess.model import PolicyValueNet
+from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, planes, unpack_maps
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
@@ -40,6 +40,8 @@ class ChessTask:
     """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy."""
 
     config: ChessConfig
+    input_planes: ClassVar[int] = PLANES
+    """That a network takes."""
     history: ClassVar[int] = 0
     """Plies before a position that its networks look at."""
 

@@ -41,6 +41,9 @@ class TicTacToeGameSpec:
 
         return training_batch(traces, ids)
 
+    def keys(self, records: np.ndarray) -> np.ndarray:
+        return records["ours"].astype(np.uint64) << np.uint64(16) | records["theirs"]
+
     def perfection(self, evaluate: Evaluate, player: match.Player) -> dict[str, float]:
         """Of the positions that are not lost those in which the most probable move does not lose, of all positions
         those in which it keeps what they are worth; of the games against perfect play those that the player loses, and

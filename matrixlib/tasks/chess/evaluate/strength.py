@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -49,12 +49,14 @@ def gauntlet(
     seed: int = 0,
     plies: int = 300,
     opponents: Mapping[str, Net] | None = None,
+    tournament: bool = False,
 ) -> Iterator[tuple[Names, Match]]:
     """Matches of `games` games (two from each opening) one after the other, with the names of their players.
 
     The network with each number of simulations meets a random player, the best capture and Stockfish at each UCI_Elo
     with `engine_nodes` nodes a move; then itself with the next smaller number, and each of `opponents`, which has as
-    many simulations. Raises EngineError without Stockfish, and for an Elo that it does not offer.
+    many simulations. tournament: then all others meet each other, too. Raises EngineError without Stockfish, and for an
+    Elo that it does not offer.
     """
     game = ChessGame()
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
@@ -76,6 +78,9 @@ def gauntlet(
                 rivals[f"{name} {count}"] = network_player(opponent, count)
                 meetings.append((f"network {count}", f"{name} {count}"))
         players = networks | others | rivals
+        if tournament:
+            met = {frozenset(names) for names in meetings}
+            meetings += [names for names in combinations(players, 2) if frozenset(names) not in met]
         for names in meetings:
             yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
 

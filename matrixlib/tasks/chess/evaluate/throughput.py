@@ -44,7 +44,7 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: floa
     from matrixlib.tasks.chess.model import forward_flops
 
     first = next(iter(nets.values()))
-    runtime, work = first.runtime, forward_flops(first.task.config.model) / 1e9
+    runtime, work = first.runtime, forward_flops(first.model, first.task.input_planes) / 1e9
     batch = positions(first, max(sizes))
     peak = {
         dtype: speed.matrix_rate(runtime.device, dtype, runtime.threads)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Lc0Task(ChessTask):
     """Chess as a network of Lc0 sees it: the position and seven before it. Such networks are used, not trained."""
 
+    input_planes: ClassVar[int] = weights.PLANES
     history: ClassVar[int] = inputs.PAST
 
     def inputs(

@@ -122,6 +122,12 @@ def parse_go(words: Sequence[str]) -> Go:
 
 def parse_position(words: Sequence[str]) -> chess.Board:
     """The board after `position`, with its moves. ValueError where it, or a move, is not legal."""
+    board = _position(words)
+    from_boards([board.root()])  # the last word on what can be played
+    return board
+
+
+def _position(words: Sequence[str]) -> chess.Board:
     end = list(words).index("moves") if "moves" in words else len(words)
     if words[:1] == ["startpos"] and end == 1:
         board = chess.Board()
@@ -129,7 +135,6 @@ def parse_position(words: Sequence[str]) -> chess.Board:
         board = parse_fen(" ".join(words[1:end]))
     else:
         raise ValueError("expected 'position startpos' or 'position fen <FEN>', then maybe 'moves ...'")
-    from_boards([board])  # the last word on what can be played
     for text in words[end + 1 :]:
         board.push(legal_move(board, text))
     return board
@@ -137,9 +142,9 @@ def parse_position(words: Sequence[str]) -> chess.Board:
 
 def read_position(text: str) -> chess.Board:
     """The board of a FEN, of `startpos` or `fen <FEN>`, each perhaps with `moves ...` after it; errors as of
-    `parse_position`."""
+    `parse_position`, but for those that `from_boards` finds: whoever asks a network comes by it."""
     words = text.split()
-    return parse_position(words if words[:1] in (["startpos"], ["fen"]) else ["fen", *words])
+    return _position(words if words[:1] in (["startpos"], ["fen"]) else ["fen", *words])
 
 
 def legal_move(board: chess.Board, text: str) -> chess.Move:
