@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -102,7 +101,7 @@ class Script:
         monkeypatch.setattr(cycle_games, "network", lambda *_: network)
         monkeypatch.setattr(runs, "open_run", self.open_run)
         monkeypatch.setattr(cycle, "play_pairs", self.play_pairs)
-        monkeypatch.setattr(cycle.Cycle, "_on_new", lambda *_: {})
+        monkeypatch.setattr(cycle.Cycle, "_on_new", lambda *_: {"new": 0.5})
         self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
 
     def open_run(self, *_: Any, overrides: Any, **__: Any) -> Any:
@@ -342,7 +341,7 @@ def test_figures_are_also_of_held_out_positions_that_no_game_to_learn_from_has(
     assert generation.new == pytest.approx(new.count / held_out.count)
     assert generation.top1_new is not None
     assert 0 <= generation.top1_new <= 1
-    table = cycle_figures.generation_table([generation, generation.model_copy(update={"number": 3, "top1": math.nan})])
+    table = cycle_figures.generation_table([generation, generation.model_copy(update={"number": 3, "top1": None})])
     assert (table["top-1"][3], table["new"][3]) == ("", f"{generation.new:.1%}"), "a game without that figure"
 
 

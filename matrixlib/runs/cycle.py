@@ -15,7 +15,6 @@ or counted twice, and nothing is decided twice.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -280,7 +279,7 @@ class Cycle:
         from matrixlib.progress import live_bar
         from matrixlib.runs import run as runs
 
-        if generation.top1 is not None:
+        if generation.learned:
             return generation
         counts: dict[str, int] = {}
         for row in Catalogue(self.folder / "shards").shards("train"):
@@ -313,17 +312,17 @@ class Cycle:
                     bar.update()
         finally:
             run.close()
-        top1 = float(run.summary()["evaluation"].get("top1", math.nan))
+        top1 = run.summary()["evaluation"].get("top1")
         return generation.grown(self.folder, top1=top1, **self._on_new(run.data, number))
 
-    def _on_new(self, data: RunData, number: int) -> dict[str, float]:
+    def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
         """The same on held-out positions that it cannot have learned by heart, and their share."""
         rows = cycle_games.unlearned(data.training, data.validation, self.rules)
         share = rows.count / data.validation.count
         if not rows.count:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
-        return {"new": share, "top1_new": float(figures.get("top1", math.nan))}
+        return {"new": share, "top1_new": figures.get("top1")}
 
     def _lesson(self, number: int, counts: Mapping[str, int]) -> Lesson:
         """The first weights are those of the generation before it, after a roll-back those of the best one."""

@@ -40,7 +40,7 @@ def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None or np.isnan(value) else f"{value:.1%}"
+    return "" if value is None else f"{value:.1%}"
 
 
 def decision_table(decisions: Sequence[Decision]) -> pd.DataFrame:

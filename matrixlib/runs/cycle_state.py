@@ -78,7 +78,7 @@ class Generation(Section):
     """One generation, as far as it has come.
 
     by: generation whose network plays the games and is the opponent; chunks: first game -> tally; top1: on held-out
-    positions, NaN in a game that has no such figure; top1_new: on those of them that no game to learn from has; new:
+    positions, None in a game that has no such figure; top1_new: on those of them that no game to learn from has; new:
     their share; match, anchor: results of the candidate against that network and against generation 0, batch by
     batch; rollbacks: those between this generation's decision and the next one's.
     """
@@ -98,6 +98,11 @@ class Generation(Section):
     def __str__(self) -> str:
         text = self.decision.reason if self.decision else "not decided yet"
         return f"generation {self.number}: {self.selfplay.games} games, {text}"
+
+    @property
+    def learned(self) -> bool:
+        """Whether its network has been trained."""
+        return self.new is not None or self.top1 is not None
 
     @property
     def selfplay(self) -> Tally:
