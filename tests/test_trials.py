@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,11 +123,6 @@ def test_the_rows_of_linear_layers_are_counted_for_a_row_of_the_batch() -> None:
 # What stands in for a wrong dtype or device
 
 
-class Training:
-    def batch(self, number: int) -> dict[str, np.ndarray]:
-        return {name: tensor.numpy() for name, tensor in toy_batch(4096).items()}
-
-
 @dataclass
 class StubData:
     """What `settle` needs of a run's data."""
@@ -138,9 +132,8 @@ class StubData:
     task: ToyTask = field(default_factory=ToyTask)
     messages: list[str] = field(default_factory=list)
 
-    @property
-    def training(self) -> Training:
-        return Training()
+    def batch(self, number: int) -> dict[str, Tensor]:
+        return toy_batch(4096)
 
 
 def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubData:
