@@ -51,7 +51,7 @@ WORDS = {
 }
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
-LONG = {f"notebooks/{name}.ipynb" for name in ("bench", "compare", "cycle", "sample")}
+LONG = {f"notebooks/{name}.ipynb" for name in ("bench", "compare", "cycle", "melee", "sample")}
 TINY: dict[str, Any] = {  # over the demo
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1, "ssl": ["threat", "control"]},

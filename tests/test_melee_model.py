@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from melee_batches import melee_batch, melee_task
-from test_task_contract import check_evaluation, check_gradients, check_sums
 
 from matrixlib.engine.task import Batch, active_terms
 from matrixlib.tasks.melee.controller import HEADS, LOGITS
@@ -77,27 +74,6 @@ def test_a_fresh_network_says_what_a_constant_predictor_does() -> None:
     for term, (chance, floor) in task.bounds(batch).items():
         assert sums[term].item() == pytest.approx(chance, rel=0.02)
         assert floor == 0
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"model": {"trunk": "transformer", "dropout": 0.1}},
-        {"model": {"trunk": "gru", "autoregressive": False}, "loss": {"focal": 2.0, "rare": 0.5}},
-        {"model": {"trunk": "residual", "norm": "rms"}, "loss": {"label_smoothing": 0.1}},
-    ],
-)
-def test_losses_keep_the_contract(sections: dict[str, Any]) -> None:
-    task, batch = melee_task(**sections), melee_batch(rows=7)
-    model, active = task.build_model(), active_terms(task)
-    check_evaluation(task, model, batch, active)
-    check_sums(task, model, batch, active, 1e-4)
-    check_gradients(task, model, batch, active)
-    empty = {**batch, "valid": torch.zeros_like(batch["valid"])}
-    losses, _ = task.losses(model, empty, active)
-    assert not any(loss.item() for loss in losses.values())
-    assert all(loss.requires_grad for loss in losses.values())
-    assert set(task.counts(empty).values()) == {0}
 
 
 def test_decisions_are_samples_of_what_the_heads_say() -> None:

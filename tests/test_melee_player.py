@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from melee_batches import controllers, melee_task
+from melee_batches import melee_task
+from melee_games import game
 from networks import CPU
 
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks.melee import export, features
-from matrixlib.tasks.melee.columns import EVERYTHING, FRAME, ITEM, PLAYER
 from matrixlib.tasks.melee.controller import NEUTRAL, Controller
 from matrixlib.tasks.melee.features import Window
 from matrixlib.tasks.melee.player import MeleeNetwork
+from matrixlib.tasks.melee.stretches import watch
 
 REST = Controller.of(NEUTRAL)
 
@@ -30,27 +31,8 @@ def network(**sections: Any) -> MeleeNetwork:
     return MeleeNetwork(task.build_model(), task, runtime)  # type: ignore[arg-type]
 
 
-def game(frames: int, delay: int = 0, seed: int = 0) -> Window:
-    """A window of one game of so many frames, made up."""
-    rng = np.random.default_rng(seed)
-    stored = np.zeros((1, frames), FRAME)
-    for who in ("self", "other"):
-        for name in ("x", "y", "percent", "hitstun"):
-            stored[who][name] = 40 * rng.standard_normal((1, frames))
-        stored[who]["action"] = rng.integers(0, 399, (1, frames))
-        stored[who]["stocks"] = 4
-    return Window(
-        frames=stored,
-        previous=features.controllers(**controllers(rng, 1, frames)),
-        first=np.zeros(1, int),
-        stage=np.array([31]),
-        known=np.array([EVERYTHING]),
-        delay=np.array([delay]),
-        follower=np.zeros(0, PLAYER),
-        follower_at=np.zeros((3, 0), int),
-        item=np.zeros(0, ITEM),
-        item_at=np.zeros((3, 0), int),
-    )
+def window_of(frames: int, delay: int = 0) -> Window:
+    return watch(game(frames), delay=delay)
 
 
 def batch_logits(net: MeleeNetwork, window: Window, choices: list[np.ndarray]) -> np.ndarray:
@@ -71,7 +53,7 @@ def batch_logits(net: MeleeNetwork, window: Window, choices: list[np.ndarray]) -
 def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
     """Followed along a recording, and with its own decisions as what it held."""
     net = network(model={"trunk": trunk}, data={"delay": [delay, delay]})
-    window = game(30, delay)
+    window = window_of(30, delay)
     for follow in (True, False):
         player = net.player(seed=1)
         logits, choices = [], []
@@ -86,7 +68,7 @@ def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
 
 
 def test_a_decision_is_held_after_the_delay() -> None:
-    net, window = network(data={"delay": [2, 4]}), game(8, delay=2)
+    net, window = network(data={"delay": [2, 4]}), window_of(8, delay=2)
     player = net.player(seed=3)
     controllers_, decided = [], []
     for frame in range(8):
@@ -97,7 +79,7 @@ def test_a_decision_is_held_after_the_delay() -> None:
 
 
 def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
-    net, window = network(), game(10)
+    net, window = network(), window_of(10)
 
     def play(**options: Any) -> list[Controller]:
         player = net.player(**options)
@@ -115,7 +97,7 @@ def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
 def test_what_cannot_be_played_is_refused() -> None:
     net = network()
     with pytest.raises(ValueError, match="one at a time"):
-        net.act(game(2))
+        net.act(window_of(2))
     with pytest.raises(ValueError, match=r"temperature -1\.0"):
         net.player(temperature=-1.0)
     with pytest.raises(ValueError, match="temperature nan"):

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from melee_batches import melee_task
+from melee_games import game
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
@@ -20,6 +22,7 @@ from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import pool, squares
 from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.melee.stretches import stretches
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.records import UNKNOWN, training_batch
 from matrixlib.tasks.tictactoe.task import TicTacToeTask
@@ -159,6 +162,18 @@ def test_latin_task_keeps_the_contract(options: dict[str, Any], smoothing: float
     assert isinstance(config, LatinConfig)
     records = np.concatenate([pool.pack(squares.generate(size, 8, seed=size)) for size in (3, 4, 5)])
     check_task(LatinTask(config), {"records": records})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"trunk": "transformer", "dropout": 0.1}, "data": {"delay": [0, 3]}},
+        {"model": {"trunk": "gru", "autoregressive": False}, "loss": {"focal": 2.0, "rare": 0.5}},
+        {"model": {"trunk": "residual", "norm": "rms"}, "loss": {"label_smoothing": 0.1}},
+    ],
+)
+def test_melee_keeps_the_contract(sections: dict[str, Any]) -> None:
+    check_task(melee_task(**sections), stretches(game(200), held_out=False))
 
 
 def test_tic_tac_toe_keeps_the_contract() -> None:

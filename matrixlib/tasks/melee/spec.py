@@ -34,7 +34,13 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
     objective_options = ("loss.",)
     measured_on_options = ("validation.limit", "data.window", "data.delay")
     overfit = Overfit(
-        overrides={"data": {"mirror": 0.0, "noise": 0.0, "random_start": False, "delay": [0, 0]}},
+        overrides={
+            "data": {"mirror": 0.0, "noise": 0.0, "random_start": False, "delay": [0, 0]},
+            "model": {"dropout": 0.0},
+            "optim": {"learning_rate": 0.003, "clip_norm": 1.0},
+            "train": {"steps": 150},
+            "loss": {"label_smoothing": 0.0, "focal": 0.0, "rare": 0.0},
+        },
         inputs=("numeric", "action", "character"),
         labels=("buttons", "sticks", "shoulder"),
     )
@@ -43,7 +49,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         "inf_input": Spoiler("Inf in an input", lambda batch: batch["numeric"][0].fill_(math.inf)),
         "no_policies": Spoiler("no frame with a target", lambda batch: batch["valid"].zero_()),
     }
-    small = {"train": {"batch_size": 16}, "runtime": {"precision": "fp32", "threads": 1}}
+    small = {"model": {"width": 16}, "train": {"batch_size": 16}, "runtime": {"precision": "fp32", "threads": 1}}
 
     @property
     def layout(self) -> Layout:
