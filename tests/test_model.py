@@ -203,6 +203,14 @@ def test_a_width_that_groups_do_not_divide_is_explained() -> None:
     assert build(channels=24) is not None  # one group
 
 
+def test_heads_that_do_not_divide_the_channels_are_refused() -> None:
+    """Of the specification's 12 to 16 heads for 256 channels 16 alone can be."""
+    for heads in (12, 13, 14, 15):
+        with pytest.raises(ValueError, match=f"heads {heads} does not divide channels 256"):
+            options(channels=256, attention={"every": 1, "heads": heads})
+    assert options(channels=256, attention={"every": 1, "heads": 16})
+
+
 def test_an_empty_bottleneck_is_explained() -> None:
     with pytest.raises(ValueError, match="bottleneck 40 leaves no channel of 32"):
         build(block="bottleneck", bottleneck=40)

@@ -540,6 +540,23 @@ def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypat
     assert any("do not work here (no shared memory)" in message for message in current.messages)
 
 
+def test_what_the_policy_derives_reaches_the_loaders_processes(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that is printed and applied nowhere is the specification's own fault."""
+    run = runs.open_run(run="derived", overrides=TINY)
+    run.close()
+    given: dict[str, Any] = {}
+
+    def started(dataset: Any, **options: Any) -> Any:
+        given.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr("matrixlib.data.loader.DataLoader", started)
+    data = replace(run.data, runtime=replace(run.runtime, device="cuda", workers=8, prefetch=6))  # of the V-Cache rule
+    with pytest.raises(InterruptedError):
+        next(data.training.batches(0))
+    assert (given["num_workers"], given["prefetch_factor"], given["pin_memory"]) == (8, 6, True)
+
+
 def test_what_is_quarantined_is_told_as_a_share_of_the_data(two_sources: Path) -> None:
     Catalogue(two_sources).quarantine("few.npz", "looked odd")
     run = runs.open_run(overrides=merge(TINY, {"data": {"source": str(two_sources)}}))

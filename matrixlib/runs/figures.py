@@ -255,15 +255,15 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
     axes = figure.subplots()
     parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
     steps = np.array([rows[part[0]]["step"] - updates(rows[part[0]]) + 1 for part in parts])
-    widths = np.diff(np.append(steps, rows[-1]["step"] + 1))
+    edges = np.append(steps, rows[-1]["step"] + 1)
     bottom = np.zeros(len(parts))
     times = [totals([rows[i] for i in part]) for part in parts]
     for name in (*PHASES, "other"):
         seconds = np.array([one[name].total if name in one else 0.0 for one in times])
         height = 1000 * seconds / [sum(updates(rows[i]) for i in part) for part in parts]
         if height.any():
-            axes.bar(steps, height, widths, bottom=bottom, align="edge", label=name)
-            bottom += height
+            axes.stairs(bottom + height, edges, baseline=bottom, fill=True, label=name)
+            bottom = bottom + height
     axes.set_xlabel("update step")
     axes.set_ylabel("ms an update")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
