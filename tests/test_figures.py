@@ -14,6 +14,7 @@ from matrixlib.runs.figures import (
     History,
     comparison_figure,
     draw,
+    phases_figure,
     png,
     training_figure,
 )
@@ -45,6 +46,16 @@ def test_a_curve_is_bounded_and_keeps_its_mean_and_its_last_value() -> None:
     assert steps == values  # both are averaged alike
     assert values == sorted(values)
     assert values[-1] > 49_900
+
+
+def test_phases_are_stacked_to_the_whole_of_an_update() -> None:
+    rows = [row(step, seconds=0.01, times={"forward": 0.002, "backward": 0.005}) for step in range(1, 101)]
+    figure = phases_figure(rows, bins=4)
+    drawn = {patch.get_label(): patch.get_data() for patch in figure.axes[0].patches}
+    assert list(drawn) == ["forward", "backward", "other"]
+    assert list(drawn["backward"].values - drawn["backward"].baseline) == pytest.approx([5.0] * 4)
+    assert list(drawn["other"].values) == pytest.approx([10.0] * 4), "milliseconds of an update"
+    assert list(drawn["other"].edges) == [1, 26, 51, 76, 101]
 
 
 def test_a_short_curve_is_exact() -> None:
