@@ -141,6 +141,16 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove temporaries of `path` (`name.<process id>.tmp`) whose process was killed while it wrote."""
+    import psutil
+
+    for left in path.parent.glob(f"{path.name}.*.tmp"):
+        number = left.name.split(".")[-2]
+        if not (number.isdecimal() and psutil.pid_exists(int(number))):
+            left.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` durable. Windows cannot open folders; its renames need no such call."""
     if os.name == "nt":

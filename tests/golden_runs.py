@@ -10,6 +10,7 @@ and without AVX-512 compute the same bits. Other versions of torch or numpy may 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -24,8 +25,6 @@ INSTRUCTIONS = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_CBWR": "COMPATIBLE",
     "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
-    "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "",
     "OMP_NUM_THREADS": "1",
 }
 SETTINGS = {
@@ -36,11 +35,16 @@ SETTINGS = {
 UPDATES = 200
 
 
-def compute(folder: Path) -> dict[str, Any]:
-    """The golden runs, computed by this machine in a process of its own, in an empty folder."""
+def execute(folder: Path, updates: int = UPDATES) -> None:
+    """Train and play in a process of its own, in an empty folder; trainings end after so many of their updates."""
     environment = {**os.environ, **INSTRUCTIONS, "MATRIXLIB_REPORTS": str(folder), "PYTHONWARNINGS": "ignore"}
-    words = [sys.executable, __file__, str(folder), "--inside"]
+    words = [sys.executable, __file__, str(folder), "--inside", str(updates)]
     subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def compute(folder: Path) -> dict[str, Any]:
+    """The golden runs, computed by this machine."""
+    execute(folder)
     return {
         "versions": versions(),
         **{name: training(folder / name) for name in ("demo", "latin_demo")},
@@ -56,22 +60,23 @@ def versions() -> dict[str, str]:
     return {"machine": platform.machine(), "torch": torch.__version__, "numpy": numpy.__version__}
 
 
-def run_all() -> None:
+def run_all(updates: int) -> None:
     """Train and play in this process; what is looked at is what they leave on the disk."""
     from matrixlib.runs import cycle as cycles
     from matrixlib.runs import run as runs
 
     for preset in ("demo", "latin_demo"):
         run = runs.open_run(preset, "cpu", 0, preset, UPDATES, SETTINGS)
-        for _ in run.train():
+        for _ in itertools.islice(run.train(), updates):
             pass
+        run.close()
     for _ in cycles.open_cycle("demo", "cpu", "cycle", {"network": SETTINGS}).train():
         pass
 
 
 def training(folder: Path) -> dict[str, Any]:
     """Loss, its terms and gradient norm of each update, validations, held-out figures, and a digest of the weights."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     newest = max((folder / "checkpoints").glob("step_*"))
     weights = hashlib.sha256()
     for name in ("model", "ema"):
@@ -85,6 +90,11 @@ def training(folder: Path) -> dict[str, Any]:
         "held_out": json.loads((folder / "summary.json").read_text())["evaluation"],
         "weights": weights.hexdigest(),
     }
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, a row for each update."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def selfplay(folder: Path) -> dict[str, Any]:
@@ -114,7 +124,7 @@ def digest(value: Any) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     if "--inside" in sys.argv:
-        run_all()
+        run_all(int(sys.argv[-1]))
         return
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(compute(folder), indent=1) + "\n"

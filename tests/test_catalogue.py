@@ -127,6 +127,17 @@ def test_rebuilt_from_the_shards(tmp_path: Path, damage: str) -> None:
     assert Catalogue(tmp_path).messages == []
 
 
+def test_a_rebuild_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (tmp_path / NAME).unlink()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / f"{NAME}.{ended.pid}.tmp").write_bytes(b"half")
+    (tmp_path / f"{NAME}.{os.getppid()}.tmp").write_bytes(b"of one who is still writing")
+    assert len(Catalogue(tmp_path).shards()) == 3
+    assert [path.name for path in tmp_path.glob("*.tmp")] == [f"{NAME}.{os.getppid()}.tmp"]
+
+
 def test_newer_version_is_left_alone(tmp_path: Path) -> None:
     filled(tmp_path)
     edit(tmp_path, "PRAGMA user_version=99")

@@ -48,6 +48,7 @@ WORDS = {
     "<run>": "my-run",
     "[16, 64]": "[4]",
     "step_00000500": "step_00000008",
+    "simulations=100": "simulations=4",
 }
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
@@ -63,11 +64,16 @@ TINY: dict[str, Any] = {  # over the demo
 HEADER = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl"
 
 
+def replaced(text: str) -> str:
+    """The text with its WORDS replaced."""
+    for word, other in WORDS.items():
+        text = text.replace(word, other)
+    return text
+
+
 def smaller(line: str) -> str:
     """The command with less to do: SMALLER values, WORDS replaced."""
-    for word, other in WORDS.items():
-        line = line.replace(word, other)
-    words = shlex.split(line, comments=True)
+    words = shlex.split(replaced(line), comments=True)
     for i, word in enumerate(words[:-2]):
         if word == "-p":
             name, value = words[i + 1 : i + 3]
@@ -179,8 +185,9 @@ def keys(mapping: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-ELSEWHERE_SHOWN = {  # what test_notebooks.py runs in the same way
-    *("train.ipynb", "train.ipynb steps", "overfit.ipynb", "eval.ipynb"),
+ELSEWHERE_SHOWN = {  # what test_notebooks.py and test_own_task.py run in the same way
+    *(f"train.ipynb{rest}" for rest in ("", " steps", " preset", " device", " seed")),
+    *("train.ipynb overrides.optim.learning_rate", "overfit.ipynb", "overfit.ipynb preset", "eval.ipynb"),
     *(f"eval.ipynb {name}" for name in ("run", "puzzles", "games", "simulations", "suites", "onnx", "int8")),
 }
 DONE = {True: set[str](), False: ELSEWHERE_SHOWN}
@@ -228,5 +235,5 @@ def test_the_python_of_a_page_runs(page: Path, place: Path) -> None:
     if not (place / "data" / "mine").exists():  # unless the commands have made it
         shutil.copytree(place / "made" / "shards", place / "data" / "mine")
     for i, body in enumerate(blocks("python", [page])):
-        (place / f"{page.stem}_{i}.py").write_text(body.replace("<run>", "my-run"))
+        (place / f"{page.stem}_{i}.py").write_text(replaced(body))
         run(f"python {page.stem}_{i}.py", place)

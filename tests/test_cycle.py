@@ -217,7 +217,7 @@ def kill_at(stage: tuple[int, str], process: subprocess.Popen[bytes], root: Path
 
 
 @pytest.mark.parametrize(
-    "stages", [STAGES[:3:2], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["two", "all"]
+    "stages", [STAGES[:1], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["one", "all"]
 )
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path, stages: list[tuple[int, str]]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
-from matrixlib.files import write_text
+from matrixlib.files import remove_leftovers, write_text
 
 NAME = "catalogue.sqlite"
 SCHEMA = 1
@@ -254,6 +254,7 @@ class Catalogue:
 
     def _write(self, values: Iterable[Sequence[Any]], present: bool) -> None:
         """Put a new database in the place of the old one, which is kept, if it is there."""
+        remove_leftovers(self.path)
         temporary = self.path.with_name(f"{NAME}.{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
         with closing(sqlite3.connect(temporary)) as db:
