@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,12 @@ from matrixlib.tasks.chess.task import ChessTask
 
 NOTEBOOK = NOTEBOOKS / "ssl.ipynb"
 SMALL: dict[str, Any] = {
+    "data": {"limit": 3000},
     "model": {"channels": 24, "blocks": 2, "ssl": ["threat", "fork", "control"]},
     "loss": {"ssl": {"threat": 1.0, "control": 1.0}},
     "optim": {"learning_rate": 0.01},
     "train": {"steps": 150},
-    "validation": {"interval": 1000},
+    "validation": {"interval": 1000, "limit": 1024},
     "checkpoint": {"interval": 75},
 }
 
@@ -52,13 +54,18 @@ class Planted(ChessTask):
         return self.prepare_plain(batch, rng)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        boards = [records.to_board(row) for row in batch["records"]]
-        wrong = np.stack([oracle.maps(board, backwards=True)["threat"] for board in boards])
-        copied = oracle.alternatives(boards)["control"][oracle.COPY]
+        wrong, copied = map(np.stack, zip(*(planted_maps(row.tobytes()) for row in batch["records"]), strict=True))
         out = super().prepare_plain(batch, rng)
         for name, bits in (("threat", wrong), ("control_ours", copied == 2), ("control_theirs", copied == 0)):
             out["maps"][:, MAPS.index(name)] = np.packbits(bits, axis=2, bitorder="little")[..., 0]
         return out
+
+
+@functools.cache
+def planted_maps(row: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Threats by pawns that attack backwards, and a copy of the board as the control, of a stored position."""
+    board = records.to_board(np.frombuffer(row, records.RECORD)[0])
+    return oracle.maps(board, backwards=True)["threat"], oracle.alternatives([board])["control"][oracle.COPY][0]
 
 
 @pytest.fixture(scope="module")
