@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-STEPS = 40
+STEPS = 24
 SEEDS = 3
 DEVIATIONS = 2.0
 """Standard deviations of the clean runs' final validation losses that a run with a fault may be off."""
@@ -53,7 +53,7 @@ def overrides_of(steps: int) -> dict[str, Any]:
         "train": {"steps": steps},
         "validation": {
             "interval": fifth,
-            "sample": 1024,
+            "sample": 512,
             "full_every": 1,
             "patience": 0,
             "plateau": 0,
