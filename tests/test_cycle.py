@@ -216,9 +216,7 @@ def kill_at(stage: tuple[int, str], process: subprocess.Popen[bytes], root: Path
     process.wait()
 
 
-@pytest.mark.parametrize(
-    "stages", [STAGES[:1], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["one", "all"]
-)
+@pytest.mark.parametrize("stages", [STAGES[:1], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["one", "all"])
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path, stages: list[tuple[int, str]]
 ) -> None:
