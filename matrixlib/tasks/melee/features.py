@@ -172,7 +172,9 @@ def _stages(stage: np.ndarray) -> np.ndarray:
 
 def _number(values: np.ndarray) -> np.ndarray:
     """Halves as floats; what is not known is 0, and a flag of `known` says so."""
-    return np.nan_to_num(values.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)
+    number = values.astype(np.float32)
+    number[~np.isfinite(number)] = 0
+    return number
 
 
 def _player(out: np.ndarray, whose: str, state: np.ndarray) -> None:

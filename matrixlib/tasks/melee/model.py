@@ -151,16 +151,21 @@ class Transformer(Trunk):
     never more than `window`, however long a game lasts.
     """
 
+    turns: Tensor
+
     def __init__(self, config: MeleeModelConfig, window: int) -> None:
         super().__init__()
         self.window, self.width, self.heads = window, config.width, config.heads
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
+        self.register_buffer("turns", rotations(window, config.width // config.heads), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        turn, mask = self._turn(length, x), None
-        if length > self.window:  # as in play, where no more is remembered
+        length, mask, turn = x.shape[1], None, self.turns
+        if length <= self.window:
+            turn = turn[:, :length]
+        else:  # as in play, where no more is remembered
+            turn = rotations(length, self.width // self.heads).to(x.device)
             age = torch.arange(length, device=x.device)
             age = age[:, None] - age
             mask = (age >= 0) & (age < self.window)
@@ -170,34 +175,36 @@ class Transformer(Trunk):
         return cast(Tensor, self.norm(x))
 
     def initial(self, rows: int) -> State:
-        """Keys and values (B, layers, 2, window - 1, W), the oldest first, and how many of them there are (B,)."""
+        """Keys and values (B, layers, 2, heads, window - 1, W / heads), the oldest first; how many there are (B,)."""
         like = cast(Block, self.blocks[0]).out.weight
-        kept = like.new_zeros(rows, len(self.blocks), 2, self.window - 1, self.width)
+        kept = like.new_zeros(rows, len(self.blocks), 2, self.heads, self.window - 1, self.width // self.heads)
         return kept, torch.zeros(rows, dtype=torch.int64, device=like.device)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         kept, count = state
         places = torch.arange(self.window, device=x.device)
         mask = (places >= self.window - 1 - count[:, None])[:, None, None]
-        turn, x, after = self._turn(self.window, x), x[:, None], []
+        x, after = x[:, None], []
         for number, block in enumerate(self.blocks):
             q, *new = cast(Block, block).split(x)
-            kv = torch.cat([kept[:, number].unflatten(-1, (self.heads, -1)).transpose(2, 3), torch.stack(new, 1)], 3)
-            after.append(kv[:, :, :, 1:].transpose(2, 3).flatten(3))
-            x = cast(Block, block).mix(x, rotated(q, turn[-1:]), rotated(kv[:, 0], turn), kv[:, 1], mask, False)
+            both = torch.cat([kept[:, number], torch.stack(new, 1)], 3)
+            after.append(both[:, :, :, 1:])
+            k, v = both.unbind(1)
+            x = cast(Block, block).mix(x, rotated(q, self.turns[:, -1:]), rotated(k, self.turns), v, mask, False)
         return self.norm(x)[:, 0], (torch.stack(after, 1), (count + 1).clamp(max=self.window - 1))
 
-    def _turn(self, length: int, x: Tensor) -> Tensor:
-        """(length, W / heads) angles."""
-        half = self.width // self.heads // 2
-        speeds = ROTATION ** (-torch.arange(half, device=x.device) / half)
-        return (torch.arange(length, device=x.device)[:, None] * speeds).repeat(1, 2)
+
+def rotations(length: int, size: int) -> Tensor:
+    """(2, length, size) cosine and sine by which `rotated` turns frame 0, 1, ..."""
+    speeds = ROTATION ** (-torch.arange(size // 2) / (size // 2))
+    angle = (torch.arange(length)[:, None] * speeds).repeat(1, 2)
+    return torch.stack([angle.cos(), angle.sin()])
 
 
-def rotated(x: Tensor, angle: Tensor) -> Tensor:
-    """x (..., T, D) with each pair of its numbers turned by an angle (T, D) (Su et al. 2021, "RoFormer")."""
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """x (..., T, D) with each pair of its numbers turned as `turn` (2, T, D) says (Su et al. 2021, "RoFormer")."""
     left, right = x.chunk(2, -1)
-    return (x * angle.cos() + torch.cat([-right, left], -1) * angle.sin()).to(x.dtype)
+    return (x * turn[0] + torch.cat([-right, left], -1) * turn[1]).to(x.dtype)
 
 
 def trunk(config: MeleeModelConfig, window: int) -> Trunk:
