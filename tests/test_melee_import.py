@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from melee_games import game
 
 from matrixlib.data.account import ImportReport, quarantined
 from matrixlib.data.catalogue import Catalogue
@@ -60,9 +62,9 @@ def test_second_characters_and_transformations(replays: Path) -> None:
     ],
 )
 def test_what_a_version_lacks_is_unknown_and_not_zero(replays: Path, name: str, known: int) -> None:
-    game = read(replays / name)
-    assert game.known == known
-    players = game.players
+    recorded = read(replays / name)
+    assert recorded.known == known
+    players = recorded.players
     for bit, field in (
         (columns.SPEEDS, "speeds"),
         (columns.GROUNDED, "hitstun"),
@@ -185,6 +187,39 @@ def test_a_damaged_file_is_refused_with_a_reason(replays: Path, tmp_path: Path, 
     with pytest.raises(ReplayError) as refusal:
         read(tmp_path / "bad.slp")
     assert str(refusal.value)
+
+
+def test_whatever_is_wrong_with_a_file_it_is_refused_or_read(
+    replays: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where peppi panics, too: that is no Exception, and ends a program that does not expect it."""
+    whole, stream, causes = (replays / "netplay.slp").read_bytes(), random.Random(1), set()
+    for _ in range(60):
+        data = bytearray(whole)
+        place = stream.randrange(15, len(data))
+        if stream.random() < 0.5:
+            del data[place : place + stream.choice([1, 7, 100])]
+        else:
+            data[place] ^= 0xFF
+        (tmp_path / "bad.slp").write_bytes(data)
+        try:
+            read(tmp_path / "bad.slp")
+        except ReplayError as error:
+            causes.add(type(error.__cause__).__name__)
+        except NoGame:
+            pass
+    assert replay.PANIC in causes
+
+
+def test_a_state_that_cannot_be_is_refused() -> None:
+    players = game(10).players
+    players["x"][4, 1] = np.nan
+    with pytest.raises(ReplayError, match="frame -35: no sound state"):
+        replay._check(players, game(10).number)
+    players = game(10).players
+    players["character"][4, 1] = 200
+    with pytest.raises(ReplayError, match="frame -35"):
+        replay._check(players, game(10).number)
 
 
 def test_paths_without_replays_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
