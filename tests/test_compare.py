@@ -297,3 +297,16 @@ def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:
     with pytest.raises(ValueError, match="seeds of at least 1"):
         compare.train_pair(seeds=0)
     assert list(reports.iterdir()) == []
+
+
+def test_arms_beside_their_base() -> None:
+    figures = {
+        "base": [{"kl": 1.0}, {"kl": 2.0}, {"kl": 3.0}],
+        "other": [{"kl": 0.9}, {"kl": 1.8}, {"kl": 2.7}],
+    }
+    low, high = compare.arms_interval(figures["other"], figures["base"], "kl")
+    assert (low, high) == pytest.approx((-0.2 - 0.2484, -0.2 + 0.2484), abs=1e-3), "4.303 * 0.1 / sqrt 3"
+    row = compare.arms_table(figures, "base").loc["kl"]
+    assert list(row.index) == ["base", "other", "other - base"]
+    assert row["other"] == "1.8000 ± 0.9000"
+    assert row["other - base"] == f"-0.2000 ({low:+.4f} to {high:+.4f})"

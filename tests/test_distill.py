@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import CPU, random_net, save_run
+from networks import CPU, material_net, random_net, save_run
 from test_chess_task import positions
 from test_task_contract import check_task
 from torch import Tensor
@@ -30,10 +30,11 @@ from matrixlib.runs.run import Run, held_out_data, open_run
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-from matrixlib.tasks.chess.distill import losses
+from matrixlib.tasks.chess.distill import losses, sizes
 from matrixlib.tasks.chess.distill.agreement import agreement, correlations
 from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 from matrixlib.tasks.chess.distill.temperature import LearnedTemperature, reversal, scheduled
+from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -355,3 +356,15 @@ def test_agreement_is_one_with_itself_and_knows_a_hand_computed_case(teacher: st
     assert other["teacher_kl"] > 0.1
     assert abs(other["teacher_correlation"]) < 0.5
     assert other["label_correlation"] == own["label_correlation"]
+
+
+def test_networks_side_by_side() -> None:
+    table = sizes.side_by_side({"student": random_net(channels=8), "teacher": random_net()}, onnx=False, seconds=0.0)
+    assert list(table.index) == ["student", "teacher"]
+    assert table.loc["student", "parameters"] < table.loc["teacher", "parameters"]
+    assert (table[["1 at once [1/s]", "256 at once [1/s]"]] > 0).all().all()
+
+
+def test_a_duel_pools_pairs_of_networks() -> None:
+    elo = strength.duel([material_net(), material_net()], [random_net(), random_net()], games=2, plies=8)
+    assert (elo.games, elo.score) == (4, 0.5), "drawn at the ply limit"

@@ -28,7 +28,9 @@ class LoaderError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sidecars:
-    """A file beside each shard, with a row of its own for each of the shard's: `paths` by the shard's name."""
+    """A file beside each shard that has rows in use, with a row of its own for each of the shard's: `paths` by the
+    shard's name.
+    """
 
     layout: Layout
     paths: Mapping[str, Path]
@@ -120,7 +122,7 @@ class Reader:
         """
         self._beside: Reader | None = None
         if sidecars is not None:
-            beside = [sidecars.paths[name] for name in names]
+            beside = [sidecars.paths.get(name, Path()) for name in names]
             self._beside = Reader(names, beside, sources, counts, sidecars.layout, limit)
         self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
         self._shards: dict[int, Shard] = {}

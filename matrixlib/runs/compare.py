@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import files, progress
+from matrixlib.config import merge
 from matrixlib.engine import history
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.rows import flatten
@@ -69,8 +70,11 @@ def train_arms(
     steps: int = 0,
     run: str = "",
     log: Callable[[str], None] = print,
+    overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Path]]:
     """Train every arm (preset, overrides) with the seeds `seed`, `seed` + 1 ...; its run folders in their order.
+
+    overrides: of all arms, under those of each.
 
     The order is A B, B A, A B ..., so that a machine that slows down does not favour one side. The runs are named
     `<run>-a0`, `<run>-b0` ... by arm and seed, where an empty `run` means `compare-<UTC time>`; under a name that
@@ -80,15 +84,16 @@ def train_arms(
     """
     if seeds < 1 or seed < 0:
         raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
-    for preset, overrides in arms.values():
-        load_config(preset, overrides)
+    arms = {arm: (preset, merge(overrides or {}, own)) for arm, (preset, own) in arms.items()}
+    for preset, changes in arms.values():
+        load_config(preset, changes)
     stem = run or f"compare-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
     folders: dict[str, list[Path]] = {arm: [] for arm in arms}
     for number in range(seeds):
         for arm in list(arms)[:: -1 if number % 2 else 1]:
-            preset, overrides = arms[arm]
+            preset, changes = arms[arm]
             name = f"{stem}-{arm.lower()}{seed + number}"
-            current = runs.open_run(preset, device, seed + number, name, steps, overrides, kind="compare")
+            current = runs.open_run(preset, device, seed + number, name, steps, changes, kind="compare")
             folders[arm].append(current.folder)
             log(f"{arm} seed {seed + number}: run {name}, {_train(current)}")
             del current
@@ -114,6 +119,15 @@ def arms_table(figures: Mapping[str, Sequence[Mapping[str, float]]], base: str) 
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
+def arms_interval(
+    arm: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], name: str
+) -> tuple[float, float]:
+    """95 % interval of a figure's difference between two arms, by pairs of one seed; two of them are needed."""
+    interval = t_interval([own[name] - other[name] for own, other in zip(arm, base, strict=True)])
+    assert interval is not None, "one seed gives no interval"
+    return interval
+
+
 def finished(run_a: str, run_b: str) -> tuple[list[Path], list[Path]]:
     """Folders of complete runs by name, several separated by commas. RunError for a name without a complete run."""
     a, b = ([name.strip() for name in names.split(",") if name.strip()] for names in (run_a, run_b))
@@ -129,7 +143,7 @@ def compare(runs_a: Sequence[Path], runs_b: Sequence[Path], presets: Sequence[st
     Raises ValueError where a comparison would mislead: no runs, a run without updates, a seed twice on a side, runs of
     a side that differ in more than the seed, sides that were measured on different held-out games.
     """
-    a, b = (sorted(map(_read, side), key=attrgetter("seed")) for side in (runs_a, runs_b))
+    a, b = (sorted(map(read_result, side), key=attrgetter("seed")) for side in (runs_a, runs_b))
     for label, side in (("A", a), ("B", b)):
         if not side:
             raise ValueError(f"side {label} has no runs")
@@ -412,7 +426,8 @@ def _train(current: runs.Run) -> str:
     return f"{current.trainer.step} updates"
 
 
-def _read(folder: Path) -> RunResult:
+def read_result(folder: Path) -> RunResult:
+    """A run as its folder tells it; ValueError where it is none."""
     record = files.read_json(folder / "run.json")
     path = folder / "metrics.jsonl"
     rows = history.read(path) if path.exists() else []

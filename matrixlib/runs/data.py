@@ -232,6 +232,19 @@ def rows_of(catalogue: Catalogue, split: str, config: Config, sources: Iterable[
     return [row for row in catalogue.shards(split) if (not names or row.source in names) and (use or not doubt(row))]
 
 
+def shards_in_use(spec: TaskSpec[Any], config: Config, catalogue: Catalogue) -> list[ShardRow]:
+    """The shards of which a run reads any row: limits keep the first of each source."""
+    from matrixlib.data.reader import kept_rows
+
+    used = []
+    for split, limit in (("train", config.data.limit), ("validation", config.validation.limit)):
+        rows = rows_of(catalogue, split, config)
+        whole = spec.curriculum(config) is not None  # a phase may keep others
+        kept = kept_rows([row.count for row in rows], [row.source for row in rows], 0 if whole else limit)
+        used += [row for row, count in zip(rows, kept, strict=True) if count]
+    return used
+
+
 def doubt(row: ShardRow) -> str:
     """Which figures of a shard were far from those of its source when it came in, in words; empty where none was."""
     outliers = row.quality.get("outliers")

@@ -25,7 +25,7 @@ from matrixlib.files import read_json
 from matrixlib.hardware import load, openmp
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
-from matrixlib.runs.data import RunData, RunError, held_out_loader
+from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
 from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
 from matrixlib.runs.start import Start, start_of, teacher_of
 from matrixlib.tasks import changed, get_task, load_config
@@ -390,7 +390,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder.name, spec, config, runtime, record)
-    sidecars = spec.sidecars(config, catalogue, teacher)
+    sidecars = spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), teacher)
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher, sidecars)
     if not record:
         data = autotune.settle(data, requested)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor, nn
 
-    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.catalogue import Catalogue, ShardRow
     from matrixlib.data.loader import Loader
     from matrixlib.data.reader import Sidecars
     from matrixlib.data.shards import Batch, Layout
@@ -184,8 +184,12 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """The frozen network that its losses need, on the device of a training; None where they need none."""
         return None
 
-    def sidecars(self, config: ConfigT, catalogue: Catalogue, teacher: Teacher | None) -> Sidecars | None:
-        """Files beside the shards that `prepare` is to have the rows of, made where they are not there yet."""
+    def sidecars(
+        self, config: ConfigT, folder: Path, shards: Sequence[ShardRow], teacher: Teacher | None
+    ) -> Sidecars | None:
+        """Files beside these shards of a data set, of which `prepare` is to have the rows; those that are not there yet
+        are made.
+        """
         return None
 
     def training_flops(self, config: ConfigT) -> float | None:

@@ -35,6 +35,7 @@ UPDATES = 8  # batches that are gone through in turn
 def data_set(folder: Path) -> Path:
     """A folder with some positions of the sample set."""
     batch = Shard(Catalogue(unpack_sample()).shards("train")[0].path, LAYOUT).gather(np.arange(ROWS))
+    folder.mkdir()
     catalogue = Catalogue(folder)
     for split in ("train", "validation"):
         meta = {"source": "sample", "generator": "bench", "seed": 0, "split": split}

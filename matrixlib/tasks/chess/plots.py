@@ -287,3 +287,19 @@ def distances_figure(shards: Mapping[str, Mapping[str, float]], far: float) -> F
     if not names:
         axes.text(0.5, 0.5, "too few shards to compare", ha="center", va="center", transform=axes.transAxes)
     return figure
+
+
+def temperature_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """The temperature of distillation by update, and the parameter of a learned one; rows of metrics.jsonl by run."""
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("temperature", "raw"), strict=True):
+        for run, rows in runs.items():
+            points = [(row["step"], row["metrics"].get(f"teacher_policy/{name}")) for row in rows]
+            points = [point for point in points if point[1] is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=run)
+        axes.set(xlabel="update", ylabel={"temperature": "T", "raw": "raw parameter of a learned T"}[name])
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    return figure

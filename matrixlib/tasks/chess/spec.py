@@ -18,7 +18,7 @@ from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, gi
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.catalogue import Catalogue, ShardRow
     from matrixlib.data.loader import Loader
     from matrixlib.data.reader import Sidecars
     from matrixlib.data.shards import Batch, Layout
@@ -146,12 +146,12 @@ class ChessSpec(TaskSpec[ChessConfig]):
         network = config.teacher.network
         return ChessTeacher.of(load(network, "", runtime.device, False), config.teacher) if network else None
 
-    def sidecars(self, config: ChessConfig, catalogue: Catalogue, teacher: Any) -> Sidecars | None:
+    def sidecars(self, config: ChessConfig, folder: Path, shards: Sequence[ShardRow], teacher: Any) -> Sidecars | None:
         if teacher is None or not config.teacher.cache:
             return None
         from matrixlib.tasks.chess.distill import cache
 
-        return cache.sidecars(teacher, self.task(config), catalogue.folder, catalogue.shards())
+        return cache.sidecars(teacher, self.task(config), folder, shards)
 
     def training_flops(self, config: ChessConfig) -> float:
         from matrixlib.engine.task import active_terms

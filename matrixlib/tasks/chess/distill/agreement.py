@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matrixlib.tasks.chess.evaluate.held_out import held_out
+
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
     from matrixlib.tasks.chess.evaluate.net import Net
@@ -42,6 +44,13 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
         "label_correlation": _median(rows["with_labels"]),
         "teacher_value_correlation": float(correlations(rows["value"][None], rows["their_value"][None])[0]),
     }
+
+
+def figures(net: Net, teacher: Net, loader: Loader, sample: int = 0) -> dict[str, float]:
+    """What a network learned: by labels `top1`, `policy_kl` and `value_correlation`, by a teacher `agreement`."""
+    by_labels = held_out(net, loader, sample)
+    names = ("top1", "policy_kl", "value_correlation")
+    return {name: by_labels[name] for name in names if name in by_labels} | agreement(net, teacher, loader, sample)
 
 
 def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:

@@ -8,7 +8,9 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from matrixlib.play.elo import rating, rating_table
+import numpy as np
+
+from matrixlib.play.elo import Rating, rating, rating_table
 from matrixlib.play.match import Match, Player, play_pairs, random_openings, random_player
 from matrixlib.tasks.chess.evaluate.players import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
@@ -83,6 +85,18 @@ def gauntlet(
             meetings += [names for names in combinations(players, 2) if frozenset(names) not in met]
         for names in meetings:
             yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
+
+
+def duel(first: Sequence[Net], second: Sequence[Net], games: int, simulations: int = 0, plies: int = 300) -> Rating:
+    """Elo of some networks against as many others, one match of `games` games for each pair of them, each from openings
+    of its own that are played twice.
+    """
+    game, pairs = ChessGame(), np.zeros(5, np.int64)
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        openings = random_openings(game, (games + 1) // 2, number, OPENING_PLIES)
+        match = play_pairs(game, network_player(one, simulations), network_player(other, simulations), openings, plies)
+        pairs += match.pairs()
+    return rating(pairs)
 
 
 def match_table(matches: Mapping[Names, Match]) -> pd.DataFrame:
