@@ -15,7 +15,7 @@ from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.features import INPUTS, PLACE
 from matrixlib.tasks.melee.sample_set import unpack_sample
 from matrixlib.tasks.melee.stretches import stretches, watch
-from matrixlib.tasks.melee.windows import augmented, plain
+from matrixlib.tasks.melee.windows import augment, plain
 
 PLAIN = MeleeDataConfig(mirror=0.0, noise=0.0, random_start=False)
 
@@ -97,7 +97,7 @@ def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
     state = batch["frame_state"]
     starts = set()
     for seed in range(40):
-        out = augmented(batch, data, np.random.default_rng(seed))
+        out = augment(batch, data, np.random.default_rng(seed))
         delay = np.rint(out["numeric"][:, 0, PLACE["delay"]] * 18).astype(int)
         assert set(delay) <= {2, 3, 4, 5}
         for row, begin in enumerate(batch["frame_offset"][:-1]):
@@ -170,7 +170,7 @@ def test_an_item_and_a_second_character_stand_where_they_belong() -> None:
 def test_left_and_right_change_places_exactly() -> None:
     batch = concat([stretches(game(200, 4), False), stretches(game(200, 5, stage=3), False)], LAYOUT)
     before = plain(batch, PLAIN)
-    after = augmented(batch, PLAIN.model_copy(update={"mirror": 1.0}), np.random.default_rng(0))
+    after = augment(batch, PLAIN.model_copy(update={"mirror": 1.0}), np.random.default_rng(0))
     turned = batch["records"]["stage"] == 31
     for name, values in before.items():
         assert (after[name][~turned] == values[~turned]).all(), f"{name} of Pokémon Stadium"
@@ -192,8 +192,13 @@ ODD |= {"dx", "previous main x", "previous c x"} | {f"item {n} {name}" for n in 
 def test_noise_is_on_measured_inputs_alone() -> None:
     batch = rows_of(6)
     data = PLAIN.model_copy(update={"noise": 1.0, "noise_sigma": 0.1})
-    moved = np.abs(augmented(batch, data, np.random.default_rng(0))["numeric"] - plain(batch, PLAIN)["numeric"])
-    assert (moved.max((0, 1)) > 0).nonzero()[0].tolist() == features.CONTINUOUS.tolist()
+    before = plain(batch, PLAIN)["numeric"]
+    moved = augment(batch, data, np.random.default_rng(0))["numeric"] - before
+    assert (moved[before == 0] == 0).all(), "nothing is made of what is not there, or unknown"
+    places = [place for place in features.CONTINUOUS.tolist() if before[..., place].any()]
+    assert (moved != 0).any((0, 1)).nonzero()[0].tolist() == places
+    assert moved[before != 0].std() < 0.1
+    assert moved[..., PLACE["own x"]].std() == pytest.approx(0.1, rel=0.1)
     names = {INPUTS[place] for place in features.CONTINUOUS}
     assert "own percent" in names
     assert not {name for name in names if "there" in name or "stage" in name or "previous" in name or "kind" in name}
@@ -230,6 +235,6 @@ def test_controllers_and_their_classes() -> None:
 
 def test_the_same_stream_gives_the_same_windows() -> None:
     batch, data = rows_of(7), MeleeDataConfig(delay=(0, 4))
-    one, two, other = (augmented(batch, data, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    one, two, other = (augment(batch, data, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert all((one[name] == two[name]).all() for name in one)
     assert (one["numeric"] != other["numeric"]).any()

@@ -21,7 +21,7 @@ from matrixlib.data.loader import Loader, to_tensors
 from matrixlib.data.shards import Batch
 from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.melee.columns import LAYOUT
-from matrixlib.tasks.melee.windows import augmented, plain
+from matrixlib.tasks.melee.windows import augment, plain
 
 WINDOWS, REPEATS = 64, 40
 
@@ -56,7 +56,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     task = spec.task(config)
     model = task.build_model()
-    prepared = to_tensors(augmented(gathered[0], config.data, rng))
+    prepared = to_tensors(augment(gathered[0], config.data, rng))
 
     def update(i: int) -> None:
         model.zero_grad()
@@ -66,7 +66,7 @@ def main() -> None:
         f"copy of the same bytes ({len(source) / WINDOWS:,.0f} a window)": seconds(lambda i: source.copy()),
         "gathered from shards": seconds(reading.batch),
         "made into windows, nothing at random": seconds(lambda i: plain(gathered[i], config.data)),
-        "made into windows, mirrored, with noise": seconds(lambda i: augmented(gathered[i], config.data, rng)),
+        "made into windows, mirrored, with noise": seconds(lambda i: augment(gathered[i], config.data, rng)),
         "forward and backward of melee_demo": seconds(update),
     }
     for name, taken in lines.items():

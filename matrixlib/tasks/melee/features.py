@@ -66,7 +66,7 @@ _CONTINUOUS = ("percent", " x", " y", "shield", "speed", "hitstun", "action fram
 CONTINUOUS = np.array(
     [name for name in range(len(INPUTS)) if INPUTS[name].endswith(_CONTINUOUS) and "previous" not in INPUTS[name]]
 )
-"""Numbers of `numeric` that are measured and not counted: what noise may be added to."""
+"""Numbers of `numeric` that are measured and not counted: where noise is added."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +153,14 @@ def inputs(window: Window) -> dict[str, np.ndarray]:
     out[..., PLACE["delay"]] = window.delay[:, None] / DELAYS
     for bit, name in enumerate(KNOWN):
         out[..., PLACE[f"known {name}"]] = (window.known >> bit & 1)[:, None]
-    pair = {name: np.stack([window.frames[who][name] for who in ("self", "other")], 2) for name in _EMBEDDED}
+    action, character = (
+        np.stack([window.frames[who][name] for who in ("self", "other")], 2) for name in ("action", "character")
+    )
     return {
         "numeric": out,
-        "action": np.minimum(pair["action"], ACTIONS - 1).astype(np.int16),
-        "character": np.minimum(pair["character"], CHARACTERS - 1),
+        "action": np.minimum(action, ACTIONS - 1).astype(np.int16),
+        "character": np.minimum(character, CHARACTERS - 1),
     }
-
-
-_EMBEDDED = ("action", "character")
 
 
 def _stages(stage: np.ndarray) -> np.ndarray:
@@ -290,7 +289,7 @@ def controllers(buttons: np.ndarray, sticks: np.ndarray, shoulder: np.ndarray) -
     return out
 
 
-def mirrored(window: Window, rows: np.ndarray) -> Window:
+def mirror(window: Window, rows: np.ndarray) -> Window:
     """The same with left and right exchanged in `rows` (B,) bool; the window's arrays are changed in place."""
     for who in ("self", "other"):
         _mirror_players(window.frames[who], rows)
@@ -302,10 +301,10 @@ def mirrored(window: Window, rows: np.ndarray) -> Window:
     return window
 
 
-def mirrored_classes(targets: dict[str, np.ndarray], rows: np.ndarray) -> None:
-    """Exchange left and right in the stick classes of `rows`, in place: 16 - class."""
+def mirror_sticks(sticks: np.ndarray, rows: np.ndarray) -> None:
+    """Exchange left and right in the classes (B, ..., 4) of `rows`, in place: 16 - class."""
     for axis in (0, 2):
-        targets["sticks"][rows, ..., axis] = STICK_CLASSES - 1 - targets["sticks"][rows, ..., axis]
+        sticks[rows, ..., axis] = STICK_CLASSES - 1 - sticks[rows, ..., axis]
 
 
 def _mirror_players(state: np.ndarray, rows: np.ndarray) -> None:

@@ -59,7 +59,7 @@ def encode(games: Sequence[Replay]) -> bytes:
     for name in (*PER_GAME, *PER_FRAME, *SECONDS, *ITEMS):
         values = [np.asarray(getattr(game, name)) for game in games]
         joined = np.stack(values) if name in PER_GAME else np.concatenate(values)
-        columns |= _plain(name, joined)
+        columns |= _columns(name, joined)
     for name, member in (("frames", "number"), ("followers", "follower"), ("items", "item")):
         columns[name] = np.array([len(getattr(game, member)) for game in games], "<i4")
     plain = io.BytesIO()
@@ -72,7 +72,7 @@ def decode(data: bytes) -> list[Replay]:
     with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
         columns = {name: stored[name] for name in stored.files}
     kinds = {"players": PLAYER, "controllers": CONTROLLER, "follower": PLAYER, "item": ITEM}
-    fields = {name: _joined(name, columns, kinds.get(name)) for name in (*PER_GAME, *PER_FRAME, *SECONDS, *ITEMS)}
+    fields = {name: _join(name, columns, kinds.get(name)) for name in (*PER_GAME, *PER_FRAME, *SECONDS, *ITEMS)}
     lengths = {
         **dict.fromkeys(PER_FRAME, "frames"),
         **dict.fromkeys(SECONDS, "followers"),
@@ -87,10 +87,10 @@ def decode(data: bytes) -> list[Replay]:
     return games
 
 
-def _plain(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+def _columns(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     """Arrays that compress well: each field along time, halves as two bytes, of rising numbers the differences."""
     if values.dtype.names:
-        parts = (_plain(f"{name}.{field}", values[field]) for field in values.dtype.names)
+        parts = (_columns(f"{name}.{field}", values[field]) for field in values.dtype.names)
         return {key: array for part in parts for key, array in part.items()}
     if name in RISING:
         return {name: np.diff(values, prepend=0).astype("<i4")}
@@ -100,11 +100,11 @@ def _plain(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     return {name: column}
 
 
-def _joined(name: str, columns: Mapping[str, np.ndarray], kind: np.dtype | None) -> np.ndarray:
-    """The inverse of `_plain`; kind: of its fields, where it has some."""
+def _join(name: str, columns: Mapping[str, np.ndarray], kind: np.dtype | None) -> np.ndarray:
+    """The inverse of `_columns`; kind: of its fields, where it has some."""
     if kind is not None and kind.names:
         assert kind.fields is not None
-        parts = {field: _joined(f"{name}.{field}", columns, kind.fields[field][0].base) for field in kind.names}
+        parts = {field: _join(f"{name}.{field}", columns, kind.fields[field][0].base) for field in kind.names}
         sizes = [len(kind.fields[field][0].shape) for field in kind.names]
         first = parts[kind.names[0]]
         out = np.zeros(first.shape[: first.ndim - sizes[0]], kind)

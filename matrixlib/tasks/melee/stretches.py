@@ -26,7 +26,7 @@ def stretches(replay: Replay, held_out: bool) -> Batch:
         stops.append(np.minimum(own + ROW, end))
     start, stop = np.concatenate(starts), np.concatenate(stops)
     ends = np.repeat(edges[1:], [len(own) for own in starts])
-    return concat([_seen(replay, who, start, stop, np.minimum(ends - start, OWN), held_out) for who in (0, 1)], LAYOUT)
+    return concat([_view(replay, who, start, stop, np.minimum(ends - start, OWN), held_out) for who in (0, 1)], LAYOUT)
 
 
 def count(batch: Batch) -> Statistics:
@@ -55,12 +55,12 @@ def watch(replay: Replay, who: int = 0, delay: int = 0) -> Window:
     count = len(replay.number)
     if replay.number[-1] - replay.number[0] != count - 1:
         raise ValueError("frames are missing in the middle of this game")
-    whole = _seen(replay, who, np.array([0]), np.array([count]), np.array([OWN]), False)
+    whole = _view(replay, who, np.array([0]), np.array([count]), np.array([OWN]), False)
     window, _ = cut(whole, np.array([0]), np.array([delay]), count)
     return window
 
 
-def _seen(replay: Replay, who: int, start: np.ndarray, stop: np.ndarray, own: np.ndarray, held_out: bool) -> Batch:
+def _view(replay: Replay, who: int, start: np.ndarray, stop: np.ndarray, own: np.ndarray, held_out: bool) -> Batch:
     """Rows of frames start..stop-1 as one player sees them."""
     frames = np.zeros(len(replay.number), FRAME)
     frames["self"], frames["other"] = replay.players[:, who], replay.players[:, 1 - who]

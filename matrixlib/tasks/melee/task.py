@@ -34,7 +34,7 @@ class MeleeTask:
     statistics: Statistics | None = None
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return windows.augmented(batch, self.config.data, rng)
+        return windows.augment(batch, self.config.data, rng)
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         return windows.plain(batch, self.config.data)

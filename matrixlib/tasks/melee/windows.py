@@ -8,11 +8,8 @@ What the player has decided last, the controller of t + delay, is an input.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from matrixlib.tasks.melee.columns import CONTROLLER
 from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.features import (
     CONTINUOUS,
@@ -21,15 +18,15 @@ from matrixlib.tasks.melee.features import (
     Window,
     classes,
     inputs,
-    mirrored,
-    mirrored_classes,
+    mirror,
+    mirror_sticks,
     previous,
 )
 
 Arrays = dict[str, np.ndarray]
 
 
-def augmented(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> Arrays:
+def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> Arrays:
     """Rows (B,) of LAYOUT to windows for training, at random starts and delays, mirrored and with noise.
 
     Gives what `features.inputs`, `features.previous` and `features.classes` give, the last of the controllers that are
@@ -45,10 +42,13 @@ def augmented(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) ->
     window, following = cut(batch, start, delay, data.window)
     turned = (draws[2] < data.mirror) & np.isin(records["stage"], SYMMETRIC)
     decisions = _decisions(window.previous, following, turned)
-    out = inputs(mirrored(window, turned))
+    out = inputs(mirror(window, turned))
     noisy = np.flatnonzero(draws[3] < data.noise)
-    noise = rng.standard_normal((len(noisy), data.window, len(CONTINUOUS)), np.float32)
-    out["numeric"][noisy[:, None, None], np.arange(data.window)[:, None], CONTINUOUS] += data.noise_sigma * noise
+    part = out["numeric"][noisy]
+    measured = part[..., CONTINUOUS]  # what is exactly 0 is not there, unknown, or at rest
+    noise = rng.standard_normal(measured.shape, np.float32) * (measured != 0)
+    part[..., CONTINUOUS] = measured + np.float32(data.noise_sigma) * noise
+    out["numeric"][noisy] = part
     return out | decisions | {"valid": _valid(length, start, delay, data.window)}
 
 
@@ -75,6 +75,7 @@ def cut(batch: Arrays, start: np.ndarray, delay: np.ndarray, frames: int) -> tup
     records = batch["records"]
     follower, follower_at = _inside(batch, "follower", start, frames)
     item, item_at = _inside(batch, "item", start, frames)
+    few = (slot := _slots(item_at)) < SLOTS
     window = Window(
         frames=stored[np.minimum(at, last)],
         previous=controller[np.minimum(at + delay[:, None], last)],
@@ -84,10 +85,10 @@ def cut(batch: Arrays, start: np.ndarray, delay: np.ndarray, frames: int) -> tup
         delay=delay,
         follower=follower["state"],
         follower_at=np.stack([*follower_at, follower["whose"].astype(np.int64)]),
-        item=item,
-        item_at=np.stack([*item_at, slots := _slots(item_at)])[:, slots < SLOTS],
+        item=item[few],
+        item_at=np.stack([*item_at, slot])[:, few],
     )
-    return replace(window, item=item[slots < SLOTS]), controller[np.minimum(at + delay[:, None] + 1, last)]
+    return window, controller[np.minimum(at + delay[:, None] + 1, last)]
 
 
 def _inside(batch: Arrays, group: str, start: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,12 +110,9 @@ def _slots(at: np.ndarray) -> np.ndarray:
 
 def _decisions(before: np.ndarray, following: np.ndarray, turned: np.ndarray) -> Arrays:
     """Controllers before and after each frame as classes, mirrored in some rows."""
-    assert before.dtype == following.dtype == CONTROLLER
-    out = {}
-    for name, part in {**previous(before), **classes(following)}.items():
-        out[name] = part
-    for stem in ("", "previous_"):
-        mirrored_classes({"sticks": out[f"{stem}sticks"]}, turned)
+    out = previous(before) | classes(following)
+    for name in ("sticks", "previous_sticks"):
+        mirror_sticks(out[name], turned)
     return out
 
 
