@@ -125,36 +125,29 @@ def updates(reports: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ended_by_sigterm_and_then_killed_the_same_command_goes_on(reports: Path) -> None:
-    first = start(reports, 23)
-    first.terminate()
-    text = first.communicate()[1]
-    assert first.returncode == 143
-    assert "ended by SIGTERM" in text
-    assert "\r" not in text
-    stopped = updates(reports)
-    assert (reports / "mine" / "checkpoints" / f"step_{stopped:08d}").is_dir(), "no update is lost"
-
-    second = start(reports, stopped + 1)
-    second.kill()
-    second.wait()
-    third = start(reports, 60)
-    assert third.wait() == 0
-    rows = metrics.read(reports / "mine" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 61))
+def test_ended_and_interrupted_the_same_command_goes_on(reports: Path) -> None:
+    """What a signal ends says how, and loses no update; killed: test_run.py."""
+    ends = [
+        (signal.SIGTERM, 143, "ended by SIGTERM"),
+        (signal.SIGINT, 130, "interrupted; the same command goes on from the last checkpoint"),
+    ]
+    rows = 13
+    for number, code, words in ends:
+        if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+            continue  # as in a shell's background job, whose children ignore it, too
+        process = start(reports, rows)
+        process.send_signal(number)
+        text = process.communicate()[1]
+        assert process.returncode == code
+        assert words in text
+        assert "\r" not in text
+        rows = updates(reports)
+        assert (reports / "mine" / "checkpoints" / f"step_{rows:08d}").is_dir(), "no update is lost"
+        rows += 1
+    last = start(reports, 60)
+    assert last.wait() == 0
+    assert [row["step"] for row in metrics.read(reports / "mine" / "metrics.jsonl")] == list(range(1, 61))
     assert json.loads((reports / "mine" / "summary.json").read_text())["complete"] is True
-
-
-@pytest.mark.slow
-def test_interrupted_the_run_is_saved_and_says_how_to_go_on(reports: Path) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        pytest.skip("SIGINT is ignored here, as in a shell's background job, and a child would ignore it too")
-    process = start(reports, 23)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate()[1]
-    assert process.returncode == 130
-    assert "interrupted; the same command goes on from the last checkpoint" in text
-    assert (reports / "mine" / "checkpoints" / f"step_{updates(reports):08d}").is_dir(), "no update is lost"
 
 
 @pytest.mark.slow

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-import nbformat
+import papermill
 import pytest
 import toy_spec
 import yaml
@@ -40,29 +38,36 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def papermill(place: Path, notebook: str, **parameters: str) -> str:
-    """What a notebook prints, executed by papermill; its error is the test's."""
-    out = place / f"{notebook}.ipynb"
-    command = [sys.executable, "-m", "papermill", f"notebooks/{notebook}.ipynb", str(out), "-k", "python3"]
-    command += [word for name, value in parameters.items() for word in ("-p", name, value)]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("JPY_")}
+@pytest.fixture(autouse=True)
+def environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the notebooks' kernels."""
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    variables |= {"MATRIXLIB_REPORTS": str(place / "reports"), "MATRIXLIB_LIVE": "0", "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    outputs = [cell.get("outputs", []) for cell in nbformat.read(out, as_version=4).cells]
-    return json.dumps(outputs)
+    for name, value in {"REPORTS": str(place / "reports"), "LIVE": "0"}.items():
+        monkeypatch.setenv(f"MATRIXLIB_{name}", value)
+    monkeypatch.setenv("PYTHONPATH", paths)
+
+
+def execute(place: Path, notebook: str, **parameters: str) -> str:
+    """What a notebook prints, executed by papermill; its error is the test's."""
+    done = papermill.execute_notebook(
+        ROOT / "notebooks" / f"{notebook}.ipynb",
+        place / f"{notebook}.ipynb",
+        parameters,
+        kernel_name="python3",
+        progress_bar=False,
+        cwd=ROOT,
+    )
+    return json.dumps([cell.get("outputs", []) for cell in done.cells])
 
 
 @pytest.mark.slow
-def test_it_is_trained_and_evaluated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = papermill(place, "train", preset=str(place / "toy.yaml"), device="cpu", run="toy")
+def test_it_is_trained_and_evaluated(place: Path) -> None:
+    text = execute(place, "train", preset=str(place / "toy.yaml"), device="cpu", run="toy")
     assert "held-out class_loss below chance" in text
     assert "VERDICT: PASS" in text
-    text = papermill(place, "eval", run="toy", device="cpu", task=PATH)
+    text = execute(place, "eval", run="toy", device="cpu", task=PATH)
     assert "class loss" in text
     assert "VERDICT: PASS" in text
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(place / "reports"))
     assert matrixlib.load("toy", device="cpu", task=PATH).parameters > 0
     with pytest.raises(ConfigError, match="name it, if you trust it"):
         matrixlib.load("toy", device="cpu")
@@ -71,20 +76,19 @@ def test_it_is_trained_and_evaluated(place: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_it_is_overfitted_and_compared(place: Path) -> None:
     preset = str(place / "toy.yaml")
-    text = papermill(place, "overfit", preset=preset, device="cpu")
+    text = execute(place, "overfit", preset=preset, device="cpu")
     assert "class learned by heart" in text
     assert "VERDICT: PASS" in text
-    text = papermill(place, "compare", preset_a=preset, preset_b=preset, device="cpu")
+    text = execute(place, "compare", preset_a=preset, preset_b=preset, device="cpu")
     assert "optim.learning_rate" in text
     assert "VERDICT: PASS" in text
 
 
-def test_code_is_never_taken_from_a_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_never_taken_from_a_run(place: Path) -> None:
     """A run folder that somebody hands over must not say what is imported."""
     with pytest.raises(ConfigError, match="which is code of somebody's own"):
         parse_config(PRESET, "config.yaml")
     assert parse_config(PRESET, "config.yaml", PATH).task == PATH
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(place / "reports"))
     stolen = place / "reports" / "stolen"
     stolen.mkdir()
     (stolen / "config.yaml").write_text("task: 'os:system'\n", encoding="utf-8")
