@@ -16,10 +16,11 @@ from networks import CPU
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks.melee import export, features
-from matrixlib.tasks.melee.controller import NEUTRAL, Controller
+from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller
 from matrixlib.tasks.melee.features import Window
 from matrixlib.tasks.melee.player import MeleeNetwork
 from matrixlib.tasks.melee.stretches import watch
+from matrixlib.tasks.melee.task import MeleeTask
 
 REST = Controller.of(NEUTRAL)
 
@@ -94,10 +95,24 @@ def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
     assert [net.act(window.at(frame)) for frame in range(10)] == by_network
 
 
+def test_weights_of_rare_buttons_go_with_the_network() -> None:
+    """What logits mean depends on them, and where a network is used its training set is not."""
+    loss = {"rare": 1.0}
+    trained, used = melee_task(loss=loss), MeleeTask(melee_task(loss=loss).config)
+    model, other = trained.build_model(), used.build_model()
+    other.load_state_dict(model.state_dict())
+    logits = torch.zeros(1, 8)
+    odds = used.objective(other).correct(HEADS[0], logits)
+    assert torch.equal(odds, trained.objective(model).correct(HEADS[0], logits))
+    assert odds.max() < -0.5
+
+
 def test_what_cannot_be_played_is_refused() -> None:
     net = network()
     with pytest.raises(ValueError, match="one at a time"):
         net.act(window_of(2))
+    with pytest.raises(ValueError, match="not ndarray: make it"):
+        net.act(window_of(1).frames)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"temperature -1\.0"):
         net.player(temperature=-1.0)
     with pytest.raises(ValueError, match="temperature nan"):

@@ -78,6 +78,8 @@ class Player:
         what was decided last is the frame's `previous`, as in a recording, not the player's own decision. ValueError
         for a window of another length.
         """
+        if not isinstance(frame, Window):
+            raise ValueError(f"a frame is a window of one, not {type(frame).__name__}: make it with features.live")
         if frame.frames.shape != (1, 1):
             raise ValueError(f"a window of {frame.frames.shape} frames: give one at a time, as features.live makes it")
         if not follow:
