@@ -135,7 +135,9 @@ def test_an_import_that_was_cut_off_goes_on_to_the_same_bytes(
     source.mkdir()
     for file in files:
         shutil.copy(file, source)
-    brought_in(source, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("matrixlib.data.imports.ALONE", -1.0)  # worker processes from the second replay on
+        import_replays(source, tmp_path / "whole", workers=2, progress=False)
     import_replays(source, tmp_path / "out", workers=1, progress=False, limit=1)
     assert len(list((tmp_path / "out").glob("*.npz"))) < len(list((tmp_path / "whole").glob("*.npz")))
     brought_in(source, tmp_path / "out")

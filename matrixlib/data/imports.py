@@ -49,6 +49,7 @@ from matrixlib.files import end_with_parent
 from matrixlib.progress import live_bar
 
 COMPRESSED = (".gz", ".bz2", ".zst")
+Faults = Callable[[Batch], Mapping[str, np.ndarray]]  # sent to workers
 ALONE = 2.0  # seconds after which worker processes are started
 LOST_GAMES = "gone"  # folder of the ids of games that shards lost all rows of when they were merged
 
@@ -68,7 +69,7 @@ class Storage:
     shard: int
     step: int
     is_held_out: Callable[[np.ndarray], np.ndarray]
-    faults: Callable[[Batch], Mapping[str, np.ndarray]]
+    faults: Faults
     figures: Callable[[Batch], dict[str, Any]]
     outliers: Callable[[Catalogue, Sequence[str]], list[str]] = lambda catalogue, names: []
 
@@ -134,10 +135,10 @@ def _options(reader: Reader) -> dict[str, Any]:
 # Reading
 
 
-def _read(reader: Reader, storage: Storage, part: Part) -> ParseResult:
+def _read(reader: Reader, faults: Faults, part: Part) -> ParseResult:
     """A part, its rows checked. One that fails is a mistake of the reader, which must refuse it."""
     result = reader.read(part)
-    for fault, rows in storage.faults(result.batch).items():
+    for fault, rows in faults(result.batch).items():
         raise ValueError(
             f"{type(reader).__name__} gave {int(rows.sum())} rows in part {part.number} that can't be stored, "
             f"the first at row {int(rows.argmax())}: {fault}"
@@ -146,14 +147,14 @@ def _read(reader: Reader, storage: Storage, part: Part) -> ParseResult:
 
 
 def read_parts(
-    reader: Reader, storage: Storage, parts: Iterable[Part], workers: int
+    reader: Reader, faults: Faults, parts: Iterable[Part], workers: int
 ) -> Iterator[tuple[Part, ParseResult]]:
     """Every part with what it gave, in order. Other processes help only where there is work for longer than it takes to
     start them; a bounded number of parts is in flight."""
     parts = iter(parts)
     start = time.monotonic()
     for part in parts:
-        yield part, _read(reader, storage, part)
+        yield part, _read(reader, faults, part)
         if workers > 1 and time.monotonic() - start > ALONE:
             break
     if (part_left := next(parts, None)) is None:
@@ -163,7 +164,7 @@ def read_parts(
     with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         try:
             for part in chain([part_left], parts):
-                waiting.append((part, pool.submit(_read, reader, storage, part)))
+                waiting.append((part, pool.submit(_read, reader, faults, part)))
                 if len(waiting) > 2 * workers:
                     done, future = waiting.popleft()
                     yield done, future.result()
@@ -253,7 +254,7 @@ class _FileImport:
         step, first = _Step(self.storage), done[-1].parts[1] if done else 0
         with ThreadPoolExecutor(1) as writer:  # while a step goes to disk, the next one is read
             writing: Future[Account] | None = None
-            for part, result in read_parts(self.reader, self.storage, self.parts_left(first, bar), workers):
+            for part, result in read_parts(self.reader, self.storage.faults, self.parts_left(first, bar), workers):
                 step.add(result, known)
                 bar.update(len(part.data))
                 bar.set_postfix_str(f"{part.first + result.entries:,} entries", refresh=False)
