@@ -82,7 +82,7 @@ def main() -> None:
         for trunk in options.trunks:
             section, count = model(trunk, options.parameters)
             name = f"melee-{trunk}-{options.minutes:g}min-seed{seed}"
-            overrides = {"model": section, "train": {"minutes": options.minutes, "on_time": True}}
+            overrides = {"model": section, "train": {"steps": "auto", "minutes": options.minutes, "on_time": True}}
             run = runs.open_run("melee_quick", seed=seed, run=name, overrides=overrides, kind="bench")
             for _ in run.train():
                 pass
