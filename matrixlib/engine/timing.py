@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 PHASES = ("wait", "copy", "teacher", "forward", "backward", "read", "optimiser", "validation", "checkpoint")
-"""wait: for the loader. copy: host to device. read: the one host read of an update, which waits for the device."""
+"""wait: for the loader. copy: host to device. teacher: what a frozen network says of the rows. read: the one host read
+of an update, which waits for the device."""
 ON_DEVICE = ("copy", "teacher", "forward", "backward", "optimiser")
 BETWEEN = ("validation", "checkpoint")
 """Between two updates, and not in their seconds."""

@@ -39,9 +39,15 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
     own = folder / f"teacher-{teacher.sha256[:16]}"
     paths = {row.name: own / f"{row.name}.outputs" for row in shards}
     missing = [row for row in shards if not whole(paths[row.name], row, teacher)]
+    if not missing:
+        return Sidecars(LAYOUT, paths)
+    count = sum(row.count for row in missing)
     try:
         own.mkdir(exist_ok=True)
-        with FileLock(own / "lock"), _bar(missing) as bar:
+        with (
+            FileLock(own / "lock"),
+            live_bar(total=count, desc="asking the teacher", unit="position", leave=False) as bar,
+        ):
             for row in missing:
                 if not whole(paths[row.name], row, teacher):  # another process may have made it meanwhile
                     _make(paths[row.name], row, teacher, task, bar)
@@ -63,16 +69,6 @@ def whole(path: Path, row: ShardRow, teacher: ChessTeacher) -> bool:
     except ShardError:
         return False
     return (file.meta.get("shard"), file.meta.get("teacher")) == (row.sha256, teacher.sha256) and len(file) == row.count
-
-
-def _bar(missing: Sequence[ShardRow]) -> Any:
-    return live_bar(
-        total=sum(row.count for row in missing),
-        desc="asking the teacher",
-        unit="position",
-        disable=not missing,
-        leave=False,
-    )
 
 
 def _make(path: Path, row: ShardRow, teacher: ChessTeacher, task: ChessTask, bar: Any) -> None:
