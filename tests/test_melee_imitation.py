@@ -84,6 +84,13 @@ def test_the_baselines_are_probabilities_and_the_best_of_their_kind() -> None:
         assert imitation.repeating_nll(head, one, two).mean() >= np.log(imitation.classes(head)) - 0.02
 
 
+def test_repeating_by_hand() -> None:
+    """It stays three times of four; a class that it never changes to counts as half a time."""
+    now, before = np.array([[0], [0], [0], [1]]), np.zeros((4, 1), int)
+    nll = imitation.repeating_nll(HEADS[-1], now, before)
+    assert np.exp(-nll) == pytest.approx([0.7, 0.7, 0.7, 0.3 * (1 / 3) / (1 - 1 / 6)])
+
+
 def test_errors_of_sticks_are_between_the_middles_of_classes() -> None:
     given = frames(4)
     head = HEADS[1]
