@@ -191,7 +191,7 @@ ELSEWHERE_SHOWN = {  # what test_notebooks.py and test_own_task.py run in the sa
     *(f"eval.ipynb {name}" for name in ("run", "puzzles", "games", "simulations", "suites", "onnx", "int8")),
 }
 DONE = {True: set[str](), False: ELSEWHERE_SHOWN}
-FIRST_READ = ("README.md", "play.md")
+FIRST_READ = ("play.md",)
 
 
 @pytest.mark.slow

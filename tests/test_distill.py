@@ -194,7 +194,8 @@ def test_only_the_student_is_trained_and_written(teacher: str, reports: Path) ->
 def test_a_run_goes_on_with_its_own_teacher_alone(teacher: str, reports: Path) -> None:
     with closing(student(teacher)) as run:
         trained(run, 2)
-    with closing(student(teacher)) as again:
+    shutil.copytree(reports / "somebody", reports / "moved")
+    with closing(student("moved")) as again:
         assert again.trainer.resume() == 2
     shutil.rmtree(reports / "somebody")
     save_run(reports / "somebody", random_net(channels=8))

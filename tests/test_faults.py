@@ -31,7 +31,7 @@ def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path)
     config = load_config("demo", injection.overrides_of(40))
     injection.copy_data(config, tmp_path / "data")
     train, held_out = (Catalogue(tmp_path / "data").shards(split) for split in ("train", "validation"))
-    assert (train[0].count, held_out[0].count) == (8 * BLOCK, 1024)
+    assert (train[0].count, held_out[0].count) == (8 * BLOCK, 512)
     faults.flip_bytes(tmp_path / "data", LAYOUT)
     assert Catalogue(tmp_path / "data").shards("train") == train, "it looks healthy from outside"
     shard = Shard(train[0].path, LAYOUT)

@@ -13,7 +13,7 @@ from melee_games import game
 from matrixlib.data.account import ImportReport, quarantined
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
-from matrixlib.tasks.melee import columns, replay
+from matrixlib.tasks.melee import columns, importer, replay
 from matrixlib.tasks.melee.columns import BUTTONS, FIRST, LAYOUT
 from matrixlib.tasks.melee.importer import DAMAGED, import_replays, threshold
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, last_rows, read
@@ -97,6 +97,22 @@ def test_each_input_is_read_as_what_it_is(replays: Path, name: str, sticks: tupl
 def test_other_games_are_told(replays: Path, name: str, reason: str) -> None:
     with pytest.raises(NoGame, match=reason):
         read(replays / name)
+
+
+def test_frames_of_which_none_follow_each_other_are_no_game(replays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "last_rows", lambda number: last_rows(number)[::2])
+    with pytest.raises(NoGame, match="ends before anybody could act"):
+        read(replays / "netplay.slp")
+
+
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.slp"
+    with path.open("wb") as file:
+        file.truncate(importer.LARGEST + 1)
+    (part,) = importer.Slippi("").parts(path)
+    assert part.data == b""
+    (entry,) = importer.Slippi("").read(part).refused
+    assert "larger than 256 MiB" in entry.detail
 
 
 # Importing

@@ -82,7 +82,7 @@ def test_huge_logits_stay_finite() -> None:
 
 def test_frames_without_a_target_count_nowhere() -> None:
     task, batch = melee_task(), melee_batch()
-    model, active = task.build_model(), active_terms(task)
+    model, active = task.build_model().eval(), active_terms(task)
     other = {**batch, "sticks": batch["sticks"].clone(), "buttons": batch["buttons"].clone()}
     other["sticks"][-1, 4:] = 0
     other["buttons"][-1, 4:] = 1

@@ -461,6 +461,29 @@ def test_the_learning_rate_after_a_rollback_is_smaller() -> None:
     assert step(toy_batch(16)).learning_rate == pytest.approx(0.25 * step.schedule(0))
 
 
+class Idle(optim.PlainDescent):
+    """A scalar that no loss depends on."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.zeros(()))
+
+
+class WithIdle(ToyTask):
+    def build_model(self) -> ToyNet:
+        model = super().build_model()
+        model.idle = Idle()
+        return model
+
+
+def test_a_plain_descent_that_has_no_part_in_the_losses_does_not_end_a_scaled_update() -> None:
+    step = build(WithIdle(), runtime=scaled(1024.0))
+    assert step(toy_batch(16)).action is Action.OK
+    assert float(step.model.idle.raw) == 0.0
+
+
 def test_a_bad_batch_says_nothing_about_the_loss_scale() -> None:
     step = build(ToyTask(), runtime=scaled(1024.0))
     for _ in range(2):

@@ -409,7 +409,10 @@ class Step:
             self.ema.update()
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
-        return [self.optimiser] if self.descent is None else [self.optimiser, self.descent]
+        """Those that have something to do: a plain descent may have had no part in the losses."""
+        own = self.descent.param_groups if self.descent is not None else ()
+        idle = all(parameter.grad is None for group in own for parameter in group["params"])
+        return [self.optimiser] if self.descent is None or idle else [self.optimiser, self.descent]
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

@@ -44,9 +44,9 @@ class RunData:
     catalogue: Catalogue
     messages: list[str]
     teacher: Teacher | None = None
-    sidecars: Sidecars | None = None
 
     def __post_init__(self) -> None:
+        self._sidecars: Sidecars | None = None
         self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
         self._max_lost = self.config.data.max_lost
         if doubts := [f"{row.name} ({doubt(row)})" for row in self.catalogue.shards() if doubt(row)]:
@@ -73,6 +73,12 @@ class RunData:
             self.runtime = replace(self.runtime, workers=0)
             self.training, self.validation = self._training(self.task), self._validation(self.task)
             self._say(f"the loader's workers do not work here ({problem}); batches are made between the updates")
+
+    def put_beside(self, sidecars: Sidecars | None) -> None:
+        """From now on rows come with what there is beside them."""
+        if sidecars is not None:
+            self._sidecars = sidecars
+            self.training, self.validation = self._training(self.task), self._validation(self.task)
 
     def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Tensors]:
         """Host batches of the fixed "sample" of the held-out rows (of a phase's) or of the "full" set."""
@@ -141,7 +147,7 @@ class RunData:
             "timeout": self.config.data.timeout,
             "on_damage": partial(self._damaged, split),
             "on_loss": self._say,
-            "sidecars": self.sidecars,
+            "sidecars": self._sidecars,
         }
 
     def _tell_quarantined(self) -> None:

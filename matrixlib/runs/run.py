@@ -390,13 +390,14 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder.name, spec, config, runtime, record)
-    sidecars = spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), teacher)
-    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, sidecars)
+    data = RunData(config, runtime, spec, task, catalogue, messages, teacher)
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:
             data.teacher = spec.teacher(config, data.runtime)
-        runtime, config = data.runtime, data.config
+    # A device that computes nonsense has been left by now: what is kept of a teacher is kept for good.
+    data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
+    runtime, config = data.runtime, data.config
     if runtime.compile:
         from matrixlib.engine import compiler
 

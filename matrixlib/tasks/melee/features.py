@@ -63,8 +63,9 @@ INPUTS: tuple[str, ...] = (
 """What each number of `numeric` is."""
 PLACE = {name: number for number, name in enumerate(INPUTS)}
 _CONTINUOUS = ("percent", " x", " y", "shield", "speed", "hitstun", "action frame", "ledge", "distance", "dx", "dy")
+_OTHER = ("previous", "known")
 CONTINUOUS = np.array(
-    [name for name in range(len(INPUTS)) if INPUTS[name].endswith(_CONTINUOUS) and "previous" not in INPUTS[name]]
+    [place for place, name in enumerate(INPUTS) if name.endswith(_CONTINUOUS) and not name.startswith(_OTHER)]
 )
 """Numbers of `numeric` that are measured and not counted: where noise is added."""
 

@@ -30,6 +30,7 @@ STEP = 4 * SHARD  # training rows from which on a step of an import ends
 HELD_OUT = 10  # one replay in so many
 ENDING = ".slp"
 DAMAGED = "damaged, or no replay"
+LARGEST = 1 << 28  # bytes of a replay; a game of eight minutes has some five million
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,15 @@ class Slippi:
     def parts(self, path: Path) -> Iterator[Part]:
         """A replay is one part; other files of a folder are none."""
         if path.suffix.lower() == ENDING:
-            yield Part(0, 0, path.read_bytes(), path.name)
+            yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"", path.name)
 
     def read(self, part: Part) -> ParseResult:
         """The rows of a replay, one that is refused, or one that is left out."""
         entries = Entries(part)
         batch = concat([], LAYOUT)
         try:
+            if not part.data:
+                raise ReplayError(f"is empty, or larger than {LARGEST >> 20} MiB")
             with tempfile.TemporaryDirectory() as folder:  # peppi reads files alone
                 path = Path(folder, "replay.slp")
                 path.write_bytes(part.data)

@@ -76,7 +76,7 @@ def read(path: Path | str) -> Replay:
     number = _numbers(frames.field("id"))
     keep = last_rows(number)
     keep = keep[number[keep] >= FIRST]
-    if len(keep) < 2:
+    if not (np.diff(number[keep]) == 1).any():
         raise NoGame("ends before anybody could act")
     names = [player["port"] for player in people]
     ports = [frames.field("ports").field(name) for name in names]
@@ -235,7 +235,8 @@ def _follower(port: Any, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _items(frames: Any, keep: np.ndarray, ports: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """(ITEM, place among the kept rows, owner, whether the version records items); older ones in a frame come first."""
+    """(ITEM, place among the kept rows, owner, whether the version records items and their owners); older ones in a
+    frame come first."""
     if "item" not in _names(frames):
         return np.zeros(0, ITEM), np.zeros(0, np.int64), np.zeros(0, np.int64), False
     lists = frames.field("item")
@@ -258,4 +259,4 @@ def _items(frames: Any, keep: np.ndarray, ports: list[int]) -> tuple[np.ndarray,
             out[name][:, number] = np.clip(column(field, axis), -LARGEST, LARGEST)
     owners = column("owner") if "owner" in _names(values) else np.full(len(pick), -1)
     owner = np.select([owners == ports[0], owners == ports[1]], [0, 1], -1)
-    return out[order], at[order], owner[order], True
+    return out[order], at[order], owner[order], "owner" in _names(values)

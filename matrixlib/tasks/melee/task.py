@@ -6,6 +6,7 @@ next controller is known.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,10 @@ class MeleeTask:
 
     @property
     def prior(self) -> list[float]:
-        """(81,) logits of the constant predictor, from which a fresh network starts."""
-        return [0.0] * LOGITS if self.statistics is None else self.statistics.logits()
+        """(81,) logits of the constant predictor, from which a fresh network starts; a weight of a pressed button
+        multiplies its odds."""
+        logits = [0.0] * LOGITS if self.statistics is None else self.statistics.logits()
+        return [x + math.log(w) for x, w in zip(logits, self.button_weights, strict=False)] + logits[len(BUTTONS) :]
 
     def build_model(self) -> MeleeNet:
         """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
