@@ -59,7 +59,7 @@ def main() -> None:
     config = load_config("small", {"model": {"ssl": HEADS}, "validation": {"batch_size": ROWS}})
     assert isinstance(config, ChessConfig)
     task = ChessTask(config)
-    batch = next(held_out_data(config).sequential(ROWS))
+    batch = next(iter(held_out_data(config).sequential(ROWS)))
     narrow = load_config("matrix0_53m", {"model": {"channels": 16, "attention": {"heads": 1}, "policy": {"rank": 1}}})
     assert isinstance(narrow, ChessConfig)
     average = optim.EMA(PolicyValueNet(narrow.model), 0.999)
