@@ -87,7 +87,7 @@ cycle: $(STAMP)
 
 # Two processes, a file of tests in one of them: the tests compute on one thread each.
 test: lint
-	$(BIN)/python -m pytest tests -ra -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests -ra -m soak

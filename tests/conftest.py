@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Soak and browser tests run only with `-m soak` and `-m e2e`; files with the most slow tests come first, so that
     none of them is left at the end for one process of two.
     """
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.path.suffix == ".ipynb")
     items.sort(key=lambda item: -slow[item.path])  # stable: a file's tests stay together, in their order
     for mark in ("soak", "e2e"):
         if mark in config.getoption("-m"):
