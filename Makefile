@@ -23,7 +23,7 @@ help:
 	@echo 'make e2e       every notebook in JupyterLab in a real browser; screenshots in reports/e2e/'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make lab       JupyterLab, opened on the training notebook'
-	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about four minutes'
+	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about six minutes'
 	@echo 'make bench-gpu the same on a CUDA GPU, with matrix0_53m compiled and not'
 	@echo 'make gpu       check a card in sixteen parts: right, and how fast (DEVICE=cpu: a dry run; PART=3: one of them)'
 	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'

@@ -106,7 +106,7 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str], pi
         text = page.locator(".jp-OutputArea-output pre", has_text="KeyboardInterrupt").inner_text()
         stopped = re.fullmatch(
             r"KeyboardInterrupt: stopped after (\d+) updates; the same command or notebook goes on from the "
-            r"checkpoint of update (\d+)",
+            r"checkpoint of update (\d+); curves and report: .+",
             text.strip(),
         )
         assert stopped, text
