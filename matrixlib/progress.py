@@ -56,10 +56,15 @@ def text_bar(**options: Any) -> Any:
     with its time every few seconds (see `LinePace`), and no carriage return."""
     from tqdm import tqdm
 
-    if sys.stderr.isatty():
-        return tqdm(**options)
+    options = {"miniters": 1, **options}  # tqdm's own guess wants its thread beside it
 
-    class Lines(tqdm):
+    class Bar(tqdm):
+        monitor_interval = 0  # else a thread is left behind
+
+    if sys.stderr.isatty():
+        return Bar(**options)
+
+    class Lines(Bar):
         def __init__(self, **options: Any) -> None:
             now = time.monotonic()
             self.pace = LinePace(now, now + options.get("delay", 0.0))
@@ -90,6 +95,8 @@ def live_bar(**options: Any) -> Any:
     from tqdm.notebook import tqdm_notebook
 
     class Bar(tqdm_notebook):
+        monitor_interval = 0
+
         def close(self) -> None:
             if self.disable:  # closed before
                 return
@@ -98,7 +105,7 @@ def live_bar(**options: Any) -> Any:
             shown.update({"text/plain": line}, raw=True)
             self.container.close()
 
-    bar = Bar(display=False, **options)
+    bar = Bar(display=False, **{"miniters": 1, **options})
     shown = display(bar.container, display_id=True)
     return bar
 

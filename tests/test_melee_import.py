@@ -17,6 +17,7 @@ from matrixlib.tasks.melee import columns, importer, replay
 from matrixlib.tasks.melee.columns import BUTTONS, FIRST, LAYOUT
 from matrixlib.tasks.melee.importer import DAMAGED, import_replays, threshold
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, last_rows, read
+from matrixlib.tasks.melee.sample_set import GAMES, unpack_sample
 
 pytest.importorskip("peppi_py", reason="reads .slp files")
 
@@ -124,13 +125,15 @@ def test_a_folder_with_everything_in_it(replays: Path, tmp_path: Path) -> None:
     for name in ("transform", "ics", "netplay", "corrupt", "crazy_name_tags", "falcon_throws", "v3.18"):
         shutil.copy(replays / f"{name}.slp", source)
     (source / "notes.txt").write_text("not a replay")
-    (source / "empty.slp").write_bytes(b"")
+    (source / "older").mkdir()
+    (source / "older" / "empty.slp").write_bytes(b"")
     shutil.copy(replays / "transform.slp", source / "again.slp")
     report = brought_in(source, tmp_path / "out")
     assert (report.entries, report.stored) == (9, 3)
     assert report.refused == {DAMAGED: 2}
     assert report.skipped == {"4 players": 1, "a computer plays": 2, "stored before": 1}
-    assert {entry.text for _, entry in quarantined(tmp_path / "out")} == {"corrupt.slp", "empty.slp"}
+    refused = {entry.text: entry.entry for _, entry in quarantined(tmp_path / "out")}
+    assert refused == {"corrupt.slp": 1, "older/empty.slp": 6}
     rows = Catalogue(tmp_path / "out").shards()
     assert {row.split for row in rows} == {"train", "validation"}
     games = {row.split: set(Shard(row.path, LAYOUT).arrays["records"]["game"].tolist()) for row in rows}
@@ -142,6 +145,37 @@ def test_a_folder_with_everything_in_it(replays: Path, tmp_path: Path) -> None:
     assert "training and" in report.text("rows")
 
 
+def test_the_games_of_people_are_imported_whole(replays: Path, tmp_path: Path) -> None:
+    """Frame by frame what ships, where the same six were read and compressed."""
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in GAMES:
+        shutil.copy(replays / f"{name}.slp", source)
+    report = brought_in(source, tmp_path / "out")
+    assert (report.entries, report.stored, report.refused, report.skipped) == (6, 6, {}, {})
+    rows = Catalogue(tmp_path / "out").shards()
+    assert sum(row.count for row in rows) == sum(report.positions.values())
+    assert {row.split for row in rows} == {"train", "validation"}
+    for folder in (tmp_path / "out", unpack_sample()):
+        records = [Shard(path, LAYOUT).arrays["records"] for path in folder.glob("*.npz")]
+        assert sum(int(part["own"].sum()) for part in records) == 136476
+
+
+@pytest.mark.parametrize("order", [("netplay", "fox_throws"), ("fox_throws", "netplay")])
+def test_a_folder_that_grows_holds_something_out(replays: Path, tmp_path: Path, order: tuple[str, str]) -> None:
+    """The first game alone is trained on, and stays in training whatever comes later."""
+    source = tmp_path / "in"
+    source.mkdir()
+    for name, counts in zip(order, ((1, 0), (1, 1)), strict=True):
+        shutil.copy(replays / f"{name}.slp", source)
+        brought_in(source, tmp_path / "out")
+        rows = Catalogue(tmp_path / "out").shards()
+        assert tuple(sum(row.split == split for row in rows) for split in ("train", "validation")) == counts
+    before = {row.name for row in rows}
+    again = brought_in(source, tmp_path / "out")
+    assert (again.fresh_entries, {row.name for row in Catalogue(tmp_path / "out").shards()}) == (0, before)
+
+
 def test_an_import_that_was_cut_off_goes_on_to_the_same_bytes(
     replays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,9 +185,7 @@ def test_an_import_that_was_cut_off_goes_on_to_the_same_bytes(
     source.mkdir()
     for file in files:
         shutil.copy(file, source)
-    with monkeypatch.context() as patch:
-        patch.setattr("matrixlib.data.imports.ALONE", -1.0)  # worker processes from the second replay on
-        import_replays(source, tmp_path / "whole", workers=2, progress=False)
+    import_replays(source, tmp_path / "whole", workers=1, progress=False)
     import_replays(source, tmp_path / "out", workers=1, progress=False, limit=1)
     assert len(list((tmp_path / "out").glob("*.npz"))) < len(list((tmp_path / "whole").glob("*.npz")))
     brought_in(source, tmp_path / "out")
@@ -165,10 +197,13 @@ def test_one_of_several_games_is_held_out_though_others_are_damaged(tmp_path: Pa
     good, bad = replays / "netplay.slp", tmp_path / "bad.slp"
     bad.write_bytes(b"")
     few = [f"{number:064x}" for number in (2**253, 2**254, 2**255)]
-    limit = threshold({few[0]: bad, few[1]: good, few[2]: good})
+    other = replays / "falcon_throws.slp"
+    limit = threshold({few[0]: bad, few[1]: good, few[2]: other})
     assert [name <= limit for name in few] == [True, True, False]
     assert few[0] > threshold({few[0]: good, few[1]: bad}), "one alone is trained on"
-    many = {f"{number * 2**246:064x}": good for number in range(1024)}
+    assert few[0] > threshold({few[0]: good, few[1]: good}), "and so is one in two recordings"
+    assert few[0] > threshold({few[0]: good, few[1]: other}, {1}, held_out=True)
+    many = {f"{number * 2**246:064x}": (good, other)[number % 2] for number in range(1024)}
     limit = threshold(many)
     assert sum(name <= limit for name in many) == pytest.approx(102, abs=1)
 

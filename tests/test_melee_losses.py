@@ -45,16 +45,28 @@ def test_the_correction_gives_the_true_rate_of_a_button(gamma: float, weight: fl
     assert objective.correct(BUTTONS, best)[0].sigmoid().item() == pytest.approx(rate, abs=5e-4)
 
 
-def test_the_correction_of_classes_is_where_the_expected_loss_is_least() -> None:
-    objective = Objective(ONES, gamma=2.0)
+@pytest.mark.parametrize("gamma, smoothing", [(2.0, 0.0), (0.0, 0.1), (2.0, 0.1)])
+def test_the_correction_of_classes_is_where_the_expected_loss_is_least(gamma: float, smoothing: float) -> None:
+    objective = Objective(ONES, gamma, smoothing)
     for seed in range(5):
-        logits = (2 * torch.randn(17, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+        logits = (
+            (0.5 if smoothing else 2) * torch.randn(17, generator=torch.Generator().manual_seed(seed))
+        ).requires_grad_()
         shares = objective.correct(STICK, logits.detach()).exp()
         every = objective.losses(STICK, logits.expand(17, -1), torch.arange(17)[:, None])
         (slope,) = torch.autograd.grad((shares * every).sum(), logits)
         assert slope.abs().max() < 1e-5
         assert shares.sum().item() == pytest.approx(1)
-        assert (shares - logits.softmax(0)).abs().max() > 0.005
+        assert (shares - logits.softmax(0)).abs().max() > 0.002
+
+
+def test_smoothing_is_taken_out_of_what_a_network_says() -> None:
+    """Smoothed, a class that is never held is learned with its share; played like that, it would be held."""
+    true = torch.tensor([0.7, 0.3] + [0.0] * 15)
+    learned = (0.9 * true + 0.1 / 17).log()
+    shares = Objective(ONES, smoothing=0.1).correct(STICK, learned).exp()
+    assert torch.allclose(shares, true, atol=1e-3)
+    assert (shares > 0).all(), "what was done all the same has a log-loss"
 
 
 def test_smoothing_leaves_the_buttons_alone_and_has_a_floor() -> None:

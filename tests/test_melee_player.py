@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +94,37 @@ def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
     assert by_network == play(seed=0)
     assert net.act(window.at(0)) != by_network[0] or net.act(window.at(1)) != by_network[1]
     net.reset()
-    assert [net.act(window.at(frame)) for frame in range(10)] == by_network
+    assert [net.act(window.at(frame)) for frame in range(10)] == play(seed=1) != by_network, "another game"
+
+
+def test_a_bot_chooses_a_delay_among_those_of_training() -> None:
+    net, window = network(data={"delay": [2, 4]}), window_of(8, delay=2)
+
+    def rests(act: Callable[[Window], Controller]) -> int:
+        return [act(window.at(frame)) != REST for frame in range(8)].index(True)
+
+    assert [rests(net.player(delay=delay).act) for delay in (2, 4)] == [2, 4]
+    assert rests(net.act) == 2
+    net.reset(delay=3)
+    assert rests(net.act) == 3
+    assert rests(net.player(seed=1, delay=4).act) == 4
+    player = net.player(delay=4)
+    player.act(window.at(0))
+    told = net.player(delay=2)
+    told.act(window.at(0))
+    assert (player.logits != told.logits).any(), "the network is told of it"
+    for delay in (1, 5, -1):
+        with pytest.raises(ValueError, match=rf"delay {delay}: the network was trained with 2 to 4 frames"):
+            net.reset(delay=delay)
+
+
+def test_a_file_says_what_its_numbers_are() -> None:
+    net = network(data={"delay": [0, 3]})
+    told = export.MeleeOnnx(net.model, net.task.objective(net.model), net.delays).metadata()  # type: ignore
+    assert told["task"] == "melee"
+    assert json.loads(told["numeric"]) == list(features.INPUTS)
+    assert json.loads(told["choices"])[:2] + json.loads(told["choices"])[-2:] == ["A", "B", "c_y", "shoulder"]
+    assert (json.loads(told["delay"]), json.loads(told["delay_unit"])) == ([0, 3], 18)
 
 
 def test_weights_of_rare_buttons_go_with_the_network() -> None:
@@ -124,7 +156,7 @@ def test_what_cannot_be_played_is_refused() -> None:
 @pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
 def test_the_file_decides_as_the_network(trunk: str, tmp_path: Path) -> None:
     net = network(model={"trunk": trunk})
-    file = export.export(net.model, net.task.objective(net.model), tmp_path / "melee.onnx")  # type: ignore
+    file = export.export(net.model, net.task.objective(net.model), net.delays, tmp_path / "melee.onnx")  # type: ignore
     assert file.difference < 1e-5
     assert file.outputs[:2] == ("logits", "choices")
     assert [entry.name for entry in tmp_path.iterdir()] == ["melee.onnx"]

@@ -11,7 +11,21 @@ from melee_games import game
 
 from matrixlib.data.shards import Batch, Shard, concat
 from matrixlib.tasks.melee import features
-from matrixlib.tasks.melee.columns import CONTROLLER, FIRST, FRAME, ITEMS, LAYOUT, OWN, RIGHT, ROW, SPEEDS, UNKNOWN
+from matrixlib.tasks.melee.columns import (
+    AIR,
+    CONTROLLER,
+    FIRST,
+    FRAME,
+    ITEMS,
+    LAYOUT,
+    LEFT,
+    OWN,
+    RIGHT,
+    ROW,
+    SAFE,
+    SPEEDS,
+    UNKNOWN,
+)
 from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.features import INPUTS, PLACE
 from matrixlib.tasks.melee.sample_set import unpack_sample
@@ -113,6 +127,17 @@ def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
     assert starts == set(range(OWN))
 
 
+@pytest.mark.parametrize("window", [20, 60])
+def test_every_own_frame_is_judged_however_short_the_windows_of_training(window: int) -> None:
+    replay = game(150)
+    batch = stretches(replay, False)
+    out = plain(batch, PLAIN.model_copy(update={"window": window}))
+    judged = out["action"][..., 0][out["valid"] > 0]
+    own = batch["frame_state"]["self"]["action"][own_frames(batch)]
+    last = np.cumsum(batch["records"]["own"])[[2, 5]] - 1  # of each player, nothing follows on it
+    assert (judged == np.delete(own, last)).all()
+
+
 def _start(stretch: np.ndarray, actions: np.ndarray) -> int:
     """Where a window begins in a row."""
     own = stretch["self"]["action"]
@@ -154,6 +179,39 @@ def test_what_a_version_does_not_record_is_told() -> None:
     assert np.isfinite(out).all()
 
 
+def test_the_numbers_of_a_player_by_hand() -> None:
+    replay = game(2)
+    player = replay.players[0, 0]
+    player["percent"], player["shield"], player["x"], player["y"], player["speeds"] = 50, 30, -20, 10, (1, 2, 3, 4, 5)
+    player["hitstun"], player["action_frame"], player["stocks"], player["jumps"] = 12, 15, 3, 1
+    player["flags"] = LEFT | AIR | SAFE
+    out = features.inputs(watch(replay))["numeric"][0, 0]
+    told = {name: out[PLACE[f"own {name}"]] for name in features.LEADER}
+    assert told == pytest.approx(
+        {
+            "percent": 0.5,
+            "facing": -1,
+            "x": -1,
+            "y": 0.5,
+            "invulnerable": 1,
+            "jumps": 1 / 6,
+            "shield": 0.3,
+            "on ground": 0,
+            "speed air x": 0.5,
+            "speed ground x": 1,
+            "speed y": 1.5,
+            "speed hit x": 2,
+            "speed hit y": 2.5,
+            "hitstun": 0.1,
+            "action frame": 0.25,
+            "stocks": 0.75,
+            "ledge": 65 / 85,
+        },
+        rel=1e-3,  # of a half
+    )
+    assert (out[PLACE["stage Battlefield"]], out[PLACE["stage other"]]) == (1, 0)
+
+
 def test_an_item_and_a_second_character_stand_where_they_belong() -> None:
     batch = stretches(game(130), False)
     out = plain(batch, PLAIN)["numeric"]
@@ -181,8 +239,15 @@ def test_left_and_right_change_places_exactly() -> None:
     even = np.setdiff1d(np.arange(len(INPUTS)), odd)
     assert (now[..., even] == was[..., even]).all()
     for name in ("sticks", "previous_sticks"):
-        assert (after[name][turned][..., [0, 2]] == 16 - before[name][turned][..., [0, 2]]).all()
         assert (after[name][turned][..., [1, 3]] == before[name][turned][..., [1, 3]]).all()
+    stored = batch["frame_state"]["controller"]
+    for row in np.flatnonzero(turned):
+        begin, end = batch["frame_offset"][row : row + 2]
+        known = min(60, end - begin - 1)
+        for name, first in (("sticks", begin + 1), ("previous_sticks", begin)):
+            other = stored[first : first + known].copy()
+            other["sticks"][:, [0, 2]] *= -1  # in the steps of the game: -5 is class 8, and 5 is class 9
+            assert (after[name][row][:known] == features.classes(other)["sticks"]).all()
     assert (after["buttons"] == before["buttons"]).all()
 
 

@@ -52,7 +52,10 @@ LATIN: dict[str, Any] = {
     "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
     "curriculum": {"kind": "adaptive", "metric": "cell/accuracy", "patience": 1, "dwell": 1},
 }
-MELEE: dict[str, Any] = {"model": {"trunk": "transformer", "width": 16, "layers": 1, "heads": 2}}
+MELEE: dict[str, Any] = {
+    "data": {"delay": [0, 4]},
+    "model": {"trunk": "transformer", "width": 16, "layers": 1, "heads": 2},
+}
 CYCLE: dict[str, Any] = {
     "generations": 1,
     "games": 40,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,8 +75,10 @@ def test_headless_bars_are_text_and_can_be_forbidden(
     monkeypatch.delenv("MATRIXLIB_LIVE", raising=False)
     if value:
         monkeypatch.setenv("MATRIXLIB_LIVE", value)
+    threads = set(threading.enumerate())
     with progress.live_bar(total=3, desc="games", **options) as bar:
         assert bar.disable is not shown
+        assert set(threading.enumerate()) <= threads, "tqdm's monitor would outlive it"
 
 
 def test_a_bar_into_a_file_is_lines_with_a_time_and_no_carriage_return(

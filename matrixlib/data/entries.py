@@ -21,7 +21,7 @@ from matrixlib.data.shards import Batch
 class Part:
     """Consecutive entries of a file: number of the part and of its first entry, both from 0, and their bytes.
 
-    name: of the file, where it is the entry.
+    name: of the file, below the folder that is imported; set by the import.
     """
 
     number: int

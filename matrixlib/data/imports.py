@@ -326,9 +326,10 @@ class _FileImport:
         """The parts that are still to be read; those of a folder numbered through."""
         number = 0
         for file in files_of(self.path):
+            name = file.name if file == self.path else file.relative_to(self.path).as_posix()
             for part in self.reader.parts(file):
                 if number >= first:
-                    yield replace(part, number=number)
+                    yield replace(part, number=number, name=name)
                 else:
                     bar.update(len(part.data))
                 number += 1

@@ -224,8 +224,8 @@ def held_out_loader(
     rows = rows_of(catalogue, "validation", config, sources)
     if not rows:
         raise RunError(
-            f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; "
-            "add data: about one game in twenty is held out"
+            f"data set '{config.data.source}' holds nothing out, so nothing could be said of what is learned; add data"
+            + (f": {spec.held_out}" if spec.held_out else "")
         )
     held, prepare = config.validation, task.prepare_plain
     return Loader(rows, spec.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)

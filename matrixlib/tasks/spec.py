@@ -145,6 +145,8 @@ class TaskSpec(ABC, Generic[ConfigT]):
     """Keys of the configuration (a section with a dot at its end) that change what its losses mean."""
     measured_on_options: ClassVar[Sequence[str]] = ()
     """Keys that change what its held-out figures are measured on."""
+    held_out: ClassVar[str] = ""
+    """What share of what is added to its data is held out, in words."""
     overfit: ClassVar[Overfit] = Overfit()
     spoilers: ClassVar[Mapping[str, Spoiler]] = {}
     """Faults that are planted in its trainings: `nan_target`, `inf_input`, `no_policies`."""

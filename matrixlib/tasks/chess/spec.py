@@ -87,6 +87,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
     config = ChessConfig
     objective_options = ("loss.", "teacher.", "model.value.kind", "model.ssl")
     measured_on_options = ("validation.limit",)
+    held_out = "about one game in twenty is held out"
     overfit = Overfit(
         overrides={
             "data": {"mirror": False},

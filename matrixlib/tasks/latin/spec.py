@@ -51,6 +51,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         "curriculum.mode.stages",
         "curriculum.fill.stages",
     )
+    held_out = "about one square in eight is held out"
     overfit = Overfit(
         overrides={
             "data": {"augment": False, "easy_share": 0.0},

@@ -54,9 +54,13 @@ PLAYER = np.dtype(
     ]
 )
 """A character after a frame, in the game's units; NaN and UNKNOWN where a replay does not say."""
+HALVES = np.dtype({"names": ["halves"], "formats": [("<f2", 11)], "offsets": [6], "itemsize": PLAYER.itemsize})
+"""The same, all that are halves at once, in their order."""
 CONTROLLER = np.dtype([("buttons", "u1"), ("sticks", "i1", (4,)), ("shoulder", "u1")])
 """buttons: bit i is BUTTONS[i]; sticks: steps from the centre; shoulder: steps."""
 FRAME = np.dtype([("self", PLAYER), ("other", PLAYER), ("controller", CONTROLLER)])
+PAIR = np.dtype({"names": ["players"], "formats": [(PLAYER, 2)], "offsets": [0], "itemsize": FRAME.itemsize})
+"""The same, both players at once."""
 FOLLOWER = np.dtype([("at", "<u2"), ("whose", "u1"), ("state", PLAYER)])
 """The second of the Ice Climbers. at: frame of the row; whose: 0 ours, 1 theirs."""
 ITEM = np.dtype([("at", "<u2"), ("owner", "i1"), ("type", "<u2"), ("place", "<f2", (2,)), ("speed", "<f2", (2,))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from matrixlib.engine.onnx import Inputs, OnnxFile, OnnxModule
 from matrixlib.engine.onnx import export as write
-from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL
+from matrixlib.tasks.melee.columns import BUTTONS, DELAYS
+from matrixlib.tasks.melee.controller import AXES, LOGITS, NEUTRAL
 from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
 from matrixlib.tasks.melee.heads import gumbel
 from matrixlib.tasks.melee.losses import Objective
@@ -25,9 +27,9 @@ class MeleeOnnx(OnnxModule):
     sample.
     """
 
-    def __init__(self, model: MeleeNet, objective: Objective) -> None:
+    def __init__(self, model: MeleeNet, objective: Objective, delays: tuple[int, int]) -> None:
         super().__init__()
-        self.model, self._correct = model, objective.correct
+        self.model, self._correct, self._delays = model, objective.correct, delays
         names = [f"memory_{number}" for number in range(len(model.trunk.initial(1)))]
         self.inputs = ("numeric", "action", "character", "previous", "noise", *names)
         self.outputs = ("logits", "choices", *(f"next_{name}" for name in names))
@@ -49,16 +51,20 @@ class MeleeOnnx(OnnxModule):
         return logits, choices, *after
 
     def metadata(self) -> dict[str, str]:
-        return {"task": "melee"}
+        """As JSON: what each number of `numeric` and of `choices` is, the least and the greatest `delay` in frames that
+        the network was trained with (its input is in units of `delay_unit`)."""
+        choices = [*BUTTONS, *AXES, "shoulder"]
+        facts = {"numeric": INPUTS, "choices": choices, "delay": self._delays, "delay_unit": DELAYS}
+        return {"task": "melee"} | {name: json.dumps(value) for name, value in facts.items()}
 
 
-def export(model: MeleeNet, objective: Objective, path: Path | str) -> OnnxFile:
-    """Write a network for Melee as ONNX; errors as of `engine.onnx.export`.
+def export(model: MeleeNet, objective: Objective, delays: tuple[int, int], path: Path | str) -> OnnxFile:
+    """Write a network for Melee as ONNX, with the delays that it was trained with; errors as of `engine.onnx.export`.
 
     Compared over games of three frames at random, one and four at a time, sampled and not.
     """
     model = copy.deepcopy(model).cpu().float().eval()
-    module = MeleeOnnx(model, replace(objective, weights=model.heads.weights))
+    module = MeleeOnnx(model, replace(objective, weights=model.heads.weights), delays)
     return write(module, path, [inputs for rows in (1, 4) for inputs in frames(module, rows, 3)])
 
 

@@ -14,8 +14,10 @@ from matrixlib.tasks.melee.columns import (
     EVERYTHING,
     FRAME,
     GROUND,
+    HALVES,
     ITEM,
     LEFT,
+    PAIR,
     PLAYER,
     RIGHT,
     SAFE,
@@ -44,8 +46,15 @@ KINDS = np.array(
 STATE = ("percent", "facing", "x", "y", "invulnerable", "jumps", "shield", "on ground")
 SPEEDS = ("speed air x", "speed ground x", "speed y", "speed hit x", "speed hit y")
 LEADER = (*STATE, *SPEEDS, "hitstun", "action frame", "stocks", "ledge")
-_SECOND = ("there", *STATE, "speed air x", "speed y", "hitstun", "action frame", "stocks")
-SECOND = tuple(f"second {name}" for name in (*_SECOND, *(f"kind {number}" for number in range(len(KINDS)))))
+MEASURED = [LEADER.index(name) for name in ("percent", "shield", "x", "y", *SPEEDS, "hitstun", "action frame")]
+"""Where HALVES stand in LEADER, by SCALES."""
+SCALES = np.array([0.01, 0.01, 0.05, 0.05, *[0.5] * len(SPEEDS), 1 / 120, 1 / 60], np.float32)
+SIGNS = np.array([0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0], "<u2") << 15
+"""The sign of those of HALVES that change it in a mirror."""
+_OF_SECOND = (*STATE, "speed air x", "speed y", "hitstun", "action frame", "stocks")
+OF_SECOND = [LEADER.index(name) for name in _OF_SECOND]
+_KINDS = (f"kind {number}" for number in range(len(KINDS)))
+SECOND = tuple(f"second {name}" for name in ("there", *_OF_SECOND, *_KINDS))
 CONTROLS = (*BUTTONS, "main x", "main y", "c x", "c y", "shoulder")
 SPATIAL = ("distance", "dx", "dy", "time")
 ITEM_FIELDS = ("there", "owner", "x", "y", "type", "speed x", "speed y")
@@ -140,34 +149,38 @@ def live(
 def inputs(window: Window) -> dict[str, np.ndarray]:
     """What a network sees: `numeric` f4 (B, T, len(INPUTS)), `action` i2 and `character` u1 (B, T, 2), own first."""
     out = np.zeros((*window.frames.shape, len(INPUTS)), np.float32)
-    for name in ("self", "other"):
-        _player(out, "own" if name == "self" else "other", window.frames[name])
-    for whose, name in enumerate(("own", "other")):
-        mine = window.follower_at[2] == whose
-        _second(out, name, window.follower[mine], window.follower_at[:2, mine])
-    places = [PLACE[f"stage {stage}"] for stage in (*STAGES.values(), "other")]
-    _, kind = np.nonzero(np.concatenate([_stages(window.stage), ~_stages(window.stage).any(1, keepdims=True)], 1))
-    out[np.arange(len(kind)), :, np.array(places)[kind]] = 1
-    _controls(out, window.previous)
-    _spatial(out, window)
-    _items(out, window)
+    players = window.frames.view(PAIR)["players"]
+    leader = _leader(players)
+    both = _block(out, f"own {LEADER[0]}", 2, len(LEADER) + len(SECOND))
+    both[..., : len(LEADER)] = leader
+    if len(window.follower):
+        row, frame, whose = window.follower_at
+        both[row, frame, whose, len(LEADER) :] = _second(window.follower)
+    stage = window.stage[:, None] == np.array(list(STAGES))
+    _block(out, f"stage {STAGES[2]}", 1, len(STAGES) + 1)[:, :, 0] = np.c_[stage, ~stage.any(1)][:, None]
+    _controls(_block(out, f"previous {CONTROLS[0]}", 1, len(CONTROLS))[:, :, 0], window.previous)
+    x, y = np.moveaxis(leader[..., 1, 2:4] - leader[..., 0, 2:4], -1, 0)  # in twenties
+    number = window.first[:, None] + np.arange(out.shape[1])
+    values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, number / GAME_FRAMES)
+    for name, column in zip(SPATIAL, values, strict=True):
+        out[..., PLACE[name]] = column
+    if len(window.item):
+        row, frame, slot = window.item_at
+        _block(out, f"item 0 {ITEM_FIELDS[0]}", SLOTS, len(ITEM_FIELDS))[row, frame, slot] = _items(window.item)
     out[..., PLACE["delay"]] = window.delay[:, None] / DELAYS
-    for bit, name in enumerate(KNOWN):
-        out[..., PLACE[f"known {name}"]] = (window.known >> bit & 1)[:, None]
-    action, character = (
-        np.stack([window.frames[who][name] for who in ("self", "other")], 2) for name in ("action", "character")
-    )
+    known = window.known[:, None, None] >> np.arange(len(KNOWN)) & 1
+    _block(out, f"known {KNOWN[0]}", 1, len(KNOWN))[:, :, 0] = known
     return {
         "numeric": out,
-        "action": np.minimum(action, ACTIONS - 1).astype(np.int16),
-        "character": np.minimum(character, CHARACTERS - 1),
+        "action": np.minimum(players["action"], ACTIONS - 1).astype(np.int16),
+        "character": np.minimum(players["character"], CHARACTERS - 1),
     }
 
 
-def _stages(stage: np.ndarray) -> np.ndarray:
-    """(B, len(STAGES)) bool."""
-    same: np.ndarray = stage[:, None] == np.array(list(STAGES))
-    return same
+def _block(out: np.ndarray, first: str, count: int, size: int) -> np.ndarray:
+    """(B, T, count, size) of the numbers from the one named `first` on: a view."""
+    place = PLACE[first]
+    return out[..., place : place + count * size].reshape(*out.shape[:2], count, size)
 
 
 def _number(values: np.ndarray) -> np.ndarray:
@@ -177,86 +190,54 @@ def _number(values: np.ndarray) -> np.ndarray:
     return number
 
 
-def _player(out: np.ndarray, whose: str, state: np.ndarray) -> None:
-    first = PLACE[f"{whose} {LEADER[0]}"]
-    for number, values in enumerate(_leader(state)):
-        out[..., first + number] = values
+def _leader(state: np.ndarray) -> np.ndarray:
+    """(..., len(LEADER)) of players (...)."""
+    out = np.empty((*state.shape, len(LEADER)), np.float32)
+    out[..., MEASURED] = _number(state.view(HALVES)["halves"]) * SCALES
+    np.clip(out[..., 0], 0, 5, out=out[..., 0])
+    flags, x = state["flags"], out[..., LEADER.index("x")] * np.float32(20)
+    columns = {
+        "facing": ((flags & RIGHT) > 0).astype(np.float32) - ((flags & LEFT) > 0),
+        "invulnerable": (flags & SAFE) > 0,
+        "jumps": np.where(state["jumps"] == UNKNOWN, 0, state["jumps"]) / 6,
+        "on ground": (flags & GROUND) > 0,
+        "stocks": state["stocks"] / 4,
+        "ledge": (EDGE - np.abs(x)) / EDGE,
+    }
+    for name, column in columns.items():
+        out[..., LEADER.index(name)] = column
+    return out
 
 
-def _shared(state: np.ndarray) -> list[np.ndarray]:
-    """STATE of players of any shape."""
-    flags = state["flags"]
-    return [
-        np.clip(_number(state["percent"]) * 0.01, 0, 5),
-        ((flags & RIGHT) > 0).astype(np.float32) - ((flags & LEFT) > 0),
-        _number(state["x"]) * 0.05,
-        _number(state["y"]) * 0.05,
-        (flags & SAFE) > 0,
-        np.where(state["jumps"] == UNKNOWN, 0, state["jumps"]) / 6,
-        _number(state["shield"]) * 0.01,
-        (flags & GROUND) > 0,
-    ]
-
-
-def _leader(state: np.ndarray) -> list[np.ndarray]:
-    speeds = _number(state["speeds"]) * 0.5
-    return [
-        *_shared(state),
-        *(speeds[..., number] for number in range(len(SPEEDS))),
-        _number(state["hitstun"]) / 120,
-        _number(state["action_frame"]) / 60,
-        state["stocks"] / 4,
-        (EDGE - np.abs(_number(state["x"]))) / EDGE,
-    ]
-
-
-def _second(out: np.ndarray, whose: str, state: np.ndarray, at: np.ndarray) -> None:
-    if not len(state):
-        return
-    speeds = _number(state["speeds"]) * 0.5
-    values = [
-        np.ones(len(state)),
-        *_shared(state),
-        speeds[:, 0],
-        speeds[:, 2],
-        _number(state["hitstun"]) / 120,
-        _number(state["action_frame"]) / 60,
-        state["stocks"] / 4,
-    ]
-    first = PLACE[f"{whose} {SECOND[0]}"]
-    for number, column in enumerate(values):
-        out[at[0], at[1], first + number] = column
+def _second(state: np.ndarray) -> np.ndarray:
+    """(K, len(SECOND)) of players (K,)."""
     kind = np.searchsorted(KINDS, state["action"], side="right") - 1
-    out[at[0], at[1], first + len(values) + kind] = 1
+    return np.c_[np.ones(len(state)), _leader(state)[:, OF_SECOND], kind[:, None] == np.arange(len(KINDS))]
 
 
 def _controls(out: np.ndarray, controller: np.ndarray) -> None:
-    first = PLACE[f"previous {CONTROLS[0]}"]
-    out[..., first : first + len(BUTTONS)] = _bits(controller["buttons"])
-    sticks = first + len(BUTTONS)
-    out[..., sticks : sticks + 4] = controller["sticks"] / np.float32(STICK_STEPS)
-    out[..., sticks + 4] = controller["shoulder"] / np.float32(SHOULDER_STEPS)
+    buttons = len(BUTTONS)
+    out[..., :buttons] = _bits(controller["buttons"])
+    out[..., buttons : buttons + 4] = controller["sticks"] / np.float32(STICK_STEPS)
+    out[..., buttons + 4] = controller["shoulder"] / np.float32(SHOULDER_STEPS)
 
 
-def _spatial(out: np.ndarray, window: Window) -> None:
-    own, other = window.frames["self"], window.frames["other"]
-    dx, dy = (_number(other[axis]) - _number(own[axis]) for axis in ("x", "y"))
-    number = window.first[:, None] + np.arange(out.shape[1])
-    values = (np.minimum(np.hypot(dx, dy) / 200, 1.5), dx / 200, dy / 100, number / GAME_FRAMES)
-    for name, column in zip(SPATIAL, values, strict=True):
-        out[..., PLACE[name]] = column
-
-
-def _items(out: np.ndarray, window: Window) -> None:
-    item, (row, frame, slot) = window.item, window.item_at
+def _items(item: np.ndarray) -> np.ndarray:
+    """(M, len(ITEM_FIELDS)) of items (M,)."""
     place, speed = _number(item["place"]) * 0.05, _number(item["speed"]) * 0.5
-    columns = (1, item["owner"] * 0.5, place[:, 0], place[:, 1], item["type"] * 0.01, speed[:, 0], speed[:, 1])
-    first = PLACE[f"item 0 {ITEM_FIELDS[0]}"] + slot * len(ITEM_FIELDS)
-    for number, column in enumerate(columns):
-        out[row, frame, first + number] = column
+    return np.c_[np.ones(len(item)), item["owner"] * 0.5, place, item["type"] * 0.01, speed]
 
 
 # Controllers as classes
+
+
+def _rounded(steps: np.ndarray, whole: int, middle: int, classes: int) -> np.ndarray:
+    return np.clip(np.floor(steps / np.float32(whole) + (middle + 0.5)), 0, classes - 1).astype(np.uint8)
+
+
+_STICK = _rounded(np.arange(256, dtype=np.uint8).view(np.int8), STICK_STEPS // CENTRE, CENTRE, STICK_CLASSES)
+_SHOULDER = _rounded(np.arange(256), SHOULDER_STEPS // (SHOULDER_CLASSES - 1), 0, SHOULDER_CLASSES)
+"""The class of each stored byte."""
 
 
 def _bits(buttons: np.ndarray) -> np.ndarray:
@@ -272,12 +253,10 @@ def previous(controller: np.ndarray) -> dict[str, np.ndarray]:
 def classes(controller: np.ndarray) -> dict[str, np.ndarray]:
     """Controllers (...) as `buttons` u1 (..., 8), `sticks` (..., 4) in 0..16 with the centre at 8, and `shoulder` (...)
     in 0..4: an axis in 0..1 times the number of steps, rounded."""
-    sticks = np.floor(controller["sticks"] / np.float32(STICK_STEPS / CENTRE) + (CENTRE + 0.5))
-    shoulder = np.floor(controller["shoulder"] / np.float32(SHOULDER_STEPS) * (SHOULDER_CLASSES - 1) + 0.5)
     return {
         "buttons": _bits(controller["buttons"]),
-        "sticks": np.clip(sticks, 0, STICK_CLASSES - 1).astype(np.uint8),
-        "shoulder": np.clip(shoulder, 0, SHOULDER_CLASSES - 1).astype(np.uint8),
+        "sticks": _STICK[controller["sticks"].view(np.uint8)],
+        "shoulder": _SHOULDER[controller["shoulder"]],
     }
 
 
@@ -290,27 +269,25 @@ def controllers(buttons: np.ndarray, sticks: np.ndarray, shoulder: np.ndarray) -
     return out
 
 
-def mirror(window: Window, rows: np.ndarray) -> Window:
-    """The same with left and right exchanged in `rows` (B,) bool; the window's arrays are changed in place."""
+def mirror(window: Window, rows: np.ndarray) -> None:
+    """Exchange left and right in `rows` (B,) bool, in place."""
     for who in ("self", "other"):
         _mirror_players(window.frames[who], rows)
-    window.previous["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)
+    mirror_sticks(window.previous, rows)
     _mirror_players(window.follower, rows[window.follower_at[0]])
     things = rows[window.item_at[0]]
     for field in ("place", "speed"):
         window.item[field][things, 0] *= -1
-    return window
 
 
-def mirror_sticks(sticks: np.ndarray, rows: np.ndarray) -> None:
-    """Exchange left and right in the classes (B, ..., 4) of `rows`, in place: 16 - class."""
-    for axis in (0, 2):
-        sticks[rows, ..., axis] = STICK_CLASSES - 1 - sticks[rows, ..., axis]
+def mirror_sticks(controller: np.ndarray, rows: np.ndarray) -> None:
+    """Exchange left and right in `rows` of stored controllers (B, T), in place. Their classes follow: 16 - class is one
+    off in the middle between two, where `classes` rounds up."""
+    controller["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)
 
 
 def _mirror_players(state: np.ndarray, rows: np.ndarray) -> None:
-    state["x"][rows] *= -1
-    state["speeds"][rows] *= np.array([-1, -1, 1, -1, 1], np.float16)
+    state.view(HALVES)["halves"].view("<u2")[rows] ^= SIGNS
     flags = state["flags"][rows]
     turned = (flags & RIGHT) // RIGHT * LEFT | (flags & LEFT) // LEFT * RIGHT
     state["flags"][rows] = flags & ~np.uint8(RIGHT | LEFT) | turned

@@ -16,19 +16,8 @@ from matrixlib.tasks.melee.controller import HEADS, Head
 
 SHOULDER_SHARE = 2  # the shoulder's head is so many times narrower
 DEVIATION = 0.02  # of the last weights: a fresh network says nearly what a constant predictor does
+SIZES = [head.classes for head in HEADS]
 Correct = Callable[[Head, Tensor], Tensor]
-
-
-def unfold(head: Head, choices: Tensor) -> Tensor:
-    """(..., classes) fp32: the choices (..., 8 or 1) of a head, buttons as they are, a class as one of its places."""
-    if choices.shape[-1] > 1:
-        return choices.float()
-    return (choices == torch.arange(head.classes, device=choices.device)).float()
-
-
-def unfold_all(choices: Tensor) -> Tensor:
-    """(..., 81) fp32 of whole controllers (..., 13)."""
-    return torch.cat([unfold(head, choices[..., head.choices]) for head in HEADS], -1)
 
 
 class Heads(nn.Module):
@@ -39,12 +28,19 @@ class Heads(nn.Module):
     """
 
     weights: Tensor
+    values: Tensor
+    columns: Tensor
 
     def __init__(
         self, width: int, hidden: int, autoregressive: bool, prior: Sequence[float], weights: Sequence[float]
     ) -> None:
         super().__init__()
         self.register_buffer("weights", torch.tensor(weights))
+        # What each logit stands for: a value of a column of choices.
+        values = torch.cat([torch.ones(8) if head.name == "buttons" else torch.arange(head.classes) for head in HEADS])
+        columns = torch.cat([torch.arange(13)[head.choices].expand(head.classes) for head in HEADS])
+        self.register_buffer("values", values.long(), persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
         sizes = [hidden // SHOULDER_SHARE if head.name == "shoulder" else hidden for head in HEADS]
         self.inner = nn.ModuleList(nn.Linear(width, size) for size in sizes)
         self.outer = nn.ModuleList(nn.Linear(size, head.classes) for size, head in zip(sizes, HEADS, strict=True))
@@ -56,30 +52,36 @@ class Heads(nn.Module):
                 layer.weight.normal_(std=DEVIATION)
                 layer.bias.copy_(start[head.logits])
 
+    def unfold(self, choices: Tensor) -> Tensor:
+        """(..., 81) fp32 of whole controllers (..., 13): buttons as they are, a class as one of its places."""
+        return (choices.index_select(-1, self.columns) == self.values).float()
+
     def forward(self, x: Tensor, choices: Tensor) -> Tensor:
         """(..., 81) logits of each part, the parts before it being those of `choices` (..., 13)."""
-        return self._run(x, lambda head, logits: choices[..., head.choices])[0]
+        return self._run(x, lambda number, logits: choices[..., HEADS[number].choices])[0]
 
-    def decide(self, x: Tensor, noise: Tensor, correct: Correct) -> tuple[Tensor, Tensor]:
+    def decide(self, x: Tensor, noise: Tensor, correct: Correct | None) -> tuple[Tensor, Tensor]:
         """(logits (..., 81), choices (..., 13)) with each part decided by what its noise (..., 81) makes greatest.
 
         noise: `gumbel` for a sample, zeros for the likeliest. correct: from logits of a head to log-odds (buttons) or
         log-probabilities, where the loss was not the likelihood.
         """
+        noises = noise.split(SIZES, -1)
 
-        def pick(head: Head, logits: Tensor) -> Tensor:
-            score = correct(head, logits.float()) + noise[..., head.logits]
-            return (score > 0).long() if head.name == "buttons" else score.argmax(-1, keepdim=True)
+        def pick(number: int, logits: Tensor) -> Tensor:
+            score = (logits if correct is None else correct(HEADS[number], logits.float())) + noises[number]
+            return (score > 0).long() if number == 0 else score.argmax(-1, keepdim=True)
 
         return self._run(x, pick)
 
-    def _run(self, x: Tensor, pick: Callable[[Head, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _run(self, x: Tensor, pick: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         parts, picks = [], []
-        for number, head in enumerate(HEADS):
+        values = self.values.split(SIZES)
+        for number in range(len(HEADS)):
             parts.append(self.outer[number](F.relu(self.inner[number](x))))
-            picks.append(pick(head, parts[-1]))
+            picks.append(pick(number, parts[-1]))
             if number < len(self.given):
-                x = x + self.given[number](unfold(head, picks[-1]))
+                x = x + self.given[number]((picks[-1] == values[number]).float())
         return torch.cat(parts, -1), torch.cat(picks, -1)
 
 

@@ -9,7 +9,7 @@ Shapes: n valid frames; choices (n, 13) and log-likelihoods as in controller.py 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,10 @@ TOP = 3
 class Frames:
     """What is to be judged. target, repeated (the controller held), sampled, likeliest: choices (n, 13).
 
-    nll: (n, 6) by head, negative log-likelihood of the target. ranks: (n, 5) classes that a head finds likelier than
-    the true one. new_action (n,): the player's action is another than in the frame before; False where there is none.
+    nll: (n, 6) by head, negative log-likelihood of the target, of all eight buttons together. ranks: (n, 5) classes
+    that a head finds likelier than the true one. Both are those of a head that is given the true parts before it where
+    the network decides one after the other, so the sum of nll is that of the whole controller. new_action (n,): the
+    player's action is another than in the frame before; False where there is none.
     """
 
     target: np.ndarray
@@ -95,33 +97,27 @@ def _judged(objective: Objective, logits: Tensor, target: Tensor) -> tuple[Tenso
     for head in HEADS:
         corrected, own = objective.correct(head, logits[..., head.logits]), target[..., head.choices]
         likelihood = log_likelihood(head, corrected, own)
-        nll.append(-likelihood.mean(-1))
+        nll.append(-likelihood)
         if head.name != "buttons":
-            ranks.append((corrected > likelihood).sum(-1))
+            ranks.append((corrected > likelihood[..., None]).sum(-1))
     return torch.stack(nll, -1), torch.stack(ranks, -1)
 
 
-def figures(frames: Frames) -> dict[str, Any]:
+def figures(frames: Frames, autoregressive: bool) -> dict[str, Any]:
     """JSON data, each figure beside its baselines; log-likelihoods in nats a frame; counts for the pictures.
 
     The baselines of log-likelihoods, a constant predictor and one that mostly repeats the controller held, are fitted
-    on the very frames that they are judged on, which favours them.
+    on the very frames that they are judged on, which favours them: constants once more on those with a change alone.
+    given: what is to be said of the network's log-likelihoods and ranks of single parts where it decides them one after
+    the other (see `Frames`).
     """
-    parts = [(head, frames.target[:, head.choices], frames.repeated[:, head.choices]) for head in HEADS]
-    nll = {
-        "nll": frames.nll,
-        "constant": np.stack([constant_nll(head, target) for head, target, _ in parts], 1),
-        "repeating": np.stack([repeating_nll(*part) for part in parts], 1),
-    }
-    change = np.stack([(target != held).any(1) for _, target, held in parts], 1)
+    change = np.stack([(frames.target != frames.repeated)[:, head.choices].any(1) for head in HEADS], 1)
     return {
         "frames": len(frames.target),
-        "heads": {
-            head.name: _nats({name: values[:, number] for name, values in nll.items()}, change[:, number])
-            for number, head in enumerate(HEADS)
-        },
-        "total": _nats({name: values.sum(1) for name, values in nll.items()}, np.any(change, 1)),
-        "whole": _whole(frames),
+        "given": ", given true earlier parts" if autoregressive else "",
+        "heads": {head.name: _nats(frames, [head], change[:, number]) for number, head in enumerate(HEADS)},
+        "total": _nats(frames, HEADS, np.any(change, 1)),
+        "whole": _whole(frames, np.any(change, 1)),
         "buttons": {name: _button(frames, place) for place, name in enumerate(BUTTONS)},
         "axes": {head.name: _axis(frames, number) for number, head in enumerate(HEADS) if head.name != "buttons"},
         "leak": _leak(frames),
@@ -134,16 +130,29 @@ def _versions(frames: Frames, *names: str) -> Iterator[tuple[str, np.ndarray]]:
     return ((name, getattr(frames, name)) for name in names)
 
 
-def _nats(nll: Mapping[str, np.ndarray], change: np.ndarray) -> dict[str, float]:
-    """Means over all frames, and over those in which something changes."""
-    means = {name: _mean(values) for name, values in nll.items()}
-    at_change = {f"change_{name}": _mean(values[change]) for name, values in nll.items()}
-    return means | at_change | {"saved": means["constant"] - means["nll"], "changes": _mean(change)}
+def _nats(frames: Frames, heads: Sequence[Head], change: np.ndarray) -> dict[str, float]:
+    """Means of these parts together, over all frames and over those in which something changes (n,)."""
+    parts = [(head, frames.target[:, head.choices], frames.repeated[:, head.choices]) for head in heads]
+    nll = frames.nll[:, [HEADS.index(head) for head in heads]].sum(1)
+    repeating = np.sum([repeating_nll(*part) for part in parts], 0)
+    constant, change_constant = (
+        _mean(np.sum([constant_nll(head, target[rows]) for head, target, _ in parts], 0)) for rows in (..., change)
+    )
+    return {
+        "nll": _mean(nll),
+        "constant": constant,
+        "repeating": _mean(repeating),
+        "change_nll": _mean(nll[change]),
+        "change_constant": change_constant,
+        "change_repeating": _mean(repeating[change]),
+        "saved": constant - _mean(nll),
+        "changes": _mean(change),
+    }
 
 
 def constant_nll(head: Head, target: np.ndarray) -> np.ndarray:
     """(n,) of the predictor that always says how frequent each class of the target (n, 8 or 1) is."""
-    return np.column_stack([-np.log(_shares(column, classes(head)))[column] for column in target.T]).mean(1)
+    return np.column_stack([-np.log(_shares(column, classes(head)))[column] for column in target.T]).sum(1)
 
 
 def repeating_nll(head: Head, target: np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -156,7 +165,7 @@ def repeating_nll(head: Head, target: np.ndarray, held: np.ndarray) -> np.ndarra
         keep = (stay.sum() + 0.5) / (len(stay) + 1)
         change = (1 - keep) * moves[now] / np.maximum(1 - moves[before], 1e-9)
         columns.append(-np.log(np.where(stay, keep, np.minimum(change, 1 - keep))))
-    return np.column_stack(columns).mean(1)
+    return np.column_stack(columns).sum(1)
 
 
 def classes(head: Head) -> int:
@@ -210,22 +219,32 @@ def _axis(frames: Frames, number: int) -> dict[str, Any]:
     return out
 
 
-def _whole(frames: Frames) -> dict[str, Any]:
-    """Whole controllers: how often right, how often another than the one held, how many different ones there are."""
-    change = (frames.target != frames.repeated).any(1)
+def _whole(frames: Frames, change: np.ndarray) -> dict[str, Any]:
+    """Whole controllers: how often right, how often another than the one held, how many different ones there are.
+
+    entropy: in nats; of the target, no predictor that always says the same has a lower log-loss, whatever it knows of
+    the parts that go together.
+    """
     out: dict[str, Any] = {}
     for name, choices in _versions(frames, "target", *DECISIONS):
         equal = (choices == frames.target).all(1)
-        counts = np.unique(choices, axis=0, return_counts=True)[1]
-        shares = counts / counts.sum()
+        different, entropy = _variety(choices)
         out[name] = {
             "accuracy": _mean(equal),
             "change_accuracy": _mean(equal[change]),
             "changes": _mean((choices != frames.repeated).any(1)),
-            "different": len(counts),
-            "entropy": float(-(shares * np.log(shares)).sum()),
+            "different": different,
+            "entropy": entropy,
+            "change_entropy": _variety(choices[change])[1],
         }
     return out
+
+
+def _variety(choices: np.ndarray) -> tuple[int, float]:
+    """How many different controllers there are in (n, 13), and their entropy in nats."""
+    counts = np.unique(choices, axis=0, return_counts=True)[1]
+    shares = counts / counts.sum()
+    return len(counts), float(-(shares * np.log(shares)).sum())
 
 
 def _leak(frames: Frames) -> dict[str, float]:

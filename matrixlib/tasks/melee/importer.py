@@ -1,7 +1,7 @@
 """Import of Slippi's replays into a folder of shards (see `matrixlib.data.imports`).
 
 A folder of replays is one import, a replay one entry of it. Which replays are held out follows from their bytes: about
-one in HELD_OUT, and always one of several that come in together.
+one in HELD_OUT, and the first new one where nothing else would be and there are others to train on.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from matrixlib.data.account import ImportReport
+from matrixlib.data.account import FOLDER, ImportReport, quiet_catalogue, read_account
 from matrixlib.data.entries import Entries, ParseResult, Part
-from matrixlib.data.imports import Storage, files_of, import_each
-from matrixlib.data.shards import Batch, concat, file_hash
+from matrixlib.data.imports import Storage, files_of, hash_of, import_each
+from matrixlib.data.shards import Batch, Shard, concat, file_hash
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, read
 from matrixlib.tasks.melee.stretches import figures, stretches
@@ -47,11 +47,11 @@ class Slippi:
     def parts(self, path: Path) -> Iterator[Part]:
         """A replay is one part; other files of a folder are none."""
         if path.suffix.lower() == ENDING:
-            yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"", path.name)
+            yield Part(0, 0, path.read_bytes() if path.stat().st_size <= LARGEST else b"")
 
     def read(self, part: Part) -> ParseResult:
         """The rows of a replay, one that is refused, or one that is left out."""
-        entries = Entries(part)
+        entries = Entries(replace(part, first=part.number))
         batch = concat([], LAYOUT)
         try:
             if not part.data:
@@ -86,27 +86,53 @@ def import_replays(
     if importlib.util.find_spec("peppi_py") is None:
         raise ValueError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'")
     named = [Path(path).expanduser() for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    replays = [file for path in named for file in _replays(path)]
-    reader = Slippi(threshold({file_hash(file): file for file in replays}))
+    replays = {path: _replays(path) for path in named}
+    before = _thresholds(Path(folder))
+    known = {path: before[digest] for path in named if before and (digest := hash_of(path)) in before}
+    new = [file for path in named if path not in known for file in replays[path]]
+    split = threshold({file_hash(file): file for file in new}, *_games(Path(folder)))
+    jobs = [(path, Slippi(known.get(path, split))) for path in named]
     storage = Storage(LAYOUT, VERSION, SHARD, STEP, _is_held_out, _faults, figures)
-    return import_each([(path, reader) for path in named], Path(folder), storage, workers, progress, limit)
+    return import_each(jobs, Path(folder), storage, workers, progress, limit)
 
 
-def threshold(replays: Mapping[str, Path]) -> str:
+def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_out: bool = False) -> str:
     """The greatest SHA-256 (hex) that is held out, of replays by theirs: that of the share, or of the first sound game
-    where that is above it and there is another game."""
+    that is not `stored` yet, where that is above it, nothing is held out yet and there is another game."""
     share = f"{2**256 // HELD_OUT:064x}"
-    sound = (digest for digest, path in sorted(replays.items()) if _is_game(path))
-    first, second = next(sound, ""), next(sound, "")
-    return max(share, first) if second else share
+    first, games = "", set(stored)
+    for digest, path in [] if held_out else sorted(replays.items()):
+        if (game := _game(path)) is None or game in games:
+            continue
+        games.add(game)
+        first = first or digest
+        if len(games) > 1:
+            return max(share, first)
+    return share
 
 
-def _is_game(path: Path) -> bool:
+def _game(path: Path) -> int | None:
     try:
-        read(path)
+        return read(path).game
     except (NoGame, ReplayError):
-        return False
-    return True
+        return None
+
+
+def _thresholds(folder: Path) -> dict[str, str]:
+    """SHA-256 of what has been imported into a folder -> the threshold then: done again, or gone on with, an import is
+    split as it was."""
+    accounts = (read_account(path) for path in (folder / FOLDER).glob("slippi_*/part_000000.json"))
+    return {account.sha256: account.reader["held_out"] for account in accounts if account}
+
+
+def _games(folder: Path) -> tuple[set[int], bool]:
+    """Ids of the games in a folder, and whether any of them is held out."""
+    if not (folder / FOLDER).is_dir():
+        return set(), False
+    rows = [row for row in quiet_catalogue(folder).shards() if row.source == Slippi().source]
+    records = [Shard(row.path, LAYOUT).arrays["records"] for row in rows]
+    ids = {game for part in records for game in np.unique(part["game"]).tolist()}
+    return ids, any(_is_held_out(part).any() for part in records)
 
 
 def _replays(path: Path) -> list[Path]:

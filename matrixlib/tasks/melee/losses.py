@@ -19,6 +19,7 @@ from matrixlib.tasks.melee.controller import HEADS, Head
 
 LIMIT = 60.0  # of logits
 TINY = 1e-7
+LEAST = 0.01  # what a class keeps at least of its share of the smoothing: below that, a network's noise would decide
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Objective:
     weights: Tensor
     gamma: float = 0.0
     smoothing: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the logits are those of the true probabilities, but for a constant, so that `correct` changes no
+        decision."""
+        return not (self.gamma or self.smoothing) and bool((self.weights == 1).all())
 
     def losses(self, head: Head, logits: Tensor, choices: Tensor) -> Tensor:
         """(...) loss of each frame.
@@ -64,7 +71,8 @@ class Objective:
 
         The focal loss has its minimum elsewhere than at the true probabilities, which follow from those of the
         network q as q / phi(q), phi(q) = (1 - q)^gamma - gamma (1 - q)^(gamma - 1) q ln q (Charoenphakdee et al. 2021,
-        "On Focal Loss for Class-Posterior Probability Estimation"); a weight of a pressed button multiplies its odds.
+        "On Focal Loss for Class-Posterior Probability Estimation"). A weight of a pressed button multiplies its odds.
+        Smoothing mixes every class's share into what is learned, and is taken out again.
         """
         z = logits.float().clamp(-LIMIT, LIMIT)
         if head.name == "buttons":
@@ -73,11 +81,14 @@ class Objective:
                 odds = odds - self._log_phi(F.logsigmoid(z), F.logsigmoid(-z))
                 odds = odds + self._log_phi(F.logsigmoid(-z), F.logsigmoid(z))
             return odds - self.weights.log()
-        log_q = z.log_softmax(-1)
-        if not self.gamma:
-            return log_q
-        others = (-log_q.clamp(max=-TINY).expm1()).log()
-        return (log_q - self._log_phi(log_q, others)).log_softmax(-1)
+        log_p = z.log_softmax(-1)
+        if self.gamma:
+            others = (-log_p.clamp(max=-TINY).expm1()).log()
+            log_p = (log_p - self._log_phi(log_p, others)).log_softmax(-1)
+        if self.smoothing:
+            share = self.smoothing / head.classes
+            log_p = (log_p.exp() - share).clamp(min=LEAST * share).log().log_softmax(-1)
+        return log_p
 
     def _log_phi(self, log_q: Tensor, log_rest: Tensor) -> Tensor:
         """ln phi(q) from ln q and ln (1 - q)."""
@@ -85,10 +96,10 @@ class Objective:
 
 
 def log_likelihood(head: Head, corrected: Tensor, choices: Tensor) -> Tensor:
-    """(..., 8 or 1) of what was done, from `Objective.correct`."""
+    """(...) of what was done, of all eight buttons together, from `Objective.correct`."""
     if head.name == "buttons":
-        return F.logsigmoid(torch.where(choices > 0, corrected, -corrected))
-    return corrected.gather(-1, choices)
+        return F.logsigmoid(torch.where(choices > 0, corrected, -corrected)).sum(-1)
+    return corrected.gather(-1, choices)[..., 0]
 
 
 def controllers(batch: Batch, prefix: str = "") -> Tensor:
@@ -103,8 +114,8 @@ def losses(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Sums over valid frames of the active heads' losses, from logits (B, T, 81).
 
-    Metrics: `nll` of the probabilities, whatever the loss; `accuracy` of the likeliest class, or mean over the eight
-    buttons; `repeat`, the accuracy of holding the controller as it is.
+    Metrics: `nll` of the probabilities, whatever the loss, of the eight buttons the sum; `accuracy` of the likeliest
+    class, or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is.
     """
     target, previous = controllers(batch), controllers(batch, "previous_")
     valid = batch["valid"].bool()
@@ -120,7 +131,7 @@ def losses(
         sums[head.name] = total(objective.losses(head, own, choices))
         with torch.no_grad():
             corrected = objective.correct(head, own)
-            metrics[f"{head.name}/nll"] = total(-log_likelihood(head, corrected, choices).mean(-1))
+            metrics[f"{head.name}/nll"] = total(-log_likelihood(head, corrected, choices))
             metrics[f"{head.name}/accuracy"] = total((likeliest(head, corrected) == choices).float().mean(-1))
             metrics[f"{head.name}/repeat"] = total((before == choices).float().mean(-1))
     return sums, metrics

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from matrixlib.tasks.melee.config import MeleeModelConfig
 from matrixlib.tasks.melee.controller import LOGITS
 from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
-from matrixlib.tasks.melee.heads import Heads, unfold_all
+from matrixlib.tasks.melee.heads import Heads
 
 State = tuple[Tensor, ...]
 ROTATION = 10_000.0  # longest wavelength of the rotary embedding
@@ -131,10 +131,9 @@ class Block(nn.Module):
         self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(config.dropout)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys, values (B, heads, T, W / heads) of x (B, T, W), not yet turned."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return q, k, v
+    def split(self, x: Tensor) -> Tensor:
+        """Queries, keys, values (3, B, heads, T, W / heads) of x (B, T, W), not yet turned."""
+        return cast(Tensor, self.qkv(self.norm1(x))).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """x (B, T, W) with what T queries see of the keys."""
@@ -147,27 +146,29 @@ class Block(nn.Module):
 class Transformer(Trunk):
     """Causal attention over the last `window` frames, their distance turned into the keys (rotary embedding).
 
-    In play the keys of the last frames are kept as they are and turned anew with each frame, so that a position is
-    never more than `window`, however long a game lasts.
+    In play the keys of the last frames are kept as they are and turned back by their age with each frame, so that an
+    angle stays exact, however long a game lasts.
     """
 
     turns: Tensor
+    ages: Tensor
 
     def __init__(self, config: MeleeModelConfig, window: int) -> None:
         super().__init__()
         self.window, self.width, self.heads = window, config.width, config.heads
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
-        self.register_buffer("turns", rotations(window, config.width // config.heads), persistent=False)
+        frames = torch.arange(window)
+        self.register_buffer("turns", self._rotations(frames), persistent=False)
+        self.register_buffer("ages", self._rotations(frames - frames[-1]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         length, mask, turn = x.shape[1], None, self.turns
         if length <= self.window:
             turn = turn[:, :length]
         else:  # as in play, where no more is remembered
-            turn = rotations(length, self.width // self.heads).to(x.device)
-            age = torch.arange(length, device=x.device)
-            age = age[:, None] - age
+            frames = torch.arange(length, device=x.device)
+            turn, age = self._rotations(frames), frames[:, None] - frames
             mask = (age >= 0) & (age < self.window)
         for block in self.blocks:
             q, k, v = cast(Block, block).split(x)
@@ -175,36 +176,33 @@ class Transformer(Trunk):
         return cast(Tensor, self.norm(x))
 
     def initial(self, rows: int) -> State:
-        """Keys and values (B, layers, 2, heads, window - 1, W / heads), the oldest first; how many there are (B,)."""
+        """Keys and values (B, layers, 2, heads, window, W / heads), the oldest first; how many there are (B,)."""
         like = cast(Block, self.blocks[0]).out.weight
-        kept = like.new_zeros(rows, len(self.blocks), 2, self.heads, self.window - 1, self.width // self.heads)
+        kept = like.new_zeros(rows, len(self.blocks), 2, self.heads, self.window, self.width // self.heads)
         return kept, torch.zeros(rows, dtype=torch.int64, device=like.device)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        kept, count = state
-        places = torch.arange(self.window, device=x.device)
-        mask = (places >= self.window - 1 - count[:, None])[:, None, None]
-        x, after = x[:, None], []
+        kept, count = state[0].roll(-1, 4), (state[1] + 1).clamp(max=self.window)
+        mask = (torch.arange(self.window, 0, -1, device=x.device) <= count[:, None])[:, None, None]
+        x = x[:, None]
         for number, block in enumerate(self.blocks):
-            q, *new = cast(Block, block).split(x)
-            both = torch.cat([kept[:, number], torch.stack(new, 1)], 3)
-            after.append(both[:, :, :, 1:])
-            k, v = both.unbind(1)
-            x = cast(Block, block).mix(x, rotated(q, self.turns[:, -1:]), rotated(k, self.turns), v, mask, False)
-        return self.norm(x)[:, 0], (torch.stack(after, 1), (count + 1).clamp(max=self.window - 1))
+            qkv = cast(Block, block).split(x)
+            kept[:, number, :, :, -1] = qkv[1:, :, :, 0].transpose(0, 1)
+            k, v = kept[:, number].unbind(1)
+            x = cast(Block, block).mix(x, qkv[0], rotated(k, self.ages), v, mask, False)
+        return self.norm(x)[:, 0], (kept, count)
 
-
-def rotations(length: int, size: int) -> Tensor:
-    """(2, length, size) cosine and sine by which `rotated` turns frame 0, 1, ..."""
-    speeds = ROTATION ** (-torch.arange(size // 2) / (size // 2))
-    angle = (torch.arange(length)[:, None] * speeds).repeat(1, 2)
-    return torch.stack([angle.cos(), angle.sin()])
+    def _rotations(self, frames: Tensor) -> Tensor:
+        """(2, T, W / heads) what `rotated` multiplies frames (T,) by, counted from any."""
+        half = self.width // self.heads // 2
+        angle = frames[:, None] * ROTATION ** (-torch.arange(half, device=frames.device) / half)
+        return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], 1)])
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """x (..., T, D) with each pair of its numbers turned as `turn` (2, T, D) says (Su et al. 2021, "RoFormer")."""
-    left, right = x.chunk(2, -1)
-    return (x * turn[0] + torch.cat([-right, left], -1) * turn[1]).to(x.dtype)
+    """x (..., T, D) with each pair of its numbers turned (Su et al. 2021, "RoFormer"); turn: (2, T, D) cosines and
+    signed sines."""
+    return (x * turn[0] + x.roll(x.shape[-1] // 2, -1) * turn[1]).to(x.dtype)
 
 
 def trunk(config: MeleeModelConfig, window: int) -> Trunk:
@@ -238,7 +236,7 @@ class MeleeNet(nn.Module):
     def encode(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor) -> Tensor:
         """(..., W) before the trunk."""
         embedded = (self.action(action).flatten(-2), self.character(character).flatten(-2))
-        return cast(Tensor, self.first(torch.cat([numeric, *embedded, unfold_all(previous)], -1)))
+        return cast(Tensor, self.first(torch.cat([numeric, *embedded, self.heads.unfold(previous)], -1)))
 
     def step(
         self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, state: State

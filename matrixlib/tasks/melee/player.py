@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,49 +24,61 @@ PARTS = ("buttons", "sticks", "shoulder")
 class MeleeNetwork(Network):
     """A network that imitates a player."""
 
-    @property
-    def delay(self) -> int:
-        """Frames from a state to the decision on it."""
-        task: Any = self.task
-        return int(task.config.data.delay[0])
+    _playing: Player | None = None
+    _games = 0  # begun
 
-    def player(self, seed: int = 0, temperature: float = 1.0) -> Player:
+    @property
+    def delays(self) -> tuple[int, int]:
+        """The least and the greatest delay that it was trained with."""
+        task: Any = self.task
+        delays: tuple[int, int] = task.config.data.delay
+        return delays
+
+    def player(self, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> Player:
         """One that plays a game of its own; see `Player`."""
-        return Player(self, seed, temperature)
+        return Player(self, seed, temperature, delay)
 
     def act(self, frame: Window) -> Controller:
         """`Player.act` of the one game that is being played; `reset` begins another."""
         if self._playing is None:
-            self._playing = self.player()
+            self.reset()
+        assert self._playing is not None
         return self._playing.act(frame)
 
-    def reset(self) -> None:
-        """The next frame is the first of a game."""
-        self._playing = None
-
-    _playing: Player | None = None
+    def reset(self, delay: int | None = None) -> None:
+        """The next frame is the first of a game, which has a seed of its own: the first 0, the next 1. delay: as of
+        `Player`."""
+        self._playing = self.player(self._games, delay=delay)
+        self._games += 1
 
 
 class Player:
     """Plays one game. Holds what the network remembers, and what it has decided.
 
     temperature: of the decisions, 1 as the players did; 0 takes the likeliest of each part, which hardly ever presses a
-    rare button. ValueError for one below 0.
+    rare button. delay: frames from a state to the decision on it, by default the least that the network was trained
+    with; a bot takes what passes between what it sees and what the game takes from it. ValueError for a temperature
+    below 0, or a delay that the network was not trained with.
     """
 
-    def __init__(self, net: MeleeNetwork, seed: int = 0, temperature: float = 1.0) -> None:
+    def __init__(self, net: MeleeNetwork, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> None:
+        least, most = net.delays
+        delay = least if delay is None else delay
+        if not least <= delay <= most:
+            raise ValueError(f"delay {delay}: the network was trained with {least} to {most} frames (data.delay)")
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature {temperature}: give 1, more for variety, less for certainty, or 0")
         task: Any = net.task
         self._model = cast(MeleeNet, net.model)
-        self._correct = task.objective(self._model).correct
+        objective = task.objective(self._model)
+        self._correct = None if objective.exact else objective.correct
         self._device = net.runtime.torch_device
-        self._temperature, self._stream = temperature, torch.Generator().manual_seed(seed)
+        self._noise = self._noises(torch.Generator().manual_seed(seed), temperature)
         self._remembered: State = self._model.trunk.initial(1)
         self.decision = NEUTRAL
         """(13,) what was decided last, as classes."""
-        self._delay = np.array([net.delay])
-        self._waiting = deque([NEUTRAL] * net.delay)
+        self._delay = np.array([delay])
+        self._waiting = deque([NEUTRAL] * delay)
         self.logits = np.zeros(LOGITS, np.float32)
         """(81,) what the network said of the last frame."""
 
@@ -93,11 +106,15 @@ class Player:
             self._row(held, torch.int64),
             self._remembered,
         )
-        noise = self._temperature * gumbel(torch.rand(1, LOGITS, generator=self._stream)).to(self._device)
-        logits, choices = self._model.heads.decide(x, noise, self._correct)
+        logits, choices = self._model.heads.decide(x, next(self._noise), self._correct)
         self.logits, self.decision = logits[0].cpu().numpy(), choices[0].cpu().numpy()
         self._waiting.append(self.decision)
         return Controller.of(self._waiting.popleft())
+
+    def _noises(self, stream: torch.Generator, temperature: float) -> Iterator[Tensor]:
+        """(1, 81) for each frame, made for a second at once."""
+        while True:
+            yield from (temperature * gumbel(torch.rand(60, LOGITS, generator=stream))).to(self._device).split(1)
 
     def _row(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array.reshape(1, -1)).to(self._device, dtype)

@@ -54,7 +54,7 @@ def nats_figure(figures: Mapping[str, Any]) -> Figure:
         kinds = (("constant", "0.75"), ("repeating", "0.45"), ("nll", SAMPLED))
         for number, (kind, colour) in enumerate(kinds):
             values = [head[f"{prefix}{kind}"] for head in heads.values()]
-            label = "network" if kind == "nll" else kind
+            label = f"network{figures['given']}" if kind == "nll" else kind
             axis.bar(places + 0.27 * (number - 1), values, 0.25, color=colour, label=label)
         axis.set(title=title, ylabel="nats a frame", xticks=places)
         axis.set_xticks(places, [name.replace("_", " ") for name in heads], fontsize=8)

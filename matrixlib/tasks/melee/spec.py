@@ -32,7 +32,8 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
     name, demo = "melee", "melee_demo"
     config = MeleeConfig
     objective_options = ("loss.",)
-    measured_on_options = ("validation.limit", "data.window", "data.delay")
+    measured_on_options = ("validation.limit", "data.delay")
+    held_out = "about one replay in ten is held out, and of several at least one"
     overfit = Overfit(
         overrides={
             "data": {"mirror": 0.0, "noise": 0.0, "random_start": False, "delay": [0, 0]},
@@ -78,7 +79,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
     def export(self, net: Any, path: Path | str) -> OnnxFile:
         from matrixlib.tasks.melee.export import export
 
-        return export(net.model, net.task.objective(net.model), path)
+        return export(net.model, net.task.objective(net.model), net.delays, path)
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Log-likelihoods, onsets and sticks of held-out frames, each beside what repeating the controller gives."""
@@ -86,7 +87,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
 
         config = net.task.config
         batches = held_out.sequential(config.validation.batch_size, sample=sample)
-        return imitation.figures(imitation.judge(net, batches, config.seed))
+        return imitation.figures(imitation.judge(net, batches, config.seed), config.model.autoregressive)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         from matrixlib.tasks.melee.tables import onset_recall

@@ -96,6 +96,7 @@ class TicTacToeSpec(TaskSpec[TicTacToeConfig]):
     config = TicTacToeConfig
     objective_options = ("loss.",)
     measured_on_options = ("validation.limit",)
+    held_out = "of a cycle's games one in twenty is held out"
     # The first positions of games come again and again, with other results: those can't be learned by heart.
     overfit = Overfit(overrides={"data": {"augment": False}}, gaps={"policy": 0.05})
     game = TicTacToeGameSpec()
