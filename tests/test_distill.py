@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matrixlib.config import ConfigError
+from matrixlib.data.shards import file_hash
+from matrixlib.engine import storage, validation
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch
+from matrixlib.files import read_json, write_json
 from matrixlib.runs.data import RunError
-from matrixlib.runs.run import Run, held_out_data, open_run
-from matrixlib.tasks import load_config
+from matrixlib.runs.run import Run, held_out_data, held_out_figures, open_run
+from matrixlib.tasks import load, load_config
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-from matrixlib.tasks.chess.distill import losses, sizes
+from matrixlib.tasks.chess.distill import features, losses, sizes
 from matrixlib.tasks.chess.distill.agreement import agreement, correlations
 from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 from matrixlib.tasks.chess.distill.temperature import LearnedTemperature, reversal, scheduled
 from matrixlib.tasks.chess.evaluate import strength
+from matrixlib.tasks.chess.evaluate.held_out import held_out
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -95,26 +101,35 @@ def test_the_soft_loss_equals_a_slow_reference_and_adds_up(seed: int, cut: int) 
         assert float(sum(m[name] for _, m in parts)) == pytest.approx(float(value), rel=1e-4, abs=1e-4), name
 
 
-def test_pads_and_illegal_moves_are_finite_numbers_times_zero() -> None:
-    """kl_div of masked logits with infinities is NaN, with log_target and without."""
+@pytest.mark.parametrize("pad", [-math.inf, 50.0, math.nan])
+def test_nothing_comes_of_pads_and_illegal_moves(pad: float) -> None:
+    """Neither in the loss nor in a gradient, that of a learned temperature included, whatever stands there; kl_div of
+    masked logits with infinities is NaN, with log_target and without.
+    """
     masked = torch.tensor([[1.0, -math.inf]]).log_softmax(1)
     assert F.kl_div(masked, masked, reduction="sum", log_target=True).isnan()
     case = policies(3)
     case["index"][0] = -1  # a row without a move
     case["rows"][:] = True
-    expected, _ = losses.policy_loss(**case)
-    assert expected.isfinite()
-    case["teacher"] = torch.where(case["index"] >= 0, case["teacher"], -math.inf)
-    illegal = torch.ones(6, 4672, dtype=torch.bool)
+    legal = torch.zeros(6, 4672, dtype=torch.bool)
     for row in range(6):
-        illegal[row, case["index"][row][case["index"][row] >= 0].long()] = False
-    logits = torch.where(illegal, -math.inf, case["logits"]).requires_grad_()
-    loss, _ = losses.policy_loss(**{**case, "logits": logits})
-    loss.backward()
-    assert torch.equal(loss, expected)
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
-    assert (logits.grad[illegal] == 0).all()
+        moves = case["index"][row] >= 0
+        legal[row, case["index"][row][moves].long()] = True
+        case["logits"][row, case["index"][row][moves].long()] += 3 * case["teacher"][row, moves]  # they often agree
+    results = []
+    for illegal, teacher in ((0.0, case["teacher"].clamp(min=-30)), (-math.inf, pad)):
+        logits = torch.where(legal, case["logits"], illegal).requires_grad_()
+        heat = case["temperature"].clone().requires_grad_()
+        theirs = torch.where(case["index"] >= 0, case["teacher"], teacher)
+        loss, metrics = losses.policy_loss(logits, case["index"], theirs, case["rows"], heat)
+        chance, _ = losses.policy_bounds(case["index"], theirs, case["rows"], heat.detach())
+        loss.backward()
+        assert logits.grad is not None
+        assert heat.grad is not None
+        assert (logits.grad[~legal] == 0).all()
+        results.append([loss.detach(), logits.grad, heat.grad, metrics["kl"], metrics["top1"], torch.tensor(chance)])
+    assert all(value.isfinite().all() for value in results[0])
+    assert all(map(torch.equal, *results))
 
 
 def test_the_gradient_keeps_its_size_at_every_temperature() -> None:
@@ -150,9 +165,9 @@ def teacher(reports: Path) -> str:
     return "somebody"
 
 
-def student(teacher: str, name: str = "student", **options: Any) -> Run:
+def student(teacher: str, name: str = "student", steps: int = 8, **options: Any) -> Run:
     changes = {**STUDENT, "teacher": {"network": teacher, **options}}
-    return open_run("demo", run=name, steps=8, overrides=changes)
+    return open_run("demo", run=name, steps=steps, overrides=changes)
 
 
 def trained(run: Run, updates: int) -> list[dict[str, Any]]:
@@ -192,15 +207,68 @@ def test_only_the_student_is_trained_and_written(teacher: str, reports: Path) ->
 
 
 def test_a_run_goes_on_with_its_own_teacher_alone(teacher: str, reports: Path) -> None:
+    """And with that as it was: in the layout and precision in which it began."""
     with closing(student(teacher)) as run:
         trained(run, 2)
+        network = run.data.teacher
+        assert isinstance(network, ChessTeacher)
+        last = network.net.runtime.channels_last
     shutil.copytree(reports / "somebody", reports / "moved")
+    record = read_json(reports / "student" / "run.json")
+    record["teacher"]["runtime"]["channels_last"] = not last  # as on another machine, which measured otherwise
+    write_json(reports / "student" / "run.json", record)
     with closing(student("moved")) as again:
         assert again.trainer.resume() == 2
+        network = again.data.teacher
+        assert isinstance(network, ChessTeacher)
+        assert network.net.runtime.channels_last is not last
+        assert [row["step"] for row in trained(again, 9)] == [3, 4, 5, 6, 7, 8]
     shutil.rmtree(reports / "somebody")
     save_run(reports / "somebody", random_net(channels=8))
-    with pytest.raises(RunError, match="teacher 'somebody' holds other weights than when run 'student' began"):
-        student(teacher)
+    shutil.copytree(reports / "student", reports / "unfinished")
+    (reports / "unfinished" / "summary.json").unlink()
+    with pytest.raises(RunError, match="teacher 'somebody' holds other weights than when run 'unfinished' began"):
+        student(teacher, "unfinished")
+    # Whatever has become of it, what it has taught can be looked at.
+    with closing(student(teacher)) as complete:
+        assert complete.complete
+        assert "opened without its teacher" in " ".join(complete.messages)
+        assert list(complete.train()) == []
+        with pytest.raises(RunError, match="needs its teacher to be trained further: teacher 'somebody' holds other"):
+            complete.memory_table()
+    net = load("student", device="cpu")
+    with pytest.warns(UserWarning, match="'somebody' holds other weights than when it taught this network"):
+        assert "teacher_kl" not in held_out_figures(net, 32)
+    before = read_json(reports / "student" / "summary.json")
+    with (
+        closing(student(teacher, steps=16)) as longer,
+        pytest.raises(RunError, match="needs its teacher to be trained further"),
+    ):
+        next(longer.train())
+    assert read_json(reports / "student" / "summary.json") == before, "it has ended well"
+
+
+def test_weights_and_their_hash_are_of_one_checkpoint(
+    teacher: str, reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a teacher that is training still, too; the checkpoint is read once."""
+    (path,) = (reports / teacher / "checkpoints").iterdir()
+    reads = []
+
+    def moving(path: Path, *args: Any) -> storage.Checkpoint:
+        reads.append(path)
+        stored = read(path, *args)
+        Checkpoints(reports / teacher / "checkpoints", 2).save(
+            8, {"model": random_net().model.state_dict()}, {}, wait=True
+        )
+        return stored
+
+    read = storage.read
+    monkeypatch.setattr(storage, "read", moving)
+    with closing(student(teacher)) as run:
+        assert run.data.teacher is not None
+        assert run.data.teacher.record["sha256"] == file_hash(path / "model.safetensors")
+    assert reads == [path]
 
 
 def test_a_teacher_that_cannot_teach_is_refused(teacher: str, reports: Path) -> None:
@@ -254,9 +322,19 @@ def learner(factor_at: float, decay: float = 0.0, seed: int = 0) -> tuple[Step, 
     config = load_config("demo", {**changes, "seed": seed, "optim": {"weight_decay": decay, "warmup_steps": 0}})
     assert isinstance(config, ChessConfig)
     net, task = sharpened(random_net()), ChessTask(config)
-    network = ChessTeacher(net, config.teacher, "")
-    step = Step(task, task.build_model(), net.runtime, config, 100, lambda batch, _: network(batch, factor_at))
+    network = Fixed(net, config.teacher, "", (), factor_at)
+    step = Step(task, task.build_model(), net.runtime, config, 100, network)
     return step, batch_of(task)
+
+
+@dataclass(frozen=True)
+class Fixed(ChessTeacher):
+    """A teacher to which so much of a training is always done."""
+
+    at: float = 0.0
+
+    def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
+        return super().__call__(batch, self.at)
 
 
 def raw(step: Step) -> float:
@@ -285,6 +363,22 @@ def test_the_factor_scales_how_far_a_temperature_moves() -> None:
         moves[place] = raw(step) - before
     assert moves[1.0] != 0
     assert moves[0.4] == pytest.approx(reversal(0.4) * moves[1.0], rel=1e-3)
+
+
+def test_a_gradient_of_the_temperature_that_is_no_number_moves_nothing() -> None:
+    step, batch = learner(1.0)
+    temperature = step.model.get_submodule("temperature").get_parameter("raw")
+    handle = temperature.register_hook(lambda gradient: gradient * math.nan)
+    before = {name: value.clone() for name, value in step.model.state_dict().items()}
+    stats = step(batch)
+    assert (stats.finite, stats.action) == (False, Action.SKIP)
+    assert math.isfinite(stats.grad_norm), "that of the others"
+    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
+    handle.remove()
+    temperature.register_hook(lambda gradient: gradient * 0 + 1e9)
+    assert step(batch).finite
+    moved = abs(raw(step) - float(before["temperature.raw"]))
+    assert moved == pytest.approx(step.config.optim.clip_norm * 0.1, rel=1e-3), "clipped, times its rate"
 
 
 def test_a_temperature_climbs_the_loss_that_the_student_descends() -> None:
@@ -337,6 +431,95 @@ def test_a_hard_label_is_the_best_move(reports: Path) -> None:
     assert best["policy"] != soft["policy"]
 
 
+# Features
+
+
+def gram_alignment(x: np.ndarray, y: np.ndarray) -> float:
+    """CKA of samples (N, C) and (N, D) by its definition: HSIC of the two Gram matrices over the root of their own."""
+    centre = np.eye(len(x)) - 1 / len(x)
+    k, m = (centre @ f @ f.T @ centre for f in (x, y))
+    return float((k * m).sum() / np.sqrt((k * k).sum() * (m * m).sum()))
+
+
+def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(3, 2, (6, 4, 5)), rng.normal(-1, 1e4, (6, 7, 5))  # rows, channels, squares
+    rows = np.array([1, 1, 0, 1, 1, 1], bool)
+    x[2] = np.nan  # a row that does not count
+    samples = [f[rows].transpose(0, 2, 1).reshape(25, -1) for f in (x, y)]
+    ours = features.alignment(*(torch.from_numpy(a) for a in (x, y, rows)))
+    assert float(ours) == pytest.approx(gram_alignment(*samples), rel=1e-6)
+    turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
+    turned = 1e-3 * np.einsum("bcs,cd->bds", x, turn) + 5
+    assert float(features.alignment(*(torch.from_numpy(a) for a in (x, turned, rows)))) == pytest.approx(1)
+    nothing = torch.zeros(6, 4, 5, requires_grad=True)
+    features.alignment(nothing, torch.from_numpy(y).float(), torch.from_numpy(rows)).backward()
+    assert nothing.grad is not None
+    assert nothing.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_features_are_those_of_the_board_in_any_encoding(squares: bool) -> None:
+    """What a block adds at a square stands at the same place whoever is to move, of both kinds of networks."""
+    nets = {name: random_net(encoding=name, blocks=2) for name in ("oriented", "matrix0")}
+    batch = batch_of(nets["oriented"].task)
+    for name, net in nets.items():
+        stream = [torch.zeros(48, 3, 8, 8) for _ in range(3)]
+        board = torch.zeros(48, 3, 8, 8)
+        for row, black in enumerate(batch["state"][:, 4]):  # a mark on e2 of the side to move
+            board[row, 1, 1, 4] = 1
+            stream[2][row, 1, 1 if name == "oriented" or black else 6, 4] = 1
+        (added,) = net.task.additions(stream, batch, [1], squares)
+        assert torch.equal(added, board.flatten(2) if squares else board.mean((2, 3))[:, :, None])
+        out = ChessTeacher(net, TeacherConfig(squares=squares), "", (1,)).ask(batch, (1,))["teacher_features_0"]
+        assert out.shape == (48, 16, 64 if squares else 1)
+
+
+def test_a_student_of_another_width_comes_to_add_what_its_teacher_adds(reports: Path) -> None:
+    save_run(reports / "deep", sharpened(random_net(blocks=3)))
+    with closing(student("deep", features=1.0, layers=[[0, 2]])) as run:
+        rows = trained(run, 8)
+    seen = [row["losses"]["teacher_features"] for row in rows]
+    assert seen[-1] < seen[0] < 1
+    assert "teacher_features" not in rows[0]["initial"], "its chance level is not known"
+    held = rows[-1]["validation"]
+    assert "teacher_features" not in held["losses"]
+    assert held["loss"] == pytest.approx(sum(held["losses"].values()))
+
+
+def test_features_are_switched_off_for_good_where_the_held_out_loss_gets_worse(
+    teacher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "CLEARLY", 0.0)  # any loss is
+    with closing(student(teacher, "whole", steps=14, features=0.5)) as whole:
+        rows = trained(whole, 14)
+    having = ["teacher_features" in row["losses"] for row in rows]
+    assert having == [True] * 8 + [False] * 6, "of the first validation nothing was known"
+    (text,) = [text for row in rows for text in row.get("messages", ()) if "off from now on" in text]
+    assert text == "the held-out loss has become clearly worse: teacher_features is off from now on"
+    with closing(student(teacher, "broken", steps=14, features=0.5)) as run:
+        trained(run, 10)
+    with closing(student(teacher, "broken", steps=14, features=0.5)) as again:
+        rest = trained(again, 4)
+    assert [row["loss"] for row in rest] == [row["loss"] for row in rows[10:]]
+    ours, expected = again.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_features_that_cannot_be_had(teacher: str, reports: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not its features: set teacher\.cache to false"):
+        load_config("demo", {"teacher": {"network": "x", "features": 0.1, "cache": True}})
+    with pytest.raises(ValueError, match=r"teacher\.layers: the teacher has 1 blocks, .* none of number 1"):
+        student(teacher, features=0.1, layers=[[0, 1]])
+    with pytest.raises(ValueError, match=r"teacher\.layers: the student has 1 blocks, .* none of number 2"):
+        student(teacher, features=0.1, layers=[[2, 0]])
+    net = random_net()
+    net.model = torch.nn.Identity()  # as of an ONNX file
+    config = load_config("demo", {"teacher": {"network": "x.onnx", "features": 0.1}})
+    with pytest.raises(ValueError, match=r"teacher 'x\.onnx' is an ONNX file, whose blocks nobody sees"):
+        ChessTeacher.of(net, config)  # type: ignore[arg-type]
+
+
 # Figures
 
 
@@ -356,7 +539,11 @@ def test_agreement_is_one_with_itself_and_knows_a_hand_computed_case(teacher: st
     assert own["teacher_top1"] == 1
     assert own["teacher_kl"] == pytest.approx(0, abs=1e-6)
     assert own["teacher_correlation"] == own["teacher_value_correlation"] == pytest.approx(1)
+    calls: list[Any] = []
+    net.model.register_forward_hook(lambda *args: calls.append(args))
     other = agreement(net, sharpened(random_net(channels=8)), loader, 100)
+    assert len(calls) == 1, "it is asked once about each batch"
+    assert other["top1"] == own["top1"] == held_out(net, loader, 100)["top1"]
     assert other["teacher_kl"] > 0.1
     assert abs(other["teacher_correlation"]) < 0.5
     assert other["label_correlation"] == own["label_correlation"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import queue
+import re
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -68,36 +69,33 @@ def test_it_says_what_lc0_says(maia: tuple[str, Net], truth: list[dict[str, Any]
         np.testing.assert_allclose(evaluation.wdl, expected["wdl"], rtol=0, atol=1e-5, err_msg=row["tag"])
 
 
-def test_uci_gives_the_network_the_history(shared: Path, truth: list[dict[str, Any]]) -> None:
-    """What the network says of the root when the position comes by UCI."""
-    name = "maia-1900"
-    net = matrixlib.load(shared / "maia" / f"{name}.pb.gz", device="cpu")
-    assert isinstance(net, Net)
-    batches: list[dict[str, np.ndarray]] = []
-
-    class Recorder(Net):
-        def predict(self, batch: dict[str, np.ndarray], heads: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
-            out = super().predict(batch, heads)
-            batches.append(batch | out)
-            return out
-
-    recorder = Recorder(net.model, net.task, net.runtime)
-    rows = [row for row in truth if row["final_fen"] != chess.STARTING_FEN]
+def test_uci_says_what_lc0_says(maia: tuple[str, Net], truth: list[dict[str, Any]]) -> None:
+    """By the protocol: policy and expected result of each position with the moves that led to it, and the move."""
+    name, net = maia
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for row in rows:
+    lines.put("setoption name VerboseMoveStats value true")
+    for row in truth:
         for line in ("ucinewgame", f"position {text_of(row)}", "go nodes 1"):
             lines.put(line)
     lines.put(None)
-    said: list[str] = []
-    Engine(name, lambda: recorder, lines, said.append).serve()
-    assert sum(line.startswith("bestmove") for line in said) == len(rows), said
-    sums = {tuple(np.round(batch["wdl"][k], 4)) for batch in batches for k in range(len(batch["wdl"]))}
-    missing = []
-    for row in rows:
-        expected = np.array(row["nets"][name]["wdl"])
-        if not any(np.abs(np.array(one) - expected).max() < 1e-4 for one in sums):
-            missing.append(row["tag"])
-    assert missing == []
+    answers, mates = list[str](), 0
+    Engine(name, lambda: net, lines, answers.append).serve()
+    for row in truth:
+        end = next(i for i, line in enumerate(answers) if line.startswith("bestmove"))
+        answer, answers = answers[: end + 1], answers[end + 1 :]
+        stats = [re.fullmatch(r"info string (\w+) N: \d+ \(P: ([\d.]+)%\) \(Q: (.+)\)", line) for line in answer]
+        policy = {match[1]: float(match[2]) / 100 for match in stats if match and match[1] != "node"}
+        (value,) = [float(match[3]) for match in stats if match and match[1] == "node"]
+        expected, (win, _, loss) = row["nets"][name]["policy"], row["nets"][name]["wdl"]
+        assert policy == pytest.approx(expected, rel=0, abs=5e-5), row["tag"]
+        if "score mate 1 " in " ".join(answer):  # which our search sees without another node, and plays
+            board = chess.Board(row["final_fen"])
+            board.push_uci(answer[-1].split()[1])
+            mates += board.is_checkmate()
+            continue
+        assert list(policy)[-1] == max(expected, key=expected.__getitem__) == answer[-1].split()[1], row["tag"]
+        assert value == pytest.approx(win - loss, abs=3e-5), row["tag"]
+    assert (mates, answers) == (2, [])
 
 
 # Files

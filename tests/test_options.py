@@ -115,7 +115,7 @@ def test_every_key_is_read(read: Keys, reports: Path) -> None:
     first = train("demo", CHESS, {"curriculum": {"sources": stages}})
     runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), {"train": {"init": first.name}})).close()
     for schedule in ("linear", "learned"):
-        taught = {"teacher": {"network": first.name, "schedule": schedule}}
+        taught = {"teacher": {"network": first.name, "schedule": schedule, "features": 0.1}}
         with closing(runs.open_run("demo", overrides=merge(merge(ENGINE, CHESS), taught))) as student:
             next(iter(student.train()))
     train("latin_demo", LATIN, {"train": {"steps": "auto", "minutes": 0.001}, "validation": {"interval": "auto"}})

@@ -19,16 +19,22 @@ from matrixlib.engine import storage
 from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
-from matrixlib.tasks import get_task
+from matrixlib.tasks import get_task, load
 from matrixlib.tasks.chess.matrix0 import config_of, matrix0_state, read_checkpoint
 
 SMALL = {"channels": 16, "blocks": 1, "ssl": []}
 
 
-def opened(init: Path | str, name: str, model: dict[str, Any] | None = None, **train: Any) -> runs.Run:
+def opened(
+    init: Path | str,
+    name: str,
+    model: dict[str, Any] | None = None,
+    teacher: dict[str, Any] | None = None,
+    **train: Any,
+) -> runs.Run:
     options = {"init": str(init), "steps": 2, "batch_size": 8} | train
     overrides = {"model": SMALL | (model or {}), "runtime": CPU, "data": {"workers": 0}, "train": options}
-    overrides |= {"validation": {"limit": 64, "sample": 64, "batch_size": 64}}
+    overrides |= {"validation": {"limit": 64, "sample": 64, "batch_size": 64}, "teacher": teacher or {}}
     return runs.open_run("demo", run=name, overrides=overrides)
 
 
@@ -111,6 +117,26 @@ def test_what_does_not_fit_is_refused_by_name_or_listed(source: Path, reports: P
     assert not {name for name in record["new"] if name.startswith(("stem", "tower", "policy_head"))}
     assert torch.equal(run.model.state_dict()["stem.conv.weight"], weights_in(source)["stem.conv.weight"])
     run.close()
+
+
+def test_a_learned_temperature_is_no_part_of_the_network(source: Path, reports: Path) -> None:
+    """A run with one begins with the weights of a run without, and the other way round; what differs else is told."""
+    teacher = {"network": str(source), "schedule": "learned", "temperature": 3.0}
+    taught = opened(source, "taught", teacher=teacher)
+    begins = float(taught.model.state_dict()["temperature.raw"])
+    for stats in taught.train():
+        assert stats.finite
+    with torch.no_grad():
+        taught.model.get_parameter("temperature.raw").fill_(-2.0)
+    for name, options in (("plain", {}), ("again", teacher)):
+        run = opened("taught", name, teacher=options)
+        state, own = run.model.state_dict(), load("taught").model.state_dict()
+        assert all(torch.equal(state[key], own[key]) for key in state if key != "temperature.raw")
+        assert float(state.get("temperature.raw", begins)) == begins, "as its own option says"
+        assert "of the training, not of the network" in " ".join(run.messages)
+        run.close()
+    with pytest.raises(RunError, match=r"so it counts for nothing: 1 \(temperature.raw\)"):
+        opened("taught", "other", {"value": {"hidden": 48}})
 
 
 def test_other_weights_under_the_same_name_are_noticed(source: Path, reports: Path) -> None:

@@ -29,11 +29,26 @@ class LoaderError(RuntimeError):
 @dataclass(frozen=True)
 class Sidecars:
     """A file beside each shard that has rows in use, with a row of its own for each of the shard's: `paths` by the
-    shard's name.
+    shard's name. Whoever makes them makes one anew where there is a note that it is damaged.
     """
 
     layout: Layout
     paths: Mapping[str, Path]
+
+    def sound(self, name: str, block: int) -> bool:
+        """Whether a block of the file beside a shard, or the file (`WHOLE`), can be read."""
+        try:
+            file = Shard(self.paths[name], self.layout)
+            if block != WHOLE:
+                file.verify_block(block)
+        except ShardError:
+            return False
+        return True
+
+    @staticmethod
+    def note(path: Path) -> Path:
+        """What lies beside such a file where it was damaged when rows of it were read."""
+        return path.with_name(f"{path.name}.damaged")
 
 
 class Unopened(Exception):

@@ -95,6 +95,8 @@ def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[st
     table: dict[str, dict[str, float]] = {}
     messages: list[str] = []
     for term, loss in stats.losses.items():
+        if term not in bounds:
+            continue
         chance, floor = (value / stats.counts[term] for value in bounds[term])
         table[term] = {"loss": loss, "chance": chance, "floor": floor}
         if not abs(loss - chance) <= INITIAL_TOLERANCE * abs(chance):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -40,6 +41,11 @@ class Network:
 
     serving: how batches are cut, filled and compiled; what the policy says of the device unless given.
     """
+
+    sha256: str = ""
+    """Of the file that its weights are from; empty where they are from none."""
+    lesson: Mapping[str, Any] = {}
+    """Record of the teacher that it learned from (`engine.task.Teacher`); empty without one."""
 
     def __init__(
         self,

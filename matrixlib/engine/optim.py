@@ -30,8 +30,8 @@ FUSED = frozenset({"cpu", "cuda", "mps"})
 
 
 class PlainDescent(nn.Module):
-    """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule, clipping and
-    decay. AdamW divides a gradient by its own size, so that a factor on it would be lost.
+    """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule and decay, their
+    gradients clipped by themselves. AdamW divides a gradient by its own size, so that a factor on it would be lost.
     """
 
     rate: float
@@ -127,6 +127,13 @@ def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters by plain name, but for those of a `PlainDescent`."""
     own = {id(p) for module in _plain_descents(model) for p in module.parameters(recurse=False)}
     return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in own]
+
+
+def own_to_training(model: nn.Module) -> set[str]:
+    """Names in the model's state of what no network but this training needs: every `PlainDescent`."""
+    named = unwrap(model).named_modules()
+    descents = [(name, module) for name, module in named if isinstance(module, PlainDescent)]
+    return {f"{name}.{own}" for name, module in descents for own in module.state_dict()}
 
 
 def descent(model: nn.Module) -> torch.optim.SGD | None:

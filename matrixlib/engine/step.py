@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, convert_conv2d_weight_memory_format, get_total_norm
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    convert_conv2d_weight_memory_format,
+    get_total_norm,
+)
 
 from matrixlib.config import Config
 from matrixlib.engine import compiler, optim, rng
@@ -85,7 +90,8 @@ class Step:
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
     pass, halved when memory runs out), gradients (the last report), active (terms that are
-    computed at all), gated (those that may be left out for a while), whole (False while weights and counters are
+    computed at all), gated (those that may be left out for a while), aids (those that no held-out loss has), off (those
+    that have been switched off for good), whole (False while weights and counters are
     being changed: an error then leaves them half-changed until `load_state_dict`).
     The random streams are its own: what others draw between two updates changes nothing here.
     """
@@ -121,6 +127,8 @@ class Step:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
         # where there are no other terms, an update without them would be none
         self.gated = task.gated & self.active if self.active - task.gated else frozenset()
+        self.aids = teacher.aids & self.active if teacher is not None else frozenset[str]()
+        self.off = frozenset[str]()
         self.scaler = runtime.grad_scaler()
         self.clock = Clock(runtime.torch_device)
         self.gradients: GradientReport | None = None
@@ -129,6 +137,7 @@ class Step:
         self._untried = True  # until an update has gone through the model, which may fail to compile
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        self._descended = [p for group in self.descent.param_groups for p in group["params"]] if self.descent else []
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
 
@@ -160,6 +169,11 @@ class Step:
             return batch
         return self.teacher(batch, self.schedule.place(self.update) / max(1, self.schedule.steps - 1))
 
+    def switch_off(self) -> frozenset[str]:
+        """Leave out the aids from now on; those that were still in force."""
+        before, self.off = self.off, self.aids
+        return self.aids - before
+
     def train_on(self, task: Task) -> None:
         """Go on with another task of the same terms: the data of another phase."""
         self.task = task
@@ -177,6 +191,7 @@ class Step:
             "health": self.health.to_dict(),
             "gate": self.gate.to_dict(),
             "rng": self._streams.plain(),
+            "off": sorted(self.off),
         }
         if self.ema is not None:
             tensors["ema"] = self.ema.state_dict()
@@ -198,12 +213,14 @@ class Step:
         self.health = Health.from_dict(self.config.health, state["health"])
         self.gate = Gate.from_dict(self.config.gating, state["gate"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
+        self.off = frozenset(state.get("off", ()))  # not in checkpoints of earlier versions
         self.update, self.whole = checkpoint.step, True
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Load an earlier state, with a smaller learning rate and the counts of the run as they are."""
-        health = self.health
+        health, off = self.health, self.off
         self.load_state_dict(checkpoint)
+        self.off = off
         self.health = health.rolled_back(checkpoint.step, self.health)
         if self.task.gated:
             self.gate.freeze(checkpoint.step - 1)
@@ -211,7 +228,7 @@ class Step:
     def _plan(self, batch: Batch) -> _Plan:
         factor = self.gate.factor(self.update)
         gated = self.gated
-        active = self.active if factor else self.active - gated
+        active = (self.active if factor else self.active - gated) - self.off
         until = self.gate.rows(rows(batch), self.micro_batch) if gated & active else rows(batch)
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
         return _Plan(self.task, batch, weights, active - gated, until)
@@ -261,12 +278,14 @@ class Step:
             for optimiser in self._optimisers():
                 self.scaler.unscale_(optimiser)
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        aside = [p.grad for p in self._descended if p.grad is not None]
         with self.clock.phase("read"):
-            values = _read({"": norm, **sums})
+            values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
         grad_norm, counts = values.pop(""), plan.counts
+        moves = math.isfinite(values.pop("aside", 0.0))
         losses = {t: values[t] / counts[t] for t in sorted(counts) if counts[t]}
         finite = all(math.isfinite(values[term]) for term in counts)
-        healthy = finite and math.isfinite(grad_norm)
+        healthy = finite and math.isfinite(grad_norm) and moves
         overflow = not healthy and finite and self.scaler is not None and self.scaler.get_scale() > 1
         gradients = gradient_report(self.model) if report or not healthy else None
         self.gradients = gradients if report else self.gradients
@@ -311,6 +330,8 @@ class Step:
         if stats.action is Action.OK:
             if stats.clipped:
                 clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
+            if any(p.grad is not None for p in self._descended):
+                clip_grad_norm_(self._descended, self.config.optim.clip_norm)
             with self.clock.phase("optimiser"):
                 self._move(stats.learning_rate)
         else:
@@ -410,8 +431,7 @@ class Step:
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """Those that have something to do: a plain descent may have had no part in the losses."""
-        own = self.descent.param_groups if self.descent is not None else ()
-        idle = all(parameter.grad is None for group in own for parameter in group["params"])
+        idle = all(parameter.grad is None for parameter in self._descended)
         return [self.optimiser] if self.descent is None or idle else [self.optimiser, self.descent]
 
 

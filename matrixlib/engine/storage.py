@@ -71,7 +71,7 @@ class NewerCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint in memory; tensors are on the CPU."""
+    """One checkpoint in memory; tensors are on the CPU. sha256: group -> of the file that its tensors are from."""
 
     step: int
     path: Path
@@ -79,6 +79,7 @@ class Checkpoint:
     state: dict[str, Any]
     time: str
     versions: dict[str, str]
+    sha256: dict[str, str]
 
 
 def check(tensors: TensorsLike) -> None:
@@ -172,7 +173,9 @@ def read(path: Path, largest: int | None = None) -> Checkpoint:
     data = read_state(path)
     try:
         tensors = {group: _read_group(path, group, entry, largest) for group, entry in data["groups"].items()}
-        return Checkpoint(data["step"], path, tensors, _decode(data["state"]), data["time"], dict(data["versions"]))
+        digests = {group: str(entry["sha256"]) for group, entry in data["groups"].items()}
+        state, versions = _decode(data["state"]), dict(data["versions"])
+        return Checkpoint(data["step"], path, tensors, state, data["time"], versions, digests)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name}: state.json is none of ours ({error!r})") from error
 

@@ -89,7 +89,8 @@ class Task(Protocol):
 
         `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`:
         the least loss that any network can reach, e.g. the entropy of the (smoothed) targets. The engine
-        compares the first with the first update's losses and refuses a target loss below the second.
+        compares the first with the first update's losses and refuses a target loss below the second. Of a
+        teacher's `aids` nothing is known.
         """
         ...
 
@@ -145,8 +146,17 @@ class Teacher(Protocol):
     """
 
     @property
-    def record(self) -> Mapping[str, str]:
-        """Its `name` and the `sha256` of the file that it is from, which every checkpoint of a student holds."""
+    def record(self) -> Mapping[str, Any]:
+        """Its `name`, the `sha256` of the file that it is from and the `runtime` that it computes in, as plain data,
+        which run.json and every checkpoint of a student hold.
+        """
+        ...
+
+    @property
+    def aids(self) -> frozenset[str]:
+        """Terms that are to help a training and are no aim of it: no held-out loss has them, and where it becomes
+        clearly worse they are switched off for good.
+        """
         ...
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:

@@ -222,7 +222,7 @@ class Trainer:
         be reached, CheckpointError where the disk has no room, TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
-            refuse_below_floor(target, self.task, self._held_out.batches("sample"), self._step.active)
+            refuse_below_floor(target, self.task, self._held_out.batches("sample"), self._step.active - self._step.aids)
         size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
         self.checkpoints.require_room(size, self.steps, self.config.checkpoint.interval)
         return self._updates(stop)
@@ -467,7 +467,7 @@ class Trainer:
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
-        active, beat = self._step.active, partial(self.beat, "validation")
+        active, beat = self._step.active - self._step.aids, partial(self.beat, "validation")
         weights = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with self._step.clock.phase("validation"), weights:
             validation = self._held_out.measure(kind, self.model, active, beat)
@@ -478,6 +478,8 @@ class Trainer:
             self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
         if not math.isfinite(validation.loss):
             messages.append(f"{kind} validation loss is {validation.loss} after update {self.step}")
+        if self._cadence.clearly_worse(kind, validation.loss) and (off := self._step.switch_off()):
+            messages.append(f"the held-out loss has become clearly worse: {', '.join(sorted(off))} is off from now on")
         self._cadence.record(self.step, kind, validation.loss, validation.seconds)
         return validation
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 BAR_SECONDS = 5.0
 """A pass over held-out data that takes longer shows how far it is."""
+CLEARLY = 1.1
+"""Times the least held-out loss so far, above which terms that were to help are switched off."""
 FIRST_AUTO = 20
 """Updates before the first validation, and at least between two, where `validation.interval` is `auto`."""
 
@@ -277,6 +279,10 @@ class Cadence(State):
             self.best, self.best_at = loss, updates
         self.last = loss
         return best
+
+    def clearly_worse(self, kind: str, loss: float) -> bool:
+        """Whether a validation loss lies far above the least of its kind so far, or is not finite."""
+        return kind in self.reference and not loss <= CLEARLY * self.reference[kind]
 
     @property
     def stop(self) -> str:

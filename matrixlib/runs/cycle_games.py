@@ -54,7 +54,7 @@ def network(folder: Path, config: CycleConfig, generation: int, runtime: Runtime
     if generation:
         checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
         stored = Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest")
-        model.load_state_dict(weights(stored.tensors), strict=True)
+        model.load_state_dict(weights(stored)[0], strict=True)
     return spec.network(model, settings, runtime)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -188,12 +189,19 @@ class RunData:
         share = self.lost(split)
         rows = f"of the {'training' if split == 'train' else 'held-out'} rows"
         where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
+        shards = ", ".join(sorted({name for name, _ in self._lost[split]}))
+        restored = f"restore {shards} in {self.catalogue.folder} and "
+        if self._sidecars is not None and not self._sidecars.sound(name, block):
+            path = self._sidecars.paths[name]
+            with contextlib.suppress(OSError):  # of a folder that cannot be written
+                self._sidecars.note(path).touch()
+            reason = f"what belongs to it in {path} is damaged, and made anew when the run is opened again"
+            restored = ""
         self._say(f"{where}: {reason}; its rows are replaced by others; {share:.2%} {rows} are lost so far")
         if share > self._max_lost:
-            shards = ", ".join(sorted({name for name, _ in self._lost[split]}))
             raise RunError(
-                f"{share:.1%} {rows} are damaged, more than data.max_lost allows ({self._max_lost:.1%}): restore "
-                f"{shards} in {self.catalogue.folder} and start the same run again, or raise that option"
+                f"{share:.1%} {rows} are damaged, more than data.max_lost allows ({self._max_lost:.1%}): {restored}"
+                "start the same run again, or raise that option"
             )
 
     def lost(self, split: str) -> float:

@@ -25,7 +25,9 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer) -> None:
     trainer.beat("evaluation", force=True)
     rows = history.read(trainer.metrics.path)
     model = trainer.evaluation_model()
-    figures = spec.evaluate(spec.network(model, config, runtime), data.validation, data.catalogue)
+    net = spec.network(model, config, runtime)
+    net.lesson = data.teacher.record if data.teacher is not None else {}
+    figures = spec.evaluate(net, data.validation, data.catalogue)
     rate = statistics.median(row["throughput"] for row in rows)
     summary = {
         "run": folder.name,

@@ -27,7 +27,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
 from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
-from matrixlib.runs.start import Start, start_of, teacher_of
+from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, teacher_of
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ class Run:
         events: Events | None = None
         if self.complete:
             return
+        if isinstance(self.data.teacher, AbsentTeacher):  # before anything is written
+            raise RunError(self.data.teacher.problem)
         waiting = contextlib.ExitStack()
         if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
@@ -389,12 +391,12 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     runtime.apply()
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
-    teacher = teacher_of(folder.name, spec, config, runtime, record)
+    teacher = teacher_of(folder, spec, config, runtime, record)
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher)
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:
-            data.teacher = spec.teacher(config, data.runtime)
+            data.teacher = spec.teacher(config, data.runtime, {})
     # A device that computes nonsense has been left by now: what is kept of a teacher is kept for good.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     runtime, config = data.runtime, data.config
@@ -410,7 +412,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     if start is not None:
         messages += start.messages()
     if data.teacher is not None:
-        messages.append(f"learns from {data.teacher.record['name']} (SHA-256 {data.teacher.record['sha256'][:12]})")
+        messages.append(about_teacher(data.teacher))
     if not record:
         write_record(folder, preset, requested, config, data, kind, update_seconds, start)
     messages += autotune.start_notes(runtime, clocks)

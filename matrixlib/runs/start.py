@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from matrixlib import config as configuration
 from matrixlib.config import Config, read_yaml
 from matrixlib.data.shards import file_hash
+from matrixlib.files import read_json
 from matrixlib.runs.data import RunError
-from matrixlib.tasks import open_file, parse_config
-from matrixlib.tasks.spec import find_run, weights, weights_file
+from matrixlib.tasks import get_task, open_file, parse_config
+from matrixlib.tasks.spec import find_run, other_weights, weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from matrixlib.engine.task import Task, Teacher
+    from matrixlib.engine.task import Batch, Task, Teacher
     from matrixlib.engine.trainer import Trainer
     from matrixlib.hardware.runtime import Runtime
     from matrixlib.tasks.spec import TaskSpec
@@ -30,7 +31,8 @@ class Start:
     """Weights that a run begins with, by the names of its model's state.
 
     source: as it was asked for. sha256: of the file that they are from. new: names that the source does not have, or in
-    another shape, which stay random. left_out: names of the source that have no place here.
+    another shape, which stay random. left_out: names of the source that have no place here. anew: names of either that
+    belong to a training, not to its network.
     """
 
     source: str
@@ -38,6 +40,7 @@ class Start:
     tensors: Mapping[str, Tensor]
     new: tuple[str, ...]
     left_out: tuple[str, ...]
+    anew: tuple[str, ...]
     differences: Mapping[str, tuple[Any, Any]]
 
     def record(self) -> dict[str, Any]:
@@ -54,6 +57,11 @@ class Start:
         lines = [f"begins with the weights of {self.source} (SHA-256 {self.sha256[:12]})"]
         lines += [f"new, so random: {_listed(self.new)}"] if self.new else []
         lines += [f"left out of the source: {_listed(self.left_out)}"] if self.left_out else []
+        lines += (
+            [f"of the training, not of the network, so it counts for nothing: {_listed(self.anew)}"]
+            if self.anew
+            else []
+        )
         changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in self.differences.items())
         return lines + ([f"the source's network has other options: {changes}"] if changes else [])
 
@@ -65,51 +73,81 @@ def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]
     if not config.train.init or Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps():
         return None
     start = read_start(config, task)
-    before = record.get("init", {}).get("sha256", start.sha256)
-    if start.sha256 != before:
-        raise RunError(
-            f"'{start.source}' holds other weights than when run '{folder.name}' began "
-            f"({start.sha256[:12]} in place of {before[:12]}); give it another run name"
-        )
+    _refuse_other(f"'{start.source}'", start.sha256, record.get("init", {}), folder.name)
     return start
 
 
+@dataclass(frozen=True)
+class AbsentTeacher:
+    """In the place of the teacher of a complete run that cannot be had: it tells `problem` to whoever asks it."""
+
+    record: Mapping[str, Any]
+    problem: str
+    aids: frozenset[str] = frozenset()
+
+    def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
+        raise RunError(self.problem)
+
+
 def teacher_of(
-    run: str, spec: TaskSpec[Any], config: Config, runtime: Runtime, record: Mapping[str, Any]
+    folder: Path, spec: TaskSpec[Any], config: Config, runtime: Runtime, record: Mapping[str, Any]
 ) -> Teacher | None:
-    """The frozen network that a run's losses need. RunError where it is another one than when the run began."""
-    teacher = spec.teacher(config, runtime)
-    if teacher is None:
-        return None
-    before = record.get("teacher", teacher.record)
-    if teacher.record["sha256"] != before["sha256"]:
-        raise RunError(
-            f"teacher '{teacher.record['name']}' holds other weights than when run '{run}' began "
-            f"({teacher.record['sha256'][:12]} in place of {before['sha256'][:12]}); give it another run name"
-        )
+    """The frozen network that a run's losses need. RunError where it cannot be had, or is another one than when the run
+    began; a complete run is opened without.
+    """
+    before = record.get("teacher", {})
+    try:
+        teacher = spec.teacher(config, runtime, before)
+        if teacher is not None:
+            _refuse_other(f"teacher '{teacher.record['name']}'", teacher.record["sha256"], before, folder.name)
+    except ValueError as error:
+        if not read_json(folder / "summary.json").get("complete"):
+            raise
+        return AbsentTeacher(before, f"this run needs its teacher to be trained further: {error}")
     return teacher
+
+
+def about_teacher(teacher: Teacher) -> str:
+    """What a person should know of it."""
+    if isinstance(teacher, AbsentTeacher):
+        return f"opened without its teacher; {teacher.problem}"
+    return f"learns from {teacher.record['name']} (SHA-256 {teacher.record['sha256'][:12]})"
+
+
+def _refuse_other(what: str, sha256: str, record: Mapping[str, Any], run: str) -> None:
+    if problem := other_weights(what, sha256, record, f"run '{run}' began"):
+        raise RunError(f"{problem}; give it another run name")
 
 
 def read_start(config: Config, task: Task) -> Start:
     """The weights that `train.init` names: of a run (the best, averaged where it kept an average), of one of its
     checkpoints, or of a file of Matrix0.
 
-    Names and shapes have to be those of the model; with `train.init_partial` what fits is taken. ValueError names what
-    does not fit.
+    Names and shapes have to be those of the model; with `train.init_partial` what fits is taken. What a training learns
+    for itself alone, such as a temperature, is no part of the network: it begins anew and counts on neither side.
+    ValueError names what does not fit.
     """
+    from matrixlib.engine.optim import own_to_training
+
     source = config.train.init
-    tensors, options = _weights(source, config)
-    own = task.build_model().state_dict()
-    fits = {name: tensor for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
-    new = tuple(name for name in own if name not in fits)
-    left_out = tuple(name for name in tensors if name not in fits)
+    tensors, options, sha256, aside = _weights(source, config)
+    model = task.build_model()
+    own, anew = model.state_dict(), aside | own_to_training(model)
+    fits = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in own and own[name].shape == tensor.shape and name not in anew
+    }
+    new = tuple(name for name in own if name not in fits and name not in anew)
+    left_out = tuple(name for name in tensors if name not in fits and name not in anew)
     differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
     start = Start(
         source,
-        file_hash(weights_file(source)),
+        sha256,
         {name: fits.get(name, tensor) for name, tensor in own.items()},
         new,
         left_out,
+        tuple(sorted(anew)),
         {f"model.{key}": values for key, values in differences.items()},
     )
     if not fits:
@@ -135,20 +173,22 @@ def write_base(trainer: Trainer, name: str) -> Path:
     return path
 
 
-def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any]:
-    """(tensors, options of the network)."""
+def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, str, set[str]]:
+    """(tensors, options of the network, SHA-256 of the tensors' file, names of those that are not of the network)."""
     from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.optim import own_to_training
 
     folder, named = find_run(source)
     if folder.is_file():
         net = open_file(folder, "cpu", False, config.task)
-        return net.model.state_dict(), net.task.config.model  # type: ignore[attr-defined]
+        options = net.task.config.model  # type: ignore[attr-defined]
+        return net.model.state_dict(), options, file_hash(folder), set()
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     given = parse_config(read_yaml(text, f"{folder.name}/config.yaml"), f"{folder.name}/config.yaml", config.task)
     if given.task != config.task:
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
-    stored = Checkpoints(folder / "checkpoints", given.checkpoint.keep).pick(named)
-    return weights(stored.tensors), given.model
+    tensors, sha256 = weights(Checkpoints(folder / "checkpoints", given.checkpoint.keep).pick(named))
+    return tensors, given.model, sha256, own_to_training(get_task(given.task).task(given).build_model())
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.curriculum import Curriculum, Phase
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
+    from matrixlib.engine.storage import Checkpoint
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
@@ -182,8 +183,11 @@ class TaskSpec(ABC, Generic[ConfigT]):
         weights = phase.values["sources"]
         return Stage(task, list(weights), weights)
 
-    def teacher(self, config: ConfigT, runtime: Runtime) -> Teacher | None:
-        """The frozen network that its losses need, on the device of a training; None where they need none."""
+    def teacher(self, config: ConfigT, runtime: Runtime, record: Mapping[str, Any]) -> Teacher | None:
+        """The frozen network that its losses need, on the device of a training; None where they need none.
+
+        record: its own of when the training began, so that it computes as it did then; {} of one that begins.
+        """
         return None
 
     def sidecars(
@@ -204,7 +208,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
 
         return Network(model, self.task(config), runtime, serving)  # type: ignore[arg-type]
 
-    def open_file(self, path: Path, device: str = "auto", compile: bool | str = "auto") -> Network | None:
+    def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Network | None:
         """The network in a file that another program, or `export`, has written; None where it reads no such file.
 
         ValueError names a file that it should be able to read, and what is wrong with it.
@@ -331,12 +335,13 @@ def load_network(
     config: Config,
     folder: Path,
     checkpoint: str,
-    device: str = "auto",
+    device: str | Runtime = "auto",
     compile: bool | str = "auto",
 ) -> Network:
     """The network of a run's folder, EMA weights where the run kept them, in what this machine computes best with.
 
-    Raises ValueError naming the checkpoint that is missing or damaged.
+    device: also the whole runtime, of a network that is to compute as it did before. Raises ValueError naming the
+    checkpoint that is missing or damaged.
     """
     from matrixlib.engine import storage
     from matrixlib.engine.checkpoint import Checkpoints
@@ -345,15 +350,23 @@ def load_network(
     model = spec.task(config).build_model()
     limit = storage.largest_group(model)
     stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep, largest=limit).pick(checkpoint)
-    model.load_state_dict(weights(stored.tensors), strict=True)
+    tensors, sha256 = weights(stored)
+    model.load_state_dict(tensors, strict=True)
     runtime = runtime_for_use(config, device)
-    return spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
+    net = spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
+    net.sha256, net.lesson = sha256, stored.state.get("teacher", {})
+    return net
 
 
-def runtime_for_use(config: Config, device: str = "auto", precision: str = "auto") -> Runtime:
-    """What this machine evaluates a network with, whatever it was trained with. ValueError as of `runtime.resolve`."""
+def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "auto") -> Runtime:
+    """What this machine evaluates a network with, whatever it was trained with; a runtime that is given stays.
+
+    ValueError as of `runtime.resolve`.
+    """
     from matrixlib.hardware import runtime as runtimes
 
+    if isinstance(device, runtimes.Runtime):
+        return device
     settings = {
         "device": device,
         "precision": precision,
@@ -364,21 +377,19 @@ def runtime_for_use(config: Config, device: str = "auto", precision: str = "auto
     return runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
 
 
-def weights(tensors: Mapping[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint to evaluate with: the moving average where there is one."""
-    return tensors["ema"] if tensors.get("ema") else tensors["model"]
+def weights(stored: Checkpoint) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a checkpoint to evaluate with, the moving average where there is one, and their file's SHA-256."""
+    group = "ema" if stored.tensors.get("ema") else "model"
+    return stored.tensors[group], stored.sha256[group]
 
 
-def weights_file(run: str | Path) -> Path:
-    """The file that holds the weights of a run, a checkpoint or a file, as `find_run` takes it."""
-    from matrixlib.engine.checkpoint import Checkpoints
-
-    folder, named = find_run(run)
-    if folder.is_file():
-        return folder
-    stored = Checkpoints(folder / "checkpoints", 2).pick(named)
-    (file,) = stored.path.glob(f"{'ema' if stored.tensors.get('ema') else 'model'}.safetensors*")
-    return file
+def other_weights(what: str, sha256: str, record: Mapping[str, Any], when: str) -> str:
+    """That a network, called `what`, is not the one whose `sha256` was written down when `when`, in words; "" where it
+    is, or nothing was written down.
+    """
+    before = str(record.get("sha256", sha256))
+    same = sha256 == before
+    return "" if same else f"{what} holds other weights than when {when} ({sha256[:12]} in place of {before[:12]})"
 
 
 def spoil_output(value: float, when: Callable[[], bool]) -> Callable[..., None]:

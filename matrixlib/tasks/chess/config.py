@@ -173,11 +173,26 @@ class TeacherConfig(Section):
         description="ask the network once about all of the data, in files beside the shards, in place of every update",
     )
     temperature_rate: Positive = Field(default=0.1, description="learning rate of a learned T, by plain descent")
+    features: NonNegative = Field(
+        default=0.0,
+        description="weight of the feature loss: 1 - CKA of what blocks add to the stream; off by itself where the "
+        "held-out loss gets 10 % worse; 0 = none",
+    )
+    layers: tuple[tuple[CountOrZero, CountOrZero], ...] = Field(
+        default=(),
+        description="its pairs [block of the student, block of the teacher], from 0; [] = at the same depths",
+    )
+    squares: bool = Field(default=False, description="it compares each square, not the means over the board")
 
     @model_validator(mode="after")
     def _within_bounds(self) -> TeacherConfig:
         if self.schedule == "learned" and not 1 < self.temperature < 5:
             raise ValueError(f"a learned temperature begins between 1 and 5, not at {self.temperature:g}")
+        if self.features and self.cache:
+            raise ValueError(
+                "the cache holds what a teacher says, not its features: set teacher.cache to false or teacher.features "
+                "to 0"
+            )
         return self
 
 

@@ -212,17 +212,18 @@ class PolicyValueNet(nn.Module):
     def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
         """Outputs for `planes` (B, 19, 8, 8).
 
-        heads: of "policy", "value", "ssl_<name>" and "features"; None means policy and value. Returns of {"policy":
-        (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B, c, 8, 8) logits}, "features":
-        (B, C, 8, 8)} what `heads` names, all fp32 but the features.
+        heads: of "policy", "value", "ssl_<name>", "features" and "stream"; None means policy and value. Returns of
+        {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B, c, 8, 8) logits},
+        "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of `trunk`} what `heads` names, all fp32 but the last
+        two.
         Raises ValueError for a head that the network does not have.
         """
         names = PLAY_HEADS if heads is None else heads
-        known = {"policy", "value", "features", *(f"ssl_{name}" for name in self.ssl_heads)}
+        known = {"policy", "value", "features", "stream", *(f"ssl_{name}" for name in self.ssl_heads)}
         if unknown := sorted(names - known):
             raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-        x = self.trunk(planes)
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {"stream": []} if "stream" in names else {}
+        x = self.trunk(planes, out.get("stream"))
         if "policy" in names:
             out["policy"] = self.policy_head(x)
         if "value" in names:
@@ -240,14 +241,20 @@ class PolicyValueNet(nn.Module):
         parts = [self.stem, self.tower] + ([self.features] if self.features is not None else [])
         return [parameter for part in parts for parameter in part.parameters()]
 
-    def trunk(self, planes: Tensor) -> Tensor:
-        """Features (B, C, 8, 8) that all heads share."""
+    def trunk(self, planes: Tensor, stream: list[Tensor] | None = None) -> Tensor:
+        """Features (B, C, 8, 8) that all heads share. stream: gets what goes into the blocks and what comes out of each
+        of them, of the same shape.
+        """
         x = self.stem(planes)
         if self.features is not None:
             x = self.features(x)
         every = self.config.checkpoint_every if self.training and torch.is_grad_enabled() else 0
         for number, block in enumerate(self.tower, start=1):
+            if stream is not None:
+                stream.append(x)
             x = recomputed(block, x) if every and number % every == 0 else block(x)
+        if stream is not None:
+            stream.append(x)
         return x
 
 
@@ -259,6 +266,12 @@ def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:
         return head(x)
     again = torch.is_grad_enabled()
     return torch.cat([recomputed(head, part) if again else head(part) for part in x.split(rows)])
+
+
+def depth(config: ModelConfig) -> int:
+    """Blocks of the tower."""
+    every = config.attention.every
+    return config.blocks + (config.blocks // every if every else 0)
 
 
 def _tower(config: ModelConfig) -> list[nn.Module]:

@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matrixlib.config import validated
+from matrixlib.data.shards import file_hash
 from matrixlib.engine.folder import read_run_config
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
-from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, find_run, given_folder, load_network, no_network
+from matrixlib.tasks.spec import (
+    Check,
+    Overfit,
+    Spoiler,
+    TaskSpec,
+    find_run,
+    given_folder,
+    load_network,
+    no_network,
+    other_weights,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,17 +152,23 @@ class ChessSpec(TaskSpec[ChessConfig]):
         source = config.data.source
         return unpack_sample() if source == "sample" else given_folder(source, "sample")
 
-    def teacher(self, config: ChessConfig, runtime: Runtime) -> ChessTeacher | None:
+    def teacher(self, config: ChessConfig, runtime: Runtime, record: Mapping[str, Any]) -> ChessTeacher | None:
+        from matrixlib.hardware.runtime import reuse
         from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 
-        network = config.teacher.network
-        return ChessTeacher.of(load(network, "", runtime.device, False), config.teacher) if network else None
+        if not config.teacher.network:
+            return None
+        own = reuse(record["runtime"]) if "runtime" in record else runtime.device  # of older runs there is none
+        return ChessTeacher.of(load(config.teacher.network, "", own, False), config)
 
     def sidecars(self, config: ChessConfig, folder: Path, shards: Sequence[ShardRow], teacher: Any) -> Sidecars | None:
-        if teacher is None or not config.teacher.cache:
+        if not config.teacher.cache:
             return None
         from matrixlib.tasks.chess.distill import cache
+        from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 
+        if not isinstance(teacher, ChessTeacher):  # of a complete run, whose teacher is gone
+            return None
         return cache.sidecars(teacher, self.task(config), folder, shards)
 
     def training_flops(self, config: ChessConfig) -> float:
@@ -160,7 +177,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         from matrixlib.tasks.chess.task import TAUGHT
 
         heads = frozenset(TAUGHT.get(term, term) for term in active_terms(self.task(config)))
-        return training_flops(config.model, heads)
+        return training_flops(config.model, heads - {"stream"})
 
     def benchmarks(self) -> Mapping[str, Workload]:
         from matrixlib.tasks.chess.benchmarks import BENCHMARKS
@@ -172,7 +189,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         return Net(model, self.task(config), runtime, serving)
 
-    def open_file(self, path: Path, device: str = "auto", compile: bool | str = "auto") -> Net | None:
+    def open_file(self, path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
         from matrixlib.tasks.chess.evaluate import files
 
         return files.open_file(path, device, compile)
@@ -180,17 +197,19 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         from matrixlib.tasks.chess.evaluate import held_out as figures
 
-        result, teacher = figures.held_out(net, held_out, sample), net.task.config.teacher.network
-        if teacher:
-            from matrixlib.tasks.chess.distill.agreement import agreement
+        if not (teacher := net.task.config.teacher.network):
+            return figures.held_out(net, held_out, sample)
+        from matrixlib.tasks.chess.distill.agreement import agreement
 
-            try:
-                other = load(teacher, "", net.runtime.device)
-            except ValueError as error:
-                warnings.warn(f"without figures of the teacher: {error}", stacklevel=2)
-            else:
-                result |= agreement(net, other, held_out, sample)
-        return result
+        try:
+            other = load(teacher, "", net.runtime.device)
+            problem = other_weights(f"'{teacher}'", other.sha256, net.lesson, "it taught this network")
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            warnings.warn(f"without figures of the teacher: {problem}", stacklevel=2)
+            return figures.held_out(net, held_out, sample)
+        return agreement(net, other, held_out, sample)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         base = figures["baselines"]
@@ -248,8 +267,8 @@ class ChessSpec(TaskSpec[ChessConfig]):
 TASK = ChessSpec()
 
 
-def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto") -> Net:
-    """The network of a run of chess; arguments and errors as of `matrixlib.tasks.load`."""
+def load(run: str | Path, checkpoint: str = "", device: str | Runtime = "auto", compile: bool | str = "auto") -> Net:
+    """The network of a run of chess; arguments and errors as of `matrixlib.tasks.load`, `device` also a runtime."""
     from matrixlib.tasks.chess.evaluate.net import Net
 
     folder, named = find_run(run)
@@ -257,6 +276,7 @@ def load(run: str | Path, checkpoint: str = "", device: str = "auto", compile: b
         net: Network | None = TASK.open_file(folder, device, compile)
         if net is None:
             raise ValueError(no_network(folder))
+        net.sha256 = file_hash(folder)
     else:
         data, name = read_run_config(folder)
         if data.get("task") != TASK.name:

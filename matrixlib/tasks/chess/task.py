@@ -1,13 +1,15 @@
 """The chess task: what the engine trains, from stored rows to losses.
 
 Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the model; with a teacher also
-"teacher_policy" and "teacher_value". Batches stay packed until the device: see `ChessTask.prepare` for the arrays.
+"teacher_policy", "teacher_value" and, where it is wanted, "teacher_features". Batches stay packed until the device: see
+`ChessTask.prepare` for the arrays.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,8 +23,8 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
+from matrixlib.tasks.chess.distill import features, outputs
 from matrixlib.tasks.chess.distill import losses as soft
-from matrixlib.tasks.chess.distill import outputs
 from matrixlib.tasks.chess.distill.temperature import LearnedTemperature
 from matrixlib.tasks.chess.losses import Sums
 from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
@@ -30,8 +32,8 @@ from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, p
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
 STEP_MOVES = 32
-TAUGHT = {"teacher_policy": "policy", "teacher_value": "value"}
-"""Terms of a teacher, and the heads that learn from it."""
+TAUGHT = {"teacher_policy": "policy", "teacher_value": "value", "teacher_features": "stream"}
+"""Terms of a teacher, and the outputs that learn from it."""
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
@@ -52,6 +54,7 @@ class ChessTask:
         heads = {f"ssl_{name}": getattr(weights.ssl, name) for name in self.config.model.ssl}
         teacher = self.config.teacher
         taught = {"teacher_policy": teacher.policy, "teacher_value": teacher.wdl} if teacher.network else {}
+        taught |= {"teacher_features": teacher.features} if teacher.network and teacher.features else {}
         return {"policy": weights.policy, "value": weights.value} | heads | taught
 
     @property
@@ -147,13 +150,20 @@ class ChessTask:
         if self.config.teacher.network:
             moving = soft.policy_rows(batch["policy_index"], rows)
             counts |= {"teacher_policy": int(moving.sum()), "teacher_value": int(rows.sum())}
+        if "teacher_features" in self.weights:
+            counts["teacher_features"] = int(rows.sum())
         return counts
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sums of the active terms and their metrics (see losses.py); of rows with hidden squares `ssl_piece` alone."""
-        out = self.network_outputs(model, batch, active)
+        return self.scores(self.network_outputs(model, batch, active), model, batch, active)
+
+    def scores(
+        self, out: dict[str, Any], model: nn.Module, batch: Batch, active: frozenset[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """`losses`, of what the network has said of the batch (`network_outputs`)."""
         if "teacher_policy" in active and (learned := self._learned_temperature(model)) is not None:
             out["temperature"] = learned(batch["reversal"][0]).expand(len(batch["pieces"]))
             out["raw"] = learned.raw.detach()
@@ -183,13 +193,22 @@ class ChessTask:
             return loss, metrics | ({"raw": out["raw"] * soft.policy_rows(index, rows).sum()} if "raw" in out else {})
         if term == "teacher_value":
             return soft.wdl_loss(out["value"], batch["teacher_wdl"], _plain_rows(batch))
+        if term == "teacher_features":
+            blocks = [own for own, _ in self.config.teacher.layers] or range(len(out["stream"]) - 1)
+            own = self.additions(out["stream"], batch, blocks, self.config.teacher.squares)
+            theirs = [batch[f"teacher_features_{k}"] for k in range(len(blocks))]
+            return features.loss(own, theirs, _plain_rows(batch)), {}
         name = term.removeprefix("ssl_")
         # Outputs are turned to the oriented board, where the targets are.
-        logits, squares = self._oriented(out["ssl"][name], batch, name), _squares(batch, name)
+        logits, squares = self.oriented(out["ssl"][name], batch, name), _squares(batch, name)
         target = ssl.target(batch, name)
         if SSL_CHANNELS[name] > 1:
             return losses.class_loss(logits, target, squares)
         return losses.binary_loss(logits, target, squares, self._positive(name))
+
+    def additions(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
+        """As `features.additions`, on the oriented board where `squares` are wanted each by itself."""
+        return features.additions(stream, blocks, functools.partial(self.oriented, batch=batch) if squares else None)
 
     def _learned_temperature(self, model: nn.Module) -> LearnedTemperature | None:
         """Where T is learned, in training: held-out rows are always scored at the temperature of their batch."""
@@ -246,7 +265,10 @@ class ChessTask:
         `heads`.
         """
         names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
-        out = self.network_outputs(model, batch, names)
+        return self.predictions(self.network_outputs(model, batch, names), batch, heads)
+
+    def predictions(self, out: dict[str, Any], batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """`predict`, of what the network has said of the batch (`network_outputs`)."""
         result = {"policy": losses.legal_logits(out["policy"], self.network_index(batch)).log_softmax(1)}
         if self.config.model.value.kind == "scalar":
             result["value"] = out["value"]
@@ -254,7 +276,7 @@ class ChessTask:
             result["wdl"] = out["value"].softmax(1)
             result["value"] = result["wdl"][:, 0] - result["wdl"][:, 2]
         for name in heads:
-            result[f"ssl/{name}"] = self.shares(name, self._oriented(out["ssl"][name], batch, name))
+            result[f"ssl/{name}"] = self.shares(name, self.oriented(out["ssl"][name], batch, name))
         return result
 
     def shares(self, head: str, logits: Tensor) -> Tensor:
@@ -303,8 +325,8 @@ class ChessTask:
         moved = table[batch["state"][:, SIDE, None].long(), index.clamp(min=0).long()]
         return torch.where(index != losses.PAD, moved, losses.PAD)
 
-    def _oriented(self, maps: Tensor, batch: Batch, name: str) -> Tensor:
-        """Head outputs (B, c, 8, 8) turned from the network's frame to the oriented board."""
+    def oriented(self, maps: Tensor, batch: Batch, name: str = "") -> Tensor:
+        """Maps (B, c, 8, 8) turned from the network's frame to the oriented board. name: of the head that gave them."""
         if self.config.model.encoding == "oriented":
             return maps
         # Matrix0's rows run from rank 8: White's board is turned over. Black's oriented ranks run as its rows

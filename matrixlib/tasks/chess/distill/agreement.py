@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from matrixlib.tasks.chess.evaluate.held_out import held_out
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from matrixlib.data.loader import Loader
+    from matrixlib.engine.task import Batch
     from matrixlib.tasks.chess.evaluate.net import Net
 
 INPUTS = ("pieces", "state", "policy_index")
@@ -18,26 +21,44 @@ FEWEST = 3
 """Moves of a position whose log-probabilities are correlated: any two lie on a line."""
 
 
-def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, float]:
-    """Figures of a network on held-out positions (`sample`: so many, 0 = all), by name.
+class Beside:
+    """The task of a network that compares each batch that it scores with another one's answers: each is asked once.
+
+    rows: by name, a value for each row (see `_of_rows`), in parts.
+    """
+
+    def __init__(self, net: Net, other: Net) -> None:
+        self.task, self.other = net.task, other
+        self.rows: dict[str, list[np.ndarray]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Batch, Batch]:
+        """As the task's."""
+        out = self.task.network_outputs(model, batch, active)
+        sums = self.task.scores(out, model, batch, active)
+        arrays = {name: value.cpu().numpy() for name, value in batch.items()}
+        own = {name: value.float().cpu().numpy() for name, value in self.task.predictions(out, batch).items()}
+        theirs = self.other.predict({name: arrays[name] for name in INPUTS})
+        for name, values in _of_rows(arrays, own, theirs).items():
+            self.rows.setdefault(name, []).append(values)
+        return sums
+
+
+def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0) -> dict[str, Any]:
+    """The figures of `held_out` with these (`sample`: on so many positions, 0 = all), by name.
 
     teacher_correlation: Pearson correlation of the two networks' log-probabilities over the legal moves of a position,
     which takes their means away, the median over positions; pooled over positions it would come out higher for any
     pair. label_correlation: the same with the labels, over the moves that have a share. teacher_kl: KL(teacher ||
     network), nats. teacher_top1: the same best move. teacher_value_correlation: Pearson of expected scores.
-    ValueError where nothing is held out.
+    ValueError as of `held_out`.
     """
-    parts: dict[str, list[np.ndarray]] = {}
-    for batch in loader.sequential(batch_size, sample=sample):
-        arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-        inputs = {name: arrays[name] for name in INPUTS}
-        own, theirs = net.predict(inputs), teacher.predict(inputs)
-        for name, values in _of_rows(arrays, own, theirs).items():
-            parts.setdefault(name, []).append(values)
-    if not parts:
-        raise ValueError("nothing is held out on which networks could agree")
-    rows = {name: np.concatenate(values) for name, values in parts.items()}
-    return {
+    beside: Any = Beside(net, teacher)
+    by_labels = held_out(net, loader, sample, task=beside)
+    rows = {name: np.concatenate(values) for name, values in beside.rows.items()}
+    return by_labels | {
         "teacher_top1": float(rows["same"].mean()),
         "teacher_kl": float(rows["kl"].mean()),
         "teacher_correlation": _median(rows["with_teacher"]),
@@ -47,10 +68,10 @@ def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_siz
 
 
 def figures(net: Net, teacher: Net, loader: Loader, sample: int = 0) -> dict[str, float]:
-    """What a network learned: by labels `top1`, `policy_kl` and `value_correlation`, by a teacher `agreement`."""
-    by_labels = held_out(net, loader, sample)
+    """What a network learned: by labels `top1`, `policy_kl`, `value_correlation`, by a teacher all of `agreement`."""
+    of_both = agreement(net, teacher, loader, sample)
     names = ("top1", "policy_kl", "value_correlation")
-    return {name: by_labels[name] for name in names if name in by_labels} | agreement(net, teacher, loader, sample)
+    return {name: of_both[name] for name in of_both if name in names or name.startswith(("teacher_", "label_"))}
 
 
 def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Losses of a network that learns from a teacher's outputs: sums over rows in fp32, as those of `chess.losses`.
 
 Shapes: B rows, L places for legal moves (padded). The teacher's policy is log-probabilities over a row's legal moves,
-anything finite in pads. Pads take part as finite numbers times zero: an infinity would make every sum NaN, whatever it
-is multiplied by.
+anything in pads. These take part as finite numbers times zero: an infinity would make every sum NaN, whatever it is
+multiplied by.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def policy_rows(index: Tensor, rows: Tensor) -> Tensor:
 
 
 def softened(scores: Tensor, index: Tensor, temperature: Tensor) -> Tensor:
-    """(B, L) log-probabilities of logits (B, L) over the legal moves divided by temperatures (B,); 0 in pads."""
-    legal = index != PAD
-    log_p = torch.where(legal, scores / temperature[:, None], FILL).log_softmax(1)
-    return torch.where(legal, log_p, 0.0)
+    """(B, L) log-probabilities of logits (B, L) over the legal moves divided by temperatures (B,).
+
+    Pads get a probability of exactly 0 and a finite logarithm, whatever is in them. They are masked before the
+    division: its gradient at an infinity would make that of the temperature NaN.
+    """
+    return (torch.where(index != PAD, scores, FILL) / temperature[:, None]).log_softmax(1)
 
 
 def policy_loss(
@@ -52,7 +54,7 @@ def policy_loss(
 def _kl(scores: Tensor, index: Tensor, teacher: Tensor, temperature: Tensor) -> Tensor:
     """(B,) KL(teacher || student) of two policies softened alike, in nats."""
     theirs, own = softened(teacher, index, temperature), softened(scores, index, temperature)
-    return torch.where(index != PAD, theirs.exp() * (theirs - own), 0.0).sum(1)
+    return (theirs.exp() * (theirs - own)).sum(1)
 
 
 def policy_bounds(index: Tensor, teacher: Tensor, rows: Tensor, temperature: Tensor) -> tuple[float, float]:
@@ -62,7 +64,7 @@ def policy_bounds(index: Tensor, teacher: Tensor, rows: Tensor, temperature: Ten
     valid = policy_rows(index, rows)
     theirs = softened(teacher, index, temperature)[valid].double()
     legal = (index != PAD)[valid]
-    spread = -torch.where(legal, theirs.exp() * theirs, 0.0).sum(1)
+    spread = -(theirs.exp() * theirs).sum(1)
     start = temperature[valid].double().square() * (legal.sum(1).double().log() - spread)
     return float(start.clamp(min=0).sum()), 0.0
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from matrixlib.data.shards import file_hash
 from matrixlib.engine.task import rows, slice_batch, to_device
+from matrixlib.tasks.chess.distill import features
 from matrixlib.tasks.chess.distill.agreement import INPUTS
 from matrixlib.tasks.chess.distill.temperature import reversal, scheduled
 from matrixlib.tasks.chess.losses import FILL
-from matrixlib.tasks.spec import weights_file
+from matrixlib.tasks.chess.model import depth
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from matrixlib.engine.task import Batch
-    from matrixlib.tasks.chess.config import TeacherConfig
+    from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
     from matrixlib.tasks.chess.evaluate.net import Net
 
 
@@ -30,45 +30,63 @@ class ChessTeacher:
     net: Net
     config: TeacherConfig
     sha256: str
+    blocks: tuple[int, ...] = ()
+    """Whose features the student's are compared with."""
 
     @classmethod
-    def of(cls, net: Net, config: TeacherConfig) -> ChessTeacher:
-        """A network that `config` names. ValueError where it lacks a head."""
-        if config.wdl and net.task.config.model.value.kind == "scalar":
-            raise ValueError(f"teacher '{config.network}' has no win-draw-loss to learn from: set teacher.wdl to 0")
-        return cls(net, config, file_hash(weights_file(config.network)))
+    def of(cls, net: Net, config: ChessConfig) -> ChessTeacher:
+        """A network that a student's configuration names. ValueError where it lacks a head, or a block."""
+        name, blocks = config.teacher.network, tuple[int, ...]()
+        if config.teacher.wdl and net.task.config.model.value.kind == "scalar":
+            raise ValueError(f"teacher '{name}' has no win-draw-loss to learn from: set teacher.wdl to 0")
+        if config.teacher.features:
+            tower = getattr(net.model, "tower", None)
+            if tower is None:
+                raise ValueError(
+                    f"teacher '{name}' is an ONNX file, whose blocks nobody sees: give its run, or set "
+                    "teacher.features to 0"
+                )
+            blocks = tuple(theirs for _, theirs in features.pairs(config.teacher, depth(config.model), len(tower)))
+        return cls(net, config.teacher, net.sha256, blocks)
 
     @property
-    def record(self) -> Mapping[str, str]:
-        return {"name": self.config.network, "sha256": self.sha256}
+    def record(self) -> Mapping[str, Any]:
+        return {"name": self.config.network, "sha256": self.sha256, "runtime": self.net.runtime.to_dict()}
+
+    @property
+    def aids(self) -> frozenset[str]:
+        return frozenset({"teacher_features"}) if self.blocks else frozenset()
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
         """The batch with `teacher_policy` (B, L), log-probabilities of `policy_index`'s moves, `teacher_wdl` (B, 3)
-        where it has such a head, and `temperature` (B,) and `reversal` (B,), alike in all rows. Held-out rows are
-        scored at T = 1.
+        where it has such a head, and `temperature` (B,) and `reversal` (B,), alike in all rows; in training, for each
+        of `blocks`, `teacher_features_<k>` as of `features.additions`. Held-out rows are scored at T = 1.
         """
         count, device = rows(batch), batch["pieces"].device
         heat = 1.0 if progress is None else scheduled(self.config, progress)
         factor = 0.0 if progress is None else reversal(progress)
         return {
             **batch,
-            **({} if "teacher_policy" in batch else self.ask(batch)),
+            **({} if "teacher_policy" in batch else self.ask(batch, self.blocks if progress is not None else ())),
             "temperature": torch.full((count,), heat, device=device),
             "reversal": torch.full((count,), factor, device=device),
         }
 
-    def ask(self, batch: Batch) -> dict[str, Tensor]:
+    def ask(self, batch: Batch, blocks: Sequence[int] = ()) -> dict[str, Tensor]:
         """Its outputs in fp32 on the device of the batch. No inference mode: losses keep them for their gradients."""
-        own, most = self.net.runtime.torch_device, self.net.serving.sizes[-1]
+        own, most, task = self.net.runtime.torch_device, self.net.serving.sizes[-1], self.net.task
         inputs = {name: batch[name] for name in INPUTS}
+        names = frozenset({"policy", "value", *(("stream",) if blocks else ())})
         parts = []
         with torch.no_grad(), self.net.runtime.autocast():
             for start in range(0, rows(batch), most):
                 part = to_device(slice_batch(inputs, start, start + most), own)
-                parts.append(self.net.task.predict(self.net.model, part))
+                out = task.network_outputs(self.net.model, part, names)
+                added = task.additions(out.get("stream", ()), part, blocks, self.config.squares)
+                parts.append(task.predictions(out, part) | {f"features_{k}": maps for k, maps in enumerate(added)})
         outputs = {
             f"teacher_{name}": torch.cat([part[name] for part in parts]).float().to(batch["pieces"].device)
-            for name in ("policy", "wdl")
-            if name in parts[0]
+            for name in parts[0]
+            if name != "value"
         }
         return outputs | {"teacher_policy": outputs["teacher_policy"].clamp(min=FILL)}

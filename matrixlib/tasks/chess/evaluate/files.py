@@ -8,12 +8,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.spec import runtime_for_use
 
 
-def open_file(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net | None:
+def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net | None:
     """The network in a file, by the end of its name; None for other names. ValueError names a file that is damaged."""
     name = path.name.lower()
     if name.endswith((".pb.gz", ".pb")):
@@ -23,11 +24,11 @@ def open_file(path: Path, device: str = "auto", compile: bool | str = "auto") ->
     if name.endswith(".onnx"):
         from matrixlib.tasks.chess.evaluate import onnx
 
-        return onnx.open_network(path)
+        return onnx.open_network(path, "cpu" if isinstance(device, str) else device)
     return None
 
 
-def open_lc0(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net:
+def open_lc0(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net:
     """A network of Lc0, in fp32: its half-move clock is a plane of up to 100, and the rounding of bf16 shows."""
     from matrixlib.tasks.chess.lc0.task import open_weights
 
@@ -36,7 +37,7 @@ def open_lc0(path: Path, device: str = "auto", compile: bool | str = "auto") -> 
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
 
 
-def open_matrix0(path: Path, device: str = "auto", compile: bool | str = "auto") -> Net:
+def open_matrix0(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net:
     """A network of Matrix0; what its file does not say of it is warned of. ValueError names a file that cannot be."""
     from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
     from matrixlib.tasks.chess.task import ChessTask

@@ -11,18 +11,20 @@ from matrixlib.tasks.chess.records import captured_value
 
 if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
-    from matrixlib.engine.task import Batch
+    from matrixlib.engine.task import Batch, Task
     from matrixlib.tasks.chess.evaluate.net import Net
     from matrixlib.tasks.chess.plots import Points
 
 
-def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
+def held_out(
+    net: Net, loader: Loader, sample: int = 0, batch_size: int = 512, task: Task | None = None
+) -> dict[str, Any]:
     """Figures on held-out positions, each with its baselines.
 
     top1, top3, top5: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
     value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform
     over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
-    class. sample: 0 = all positions.
+    class. sample: 0 = all positions. task: that scores in the place of the network's.
     """
     from matrixlib.engine.validation import validate
 
@@ -36,7 +38,8 @@ def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -
                 base[name] = base.get(name, 0) + amount
             yield batch
 
-    validation = validate(net.task, net.model, batches(), net.runtime, frozenset({"policy", "value"}), "full")
+    terms = frozenset({"policy", "value"})
+    validation = validate(task or net.task, net.model, batches(), net.runtime, terms, "full")
     if validation is None or not validation.counts["policy"]:
         raise ValueError("the held-out positions have no policy target to evaluate on; import others")
     metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]

@@ -155,9 +155,9 @@ def load(net: Net, path: Path | str) -> Net:
     return Net(_OnnxModel(path, runtime.threads), net.task, runtime)
 
 
-def open_network(path: Path) -> Net:
+def open_network(path: Path, device: str | runtimes.Runtime = "cpu") -> Net:
     """The network in a file that `export` wrote, on the CPU, without self-supervised heads. ValueError for others."""
-    runtime = runtime_for_use(ChessConfig(task="chess"), "cpu", "fp32")
+    runtime = runtime_for_use(ChessConfig(task="chess"), device, "fp32")
     try:
         model = _OnnxModel(path, runtime.threads)
     except Exception as error:  # onnxruntime's own classes, which have no common base but this

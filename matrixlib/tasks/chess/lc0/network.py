@@ -60,13 +60,16 @@ class Lc0Network(nn.Module):
         self.load_state_dict({name: torch.from_numpy(array) for name, array in weights.arrays.items()}, strict=True)
 
     def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
-        """Of "policy" (B, 1858) logits and "value" (B, 3) win-draw-loss logits or (B,) in -1..1 what `heads` names,
-        both unless given; fp32."""
+        """Of "policy" (B, 1858) logits, "value" (B, 3) win-draw-loss logits or (B,) in -1..1, and "stream", what goes
+        into the blocks and what comes out of each, (B, C, 8, 8), what `heads` names; the first two unless given; fp32.
+        """
         names = heads if heads is not None else frozenset({"policy", "value"})
         x = F.relu(self.input(planes))
+        out: dict[str, Any] = {"stream": [x]} if "stream" in names else {}
         for block in self.tower:
             x = block(x)
-        out: dict[str, Any] = {}
+            if "stream" in names:
+                out["stream"].append(x)
         if "policy" in names:
             if self.conv_policy:
                 out["policy"] = self.policy(F.relu(self.policy1(x))).flatten(1).float()[:, self.order]

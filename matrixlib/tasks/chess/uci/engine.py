@@ -249,6 +249,8 @@ class Engine:
                     f"hashfull {min(1000 * visits // capacity, 1000)} time {int(1000 * (now - began))}"
                 )
                 self._report(search, result, done, draws, progress)
+        if self.options["VerboseMoveStats"] == "true":
+            self._report_moves(result)
         temperature = self._number("Temperature") / 100
         move = draw_move(result, temperature, self.rng) if temperature else result.best
         self._answer(go, move_from_index(move, board).uci())
@@ -312,6 +314,17 @@ class Engine:
             return None
         (evaluation,) = self.net.evaluate_boards([self.board])
         return evaluation.wdl[1] if evaluation.wdl else None
+
+    def _report_moves(self, result: SearchResult) -> None:
+        """A line for each legal move, the least likely first, and one for the position: visits N, the network's policy
+        P and the expected result Q, that of the whole position where a move was never tried.
+        """
+        values = np.where(np.isnan(result.values), result.value, result.values)
+        for row in np.argsort(result.prior, kind="stable"):
+            move = move_from_index(int(result.moves[row]), self.board).uci()
+            numbers = f"N: {result.visits[row]} (P: {100 * result.prior[row]:.4f}%) (Q: {values[row]:.5f})"
+            self.say(f"info string {move} {numbers}")
+        self.say(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
 
     def _report(self, search: Search, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
         """A line for each variation to show."""

@@ -58,6 +58,7 @@ OPTIONS = (
     Option("Threads", 1, (1, 1024)),  # of one pass on the CPU; two that wait for a busy core are far slower
     Option("MultiPV", 1, (1, 218)),
     Option("UCI_ShowWDL", "false"),
+    Option("VerboseMoveStats", "false"),  # a line about each move as a search ends, as Lc0 has it
     Option("Temperature", 0, (0, 1000)),  # hundredths; of the draw among the moves by their visits
     Option("SyzygyPath", ""),
     Option("Move Overhead", 100, (0, 60_000)),  # milliseconds of each move that are lost outside
