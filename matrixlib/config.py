@@ -94,7 +94,10 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate of AdamW")
+    optimiser: Literal["adamw", "muon"] = Field(
+        default="adamw", description="`muon` moves the matrices of hidden layers by orthogonal updates of AdamW's size"
+    )
+    learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate")
     rate_batch: CountOrZero = Field(
         default=0,
         description="`train.batch_size` that learning_rate is for: with another it grows with the root of their ratio; "
@@ -113,6 +116,7 @@ class OptimConfig(Section):
     beta1: Fraction = Field(default=0.9, description="AdamW beta1")
     beta2: Fraction = Field(default=0.98, description="AdamW beta2")
     eps: Positive = Field(default=1e-08, description="AdamW epsilon")
+    momentum: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.95, description="of muon's matrices")
     clip_norm: Positive = Field(default=1.0, description="global gradient norm above which gradients are scaled down")
     ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
         default=0.999,

@@ -49,6 +49,7 @@ CHESS: dict[str, Any] = {
     "curriculum": {"kind": "adaptive", "metric": "policy/top1", "patience": 1, "dwell": 1},
 }
 LATIN: dict[str, Any] = {
+    "optim": {"optimiser": "muon"},
     "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
     "curriculum": {"kind": "adaptive", "metric": "cell/accuracy", "patience": 1, "dwell": 1},
 }

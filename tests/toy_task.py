@@ -34,6 +34,10 @@ class ToyNet(nn.Module):
         nn.init.zeros_(self.classes.weight)
         nn.init.zeros_(self.classes.bias)
 
+    def edges(self) -> list[nn.Module]:
+        """Those that give the outputs; `inner` counts as hidden, so that there is a hidden matrix."""
+        return [self.classes, self.plane]
+
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.dropout(torch.relu(self.norm(self.inner(x))))
         return {"class": self.classes(hidden), "plane": self.plane(hidden).squeeze(1)}

@@ -1,4 +1,4 @@
-"""Optimiser, learning-rate schedule and averaged weights: AdamW, a pure function, EMA."""
+"""Optimiser, learning-rate schedule and averaged weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from matrixlib.config import OptimConfig
+from matrixlib.engine.muon import Muon
 
 DECAYED = (
     nn.Linear,
@@ -78,49 +80,63 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(into, out_of)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups for AdamW: decayed, and not decayed (weight_decay 0). Frozen parameters are in neither.
+def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) -> list[dict[str, Any]]:
+    """Groups of an optimiser: decayed, and not decayed (weight_decay 0). Frozen parameters are in neither.
 
     Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and
     convolution kernels. Everything else is not: biases, norms, embeddings, and parameters that a module of
     our own holds directly, such as position encodings and attention biases. A parameter shared with one that
     must not decay (tied embeddings) does not decay. Those of a `PlainDescent` are in neither.
+
+    muon: each group also says whether it is `orthogonal`. Those are the decayed ones of hidden layers; the network's
+    `edges()` names the layers that take the data or give the outputs, which stay with AdamW as is the field's practice.
+    Raises ValueError for a network without that method.
     """
+    edges = _edges(unwrap(model)) if muon else frozenset()
     parameters: dict[int, nn.Parameter] = {}
-    decays: dict[int, bool] = {}
+    kinds: dict[int, tuple[bool, bool]] = {}
     for module in unwrap(model).modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and not isinstance(module, PlainDescent):
-                allowed = isinstance(module, DECAYED) and parameter.ndim >= 2
-                parameters[id(parameter)] = parameter
-                decays[id(parameter)] = allowed and decays.get(id(parameter), True)
-    groups: list[dict[str, object]] = []
-    for decayed, value in ((True, weight_decay), (False, 0.0)):
-        members = [parameter for key, parameter in parameters.items() if decays[key] is decayed]
+                key, allowed = id(parameter), isinstance(module, DECAYED) and parameter.ndim >= 2
+                decays, hidden = kinds.get(key, (True, muon))
+                parameters[key] = parameter
+                kinds[key] = allowed and decays, allowed and hidden and module not in edges
+    groups: list[dict[str, Any]] = []
+    for decayed, orthogonal in (True, True), (True, False), (False, False):
+        members = [parameter for key, parameter in parameters.items() if kinds[key] == (decayed, orthogonal)]
         if members:
-            groups.append({"params": members, "weight_decay": value})
+            groups.append(
+                {"params": members, "weight_decay": weight_decay if decayed else 0.0, "orthogonal": orthogonal}
+            )
     return groups
 
 
-def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over `model`, which must already be on `device`: the fused kernel where there is one, else
-    foreach.
+def _edges(network: nn.Module) -> frozenset[nn.Module]:
+    edges = getattr(network, "edges", None)
+    if edges is None:
+        raise ValueError(
+            f"muon moves the matrices of hidden layers alone: give {type(network).__name__} a method `edges()` that "
+            "returns its first and last layers (of an own task), or choose another optim.optimiser"
+        )
+    return frozenset(inner for layer in edges() for inner in layer.modules())
+
+
+def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The optimiser that `config` names over `model`, which must already be on `device`: the fused kernel where there
+    is one, else foreach.
 
     The step sets the learning rate of each update.
     Raises ValueError when no parameter can be trained.
     """
-    groups = parameter_groups(model, config.weight_decay)
+    muon = config.optimiser == "muon"
+    groups = parameter_groups(model, config.weight_decay, muon)
     if not groups:
         raise ValueError("the model has no trainable parameter; every requires_grad is False")
     fused = device.type in FUSED
-    return torch.optim.AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=fused,
-        foreach=None if fused else True,
-    )
+    options: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}
+    adam = options | {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    return Muon(groups, momentum=config.momentum, **adam) if muon else torch.optim.AdamW(groups, **adam)
 
 
 def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -146,7 +162,7 @@ def _plain_descents(model: nn.Module) -> list[PlainDescent]:
     return [module for module in unwrap(model).modules() if isinstance(module, PlainDescent)]
 
 
-def optimiser_tensors(optimiser: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:
+def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimiser's state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first
     update.
     """
@@ -159,7 +175,7 @@ def optimiser_tensors(optimiser: torch.optim.AdamW, model: nn.Module) -> dict[st
     }
 
 
-def load_optimiser(optimiser: torch.optim.AdamW, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_optimiser(optimiser: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Restore what `optimiser_tensors` gave. Raises ValueError when a name is not a trainable parameter's."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     by_name: dict[str, dict[str, Tensor]] = {}

@@ -187,6 +187,7 @@ class Step:
             "rng": self._streams.tensors(),
         }
         state: dict[str, Any] = {
+            "optimiser": self.config.optim.optimiser,
             "micro_batch": self.micro_batch,
             "health": self.health.to_dict(),
             "gate": self.gate.to_dict(),
@@ -201,8 +202,14 @@ class Step:
         return tensors, state
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
-        """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is."""
+        """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is.
+
+        ValueError for the state of another optimiser.
+        """
         tensors, state = checkpoint.tensors, checkpoint.state
+        own, other = self.config.optim.optimiser, state.get("optimiser", "adamw")  # earlier versions had no other
+        if own != other:
+            raise ValueError(f"its optimiser is {other}, and optim.optimiser {own} cannot go on with that state")
         self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
         optim.load_tensors(self.model, tensors["model"])
         optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"])

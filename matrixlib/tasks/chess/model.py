@@ -117,9 +117,13 @@ class PolicyHead(nn.Module):
             self.expand = nn.Linear(options.rank, MOVES)
         self.logit_norm = nn.LayerNorm(MOVES) if options.logit_norm else None
 
+    @property
+    def last(self) -> nn.Module:
+        """The layer that gives the logits."""
+        return self.get_submodule({"conv": "planes", "dense": "dense", "factored": "expand"}[self.kind])
+
     def initialise(self) -> None:
-        last = {"conv": "planes", "dense": "dense", "factored": "expand"}[self.kind]
-        shrink(self.get_submodule(last if self.logit_norm is None else "logit_norm"))
+        shrink(self.last if self.logit_norm is None else self.logit_norm)
 
     def limit(self, x: Tensor, factor: float = 1.0) -> Tensor:
         return x.clamp(-factor * self.clamp, factor * self.clamp) if self.clamp else x
@@ -235,6 +239,13 @@ class PolicyValueNet(nn.Module):
             shared = x if self.config.ssl_trunk else x.detach()
             out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in ssl.items()}
         return out
+
+    def edges(self) -> list[nn.Module]:
+        """The layers that take the planes and those that give the outputs."""
+        return [self.stem, self.policy_head.last, self.value_head.fc3, *(head.out for head in self._square_heads())]
+
+    def _square_heads(self) -> list[SquareHead]:
+        return [module for module in self.modules() if isinstance(module, SquareHead)]
 
     def trunk_parameters(self) -> list[nn.Parameter]:
         """The parameters that all heads share."""

@@ -76,6 +76,10 @@ class LatinNet(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
+    def edges(self) -> list[nn.Module]:
+        """The layer that gives the outputs; what takes the tokens are embeddings."""
+        return [self.head]
+
     def forward(self, tokens: Tensor, size: Tensor, mode: Tensor) -> Tensor:
         """tokens (B, N, N) int64, PAD outside the grid; size, mode (B,) int64 -> logits (B, N, N, 35)."""
         side = tokens.shape[1]

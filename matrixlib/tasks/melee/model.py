@@ -228,6 +228,10 @@ class MeleeNet(nn.Module):
         self.trunk = trunk(config, window)
         self.heads = Heads(config.width, config.head_width, config.autoregressive, prior, weights)
 
+    def edges(self) -> list[nn.Module]:
+        """The layers that take a frame or a choice and those that give the outputs."""
+        return [self.first, self.heads.given, self.heads.outer]
+
     def forward(self, numeric: Tensor, action: Tensor, character: Tensor, previous: Tensor, choices: Tensor) -> Tensor:
         """(B, T, 81) logits of all frames, with the controllers (B, T, 13) to be predicted as in `Heads.forward`."""
         x = self.trunk(self.encode(numeric, action, character, previous))

@@ -19,6 +19,10 @@ class TicTacToeNet(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.layers))
         self.policy, self.value = nn.Linear(config.width, SQUARES), nn.Linear(config.width, 3)
 
+    def edges(self) -> list[nn.Module]:
+        """The layers that take the squares and those that give the outputs."""
+        return [self.stem, self.policy, self.value]
+
     def forward(self, squares: Tensor) -> tuple[Tensor, Tensor]:
         x = self.stem(torch.cat([squares == 1, squares == -1], dim=1).float())
         for layer in self.layers:

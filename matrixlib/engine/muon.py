@@ -1,0 +1,82 @@
+"""Muon: momentum made orthogonal for the matrices of hidden layers, AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Newton and Schulz's iteration of the fifth degree, as torch has them: https://kellerjordan.github.io/posts/muon/."""
+RMS = 0.2
+"""Root mean square of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+
+
+class Muon(torch.optim.AdamW):
+    """Groups with `orthogonal: True` are moved by Muon, the others by AdamW; all by one learning rate.
+
+    torch.optim.Muon takes matrices alone, and so no kernel of a convolution, and one at a time. Here a kernel
+    (O, I, h, w) is a matrix (O, I * h * w), and matrices of one shape are made orthogonal together. An update has the
+    size of AdamW's (torch's `match_rms_adamw`), so that rate and decay carry over from there.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **options: Any) -> None:
+        """groups: of AdamW, each with the key `orthogonal`. momentum: of the matrices, with Nesterov's look ahead."""
+        super().__init__(groups, **options)
+        self.momentum = momentum
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["orthogonal"]:
+                self._move(group)
+        return loss
+
+    def _move(self, group: dict[str, Any]) -> None:
+        moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not moved:
+            return
+        for parameter in moved:
+            if not self.state[parameter]:  # AdamW's loading looks for a step in every state
+                self.state[parameter] |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(parameter)}
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in moved]
+        gradients = [parameter.grad for parameter in moved]
+        torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
+        directions = torch._foreach_lerp(gradients, buffers, self.momentum)
+        torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+        for places in _by_shape(directions):
+            matrices = torch.stack([directions[place].flatten(1) for place in places])
+            size = RMS * max(matrices.shape[1:]) ** 0.5
+            for place, update in zip(places, orthogonal(matrices), strict=True):
+                moved[place].add_(update.view(moved[place].shape), alpha=-group["lr"] * size)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """(N, R, C) to about the nearest matrices with orthogonal rows (R <= C) or columns, in bf16: singular values come
+    out between 0.7 and 1.2.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if tall else matrices).bfloat16()
+    x = x / torch.linalg.matrix_norm(x.float(), keepdim=True).clamp(min=1e-7).bfloat16()
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype).contiguous()
+
+
+def _by_shape(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Places of those whose matrices have one shape."""
+    places: dict[torch.Size, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.flatten(1).shape, []).append(place)
+    return list(places.values())
