@@ -1,7 +1,8 @@
-"""Frames a second of Melee: rows gathered, windows made of them, beside copying the same bytes and beside an update.
+"""Frames a second of Melee: rows gathered, windows made of them, beside copying the same bytes and beside an update;
+milliseconds of a decision in play.
 
 Run from the repository root: ``python tests/bench/bench_melee.py``. Medians after a warm-up, one thread, the sample
-set; the update is that of the preset `melee_demo`.
+set; the update is that of the preset `melee_demo`, decisions are those of fresh networks of width 256.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import torch
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader, to_tensors
-from matrixlib.data.shards import Batch
+from matrixlib.data.shards import Batch, Shard
 from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.melee.columns import LAYOUT
-from matrixlib.tasks.melee.windows import augment, plain
+from matrixlib.tasks.melee.windows import augment, cut, plain
+from matrixlib.tasks.spec import runtime_for_use
 
 WINDOWS, REPEATS = 64, 40
 
 
-def seconds(work: Callable[[int], object]) -> float:
+def seconds(work: Callable[[int], object], repeats: int = REPEATS) -> float:
     """Median of one call of work(i)."""
-    for i in range(REPEATS // 4):
+    for i in range(repeats // 4):
         work(i)
     taken = []
-    for i in range(REPEATS):
+    for i in range(repeats):
         start = time.perf_counter()
         work(i)
         taken.append(time.perf_counter() - start)
@@ -41,6 +43,18 @@ def seconds(work: Callable[[int], object]) -> float:
 def rows(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """A `prepare` that does next to nothing: what is left is reading."""
     return {"own": batch["records"]["own"]}
+
+
+def decision(trunk: str) -> float:
+    """Seconds of `act`, the median."""
+    config = load_config("melee_quick", {"model": {"trunk": trunk, "width": 256}, "runtime": {"device": "cpu"}})
+    spec = get_task("melee")
+    net = spec.network(spec.task(config).build_model(), config, runtime_for_use(config, "cpu"))
+    torch.set_num_threads(1)
+    row = Shard(spec.folder(config) / "sample_validation.npz", LAYOUT).gather(np.array([100]))
+    window, _ = cut(row, np.zeros(1, int), np.zeros(1, int), 60)
+    frames = [window.at(number) for number in range(60)]
+    return seconds(lambda i: net.act(frames[i % 60]), 6 * len(frames))
 
 
 def main() -> None:
@@ -71,6 +85,8 @@ def main() -> None:
     }
     for name, taken in lines.items():
         print(f"{name:<46}{frames / taken:>14,.0f} frames/s{1000 * taken:>10.2f} ms for {WINDOWS} windows")
+    for trunk in ("mlp", "residual", "gru", "lstm", "transformer"):
+        print(f"{'decision in play, ' + trunk:<46}{1000 * decision(trunk):>34.2f} ms")
     made = lines["gathered from shards"] + lines["made into windows, mirrored, with noise"]
     print(
         f"making a batch is {made / (made + lines['forward and backward of melee_demo']):.1%} of an update on one core"

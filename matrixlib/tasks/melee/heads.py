@@ -6,6 +6,7 @@ Shapes: ... any leading dimensions, W width; `choices` and `logits` as in contro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import cast
 
 import torch
@@ -76,12 +77,12 @@ class Heads(nn.Module):
 
     def _run(self, x: Tensor, pick: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         parts, picks = [], []
-        values = self.values.split(SIZES)
-        for number in range(len(HEADS)):
-            parts.append(self.outer[number](F.relu(self.inner[number](x))))
+        layers = zip_longest(self.inner, self.outer, self.values.split(SIZES), self.given)
+        for number, (inner, outer, values, given) in enumerate(layers):
+            parts.append(outer(F.relu(inner(x))))
             picks.append(pick(number, parts[-1]))
-            if number < len(self.given):
-                x = x + self.given[number]((picks[-1] == values[number]).float())
+            if given is not None:
+                x = x + given((picks[-1] == values).float())
         return torch.cat(parts, -1), torch.cat(picks, -1)
 
 

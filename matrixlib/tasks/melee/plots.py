@@ -58,7 +58,7 @@ def nats_figure(figures: Mapping[str, Any]) -> Figure:
             axis.bar(places + 0.27 * (number - 1), values, 0.25, color=colour, label=label)
         axis.set(title=title, ylabel="nats a frame", xticks=places)
         axis.set_xticks(places, [name.replace("_", " ") for name in heads], fontsize=8)
-        axis.legend(fontsize=8)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 

@@ -45,11 +45,13 @@ def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> A
     mirror(window, turned)
     mirror_sticks(following, turned)
     out = inputs(window)
-    noisy = np.ix_(np.flatnonzero(draws[3] < data.noise), np.arange(data.window), CONTINUOUS)
-    measured = out["numeric"][noisy]
+    noisy = np.flatnonzero(draws[3] < data.noise)
+    part = out["numeric"][noisy]
+    measured = part.take(CONTINUOUS, -1)
     there = measured != 0  # what is exactly 0 is not there, unknown, or at rest
     measured[there] += np.float32(data.noise_sigma) * rng.standard_normal(there.sum(), np.float32)
-    out["numeric"][noisy] = measured
+    part[..., CONTINUOUS] = measured
+    out["numeric"][noisy] = part
     return out | previous(window.previous) | classes(following) | {"valid": _valid(length, start, delay, data.window)}
 
 
