@@ -452,6 +452,9 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
     turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     turned = 1e-3 * np.einsum("bcs,cd->bds", x, turn) + 5
     assert float(features.alignment(*(torch.from_numpy(a) for a in (x, turned, rows)))) == pytest.approx(1)
+    own, theirs = [torch.from_numpy(x), torch.from_numpy(x)], [torch.from_numpy(turned), torch.from_numpy(y)]
+    loss = features.loss(own, theirs, torch.from_numpy(rows))
+    assert float(loss) == pytest.approx(5 * (1 - gram_alignment(*samples)) / 2), "of five rows, the mean of two pairs"
     nothing = torch.zeros(6, 4, 5, requires_grad=True)
     features.alignment(nothing, torch.from_numpy(y).float(), torch.from_numpy(rows)).backward()
     assert nothing.grad is not None
