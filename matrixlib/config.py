@@ -94,8 +94,22 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    optimiser: Literal["adamw", "muon"] = Field(
-        default="adamw", description="`muon` moves the matrices of hidden layers by orthogonal updates of AdamW's size"
+    optimiser: Literal[
+        "adamw",
+        "adam",
+        "sgd",
+        "rmsprop",
+        "radam",
+        "nadam",
+        "lamb",
+        "adafactor",
+        "muon",
+        "schedule_free",
+        "adamw_8bit",
+    ] = Field(
+        default="adamw",
+        description="`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers; `schedule_free`: "
+        "AdamW with an average of its own in place of decay and ema_decay; `adamw_8bit` keeps small moments",
     )
     learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate")
     rate_batch: CountOrZero = Field(
@@ -111,17 +125,27 @@ class OptimConfig(Section):
         default=10, description="updates of linear warm-up (first update: 1/warmup, not 0)"
     )
     weight_decay: NonNegative = Field(
-        default=0.05, description="decoupled decay; never on norms, biases and embeddings"
+        default=0.05,
+        description="decoupled decay, of adam, sgd and rmsprop a part of the gradient; never on norms, biases and "
+        "embeddings",
     )
-    beta1: Fraction = Field(default=0.9, description="AdamW beta1")
-    beta2: Fraction = Field(default=0.98, description="AdamW beta2")
-    eps: Positive = Field(default=1e-08, description="AdamW epsilon")
-    momentum: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.95, description="of muon's matrices")
+    beta1: Fraction = Field(default=0.9, description="decay of Adam's first moment")
+    beta2: Fraction = Field(default=0.98, description="decay of Adam's second moment, and of rmsprop's")
+    eps: Positive = Field(default=1e-08, description="Adam's epsilon")
+    momentum: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.95, description="of muon's matrices, and of sgd")
     clip_norm: Positive = Field(default=1.0, description="global gradient norm above which gradients are scaled down")
     ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
         default=0.999,
         description="exponential moving average of the weights, evaluated and exported; 0 = off",
     )
+
+    @model_validator(mode="after")
+    def _free_of_a_schedule(self) -> OptimConfig:
+        if self.optimiser == "schedule_free" and (self.schedule != "constant" or not self.beta1):
+            raise ValueError(
+                "schedule_free averages in place of a decay: set optim.schedule to constant, beta1 above 0"
+            )
+        return self
 
 
 class TrainConfig(Section):

@@ -9,7 +9,8 @@ from toy_task import ToyNet
 
 from matrixlib.config import OptimConfig
 from matrixlib.engine import optim
-from matrixlib.engine.optim import EMA, Schedule
+from matrixlib.engine.averages import EMA
+from matrixlib.engine.schedule import Schedule
 from matrixlib.tasks import load_config
 
 CPU = torch.device("cpu")

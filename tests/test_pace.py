@@ -18,8 +18,8 @@ from test_trainer import build, equal, killed, settings, weights
 
 from matrixlib.config import OptimConfig
 from matrixlib.engine import metrics, pace
-from matrixlib.engine.optim import Schedule
 from matrixlib.engine.pace import Pace, Plan, fit, trial
+from matrixlib.engine.schedule import Schedule
 from matrixlib.hardware.load import Usage
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs import run as runs

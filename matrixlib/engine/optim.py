@@ -1,16 +1,15 @@
-"""Optimiser, learning-rate schedule and averaged weights."""
+"""Optimisers: their groups of parameters, their state by name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from matrixlib.config import OptimConfig
 from matrixlib.engine.muon import Muon
@@ -29,6 +28,11 @@ DECAYED = (
 """Module types whose matrices get weight decay: those that multiply activations by them."""
 FUSED = frozenset({"cpu", "cuda", "mps"})
 """Devices with a fused AdamW kernel in torch 2.11 and later."""
+
+
+_COUNTERS = ("step", "k", "weight_sum", "lr_max")
+_BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
+"""Entries of 8-bit AdamW's state that are not of the parameter's shape: its code and the scale of each block."""
 
 
 class PlainDescent(nn.Module):
@@ -126,17 +130,62 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
     """The optimiser that `config` names over `model`, which must already be on `device`: the fused kernel where there
     is one, else foreach.
 
-    The step sets the learning rate of each update.
-    Raises ValueError when no parameter can be trained.
+    The step sets the learning rate of each update. Without its library 8-bit AdamW is plain AdamW, with a warning.
+    Raises ValueError when no parameter can be trained, or when the library of an optimiser is not installed.
     """
-    muon = config.optimiser == "muon"
-    groups = parameter_groups(model, config.weight_decay, muon)
+    groups = parameter_groups(model, config.weight_decay, config.optimiser == "muon")
     if not groups:
         raise ValueError("the model has no trainable parameter; every requires_grad is False")
     fused = device.type in FUSED
-    options: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}
-    adam = options | {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    return Muon(groups, momentum=config.momentum, **adam) if muon else torch.optim.AdamW(groups, **adam)
+    base: dict[str, Any] = {"lr": config.learning_rate, "foreach": True}
+    fast: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}
+    moments: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    match optimiser_kind(config):
+        case "muon":
+            return Muon(groups, momentum=config.momentum, **fast, **moments)
+        case "adam":
+            return torch.optim.Adam(groups, **fast, **moments)
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.momentum > 0, **fast)
+        case "rmsprop":
+            return torch.optim.RMSprop(groups, alpha=config.beta2, eps=config.eps, **base)
+        case "radam":
+            return torch.optim.RAdam(groups, decoupled_weight_decay=True, **base, **moments)
+        case "nadam":
+            return torch.optim.NAdam(groups, decoupled_weight_decay=True, **base, **moments)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, **base)
+        case "lamb":
+            return _library("pytorch_optimizer", config).Lamb(groups, **base, **moments)
+        case "schedule_free":
+            free = _library("schedulefree", config).AdamWScheduleFree(groups, **base, **moments)
+            free.train()  # before the first update it sets a flag alone
+            return cast(torch.optim.Optimizer, free)
+        case "adamw_8bit":
+            return cast(
+                torch.optim.Optimizer,
+                _library("bitsandbytes", config).optim.AdamW8bit(groups, lr=config.learning_rate, **moments),
+            )
+    if config.optimiser == "adamw_8bit":
+        text = "bitsandbytes is not installed, so optim.optimiser adamw_8bit is plain AdamW; pip install bitsandbytes"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return torch.optim.AdamW(groups, **fast, **moments)
+
+
+def optimiser_kind(config: OptimConfig) -> str:
+    """The optimiser that is used: `config`'s, but plain AdamW where the library of 8-bit AdamW is not installed."""
+    absent = config.optimiser == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
+    return "adamw" if absent else config.optimiser
+
+
+def _library(name: str, config: OptimConfig) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.replace("_", "-")
+        raise ValueError(
+            f"optim.optimiser {config.optimiser} needs {package} ({error}); pip install {package}, or choose another"
+        ) from error
 
 
 def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -175,161 +224,48 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def load_optimiser(optimiser: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Restore what `optimiser_tensors` gave. Raises ValueError when a name is not a trainable parameter's."""
+def optimiser_counters(optimiser: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """What some optimisers count in their groups, one dict a group."""
+    return [{key: group[key] for key in _COUNTERS if key in group} for group in optimiser.param_groups]
+
+
+def load_optimiser(
+    optimiser: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    counters: Sequence[Mapping[str, float]] = (),
+) -> None:
+    """Restore what `optimiser_tensors` and `optimiser_counters` gave. Raises ValueError when a name is not a trainable
+    parameter's.
+    """
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         by_name.setdefault(name, {})[entry] = value
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Tensor | int]] = {}
     index = 0
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             entries = by_name.pop(names[id(parameter)], {})
             if entries:
-                state[index] = {k: _like(parameter, v) if v.ndim else v.clone() for k, v in entries.items()}
+                state[index] = {key: _restored(parameter, key, value) for key, value in entries.items()}
             index += 1
     if by_name:
         raise ValueError(f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}")
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    for group, counted in zip(optimiser.param_groups, counters, strict=False):  # none in those of earlier versions
+        group.update(counted)
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value` in the memory format of `parameter`, as the optimiser itself would have made it."""
-    if value.shape != parameter.shape:
-        raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
-    return torch.empty_like(parameter, memory_format=torch.preserve_format).detach().copy_(value)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate as a pure function of the update index.
-
-    Update i (from 0) of `warmup`: peak * (i + 1) / warmup, so the first is peak / warmup and never 0. Then
-    `kind` runs from peak to exactly peak * final_fraction at the last update (`constant` stays at peak).
-    Skipped updates count: rate and data stay aligned. A warm-up longer than half the run is cut to half of it
-    (smoke runs).
-
-    bends: (update, end) of each change of plan: from that update on what is left of the curve is gone through faster or
-    slower, so that it ends at update `end` - 1. The rate makes no jump, and its last value stays what it was to be.
-    """
-
-    peak: float
-    kind: str
-    final_fraction: float
-    warmup: int
-    steps: int
-    bends: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, config: OptimConfig, steps: int, batch_size: int = 0) -> Schedule:
-        """The schedule of a run of `steps` updates of `batch_size` rows.
-
-        Where the rate is for batches of another size it grows with the root of the size: the noise of Adam's updates
-        then stays the same (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
-        """
-        if steps < 1:
-            raise ValueError(f"a run needs at least one update, got {steps}")
-        warmup = min(config.warmup_steps, steps // 2)
-        scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
-        return cls(config.learning_rate * scale, config.schedule, config.final_fraction, warmup, steps)
-
-    @property
-    def end(self) -> int:
-        """Updates of the run: `steps`, unless it was bent."""
-        return self.bends[-1][1] if self.bends else self.steps
-
-    def bend(self, update: int, end: int) -> Schedule:
-        """This schedule up to update `update`, and from there on to its end within `end` updates in all.
-
-        Bends from `update` on are dropped: a rollback to before them has undone them.
-        """
-        assert update < end, "at least one update is left to end with"
-        return replace(self, bends=(*(bend for bend in self.bends if bend[0] < update), (update, end)))
-
-    def place(self, update: int) -> float:
-        """Where an update stands in the run as it was planned: the update itself, unless the schedule was bent."""
-        place: float = update
-        start, last, reached = 0, self.steps - 1, 0.0
-        for bend, end in self.bends:
-            if update < bend:
-                break
-            reached = _between(reached, self.steps - 1, bend - start, last - start)
-            start, last = bend, end - 1
-            place = _between(reached, self.steps - 1, update - start, last - start)
-        return place
-
-    def __call__(self, update: int) -> float:
-        """Learning rate of update `update` (0 = first); beyond the end it stays at the last value."""
-        place = self.place(update)
-        if place < self.warmup:
-            return self.peak * ((place + 1) / self.warmup)
-        if self.kind == "constant":
-            return self.peak
-        first = max(self.warmup - 1, 0)
-        span = self.steps - 1 - first
-        progress = min((place - first) / span, 1.0) if span > 0 else 0.0
-        shape = 1 - progress if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
-
-
-def _between(low: float, high: float, part: int, whole: int) -> float:
-    """`part` of `whole` of the way from low to high, which is where it ends."""
-    return high if part >= whole else low + (high - low) * part / whole
-
-
-class EMA:
-    """Exponential moving average of a model's weights, evaluated and exported in place of them.
-
-    Floating buffers (BatchNorm statistics) are averaged like the weights: the raw statistics belong to the
-    raw weights. Integer buffers are copied. The decay is min(decay, (1 + t) / (10 + t)) at the t-th average,
-    so that the start does not weigh in for long. Averaged only after updates that moved the weights.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start from the model's present weights; `decay` in [0, 1). The model's tensors are changed in place from then
-        on, never replaced: they are looked up once, since a large model's state dict takes longer than its average.
-        """
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay must be in [0, 1), got {decay}")
-        self.decay = decay
-        self.averages = 0
-        present = named_tensors(model)
-        self._tensors = {name: value.clone() for name, value in present.items()}
-        pairs = [(self._tensors[name], value) for name, value in present.items()]
-        self._floating = [pair for pair in pairs if pair[1].is_floating_point()]
-        self._integer = [pair for pair in pairs if not pair[1].is_floating_point()]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Average the model's present weights in; call once per optimiser step."""
-        decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
-        self.averages += 1
-        average, present = zip(*self._floating, strict=True)
-        get_ema_multi_avg_fn(decay)(average, present, None)
-        if self._integer:
-            copy_tensors(*zip(*self._integer, strict=True))
-
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """The averaged weights stand in `model` inside the context; the exact raw ones come back after it."""
-        raw = {name: value.clone() for name, value in named_tensors(model).items()}
-        try:
-            load_tensors(model, self._tensors, "EMA")
-            yield
-        finally:
-            load_tensors(model, raw)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
-        return dict(self._tensors)
-
-    @torch.no_grad()
-    def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
-        """Restore; `averages` is the number of averages so far. ValueError when the names differ."""
-        if odd := sorted(set(tensors) ^ set(self._tensors)):
-            raise ValueError(f"EMA: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
-        for name, value in self._tensors.items():
-            value.copy_(tensors[name])
-        self.averages = averages
+def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
+    """`value` as the optimiser itself would have made it: an integer, or in the memory format of `parameter`."""
+    if value.shape == parameter.shape:
+        fresh = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
+        return fresh.detach().copy_(value)
+    if not value.ndim:
+        return value.clone() if value.is_floating_point() else int(value)
+    same = value.ndim == parameter.ndim and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
+    if same or key in _BLOCKS:  # Adafactor keeps means over rows and columns
+        return value.clone()
+    raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from matrixlib.engine.optim import Schedule
+from matrixlib.engine.schedule import Schedule
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.hardware.speed import seconds_of

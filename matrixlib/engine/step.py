@@ -20,13 +20,14 @@ from torch.nn.utils import (
 )
 
 from matrixlib.config import Config
-from matrixlib.engine import compiler, optim, rng
+from matrixlib.engine import averages, compiler, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
 from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
-from matrixlib.engine.optim import EMA, Schedule, unwrap
+from matrixlib.engine.optim import unwrap
+from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action, Stats
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
@@ -119,7 +120,7 @@ class Step:
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
         self.descent = optim.descent(plain)
         self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
-        self.ema = EMA(plain, config.optim.ema_decay) if config.optim.ema_decay else None
+        self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
         self._left_out = LeftOut(config.train.statistics_interval)
         self.active = active_terms(task)
@@ -187,7 +188,8 @@ class Step:
             "rng": self._streams.tensors(),
         }
         state: dict[str, Any] = {
-            "optimiser": self.config.optim.optimiser,
+            "optimiser": optim.optimiser_kind(self.config.optim),
+            "optimiser_counters": optim.optimiser_counters(self.optimiser),
             "micro_batch": self.micro_batch,
             "health": self.health.to_dict(),
             "gate": self.gate.to_dict(),
@@ -207,12 +209,18 @@ class Step:
         ValueError for the state of another optimiser.
         """
         tensors, state = checkpoint.tensors, checkpoint.state
-        own, other = self.config.optim.optimiser, state.get("optimiser", "adamw")  # earlier versions had no other
+        own, other = (
+            optim.optimiser_kind(self.config.optim),
+            state.get("optimiser", "adamw"),
+        )  # earlier versions had no other
         if own != other:
-            raise ValueError(f"its optimiser is {other}, and optim.optimiser {own} cannot go on with that state")
+            raise ValueError(
+                f"its optimiser is {other}, and {own} cannot go on with that state; set optim.optimiser to {other}"
+            )
         self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
         optim.load_tensors(self.model, tensors["model"])
-        optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"])
+        counters = state.get("optimiser_counters", ())
+        optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], counters)
         if self.ema is not None:
             self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
         if self.scaler is not None:

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from matrixlib.engine import optim, rng
+from matrixlib.engine import averages, rng
 from matrixlib.engine.health import Health
 from matrixlib.engine.stats import Stats
 from matrixlib.hardware.speed import turns
@@ -62,7 +62,7 @@ def main() -> None:
     batch = next(iter(held_out_data(config).sequential(ROWS)))
     narrow = load_config("matrix0_53m", {"model": {"channels": 16, "attention": {"heads": 1}, "policy": {"rank": 1}}})
     assert isinstance(narrow, ChessConfig)
-    average = optim.EMA(PolicyValueNet(narrow.model), 0.999)
+    average = averages.EMA(PolicyValueNet(narrow.model), 0.999)
     works = {
         "counts": lambda: task.counts(batch),
         "averaged weights": average.update,
