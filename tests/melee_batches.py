@@ -10,7 +10,8 @@ import torch
 from matrixlib.config import merge
 from matrixlib.engine.task import Batch
 from matrixlib.tasks import load_config
-from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS, STICK_CLASSES
+from matrixlib.tasks.melee.controller import STICK_CLASSES
+from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
 from matrixlib.tasks.melee.statistics import Statistics
 from matrixlib.tasks.melee.task import MeleeTask
 
@@ -20,18 +21,14 @@ SMALL = {"data": {"window": 12}, "model": {"width": 16, "layers": 2, "heads": 2,
 def melee_task(**sections: Any) -> MeleeTask:
     """`melee_quick` with a network of a few thousand parameters, and the statistics of a made-up set."""
     config: Any = load_config("melee_quick", merge(SMALL, sections))
-    targets = controllers(np.random.default_rng(0), 500)
-    return MeleeTask(config, Statistics.count(targets["buttons"], targets["sticks"], targets["shoulder"]))
+    return MeleeTask(config, Statistics.count(decisions(np.random.default_rng(0), 500)))
 
 
-def controllers(rng: np.random.Generator, *shape: int) -> dict[str, np.ndarray]:
-    """Controllers in classes, buttons pressed one time in five, sticks mostly in the middle."""
+def decisions(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Choices (..., 13), buttons pressed one time in five, sticks mostly in the middle."""
     sticks = np.clip(rng.normal(8, 3, (*shape, 4)).round(), 0, STICK_CLASSES - 1)
-    return {
-        "buttons": (rng.random((*shape, 8)) < 0.2).astype(np.uint8),
-        "sticks": sticks.astype(np.uint8),
-        "shoulder": rng.integers(0, 5, shape).astype(np.uint8),
-    }
+    buttons, shoulder = rng.random((*shape, 8)) < 0.2, rng.integers(0, 5, (*shape, 1))
+    return np.concatenate([buttons, sticks, shoulder], -1).astype(np.uint8)
 
 
 def melee_batch(rows: int = 6, frames: int = 12, seed: int = 0) -> Batch:
@@ -43,8 +40,8 @@ def melee_batch(rows: int = 6, frames: int = 12, seed: int = 0) -> Batch:
         "numeric": rng.standard_normal((rows, frames, len(INPUTS))).astype(np.float32),
         "action": rng.integers(0, ACTIONS, (rows, frames, 2)).astype(np.int16),
         "character": rng.integers(0, CHARACTERS, (rows, frames, 2)).astype(np.uint8),
-        **controllers(rng, rows, frames),
-        **{f"previous_{name}": part for name, part in controllers(rng, rows, frames).items()},
+        "choices": decisions(rng, rows, frames),
+        "previous": decisions(rng, rows, frames),
         "valid": valid,
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -70,7 +70,7 @@ def brute(folder: Path, rows: int) -> Statistics:
         held = shard.arrays["frame_state"]["controller"]["buttons"][begin : begin + own]
         pressed += np.unpackbits(held[:, None], axis=1, bitorder="little").sum(0, dtype=np.int64)
         frames += own
-    return Statistics(int(frames), tuple(pressed.tolist()), (), ())
+    return Statistics(int(frames), pressed.tolist(), (), ())
 
 
 def test_rates_are_those_of_the_rows_in_use(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from melee_batches import controllers
+from melee_batches import decisions
 
 from matrixlib.tasks.melee import imitation, tables
 from matrixlib.tasks.melee.columns import BUTTONS
@@ -31,8 +31,7 @@ def frames(count: int) -> Frames:
 def sticky(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(target, held) (n, 13) of a controller that changes in one frame of twelve."""
     rng = np.random.default_rng(seed)
-    parts = controllers(rng, count)
-    fresh = np.concatenate([parts["buttons"], parts["sticks"], parts["shoulder"][:, None]], 1).astype(np.int64)
+    fresh = decisions(rng, count).astype(np.int64)
     last = np.maximum.accumulate(np.where(rng.random(count) < 1 / 12, np.arange(count), 0))
     target = fresh[last]
     return target, np.concatenate([target[:1], target[:-1]])

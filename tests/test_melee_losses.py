@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-from melee_batches import controllers, melee_batch, melee_task
+from melee_batches import decisions, melee_batch, melee_task
 
 from matrixlib.engine.task import active_terms
 from matrixlib.tasks.melee.controller import HEADS
@@ -95,9 +97,8 @@ def test_huge_logits_stay_finite() -> None:
 def test_frames_without_a_target_count_nowhere() -> None:
     task, batch = melee_task(), melee_batch()
     model, active = task.build_model().eval(), active_terms(task)
-    other = {**batch, "sticks": batch["sticks"].clone(), "buttons": batch["buttons"].clone()}
-    other["sticks"][-1, 4:] = 0
-    other["buttons"][-1, 4:] = 1
+    other = {**batch, "choices": batch["choices"].clone()}
+    other["choices"][-1, 4:] = 1
     assert task.counts(batch)["shoulder"] == 5 * 12 + 4
     with torch.no_grad():
         for one, two in zip(task.losses(model, batch, active), task.losses(model, other, active), strict=True):
@@ -106,30 +107,29 @@ def test_frames_without_a_target_count_nowhere() -> None:
 
 
 def test_chance_is_the_entropy_of_the_constant_predictor() -> None:
-    targets = controllers(np.random.default_rng(0), 500)
+    targets = decisions(np.random.default_rng(0), 500)
     task, batch = melee_task(), melee_batch(rows=1, frames=500)
-    batch |= {name: torch.from_numpy(part[None]) for name, part in targets.items()}
+    batch["choices"] = torch.from_numpy(targets[None])
     batch["valid"][:] = 1
     chance = task.bounds(batch)
-    share = np.bincount(targets["sticks"][:, 0], minlength=17) / 500
+    share = np.bincount(targets[:, 8], minlength=17) / 500
     entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
     assert chance["main_x"][0] / 500 == pytest.approx(entropy, abs=0.02)
-    rate = targets["buttons"].mean(0)
+    rate = targets[:, :8].mean(0)
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)).mean()
     assert chance["buttons"][0] / 500 == pytest.approx(entropy, abs=0.001)
 
 
 def test_statistics_add_up_and_weigh_rare_buttons() -> None:
-    targets = controllers(np.random.default_rng(1), 300)
-    targets["buttons"][:, 0], targets["buttons"][:, 1], targets["buttons"][:5, 1] = 1, 0, 1
-    parts = [{name: part[piece] for name, part in targets.items()} for piece in (slice(100), slice(100, 300))]
-    whole = Statistics.count(**targets)
-    assert Statistics.count(**parts[0]) + Statistics.count(**parts[1]) == whole
-    assert Statistics.from_dict(whole.to_dict()) == whole
+    targets = decisions(np.random.default_rng(1), 300)
+    targets[:, 0], targets[:, 1], targets[:5, 1] = 1, 0, 1
+    whole = Statistics.count(targets)
+    assert Statistics.count(targets[:100]) + Statistics.count(targets[100:]) == whole
+    assert Statistics(**json.loads(json.dumps(asdict(whole)))) == whole
     weights = whole.weights()
     assert weights[0] == 1
     assert weights[1] == pytest.approx(math.sqrt(295 / 5), rel=0.1)
     assert weights[2] == pytest.approx(2, rel=0.2)
-    targets["buttons"][:, 1] = 0
-    assert Statistics.count(**targets).weights()[1] == pytest.approx(math.sqrt(600), rel=0.01)
+    targets[:, 1] = 0
+    assert Statistics.count(targets).weights()[1] == pytest.approx(math.sqrt(600), rel=0.01)
     assert max(Statistics(10**6, (0,) * 8, whole.sticks, whole.shoulder).weights()) == 30

@@ -9,7 +9,6 @@ from melee_batches import melee_batch, melee_task
 from matrixlib.engine.task import Batch, active_terms
 from matrixlib.tasks.melee.controller import HEADS, LOGITS
 from matrixlib.tasks.melee.heads import gumbel
-from matrixlib.tasks.melee.losses import controllers
 from matrixlib.tasks.melee.model import MeleeNet
 
 TRUNKS = ("mlp", "residual", "gru", "lstm", "transformer")
@@ -21,7 +20,7 @@ def features(model: MeleeNet, batch: Batch) -> torch.Tensor:
 
 def inputs(batch: Batch) -> tuple[torch.Tensor, ...]:
     pair = (batch["action"].long(), batch["character"].long())
-    return batch["numeric"], *pair, controllers(batch, "previous_")
+    return batch["numeric"], *pair, batch["previous"].long()
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -57,7 +56,7 @@ def test_no_frame_knows_a_later_one(trunk: str) -> None:
 def test_a_part_knows_the_decisions_before_it_alone(autoregressive: bool) -> None:
     model = melee_task(model={"autoregressive": autoregressive}).build_model().eval()
     batch = melee_batch(rows=1)
-    x, choices = features(model, batch), controllers(batch)
+    x, choices = features(model, batch), batch["choices"].long()
     before = model.heads(x, choices)
     for number, head in enumerate(HEADS):
         other = choices.clone()

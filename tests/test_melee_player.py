@@ -18,7 +18,7 @@ from networks import CPU
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks.melee import export, features
-from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller
+from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, choices_of, controllers
 from matrixlib.tasks.melee.features import Window
 from matrixlib.tasks.melee.player import MeleeNetwork
 from matrixlib.tasks.melee.stretches import watch
@@ -40,13 +40,11 @@ def window_of(frames: int, delay: int = 0) -> Window:
 
 def batch_logits(net: MeleeNetwork, window: Window, choices: list[np.ndarray]) -> np.ndarray:
     """(T, 81) of a whole window at once, the parts decided as they were in play."""
-    arrays = features.inputs(window) | features.previous(window.previous)
+    arrays = features.inputs(window) | {"previous": choices_of(window.previous)}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    held = [tensors[f"previous_{part}"].long() for part in ("buttons", "sticks", "shoulder")]
-    previous = torch.cat([*held[:2], held[2][..., None]], -1)
     decided = torch.from_numpy(np.stack(choices))[None]
     with torch.inference_mode():
-        inputs = (tensors["numeric"], tensors["action"].long(), tensors["character"].long(), previous)
+        inputs = (tensors["numeric"], tensors["action"].long(), tensors["character"].long(), tensors["previous"].long())
         logits: np.ndarray = net.model(*inputs, decided)[0].numpy()
     return logits
 
@@ -66,7 +64,7 @@ def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
             choices.append(player.decision)
         if not follow:
             own = np.stack([NEUTRAL, *choices[:-1]])[None]
-            window = replace(window, previous=features.controllers(own[..., :8], own[..., 8:12], own[..., 12]))
+            window = replace(window, previous=controllers(own))
         assert np.abs(np.stack(logits) - batch_logits(net, window, choices)).max() < 1e-5
 
 

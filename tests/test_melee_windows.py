@@ -27,6 +27,7 @@ from matrixlib.tasks.melee.columns import (
     UNKNOWN,
 )
 from matrixlib.tasks.melee.config import MeleeDataConfig
+from matrixlib.tasks.melee.controller import choices_of, controllers
 from matrixlib.tasks.melee.features import INPUTS, PLACE
 from matrixlib.tasks.melee.sample_set import unpack_sample
 from matrixlib.tasks.melee.stretches import stretches, watch
@@ -90,17 +91,16 @@ def test_a_frame_is_paired_with_the_controller_after_it_and_the_delay(delay: int
     replay = game(300)
     batch = stretches(replay, False)
     out = plain(batch, PLAIN.model_copy(update={"delay": (delay, 18)}))
-    truth = features.classes(replay.controllers)
+    truth = choices_of(replay.controllers)
     count = len(batch["records"]) // 2
     for row in range(len(batch["records"])):
         who, first = divmod(row, count)
         frames = first * OWN + np.arange(OWN)
         later = frames + delay + 1
         assert (out["valid"][row] == (later < 300)).all()
-        for name, labels in truth.items():
-            known = later < 300
-            assert (out[name][row][known] == labels[later[known], who]).all()
-            assert (out[f"previous_{name}"][row][known] == labels[later[known] - 1, who]).all()
+        known = later < 300
+        assert (out["choices"][row][known] == truth[later[known], who]).all()
+        assert (out["previous"][row][known] == truth[later[known] - 1, who]).all()
         assert out["numeric"][row, 0, PLACE["delay"]] == np.float32(delay / 18)
         here = frames < 300
         assert (out["action"][row, here, 0] == replay.players["action"][frames[here], who]).all()
@@ -122,8 +122,7 @@ def test_random_windows_keep_the_pairing_and_reach_every_own_frame() -> None:
             frames = start + np.arange(60) + delay[row] + 1
             known = frames < len(stretch)
             assert (out["valid"][row] == known).all()
-            truth = features.classes(stretch["controller"][frames[known]])
-            assert (out["buttons"][row][known] == truth["buttons"]).all()
+            assert (out["choices"][row][known] == choices_of(stretch["controller"][frames[known]])).all()
     assert starts == set(range(OWN))
 
 
@@ -156,8 +155,8 @@ def test_labels_do_not_leak_and_a_planted_leak_is_seen() -> None:
     """Of people's games: with the controller of the same frame, the new action gives the button away."""
     batch = sample()
     out = plain(batch, PLAIN)
-    assert leak(out, out["buttons"]) < 0.1
-    assert leak(out, out["previous_buttons"]) > 0.4
+    assert leak(out, out["choices"][..., :8]) < 0.1
+    assert leak(out, out["previous"][..., :8]) > 0.4
 
 
 def sample() -> Batch:
@@ -238,17 +237,14 @@ def test_left_and_right_change_places_exactly() -> None:
     assert (now[..., odd] == -was[..., odd]).all()
     even = np.setdiff1d(np.arange(len(INPUTS)), odd)
     assert (now[..., even] == was[..., even]).all()
-    for name in ("sticks", "previous_sticks"):
-        assert (after[name][turned][..., [1, 3]] == before[name][turned][..., [1, 3]]).all()
     stored = batch["frame_state"]["controller"]
     for row in np.flatnonzero(turned):
         begin, end = batch["frame_offset"][row : row + 2]
         known = min(60, end - begin - 1)
-        for name, first in (("sticks", begin + 1), ("previous_sticks", begin)):
+        for name, first in (("choices", begin + 1), ("previous", begin)):
             other = stored[first : first + known].copy()
             other["sticks"][:, [0, 2]] *= -1  # in the steps of the game: -5 is class 8, and 5 is class 9
-            assert (after[name][row][:known] == features.classes(other)["sticks"]).all()
-    assert (after["buttons"] == before["buttons"]).all()
+            assert (after[name][row][:known] == choices_of(other)).all()
 
 
 ODD = {"facing", "x", "speed air x", "speed ground x", "speed hit x", "second facing", "second x", "second speed air x"}
@@ -291,12 +287,11 @@ def test_controllers_and_their_classes() -> None:
     held = np.zeros(3, CONTROLLER)
     held["sticks"] = [(-80, -5, 0, 4), (5, 80, 23, -23), (75, 76, -75, -76)]
     held["shoulder"], held["buttons"] = (0, 17, 140), (1, 128, 255)
-    out = features.classes(held)
-    assert out["sticks"].tolist() == [[0, 8, 8, 8], [9, 16, 10, 6], [16, 16, 1, 0]]
-    assert out["shoulder"].tolist() == [0, 0, 4]
-    assert out["buttons"].tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [1] * 8]
-    again = features.classes(features.controllers(**out))
-    assert all((again[name] == values).all() for name, values in out.items())
+    out = choices_of(held)
+    assert out[:, 8:12].tolist() == [[0, 8, 8, 8], [9, 16, 10, 6], [16, 16, 1, 0]]
+    assert out[:, 12].tolist() == [0, 0, 4]
+    assert out[:, :8].tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [1] * 8]
+    assert (choices_of(controllers(out)) == out).all()
 
 
 def test_the_same_stream_gives_the_same_windows() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from matrixlib.tasks.melee.columns import BUTTONS
-from matrixlib.tasks.melee.features import CENTRE, SHOULDER_CLASSES, STICK_CLASSES
+from matrixlib.tasks.melee.columns import BUTTONS, CONTROLLER, SHOULDER_STEPS, STICK_STEPS
 
+STICK_CLASSES, CENTRE, SHOULDER_CLASSES = 17, 8, 5
 AXES = ("main_x", "main_y", "c_x", "c_y")
 LOGITS = len(BUTTONS) + len(AXES) * STICK_CLASSES + SHOULDER_CLASSES
 
@@ -26,11 +26,6 @@ class Head:
     classes: int
     logits: slice
     choices: slice
-
-    @property
-    def axis(self) -> bool:
-        """Whether it is one of a stick's."""
-        return self.classes == STICK_CLASSES
 
 
 def _heads() -> tuple[Head, ...]:
@@ -70,3 +65,42 @@ class Controller:
 
 NEUTRAL = np.array([*[0] * len(BUTTONS), *[CENTRE] * len(AXES), 0], np.int64)
 """Choices of a controller that nobody touches."""
+
+
+# As it is stored
+
+
+def _classes(steps: np.ndarray, width: int, middle: int, classes: int) -> np.ndarray:
+    return np.clip(np.floor(steps / np.float32(width) + (middle + 0.5)), 0, classes - 1).astype(np.uint8)
+
+
+STICK_STEP, SHOULDER_STEP = STICK_STEPS // CENTRE, SHOULDER_STEPS // (SHOULDER_CLASSES - 1)
+_STICK = _classes(np.arange(256, dtype=np.uint8).view(np.int8), STICK_STEP, CENTRE, STICK_CLASSES)
+_SHOULDER = _classes(np.arange(256), SHOULDER_STEP, 0, SHOULDER_CLASSES)
+"""The class of each stored byte: an axis in 0..1 times the number of steps, rounded."""
+
+
+def pressed(buttons: np.ndarray) -> np.ndarray:
+    """(..., 8) u1: each button of BUTTONS."""
+    return buttons[..., None] >> np.arange(len(BUTTONS), dtype=np.uint8) & 1
+
+
+def choices_of(controller: np.ndarray) -> np.ndarray:
+    """(..., 13) u1 choices of CONTROLLER (...)."""
+    sticks, shoulder = _STICK[controller["sticks"].view(np.uint8)], _SHOULDER[controller["shoulder"]]
+    return np.concatenate([pressed(controller["buttons"]), sticks, shoulder[..., None]], -1)
+
+
+def controllers(choices: np.ndarray) -> np.ndarray:
+    """The inverse of `choices_of`, at the centre of each class: CONTROLLER (...)."""
+    out = np.zeros(choices.shape[:-1], CONTROLLER)
+    out["buttons"] = np.packbits(choices[..., :8].astype(bool), axis=-1, bitorder="little")[..., 0]
+    out["sticks"] = (choices[..., 8:12].astype(np.int16) - CENTRE) * STICK_STEP
+    out["shoulder"] = choices[..., 12].astype(np.int16) * SHOULDER_STEP
+    return out
+
+
+def mirror_sticks(controller: np.ndarray, rows: np.ndarray) -> None:
+    """Exchange left and right in `rows` of CONTROLLER (B, T), in place. Their classes follow: 16 - class is one off in
+    the middle between two, where it is rounded up."""
+    controller["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)

@@ -1,4 +1,4 @@
-"""From stored frames to the inputs of a network, and controllers as classes: one builder for training and for play."""
+"""From stored frames to the inputs of a network: one builder for training and for play."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from matrixlib.tasks.melee.columns import (
     SAFE,
     SHOULDER_STEPS,
     STICK_STEPS,
+    STICKS,
     UNKNOWN,
 )
+from matrixlib.tasks.melee.controller import mirror_sticks, pressed
 
 ACTIONS = 399
 """Classes of action state."""
-STICK_CLASSES, CENTRE, SHOULDER_CLASSES = 17, 8, 5
 STAGES = {2: "Fountain of Dreams", 3: "Pokémon Stadium", 8: "Yoshi's Story", 28: "Dream Land", 31: "Battlefield"}
 STAGES[32] = "Final Destination"
 SYMMETRIC = (2, 28, 31, 32)
@@ -55,7 +56,7 @@ _OF_SECOND = (*STATE, "speed air x", "speed y", "hitstun", "action frame", "stoc
 OF_SECOND = [LEADER.index(name) for name in _OF_SECOND]
 _KINDS = (f"kind {number}" for number in range(len(KINDS)))
 SECOND = tuple(f"second {name}" for name in ("there", *_OF_SECOND, *_KINDS))
-CONTROLS = (*BUTTONS, "main x", "main y", "c x", "c y", "shoulder")
+CONTROLS = (*BUTTONS, *STICKS, "shoulder")
 SPATIAL = ("distance", "dx", "dy", "time")
 ITEM_FIELDS = ("there", "owner", "x", "y", "type", "speed x", "speed y")
 KNOWN = ("speeds", "on ground", "action frame", "invulnerable", "items")
@@ -217,7 +218,7 @@ def _second(state: np.ndarray) -> np.ndarray:
 
 def _controls(out: np.ndarray, controller: np.ndarray) -> None:
     buttons = len(BUTTONS)
-    out[..., :buttons] = _bits(controller["buttons"])
+    out[..., :buttons] = pressed(controller["buttons"])
     out[..., buttons : buttons + 4] = controller["sticks"] / np.float32(STICK_STEPS)
     out[..., buttons + 4] = controller["shoulder"] / np.float32(SHOULDER_STEPS)
 
@@ -228,45 +229,7 @@ def _items(item: np.ndarray) -> np.ndarray:
     return np.c_[np.ones(len(item)), item["owner"] * 0.5, place, item["type"] * 0.01, speed]
 
 
-# Controllers as classes
-
-
-def _rounded(steps: np.ndarray, whole: int, middle: int, classes: int) -> np.ndarray:
-    return np.clip(np.floor(steps / np.float32(whole) + (middle + 0.5)), 0, classes - 1).astype(np.uint8)
-
-
-_STICK = _rounded(np.arange(256, dtype=np.uint8).view(np.int8), STICK_STEPS // CENTRE, CENTRE, STICK_CLASSES)
-_SHOULDER = _rounded(np.arange(256), SHOULDER_STEPS // (SHOULDER_CLASSES - 1), 0, SHOULDER_CLASSES)
-"""The class of each stored byte."""
-
-
-def _bits(buttons: np.ndarray) -> np.ndarray:
-    """(..., 8) u1: each button of BUTTONS."""
-    return buttons[..., None] >> np.arange(len(BUTTONS), dtype=np.uint8) & 1
-
-
-def previous(controller: np.ndarray) -> dict[str, np.ndarray]:
-    """The last decision in classes, by the names that a batch has for it."""
-    return {f"previous_{name}": part for name, part in classes(controller).items()}
-
-
-def classes(controller: np.ndarray) -> dict[str, np.ndarray]:
-    """Controllers (...) as `buttons` u1 (..., 8), `sticks` (..., 4) in 0..16 with the centre at 8, and `shoulder` (...)
-    in 0..4: an axis in 0..1 times the number of steps, rounded."""
-    return {
-        "buttons": _bits(controller["buttons"]),
-        "sticks": _STICK[controller["sticks"].view(np.uint8)],
-        "shoulder": _SHOULDER[controller["shoulder"]],
-    }
-
-
-def controllers(buttons: np.ndarray, sticks: np.ndarray, shoulder: np.ndarray) -> np.ndarray:
-    """The inverse of `classes`, at the centre of each class: CONTROLLER (...)."""
-    out = np.zeros(shoulder.shape, CONTROLLER)
-    out["buttons"] = np.packbits(buttons.astype(bool), axis=-1, bitorder="little")[..., 0]
-    out["sticks"] = (sticks.astype(np.int16) - CENTRE) * (STICK_STEPS // CENTRE)
-    out["shoulder"] = shoulder.astype(np.int16) * (SHOULDER_STEPS // (SHOULDER_CLASSES - 1))
-    return out
+# Left and right
 
 
 def mirror(window: Window, rows: np.ndarray) -> None:
@@ -278,12 +241,6 @@ def mirror(window: Window, rows: np.ndarray) -> None:
     things = rows[window.item_at[0]]
     for field in ("place", "speed"):
         window.item[field][things, 0] *= -1
-
-
-def mirror_sticks(controller: np.ndarray, rows: np.ndarray) -> None:
-    """Exchange left and right in `rows` of stored controllers (B, T), in place. Their classes follow: 16 - class is one
-    off in the middle between two, where `classes` rounds up."""
-    controller["sticks"][rows] *= np.array([-1, 1, -1, 1], np.int8)
 
 
 def _mirror_players(state: np.ndarray, rows: np.ndarray) -> None:

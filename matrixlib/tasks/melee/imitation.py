@@ -19,10 +19,9 @@ from torch import Tensor
 
 from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.melee.columns import BUTTONS
-from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head, centre
-from matrixlib.tasks.melee.features import STICK_CLASSES
+from matrixlib.tasks.melee.controller import HEADS, LOGITS, STICK_CLASSES, Head, centre
 from matrixlib.tasks.melee.heads import gumbel
-from matrixlib.tasks.melee.losses import Objective, controllers, log_likelihood
+from matrixlib.tasks.melee.losses import Objective, log_likelihood
 
 if TYPE_CHECKING:
     from matrixlib.engine.network import Network
@@ -74,7 +73,7 @@ def _parts(net: Network, batches: Iterable[Batch], stream: torch.Generator) -> I
     objective = task.objective(model)
     for host in batches:
         batch = to_device(host, net.runtime.torch_device)
-        target, held = controllers(batch), controllers(batch, "previous_")
+        target, held = batch["choices"].long(), batch["previous"].long()
         shape = (*target.shape[:-1], LOGITS)
         noise = gumbel(torch.rand(shape, generator=stream)).to(target.device)
         with torch.inference_mode(), net.runtime.autocast():
@@ -203,7 +202,7 @@ def _axis(frames: Frames, number: int) -> dict[str, Any]:
     """Of one axis or the shoulder: accuracy, how often the truth is among the three likeliest, mean distance of the
     classes' values (of an axis in -1..1, of the shoulder in 0..1)."""
     head = HEADS[number]
-    target, scale = frames.target[:, head.choices][:, 0], 2 if head.axis else 1
+    target, scale = frames.target[:, head.choices][:, 0], 2 if head.classes == STICK_CLASSES else 1
     change = target != frames.repeated[:, head.choices][:, 0]
     ranks = frames.ranks[:, number - 1]
     out: dict[str, Any] = {"top3": _mean(ranks < TOP), "change_top3": _mean(ranks[change] < TOP)}

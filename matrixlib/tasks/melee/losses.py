@@ -102,13 +102,6 @@ def log_likelihood(head: Head, corrected: Tensor, choices: Tensor) -> Tensor:
     return corrected.gather(-1, choices)[..., 0]
 
 
-def controllers(batch: Batch, prefix: str = "") -> Tensor:
-    """(B, T, 13) int64 choices of a batch: the targets, or with the prefix `previous_` the controllers held."""
-    names = ("buttons", "sticks", "shoulder")
-    parts = [batch[prefix + name].long() for name in names]
-    return torch.cat([*parts[:2], parts[2][..., None]], -1)
-
-
 def losses(
     objective: Objective, logits: Tensor, batch: Batch, active: frozenset[str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -117,7 +110,7 @@ def losses(
     Metrics: `nll` of the probabilities, whatever the loss, of the eight buttons the sum; `accuracy` of the likeliest
     class, or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is.
     """
-    target, previous = controllers(batch), controllers(batch, "previous_")
+    target, previous = batch["choices"].long(), batch["previous"].long()
     valid = batch["valid"].bool()
     sums, metrics = {}, {}
 
@@ -144,7 +137,7 @@ def likeliest(head: Head, corrected: Tensor) -> Tensor:
 
 def bounds(objective: Objective, prior: Sequence[float], batch: Batch) -> dict[str, tuple[float, float]]:
     """(chance, floor) of each head, summed over valid frames: the loss of always saying `prior` (81,), the least."""
-    target, valid = controllers(batch), batch["valid"].bool()
+    target, valid = batch["choices"].long(), batch["valid"].bool()
     frames = int(valid.sum())
     logits = torch.tensor(prior).expand(*target.shape[:-1], -1)
 

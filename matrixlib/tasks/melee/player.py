@@ -13,12 +13,10 @@ from torch import Tensor
 
 from matrixlib.engine.network import Network
 from matrixlib.tasks.melee import features
-from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller
+from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller, choices_of, controllers
 from matrixlib.tasks.melee.features import Window
 from matrixlib.tasks.melee.heads import gumbel
 from matrixlib.tasks.melee.model import MeleeNet, State
-
-PARTS = ("buttons", "sticks", "shoulder")
 
 
 class MeleeNetwork(Network):
@@ -96,14 +94,13 @@ class Player:
         if frame.frames.shape != (1, 1):
             raise ValueError(f"a window of {frame.frames.shape} frames: give one at a time, as features.live makes it")
         if not follow:
-            frame = replace(frame, previous=_stored(self.decision), delay=self._delay)
-        arrays = features.inputs(frame) | features.previous(frame.previous)
-        held = np.concatenate([arrays[f"previous_{part}"].reshape(-1) for part in PARTS])
+            frame = replace(frame, previous=controllers(self.decision[None, None]), delay=self._delay)
+        arrays = features.inputs(frame)
         x, self._remembered = self._model.step(
             self._row(arrays["numeric"], torch.float32),
             self._row(arrays["action"], torch.int64),
             self._row(arrays["character"], torch.int64),
-            self._row(held, torch.int64),
+            self._row(choices_of(frame.previous), torch.int64),
             self._remembered,
         )
         logits, choices = self._model.heads.decide(x, next(self._noise), self._correct)
@@ -118,8 +115,3 @@ class Player:
 
     def _row(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array.reshape(1, -1)).to(self._device, dtype)
-
-
-def _stored(choices: np.ndarray) -> np.ndarray:
-    """(1, 1) as a replay stores it."""
-    return features.controllers(choices[None, None, :8], choices[None, None, 8:12], choices[None, None, 12])

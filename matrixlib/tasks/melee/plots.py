@@ -11,8 +11,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from matrixlib.tasks.melee.columns import BUTTONS
-from matrixlib.tasks.melee.controller import AXES, centre
-from matrixlib.tasks.melee.features import SHOULDER_CLASSES, STICK_CLASSES
+from matrixlib.tasks.melee.controller import AXES, SHOULDER_CLASSES, STICK_CLASSES, centre
 
 TRUE, SAMPLED, LIKELIEST = "0.25", "tab:blue", "tab:orange"
 FRAMES = 60  # a second

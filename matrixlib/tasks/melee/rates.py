@@ -37,7 +37,7 @@ def statistics(config: MeleeConfig) -> Statistics | None:
     parts = []
     for row, rows_kept in zip(rows, kept, strict=True):
         if rows_kept == row.count and "classes" in row.quality:
-            parts.append(Statistics.from_dict(row.quality["classes"]))
+            parts.append(Statistics(**row.quality["classes"]))
         elif rows_kept:
             parts.append(count(select(Shard(row.path, LAYOUT).arrays, np.arange(rows_kept), LAYOUT)))
     return functools.reduce(operator.add, parts) if parts else None

@@ -43,7 +43,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
             "loss": {"label_smoothing": 0.0, "focal": 0.0, "rare": 0.0},
         },
         inputs=("numeric", "action", "character"),
-        labels=("buttons", "sticks", "shoulder"),
+        labels=("choices",),
     )
     spoilers = {
         "nan_target": Spoiler("NaN in an output", hook=_nan_output),

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from matrixlib.tasks.melee.controller import AXES
-from matrixlib.tasks.melee.features import SHOULDER_CLASSES, STICK_CLASSES
+from matrixlib.tasks.melee.controller import HEADS
 
 LEAST, MOST = 1.0, 30.0  # weight of a pressed button
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts over the targets of the training frames. Plain tuples, as a task goes to the loader's workers.
+    """Counts over the targets of the training frames; its fields are JSON data.
 
     frames: with a known target. buttons (8,): pressed. sticks (4, 17), shoulder (5,): frames of each class.
     """
 
     frames: int
-    buttons: tuple[int, ...]
-    sticks: tuple[tuple[int, ...], ...]
-    shoulder: tuple[int, ...]
+    buttons: Sequence[int]
+    sticks: Sequence[Sequence[int]]
+    shoulder: Sequence[int]
 
     @classmethod
-    def count(cls, buttons: np.ndarray, sticks: np.ndarray, shoulder: np.ndarray) -> Statistics:
-        """Of targets buttons (n, 8), sticks (n, 4), shoulder (n,), all of them known."""
-        axes = (np.bincount(sticks[:, axis], minlength=STICK_CLASSES).tolist() for axis in range(len(AXES)))
-        pressed = buttons.sum(0, dtype=np.int64).tolist()
-        levels = np.bincount(shoulder, minlength=SHOULDER_CLASSES).tolist()
-        return cls(len(buttons), tuple(pressed), tuple(map(tuple, axes)), tuple(levels))
+    def count(cls, choices: np.ndarray) -> Statistics:
+        """Of targets (n, 13), all of them known."""
+        pressed = choices[:, HEADS[0].choices].sum(0, dtype=np.int64).tolist()
+        *sticks, shoulder = (
+            np.bincount(choices[:, head.choices][:, 0], minlength=head.classes).tolist() for head in HEADS[1:]
+        )
+        return cls(len(choices), pressed, sticks, shoulder)
 
     def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            self.frames + other.frames,
-            tuple(a + b for a, b in zip(self.buttons, other.buttons, strict=True)),
-            tuple(
-                tuple(a + b for a, b in zip(*pair, strict=True)) for pair in zip(self.sticks, other.sticks, strict=True)
-            ),
-            tuple(a + b for a, b in zip(self.shoulder, other.shoulder, strict=True)),
-        )
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Statistics:
-        """From `to_dict`."""
-        sticks = tuple(map(tuple, data["sticks"]))
-        return cls(data["frames"], tuple(data["buttons"]), sticks, tuple(data["shoulder"]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON data."""
-        return asdict(self)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Statistics(*((np.array(one) + two).tolist() for one, two in pairs))
 
     def weights(self) -> list[float]:
         """(8,) weight of a pressed button in the loss, sqrt((1 - r) / r) of its rate r, from 1 to 30."""
@@ -72,7 +55,7 @@ class Statistics:
         return rate
 
 
-def _log_shares(counts: tuple[int, ...]) -> np.ndarray:
+def _log_shares(counts: Sequence[int]) -> np.ndarray:
     """A class that was never held counts as half a time."""
     shares = np.maximum(counts, 0.5)
     log: np.ndarray = np.log(shares / shares.sum())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from matrixlib.data.shards import Batch, concat
 from matrixlib.tasks.melee.columns import FOLLOWER, FRAME, ITEM, LAYOUT, OWN, RECORD, ROW
-from matrixlib.tasks.melee.features import Window, classes
+from matrixlib.tasks.melee.controller import choices_of
+from matrixlib.tasks.melee.features import Window
 from matrixlib.tasks.melee.replay import Replay
 from matrixlib.tasks.melee.statistics import Statistics
 from matrixlib.tasks.melee.windows import cut
@@ -34,8 +36,7 @@ def count(batch: Batch) -> Statistics:
     offset, own = batch["frame_offset"], batch["records"]["own"].astype(np.int64)
     place = np.arange(len(batch["frame_state"])) - np.repeat(offset[:-1], np.diff(offset))
     mine = place < np.repeat(own, np.diff(offset))
-    held = classes(np.ascontiguousarray(batch["frame_state"]["controller"][mine]))
-    return Statistics.count(held["buttons"], held["sticks"], held["shoulder"])
+    return Statistics.count(choices_of(batch["frame_state"]["controller"][mine]))
 
 
 def figures(batch: Batch) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def figures(batch: Batch) -> dict[str, Any]:
         "records": len(records),
         "frames": int(records["own"].sum()),
         "games": len(np.unique(records["game"])),
-        "classes": count(batch).to_dict(),
+        "classes": asdict(count(batch)),
     }
 
 

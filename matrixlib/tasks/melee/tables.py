@@ -25,8 +25,6 @@ the target it was 7.6 times, paired as here a third."""
 def heads(figures: Mapping[str, Any]) -> pd.DataFrame:
     """Nats a frame by part of the controller, over all frames and over those in which it changes; the eight buttons are
     one part, and the whole controller the sum of all."""
-    import pandas as pd
-
     network = f"network{figures['given']}"
     columns = {
         network: "nll",
@@ -40,16 +38,12 @@ def heads(figures: Mapping[str, Any]) -> pd.DataFrame:
     }
     parts = {**figures["heads"], "controller": figures["total"]}
     rows = {name: {title: part[key] for title, key in columns.items()} for name, part in parts.items()}
-    frame = pd.DataFrame.from_dict(rows, orient="index")
-    frame["% change"] *= 100
-    return frame.round(3)
+    return _table({name: row | {"% change": 100 * row["% change"]} for name, row in rows.items()})
 
 
 def buttons(figures: Mapping[str, Any]) -> pd.DataFrame:
     """By button: how often it is held, and precision, recall, F1 of holding it and recall and false alarms of pressing
     it anew; sampled, by the likeliest decisions, and by repeating what is held."""
-    import pandas as pd
-
     rows = {
         (name, decision): {
             "held %": 100 * button[decision]["rate"],
@@ -63,13 +57,11 @@ def buttons(figures: Mapping[str, Any]) -> pd.DataFrame:
         for name, button in figures["buttons"].items()
         for decision in ("sampled", "likeliest", "repeated")
     }
-    return pd.DataFrame.from_dict(rows, orient="index").round(3)
+    return _table(rows)
 
 
 def axes(figures: Mapping[str, Any]) -> pd.DataFrame:
     """By axis: accuracy and distance of the classes' values, over all frames and where it changes, beside repeating."""
-    import pandas as pd
-
     note = figures["given"]
     rows = {
         (name, decision): {
@@ -80,16 +72,18 @@ def axes(figures: Mapping[str, Any]) -> pd.DataFrame:
         for name, axis in figures["axes"].items()
         for decision in ("sampled", "likeliest", "repeated")
     }
-    frame = pd.DataFrame.from_dict(rows, orient="index").round(3)
-    return frame.rename(columns=lambda name: name.replace("_", " "))
+    return _table(rows)
 
 
 def whole(figures: Mapping[str, Any]) -> pd.DataFrame:
     """Whole controllers: how often right, how often they change, how many different ones, their entropy in nats."""
+    names = ("target", "sampled", "likeliest", "repeated")
+    return _table({"players" if name == "target" else name: figures["whole"][name] for name in names})
+
+
+def _table(rows: dict[Any, Any]) -> pd.DataFrame:
     import pandas as pd
 
-    names = ("target", "sampled", "likeliest", "repeated")
-    rows = {"players" if name == "target" else name: figures["whole"][name] for name in names}
     frame = pd.DataFrame.from_dict(rows, orient="index").round(3)
     return frame.rename(columns=lambda name: name.replace("_", " "))
 
@@ -165,15 +159,15 @@ def strip(net: MeleeNetwork, shards: Iterable[Path], seconds: int = 10, seed: in
 def play_along(net: MeleeNetwork, rows: Batch, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(recorded, played) choices (n, 13) over the own frames of rows that follow each other."""
     from matrixlib.data.shards import select
-    from matrixlib.tasks.melee import features, windows
+    from matrixlib.tasks.melee import windows
     from matrixlib.tasks.melee.columns import LAYOUT
+    from matrixlib.tasks.melee.controller import choices_of
 
     player, delay = net.player(seed), np.array([net.delays[0]])
     recorded, played = [], []
     for number, own in enumerate(rows["records"]["own"].tolist()):
         window, following = windows.cut(select(rows, np.array([number]), LAYOUT), np.array([0]), delay, own)
-        held = features.classes(following)
-        recorded.append(np.concatenate([held["buttons"], held["sticks"], held["shoulder"][..., None]], -1)[0])
+        recorded.append(choices_of(following)[0])
         for frame in range(own):
             player.act(window.at(frame))
             played.append(player.decision)
@@ -185,9 +179,8 @@ def _consecutive(records: np.ndarray, seconds: int) -> np.ndarray:
     from matrixlib.tasks.melee.columns import OWN
 
     same = (records["game"][1:] == records["game"][:-1]) & (records["port"][1:] == records["port"][:-1])
-    joined = same & (np.diff(records["first"]) == OWN) & (records["own"][1:] == OWN)
-    length = np.zeros(len(records), int)
-    for number in range(len(records)):
-        length[number] = length[number - 1] + 1 if number and joined[number - 1] else records["own"][number] == OWN
-    ends = np.flatnonzero(length >= seconds)
+    whole = records["own"] == OWN
+    joined = np.append(False, same & (np.diff(records["first"]) == OWN) & whole[1:] & whole[:-1])
+    begin = np.maximum.accumulate(np.where(joined, 0, np.arange(len(records))))
+    ends = np.flatnonzero(whole & (np.arange(len(records)) - begin >= seconds - 1))
     return np.arange(ends[0] - seconds + 1, ends[0] + 1) if len(ends) else ends

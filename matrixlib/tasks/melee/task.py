@@ -111,7 +111,7 @@ class MeleeTask:
             batch["numeric"],
             batch["action"].long(),
             batch["character"].long(),
-            losses.controllers(batch, "previous_"),
-            losses.controllers(batch),
+            batch["previous"].long(),
+            batch["choices"].long(),
         )
         return logits

@@ -12,17 +12,8 @@ import numpy as np
 
 from matrixlib.tasks.melee.columns import OWN
 from matrixlib.tasks.melee.config import MeleeDataConfig
-from matrixlib.tasks.melee.features import (
-    CONTINUOUS,
-    SLOTS,
-    SYMMETRIC,
-    Window,
-    classes,
-    inputs,
-    mirror,
-    mirror_sticks,
-    previous,
-)
+from matrixlib.tasks.melee.controller import choices_of, mirror_sticks
+from matrixlib.tasks.melee.features import CONTINUOUS, SLOTS, SYMMETRIC, Window, inputs, mirror
 
 Arrays = dict[str, np.ndarray]
 
@@ -30,8 +21,8 @@ Arrays = dict[str, np.ndarray]
 def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> Arrays:
     """Rows (B,) of LAYOUT to windows for training, at random starts and delays, mirrored and with noise.
 
-    Gives what `features.inputs`, `features.previous` and `features.classes` give, the last of the controllers that are
-    to be predicted, and `valid` u1 (B, T), 0 where there is none: behind the end of a game.
+    Gives what `features.inputs` gives, `choices` u1 (B, T, 13) that are to be predicted, `previous` likewise, the
+    controller held, and `valid` u1 (B, T), 0 where there is nothing to predict: behind the end of a game.
     """
     records = batch["records"]
     length = np.diff(batch["frame_offset"])
@@ -52,7 +43,7 @@ def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> A
     measured[there] += np.float32(data.noise_sigma) * rng.standard_normal(there.sum(), np.float32)
     part[..., CONTINUOUS] = measured
     out["numeric"][noisy] = part
-    return out | previous(window.previous) | classes(following) | {"valid": _valid(length, start, delay, data.window)}
+    return out | _decisions(window, following) | {"valid": _valid(length, start, delay, data.window)}
 
 
 def plain(batch: Arrays, data: MeleeDataConfig) -> Arrays:
@@ -62,7 +53,7 @@ def plain(batch: Arrays, data: MeleeDataConfig) -> Arrays:
     start, delay = np.zeros(count, np.int64), np.full(count, data.delay[0], np.int64)
     window, following = cut(batch, start, delay, OWN)
     valid = _valid(np.diff(batch["frame_offset"]), start, delay, OWN)
-    return inputs(window) | previous(window.previous) | classes(following) | {"valid": valid}
+    return inputs(window) | _decisions(window, following) | {"valid": valid}
 
 
 def cut(batch: Arrays, start: np.ndarray, delay: np.ndarray, frames: int) -> tuple[Window, np.ndarray]:
@@ -109,6 +100,10 @@ def _slots(at: np.ndarray) -> np.ndarray:
     new[1:] = (np.diff(at) != 0).any(0)
     begin = np.flatnonzero(new)
     return np.arange(at.shape[1]) - np.repeat(begin, np.diff(begin, append=at.shape[1]))
+
+
+def _decisions(window: Window, following: np.ndarray) -> Arrays:
+    return {"previous": choices_of(window.previous), "choices": choices_of(following)}
 
 
 def _valid(length: np.ndarray, start: np.ndarray, delay: np.ndarray, frames: int) -> np.ndarray:
