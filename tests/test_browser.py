@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import chess
 import nbformat
 import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed (extra: dev)")
 
 from browser import SEES_FRAMES, STEP, Lab, chromium, copy_notebook, find_chromium, laboratory
+from networks import random_net, save_run
 from playwright.sync_api import Page
 
 from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
@@ -195,6 +197,118 @@ def test_menus_slider_and_buttons_draw_again(lab: tuple[Path, str], pictures: Pa
     ]
     assert len(widgets) == 2, "menus of curves and of boards"
     assert sum("image/png" in output.get("data", {}) for output in outputs(path)) == 2, "pictures beside them"
+
+
+def square(page: Page, name: str) -> tuple[float, float]:
+    """Where the middle of a square of the board is, on the side that is turned to the person."""
+    board = page.locator("cg-board")
+    box = board.bounding_box()
+    assert box is not None
+    file, rank = "abcdefgh".index(name[0]), int(name[1]) - 1
+    if page.locator(".cg-wrap.orientation-black").count():
+        file, rank = 7 - file, 7 - rank
+    return box["x"] + (file + 0.5) * box["width"] / 8, box["y"] + (7.5 - rank) * box["height"] / 8
+
+
+def move(page: Page, uci: str, drag: bool = False) -> None:
+    """A move by the mouse: two clicks, or dragged."""
+    page.mouse.move(*square(page, uci[:2]))
+    page.mouse.down()
+    if not drag:
+        page.mouse.up()
+    page.mouse.move(*square(page, uci[2:4]), steps=5)
+    if not drag:
+        page.mouse.down()
+    page.mouse.up()
+
+
+def position(page: Page) -> chess.Board:
+    """What the page shows, once the network has answered."""
+    page.wait_for_selector(".matrixlib-board[data-thinking=false]")
+    return chess.Board(page.locator(".matrixlib-board").get_attribute("data-fen"))
+
+
+def answered(page: Page, before: chess.Board, uci: str) -> chess.Board:
+    """The position after a move by the mouse and the network's answer, which both have to be legal."""
+    before.push_uci(uci)
+    wanted = [before.fen()] if before.is_game_over() else []
+    for answer in list(before.legal_moves):
+        before.push(answer)
+        wanted.append(before.fen())
+        before.pop()
+    page.wait_for_function(
+        "wanted => wanted.includes(document.querySelector('.matrixlib-board').dataset.fen)", arg=wanted
+    )
+    return position(page)
+
+
+def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
+    """Six moves that are answered, the network's arrows and maps, a move taken back, a promotion, the other side."""
+    folder, address = lab
+    save_run(reports / "demo-tiny", random_net(ssl=["threat", "control"]))
+    (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
+    (reports / "demo-tiny" / "run.json").write_text('{"requested": {"task": "chess"}}')
+    copy_notebook("play", folder, run="demo-tiny", simulations=32)
+    with chromium() as page:
+        page.context.route(lambda url: "127.0.0.1" not in url, lambda route: route.abort())  # nothing may be fetched
+        play = Lab(page, address, "play", pictures)
+        play.open()
+        play.run_all()
+        play.wait_until_run()
+        page.locator("cg-board").scroll_into_view_if_needed()
+        page.wait_for_timeout(500)  # for what comes into sight
+        page.mouse.move(*square(page, "e2"))
+        page.mouse.down()
+        page.mouse.up()
+        page.wait_for_function("() => document.querySelectorAll('square.move-dest').length == 2")  # e3 and e4
+        page.mouse.down()
+        page.mouse.up()
+        board = position(page)
+        for number in range(6):
+            uci = min(str(one) for one in board.legal_moves if not one.promotion)
+            move(page, uci, drag=number % 2 == 0)
+            board = answered(page, board, uci)
+            assert board.fullmove_number == number + 2
+            assert page.locator("svg.chances rect").count() == 3 * (2 * number + 3)
+        page.locator("input.policy").check()
+        assert page.locator("svg.cg-shapes line").count() == 5, "arrows of the policy"
+        page.locator("select.map").select_option("threat")
+        assert page.locator("svg.cg-custom-below rect").count() == 64
+        play.picture("1-game")
+        page.get_by_role("button", name="search here").click()
+        page.locator("input.search").check()
+        page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
+        play.picture("2-search")
+        page.locator("select.map").select_option("")
+        page.get_by_role("button", name="take back").click()
+        page.wait_for_function("() => document.querySelectorAll('svg.chances rect').length == 33")
+        assert position(page).fullmove_number == 6
+
+        page.locator("input.start").fill("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1")
+        page.get_by_role("button", name="new game").click()
+        page.wait_for_selector(".matrixlib-board[data-fen^='8/4P1k1']")
+        move(page, "e7e8")
+        page.locator(".promotion button[title=rook]").wait_for()
+        play.picture("3-promotion")
+        page.locator(".promotion button[title=rook]").click()
+        board = answered(page, chess.Board("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"), "e7e8r")
+        play.picture("4-promoted")
+
+        page.locator("input.start").fill("")
+        page.locator("select.side").select_option("black")
+        page.get_by_role("button", name="new game").click()
+        page.wait_for_selector(".matrixlib-board[data-fen*=' b ']")
+        board = position(page)
+        assert page.locator(".cg-wrap.orientation-black").count() == 1
+        move(page, "e7e5")
+        answered(page, board, "e7e5")
+        page.get_by_role("button", name="flip").click()
+        assert page.locator(".cg-wrap.orientation-black").count() == 0
+        page.get_by_role("button", name="resign").click()
+        page.locator(".status", has_text="1-0, resigned").wait_for()
+        page.locator("summary", has_text="PGN").click()
+        assert '[Result "1-0"]' in page.locator(".matrixlib-board textarea").input_value()
+        play.picture("5-resigned")
 
 
 def last_picture(lab: Lab) -> str:

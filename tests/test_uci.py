@@ -206,7 +206,7 @@ def test_the_tree_is_kept_from_move_to_move(engine: Dialogue, monkeypatch: pytes
     position = f"position startpos moves {ours} {theirs}"
     lines = engine.ask(position, "go nodes 20", until="bestmove")
     assert len(resets) == 1, "the game went on"
-    assert engine.engine.search is not None
+    assert engine.engine.thinker is not None
     assert int(infos(lines)[-1].split(" nodes ")[1].split()[0]) == 20, "reused simulations are not counted"
     engine.ask(position, "go nodes 20", until="bestmove")
     assert len(resets) == 1, "the same position again"

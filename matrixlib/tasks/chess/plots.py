@@ -170,6 +170,16 @@ def _men(axes: Axes, board: chess.Board, size: float = 16) -> None:
         axes.text(*at, figure, place, fontsize=size, color=colour, path_effects=outline)
 
 
+def square_colours(head: str, values: NDArray[Any]) -> list[str]:
+    """Colours (`#rrggbb`) of the squares a1, b1, ... h8 of a map (8, 8), as `position_figure` draws it."""
+    import matplotlib
+    from matplotlib.colors import to_hex
+
+    colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
+    shares = (np.asarray(values, float).ravel() - low) / (high - low)
+    return [to_hex(colour) for colour in matplotlib.colormaps[colours](shares)]
+
+
 def course_figure(values: NDArray[Any], first: int) -> Figure:
     """Expected results for White (N,) in a game whose first position has the ply `first`."""
     figure = Figure(figsize=(7, 2.6), layout="constrained")
@@ -177,6 +187,22 @@ def course_figure(values: NDArray[Any], first: int) -> Figure:
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.plot(1 + (first + np.arange(len(values))) / 2, values, marker=".")
     axes.set(xlabel="move", ylabel="expected result for White", ylim=(-1.05, 1.05))
+    return figure
+
+
+def chances_figure(chances: Sequence[tuple[float, float, float]]) -> Figure:
+    """A bar for each position of a game: White wins below, draw, Black wins above."""
+    figure = Figure(figsize=(7, 2.4), layout="constrained")
+    axes = figure.subplots()
+    bottom = np.zeros(len(chances))
+    for name, colour, share in zip(
+        ("White wins", "draw", "Black wins"), ("white", "0.6", "0.15"), zip(*chances, strict=True), strict=True
+    ):
+        height = 100 * np.array(share)
+        axes.bar(np.arange(len(chances)), height, 1.0, bottom, color=colour, edgecolor="0.4", linewidth=0.4, label=name)
+        bottom = bottom + height
+    axes.set(xlabel="half move", ylabel="chances [%]", xlim=(-0.5, max(len(chances), 12) - 0.5), ylim=(0, 100))
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
 
 

@@ -28,20 +28,19 @@ import numpy as np
 from matrixlib.engine.folder import newest_complete
 from matrixlib.files import reports_root
 from matrixlib.hardware.openmp import considerate
-from matrixlib.play.evaluator import Evaluator
-from matrixlib.play.search import Search, SearchOptions, SearchResult
+from matrixlib.play.search import SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
 from matrixlib.tasks.chess.game import ChessGame, open_tables
-from matrixlib.tasks.chess.records import Records, before, from_boards, move_from_index, policy_index, reversible
+from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.uci import protocol
+from matrixlib.tasks.chess.uci.thinker import Thinker
 from matrixlib.tasks.spec import find_run
 
 if TYPE_CHECKING:
     from matrixlib.tasks.chess.evaluate.net import Net
 
 Lines = queue.SimpleQueue[str | None]
-SLICE = 1.0  # seconds between lines about a search
 BYTES = 4096  # of memory that a simulation takes, at most
 
 
@@ -116,11 +115,6 @@ def _ends(line: str | None) -> bool:
     return line is None or line.split() in (["stop"], ["quit"])
 
 
-def _over(search: Search) -> bool:
-    counts = np.diff(search.game.legal(search.states)[1])
-    return not np.isnan(search.game.terminal(search.states, counts)).all()
-
-
 class Engine:
     """A network behind UCI. load: gives the network, called once; lines: what comes in, None at its end; say: where
     answers go."""
@@ -139,9 +133,8 @@ class Engine:
         self.board = chess.Board()
         self.rng = np.random.default_rng()
         self.net: Net | None = None
-        self.search: Search | None = None
+        self.thinker: Thinker | None = None
         self._tables: chess.syzygy.Tablebase | None = None
-        self._tree: tuple[str, list[chess.Move]] | None = None  # start and moves of the game in the search's tree
         self._deferred: deque[str | None] = deque()  # lines that came during a search
         self._stop = False
 
@@ -178,7 +171,7 @@ class Engine:
                 tables = open_tables(str(value)) if option == "SyzygyPath" and value else None
                 return partial(self._set, option, value, tables)
             case "ucinewgame":
-                return partial(setattr, self, "_tree", None)
+                return self._forget
             case "stop" | "debug" | "register" | "ponderhit":
                 return lambda: None
         raise ValueError(f"unknown command '{word}'")
@@ -188,7 +181,11 @@ class Engine:
         if name == "SyzygyPath":
             self._tables = tables
         if name in ("SyzygyPath", "Batch", "Threads"):
-            self.search = None
+            self.thinker = None
+
+    def _forget(self) -> None:
+        if self.thinker is not None:
+            self.thinker.forget()
 
     def _number(self, option: str) -> int:
         return int(self.options[option])
@@ -203,21 +200,20 @@ class Engine:
             self.say(line)
 
     def _ready(self) -> None:
-        self._searcher()
+        self._ready_thinker()
         self.say("readyok")
 
-    def _searcher(self) -> Search:
+    def _ready_thinker(self) -> Thinker:
         """The search, with the network loaded and everything compiled."""
         if self.net is None:
             self.net = self.load()
-        if self.search is None:
+        if self.thinker is None:
             men = max((len(name) - 1 for name in self._tables.wdl), default=0) if self._tables else 0
             replace(self.net.runtime, threads=self._number("Threads")).apply()
             options = SearchOptions(leaves=self._number("Batch"))
-            self.search = Search(ChessGame(self._tables, men), Evaluator(self.net), options)
-            self.search.run(2 * options.leaves)
-            self._tree = None
-        return self.search
+            self.thinker = Thinker(self.net, ChessGame(self._tables, men), options)
+            self.thinker.search.run(2 * options.leaves)
+        return self.thinker
 
     def _go(self, go: protocol.Go, only: list[chess.Move]) -> None:
         began = time.monotonic()
@@ -229,26 +225,20 @@ class Engine:
         seconds = protocol.seconds_for(go, board.turn, self._number("Move Overhead"))
         deadline = math.inf if seconds is None else began + seconds
         limit = protocol.simulations_for(go, board.turn, self._number("Simulations"))
-        search = self._searcher()
-        if not self._place(search, only):
+        thinker = self._ready_thinker()
+        if not thinker.place(board, only):
             self.say("info depth 0 score cp 0 string neither side can mate")
             return self._answer(go, next(iter(only or board.legal_moves)).uci())
         draws = self._draws()
         capacity = self._number("Hash") * 2**20 // BYTES
-        done, over = 0, False
         with considerate(self._number("Threads")):  # of the other engine, say
-            while not over:
-                pause = min(deadline, time.monotonic() + SLICE)
-                target = min(limit, protocol.UNIT << protocol.depth_of(done) + 1)
-                (result,) = search.run(int(target) - done, until=partial(self._interrupted, pause))
-                done, now = done + result.simulations, time.monotonic()
-                visits = int(result.visits.sum())
-                over = self._stop or result.proven or done >= limit or visits >= capacity or now >= deadline
+            for result, done in thinker.think(limit, deadline, self._interrupted, capacity):
+                seconds = time.monotonic() - began
                 progress = (
-                    f"nodes {done} nps {int(done / max(now - began, 1e-3))} "
-                    f"hashfull {min(1000 * visits // capacity, 1000)} time {int(1000 * (now - began))}"
+                    f"nodes {done} nps {int(done / max(seconds, 1e-3))} "
+                    f"hashfull {min(1000 * int(result.visits.sum()) // capacity, 1000)} time {int(1000 * seconds)}"
                 )
-                self._report(search, result, done, draws, progress)
+                self._report(thinker, result, done, draws, progress)
         if self.options["VerboseMoveStats"] == "true":
             self._report_moves(result)
         temperature = self._number("Temperature") / 100
@@ -261,10 +251,10 @@ class Engine:
             self._hear(self.lines.get())
         self.say(f"bestmove {move}")
 
-    def _interrupted(self, pause: float) -> bool:
+    def _interrupted(self) -> bool:
         while not self.lines.empty():
             self._hear(self.lines.get())
-        return self._stop or time.monotonic() >= pause
+        return self._stop
 
     def _hear(self, line: str | None) -> None:
         """A line during a search: `isready` is answered at once, all others are deferred in their order.
@@ -276,36 +266,6 @@ class Engine:
         else:
             self._stop = self._stop or _ends(line)
             self._deferred.append(line)
-
-    def _place(self, search: Search, only: list[chess.Move]) -> bool:
-        """Put the tree at the board, keeping what is known where it can be; False where the position is dead.
-
-        Where a draw could be claimed the game may go on: it is then searched as if the position had occurred once
-        before, and its clock had just begun where it has run out.
-        """
-        board, moves = self.board, self.board.move_stack
-        start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
-        past = self._tree[1] if self._tree and self._tree[0] == start and not only else None
-        if past is not None and moves[: len(past)] == past:
-            for i in range(len(past), len(moves)):
-                turn = board.turn if (len(moves) - i) % 2 == 0 else not board.turn
-                search.advance([0], [policy_index(moves[i], turn)])
-        else:
-            state = from_boards([board])
-            search.reset(0, state, search.game.key(reversible(board)), only=indices, past=self._before())
-        self._tree = None if only else (start, list(moves))
-        if not _over(search):
-            return True
-        state = from_boards([board], repetition=int(board.is_repetition(2)))
-        state["halfmove"] %= 100
-        search.reset(0, state, only=indices, past=self._before())
-        self._tree = None
-        return not _over(search)
-
-    def _before(self) -> Records:
-        """The positions before the board that the network looks at."""
-        assert self.net is not None
-        return before(self.board, self.net.task.history)
 
     def _draws(self) -> float | None:
         """The network's share of draws, where it is to be shown and the network has one."""
@@ -326,17 +286,14 @@ class Engine:
             self.say(f"info string {move} {numbers}")
         self.say(f"info string node N: {result.visits.sum()} (P: 100.0000%) (Q: {result.value:.5f})")
 
-    def _report(self, search: Search, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
+    def _report(self, thinker: Thinker, result: SearchResult, done: int, draws: float | None, progress: str) -> None:
         """A line for each variation to show."""
         for rank, row in enumerate(ranking(result)[: self._number("MultiPV")], start=1):
             value = float(result.values[row])
             value = result.value if math.isnan(value) else value
             score = protocol.score_text(value, int(result.plies[row]))
             wdl = "" if draws is None else f"{protocol.wdl_text(value, draws)} "
-            board, moves = self.board.copy(stack=False), []
-            for index in search.line(0, int(result.moves[row])):
-                moves.append(move_from_index(index, board))
-                board.push(moves[-1])
+            moves = thinker.line(self.board, int(result.moves[row]))
             self.say(
                 f"info depth {protocol.depth_of(done)} multipv {rank} score {score} {wdl}{progress} "
                 f"pv {' '.join(move.uci() for move in moves)}"

@@ -1,0 +1,100 @@
+"""A search that follows a game: for UCI, and for the board of a notebook."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import chess
+import numpy as np
+
+from matrixlib.play.evaluator import Evaluator
+from matrixlib.play.search import Search, SearchOptions, SearchResult
+from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.records import before, from_boards, move_from_index, policy_index, reversible
+from matrixlib.tasks.chess.uci import protocol
+
+if TYPE_CHECKING:
+    from matrixlib.tasks.chess.evaluate.net import Net
+
+SLICE = 1.0  # seconds between two looks at a search
+
+
+def _over(search: Search) -> bool:
+    counts = np.diff(search.game.legal(search.states)[1])
+    return not np.isnan(search.game.terminal(search.states, counts)).all()
+
+
+def _due(stop: Callable[[], bool], pause: float) -> bool:
+    return stop() or time.monotonic() >= pause
+
+
+class Thinker:
+    """One tree, which keeps from move to move what it knows."""
+
+    def __init__(self, net: Net, game: ChessGame | None = None, options: SearchOptions | None = None) -> None:
+        self.net = net
+        self.search = Search(game or ChessGame(), Evaluator(net), options or SearchOptions())
+        self._followed: tuple[str, list[chess.Move]] | None = None  # start and moves of the game in the tree
+
+    def forget(self) -> None:
+        """The next position is searched from nothing."""
+        self._followed = None
+
+    def place(self, board: chess.Board, only: Sequence[chess.Move] = ()) -> bool:
+        """Put the tree at a board, keeping what is known where it can be; False where the position is dead.
+
+        only: the moves to consider, all unless given. Where a draw could be claimed the game may go on: it is then
+        searched as if the position had occurred once before, and its clock had just begun where it has run out.
+        """
+        search, moves = self.search, board.move_stack
+        start, indices = board.root().fen(), [policy_index(move, board.turn) for move in only]
+        past = self._followed[1] if self._followed and self._followed[0] == start and not only else None
+        if past is not None and moves[: len(past)] == past:
+            for i in range(len(past), len(moves)):
+                turn = board.turn if (len(moves) - i) % 2 == 0 else not board.turn
+                search.advance([0], [policy_index(moves[i], turn)])
+        else:
+            state = from_boards([board])
+            search.reset(0, state, search.game.key(reversible(board)), only=indices, past=self._before(board))
+        self._followed = None if only else (start, list(moves))
+        if not _over(search):
+            return True
+        state = from_boards([board], repetition=int(board.is_repetition(2)))
+        state["halfmove"] %= 100
+        search.reset(0, state, only=indices, past=self._before(board))
+        self._followed = None
+        return not _over(search)
+
+    def think(
+        self, most: float, deadline: float, stop: Callable[[], bool], capacity: float = np.inf
+    ) -> Iterator[tuple[SearchResult, int]]:
+        """Search the position at which the tree was placed: what is known at least every second and each time the
+        simulations have doubled, and how many there were.
+
+        most: simulations, perhaps infinite. deadline: of time.monotonic(). stop: called between batches. capacity:
+        visits at which the tree is full.
+        """
+        done, over = 0, False
+        while not over:
+            pause = min(deadline, time.monotonic() + SLICE)
+            target = min(most, protocol.UNIT << protocol.depth_of(done) + 1)
+            (result,) = self.search.run(int(target) - done, until=partial(_due, stop, pause))
+            done += result.simulations
+            over = stop() or result.proven or done >= most or int(result.visits.sum()) >= capacity
+            over = over or time.monotonic() >= deadline
+            yield result, done
+
+    def line(self, board: chess.Board, move: int) -> list[chess.Move]:
+        """The principal variation from a move (policy index) of the board at which the tree was placed."""
+        walk, moves = board.copy(stack=False), []
+        for index in self.search.line(0, move):
+            moves.append(move_from_index(index, walk))
+            walk.push(moves[-1])
+        return moves
+
+    def _before(self, board: chess.Board) -> np.ndarray:
+        """The positions before the board that the network looks at."""
+        return before(board, self.net.task.history)

@@ -1,0 +1,223 @@
+"""A game against a network: the rules (python-chess is the oracle), taking back, what a page is told, thinking that can
+be ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import chess
+import chess.pgn
+import pytest
+from networks import material_net, random_net
+
+from matrixlib.tasks.chess.board import play
+from matrixlib.tasks.chess.board.session import Session
+from matrixlib.tasks.chess.board.table import Page, Table, session_page
+
+MATE = "r1bqkbnr/pppp1ppp/2n5/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4"  # Qxf7
+PROMOTION = "8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"
+
+
+@pytest.fixture(scope="module")
+def net() -> Any:
+    return random_net(ssl=["threat", "control"])
+
+
+def session(net: Any, **options: Any) -> Session:
+    return Session(net, simulations=16, **options)
+
+
+def test_a_game_follows_the_rules_and_comes_back_from_its_pgn(net: Any) -> None:
+    game = session(net)
+    board = chess.Board()
+    for _ in range(3):
+        squares = {(start, end) for start, ends in game.destinations().items() for end in ends}
+        assert squares == {(str(one)[:2], str(one)[2:4]) for one in board.legal_moves}
+        uci = min(map(str, board.legal_moves))
+        game.play(uci)
+        board.push_uci(uci)
+        assert game.network_to_move
+        assert game.destinations() == {}
+        game.think()
+        answer = game.answer()
+        assert answer in board.legal_moves
+        board.push(answer)
+        assert game.board.fen() == board.fen()
+    assert all(passed for _, passed, _ in play.checks(game))
+    assert len(game.course()) == 7
+    assert all(sum(chances) == pytest.approx(1, abs=1e-3) for chances in game.course())
+
+
+def test_chances_are_whites_whoever_is_to_move() -> None:
+    for start in ("4k3/8/8/8/8/8/8/QQ2K3 w - - 0 1", "4k3/8/8/8/8/8/8/QQ2K3 b - - 0 1"):
+        ((white, _, black),) = session(material_net(), start=start, side="white").course()
+        assert white > 0.9 > black
+
+
+@pytest.mark.parametrize("uci", ["e2e5", "e7e5", "0000", "e2"])
+def test_a_move_that_is_not_legal_is_refused_and_changes_nothing(net: Any, uci: str) -> None:
+    game = session(net)
+    with pytest.raises(ValueError, match=uci):
+        game.play(uci)
+    assert game.board == chess.Board()
+
+
+def test_nobody_moves_for_the_network_or_after_the_end(net: Any) -> None:
+    game = session(net, start=MATE)
+    game.play("h5f7")
+    assert game.result == ("1-0", "checkmate")
+    assert game.course()[-1] == (1, 0, 0)
+    assert not game.network_to_move
+    with pytest.raises(ValueError, match="the game is over: 1-0 checkmate"):
+        game.play("a7a6")
+    with pytest.raises(ValueError, match="over"):
+        game.think()
+    black = session(net, side="black")
+    with pytest.raises(ValueError, match="network's turn"):
+        black.play("e2e4")
+    with pytest.raises(ValueError, match="no move to play"):
+        black.answer()
+
+
+def test_a_claimable_draw_ends_the_game(net: Any) -> None:
+    game = session(net, start="startpos moves g1f3 g8f6 f3g1 f6g8 g1f3 g8f6 f3g1")
+    game.board.push_uci("f6g8")
+    assert game.result[0] == "1/2-1/2"
+    assert session(net, start="4k3/8/8/8/8/8/3R4/4K3 w - - 100 90").result[0] == "1/2-1/2"
+
+
+def test_a_move_is_taken_back_with_its_answer_and_a_resignation_too(net: Any) -> None:
+    game = session(net, side="black")
+    game.think()
+    first = game.answer()
+    game.play("e7e5")
+    game.think()
+    game.answer()
+    game.resign()
+    assert game.result == ("1-0", "resigned")
+    game.take_back()
+    assert game.board.move_stack == [first]
+    assert (game.result[0], game.board.turn) == ("*", game.person)
+    game.play("d7d5")
+    game.take_back()  # before it was answered
+    assert game.board.move_stack == [first]
+    game.take_back()
+    game.take_back()
+    assert game.board == chess.Board(), "and no further"
+
+
+def test_a_move_taken_back_leaves_nothing_of_it_behind(net: Any) -> None:
+    """The position after another move is not judged as that after the first."""
+    game = session(net)
+    game.play("e2e4")
+    game.think()
+    before = game.evaluation
+    game.take_back()
+    game.play("a2a3")
+    assert game.evaluation.fen == game.board.fen() != before.fen
+    assert game.thought is None
+
+
+def test_promotions_are_asked_for(net: Any) -> None:
+    game = session(net, start=PROMOTION)
+    assert session_page(game)["promotions"] == ["e7e8"]
+    assert game.destinations()["e7"] == ["e8"]
+    game.play("e7e8n")
+    assert game.board.piece_at(chess.E8) == chess.Piece.from_symbol("N")
+
+
+def test_the_best_move_is_played_and_shown() -> None:
+    game = session(material_net(), start="6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1", side="black")
+    thought = game.think()
+    assert thought is not None
+    assert thought.line == "1. Rd8#"
+    assert next(iter(thought.visits)) == "d1d8"
+    assert game.answer() == chess.Move.from_uci("d1d8")
+    assert "1. Rd8# (+1.00" in str(game.latest)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"simulations": 0}, "simulations or of seconds"),
+        ({"simulations": -1}, "simulations or of seconds"),
+        ({"seconds": float("inf")}, "simulations or of seconds"),
+        ({"side": "red"}, "white or black, not 'red'"),
+        ({"start": "nonsense"}, "nonsense"),
+        ({"start": "8/8/8/8/8/8/8/8 w - - 0 1"}, "KING"),
+    ],
+)
+def test_what_is_not_so_is_refused(net: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Session(net, **options)
+
+
+class Visitor:
+    """A page: the pages that it was shown; waits for the one that it wants."""
+
+    def __init__(self) -> None:
+        self.pages: list[Page] = []
+        self.news = threading.Condition()
+
+    def __call__(self, page: Page) -> None:
+        with self.news:
+            self.pages.append(page)
+            self.news.notify_all()
+
+    def wait(self, wanted: Callable[[Page], bool]) -> Page:
+        with self.news:
+            assert self.news.wait_for(lambda: wanted(self.pages[-1]), timeout=60)
+            return self.pages[-1]
+
+
+def test_a_page_plays_and_is_answered(net: Any) -> None:
+    visitor = Visitor()
+    table = Table(session(net, side="black"), visitor)
+    table.handle({"kind": "open"})
+    page = visitor.wait(lambda page: not page["thinking"])
+    assert page["pgn"].count("1. ") == 1, "White's move was played"
+    table.handle({"kind": "move", "move": "e2e4"})
+    assert "illegal" in visitor.pages[-1]["problem"]
+    table.handle({"kind": "move", "move": "e7e5"})
+    page = visitor.wait(lambda page: not page["thinking"])
+    assert (page["turn"], page["problem"], len(page["chances"])) == ("black", "", 4)
+    assert len(page["maps"]["threat"]) == 64
+    assert page["line"].startswith("2. ")
+    table.handle({"kind": "search"})
+    page = visitor.wait(lambda page: not page["thinking"] and page["arrows"]["search"] != [])
+    assert sum(share for _, share in page["arrows"]["search"]) == pytest.approx(1, abs=1e-3)
+    assert page["turn"] == "black", "a search alone plays nothing"
+
+
+def test_thinking_ends_with_the_page_and_goes_on_with_the_next(net: Any) -> None:
+    visitor = Visitor()
+    table = Table(Session(net, simulations=0, seconds=3600), visitor)
+    table.handle({"kind": "open"})
+    table.handle({"kind": "move", "move": "e2e4"})
+    assert visitor.pages[-1]["thinking"]
+    (thread,) = (one for one in threading.enumerate() if one.name == "board")
+    table.handle({"kind": "closed"})
+    assert not thread.is_alive()
+    assert not visitor.pages[-1]["thinking"]
+    assert table.session.board.move_stack == [chess.Move.from_uci("e2e4")], "no answer was played"
+    table.handle({"kind": "open"})
+    assert visitor.pages[-1]["thinking"]
+    table.handle({"kind": "limit", "simulations": 8, "seconds": 0})
+    visitor.wait(lambda page: not page["thinking"] and page["turn"] == "white")
+    assert all(one.name != "board" or not one.is_alive() for one in threading.enumerate())
+
+
+def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    game, visitor = session(net, side="black"), Visitor()
+
+    def broken(stop: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(game, "think", broken)
+    Table(game, visitor).handle({"kind": "open"})
+    page = visitor.wait(lambda page: bool(page["problem"]))
+    assert not page["thinking"]
+    assert "broke off" in page["problem"]
