@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ __all__ = ["teacher"]  # a fixture
 TASK = ChessTask(load_config("demo", STUDENT))  # type: ignore[arg-type]
 
 
-def make(folder: Path, teacher: ChessTeacher) -> dict[str, Path]:
-    return dict(cache.sidecars(teacher, TASK, folder, Catalogue(folder).shards()).paths)
+def make(folder: Path, teacher: ChessTeacher, split: str | None = None) -> dict[str, Path]:
+    return dict(cache.sidecars(teacher, TASK, folder, Catalogue(folder).shards(split)).paths)
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> Batch:
@@ -84,7 +85,7 @@ def log_p(batch: Batch) -> np.ndarray:
 
 def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     teacher = teacher_of()
-    side = Shard(make(folder, teacher)["b.npz"], outputs.LAYOUT)
+    side = Shard(make(folder, teacher, "validation")["b.npz"], outputs.LAYOUT)
     stored = rows_of(fens)
     batch = tensors(TASK.prepare_plain({**stored, "sidecar": side.arrays["records"]}, np.random.default_rng(0)))
     asked = teacher.ask(batch)
@@ -101,7 +102,7 @@ def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
 
 
 def test_mirrored_rows_get_the_mirrored_policy(folder: Path, fens: list[str]) -> None:
-    side = Shard(make(folder, teacher_of())["b.npz"], outputs.LAYOUT).arrays["records"]
+    side = Shard(make(folder, teacher_of(), "validation")["b.npz"], outputs.LAYOUT).arrays["records"]
     stored = {**rows_of(fens), "sidecar": side}
     plain = TASK.prepare_plain(stored, np.random.default_rng(0))
     mirrored = TASK.prepare(stored, np.random.default_rng(0))
@@ -115,43 +116,22 @@ def test_mirrored_rows_get_the_mirrored_policy(folder: Path, fens: list[str]) ->
 
 
 def test_another_teacher_and_a_changed_shard_are_noticed(folder: Path, fens: list[str]) -> None:
-    teacher = teacher_of()
-    paths = make(folder, teacher)
+    teacher, held_out = teacher_of(), partial(make, folder, split="validation")
+    paths = held_out(teacher)
     before = {name: path.read_bytes() for name, path in paths.items()}
     times = {path: path.stat().st_mtime_ns for path in paths.values()}
-    assert {path: path.stat().st_mtime_ns for path in make(folder, teacher).values()} == times, "made once"
+    assert {path: path.stat().st_mtime_ns for path in held_out(teacher).values()} == times, "made once"
     paths["b.npz"].write_bytes(before["b.npz"][:-40])
-    assert make(folder, teacher)["b.npz"].read_bytes() == before["b.npz"], "one that cannot be opened is made anew"
-    other = make(folder, teacher_of("cd" * 32, channels=8))
+    assert held_out(teacher)["b.npz"].read_bytes() == before["b.npz"], "one that cannot be opened is made anew"
+    other = held_out(teacher_of("cd" * 32, channels=8))
     assert other["b.npz"] != paths["b.npz"]
     assert other["b.npz"].read_bytes() != before["b.npz"]
     catalogue = Catalogue(folder)
     catalogue.add(write(folder, "b", rows_of(fens[::-1]), split="validation"), "validation", "pgn")
-    assert make(folder, teacher)["b.npz"].read_bytes() != before["b.npz"]
+    assert held_out(teacher)["b.npz"].read_bytes() != before["b.npz"]
     write(folder, "b", rows_of(fens), split="validation")  # behind the catalogue's back, of the same size
     with pytest.raises(ShardError, match="not those that were catalogued"):
-        make(folder, teacher)
-
-
-def test_what_is_damaged_beside_a_shard_is_named_and_made_anew(folder: Path, teacher: str, reports: Path) -> None:
-    """As of shards no block is read before its rows are, so that opening costs nothing; the shard itself is whole."""
-    with closing(student(folder, teacher, cache=True)):
-        (path,) = folder.glob("teacher-*/a.npz.outputs")
-    before = path.read_bytes()
-    raw = bytearray(before)
-    raw[4500 * outputs.RECORD.itemsize] ^= 1
-    path.write_bytes(raw)
-    with closing(student(folder, teacher, cache=True)) as run:
-        assert path.read_bytes() == raw
-        with pytest.warns(
-            UserWarning, match=r"shard a.npz, block 1: what belongs to it in .*outputs is damaged"
-        ) as warned:
-            trained(run, 3)
-        (text,) = [str(one.message) for one in warned if "damaged" in str(one.message)]
-        assert f"{path} is damaged, and made anew when the run is opened again; its rows are replaced" in text
-    with closing(student(folder, teacher, cache=True)):
-        assert path.read_bytes() == before
-        assert not Sidecars.note(path).exists()
+        held_out(teacher)
 
 
 def _making(folder: Path) -> None:
@@ -204,19 +184,36 @@ def test_a_torn_block_of_an_unfinished_file_is_asked_about_again(folder: Path) -
 def student(folder: Path, teacher: str, **options: Any) -> Run:
     data = {"source": str(folder), "workers": 0, "limit": 0}
     changes = {**STUDENT, "data": data, "teacher": {"network": teacher, **options}}
-    return open_run("demo", run=f"student-{len(options)}", steps=4, overrides=changes)
+    return open_run("demo", run=f"student-{len(options)}", steps=9, overrides=changes)
 
 
 def test_training_reads_the_cache_and_asks_nobody(
     folder: Path, teacher: str, monkeypatch: pytest.MonkeyPatch, reports: Path
 ) -> None:
+    """A file that is damaged meanwhile is named, and not its shard, and made anew when the run is opened again. As of
+    shards no block is read before its rows are, so that opening costs nothing.
+    """
     with closing(student(folder, teacher)) as run:
         live = trained(run, 3)
-    with closing(student(folder, teacher, cache=True)) as run:
-        monkeypatch.setattr(ChessTeacher, "ask", None)
+    with closing(student(folder, teacher, cache=True)) as run, monkeypatch.context() as patched:
+        patched.setattr(ChessTeacher, "ask", None)
         cached = trained(run, 3)
     ours, theirs = ([row["losses"]["teacher_policy"] for row in rows] for rows in (cached, live))
     assert ours == pytest.approx(theirs, rel=0.1), "float16, 32 moves, and mirrored rows"
+    (path,) = folder.glob("teacher-*/a.npz.outputs")
+    before = path.read_bytes()
+    raw = bytearray(before)
+    raw[4500 * outputs.RECORD.itemsize] ^= 1
+    path.write_bytes(raw)
+    with closing(student(folder, teacher, cache=True)) as run:
+        assert path.read_bytes() == raw
+        with pytest.warns(UserWarning, match=r"shard a\.npz, block 1: what belongs to it in ") as warned:
+            trained(run, 1)
+        (text,) = [str(one.message) for one in warned if "damaged" in str(one.message)]
+        assert f"{path} is damaged, and made anew when the run is opened again; its rows are replaced" in text
+    with closing(student(folder, teacher, cache=True)):
+        assert path.read_bytes() == before
+        assert not Sidecars.note(path).exists()
 
 
 def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None:
