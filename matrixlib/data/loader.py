@@ -38,6 +38,7 @@ from matrixlib.data.order import (
 )
 from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars, allow_files, grouped_by_source
 from matrixlib.data.shards import Batch, Layout, Shard
+from matrixlib.data.share import Share
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
@@ -119,12 +120,17 @@ class Item:
 class Numbered(Dataset[Item]):
     """Batches by their number, as a dataset for DataLoader(batch_size=None)."""
 
-    def __init__(self, reader: Reader, prepare: Prepare) -> None:
-        self.reader, self.prepare = reader, prepare
+    def __init__(self, reader: Reader, prepare: Prepare, share: Share) -> None:
+        self.reader, self.prepare, self.share = reader, prepare, share
 
     def arrays(self, i: int) -> Arrays:
         """Batch i."""
         raise NotImplementedError
+
+    def made(self, rows: np.ndarray, stream: np.random.Generator) -> Arrays:
+        """The share of these rows (B,), prepared with that of the stream."""
+        own = self.share.of(rows)
+        return checked(self.prepare(self.reader.gather(own), self.share.stream(stream, len(rows))), len(own))
 
     def __getitem__(self, i: int) -> Item:
         began = time.perf_counter()
@@ -139,16 +145,18 @@ class Numbered(Dataset[Item]):
 class Rows(Numbered):
     """These rows once, in their order; the last batch may be short."""
 
-    def __init__(self, reader: Reader, rows: np.ndarray, size: int, prepare: Prepare, seed: int) -> None:
-        super().__init__(reader, prepare)
+    def __init__(self, reader: Reader, rows: np.ndarray, size: int, prepare: Prepare, seed: int, share: Share) -> None:
+        super().__init__(reader, prepare, share)
         self.rows, self.size, self.seed = rows, size, seed
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // self.size)
+        """A last batch with too few rows for every rank is none of this one's where it has no row of it."""
+        whole, rest = divmod(len(self.rows), self.size)
+        return whole + (rest > self.share.rank)
 
     def arrays(self, i: int) -> Arrays:
         members = self.rows[i * self.size : (i + 1) * self.size]
-        return checked(self.prepare(self.reader.gather(members), generator(SEQUENTIAL, self.seed, i)), len(members))
+        return self.made(members, generator(SEQUENTIAL, self.seed, i))
 
 
 class Batches(Numbered):
@@ -160,9 +168,10 @@ class Batches(Numbered):
         order: Order | Mixture,
         size: int,
         prepare: Prepare,
+        share: Share,
         skip: Sequence[tuple[int, int]],
     ) -> None:
-        super().__init__(reader, prepare)
+        super().__init__(reader, prepare, share)
         self.order, self.size = order, size
         self.skip = merge_ranges(skip)
 
@@ -176,7 +185,7 @@ class Batches(Numbered):
         raw = self.raw(i)
         epoch = raw * self.size // self.reader.count
         stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, raw)
-        return checked(self.prepare(self.reader.gather(self.rows(raw)), stream), self.size)
+        return self.made(self.rows(raw), stream)
 
     def rows(self, raw: int) -> np.ndarray:
         """(B,) row numbers of the batch with this raw number."""
@@ -217,7 +226,8 @@ class Loader:
     that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
     reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
     are started again, or memory could not be page-locked. `timeout`: seconds without a batch after which the workers
-    count as hung; 0 = never. `sidecars`: what comes beside each row. Raises ShardError, LoaderError.
+    count as hung; 0 = never. `sidecars`: what comes beside each row. `share`: the rows of each batch that are made.
+    Raises ShardError, LoaderError.
     """
 
     def __init__(
@@ -240,11 +250,14 @@ class Loader:
         on_damage: OnDamage | None = None,
         on_loss: OnLoss = lambda text: None,
         sidecars: Sidecars | None = None,
+        share: Share = Share(),  # noqa: B008 - frozen
     ) -> None:
         if not shards:
             raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
         if batch_size < 1 or min(limit, window_blocks, workers) < 0 or prefetch < 1:
             raise ValueError("batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0")
+        if batch_size < share.size:
+            raise ValueError(f"a batch of {batch_size} rows for {share.size} ranks: use a larger one, or fewer ranks")
         if weights:
             shards = grouped_by_source(weights, shards)
         names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
@@ -255,7 +268,7 @@ class Loader:
         self._reader = Reader(names, paths, sources, counts, layout, limit, bool(weights), sidecars)
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
-        self._batches = Batches(self._reader, order, batch_size, prepare, skip)
+        self._batches = Batches(self._reader, order, batch_size, prepare, share, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
         self._on_loss, self._timeout, self._restarts = on_loss, timeout, RESTARTS
@@ -272,7 +285,8 @@ class Loader:
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
         """This loader with other ranges of raw batch numbers left out; both share the files that are open."""
         other = copy.copy(self)
-        other._batches = Batches(self._reader, self._batches.order, self.batch_size, self._batches.prepare, skip)
+        own = self._batches
+        other._batches = Batches(self._reader, own.order, self.batch_size, own.prepare, own.share, skip)
         return other
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -398,7 +412,7 @@ class Loader:
         rows = np.arange(self.count) if self._only is None else self._only
         if 0 < sample < len(rows):
             rows = rows[np.sort(permute(np.arange(sample), len(rows), make_key(SAMPLE, self._seed)))]
-        dataset = Rows(self._reader, rows, batch_size, self._batches.prepare, self._seed)
+        dataset = Rows(self._reader, rows, batch_size, self._batches.prepare, self._seed, self._batches.share)
         workers = self._workers if len(dataset) >= WORTH_WORKERS else 0
         return Pass(len(dataset), lambda: self._made(dataset, range(len(dataset)), workers))
 

@@ -76,3 +76,20 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NoLog(MetricsLog):
+    """The log of a rank that writes none: another writes it at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Nothing is written."""
+
+    def truncate_to(self, step: int) -> int:
+        """Nothing is cut."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing is open."""

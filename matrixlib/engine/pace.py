@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from matrixlib.engine.parallel import Ranks
 from matrixlib.engine.schedule import Schedule
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.runtime import Runtime
@@ -158,6 +159,12 @@ class Pace:
             self._planned = statistics.median(list(self._recent)[WARM_UPDATES:])
         messages += self._keep_promise(step, now)
         return messages + self._compare(step, median, began, now)
+
+    def agree(self, ranks: Ranks, seconds: float) -> float:
+        """Take over where rank 0 has moved the end; its seconds of the last update."""
+        seconds, bends = ranks.same((seconds, self.schedule.bends))
+        self.schedule = replace(self.schedule, bends=tuple((update, end) for update, end in bends))
+        return seconds
 
     def to_dict(self) -> dict[str, Any]:
         """State for the checkpoint."""

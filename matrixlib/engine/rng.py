@@ -4,6 +4,7 @@ ones.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,6 +78,12 @@ def seeded(seed: int, device: torch.device) -> Streams:
     streams = capture(device)
     restore(before, device)
     return streams
+
+
+def of_rank(seed: int, rank: int, update: int, device: torch.device) -> Streams:
+    """Streams of a rank's update: functions of these numbers alone, so that nothing of them has to be stored."""
+    digest = hashlib.blake2b(f"{seed} {rank} {update}".encode(), digest_size=8).digest()
+    return seeded(int.from_bytes(digest, "little"), device)
 
 
 def _device_state(device: torch.device) -> Tensor | None:

@@ -9,7 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matrixlib.engine.parallel import Ranks
 
 SAME_WISH = 3.0
 """Seconds in which a second SIGTERM is taken for the first one."""
@@ -34,6 +37,14 @@ class Signals:
             raise Terminated(128 + signal.SIGTERM)
         if self.interrupts:
             raise KeyboardInterrupt
+
+    def agree(self, ranks: Ranks) -> None:
+        """As `check`, on all ranks where one of them has been told: a launcher may tell any."""
+        told = ranks.total({"interrupts": self.interrupts, "terminated": int(self.terminated is not None)})
+        self.interrupts = self.interrupts or told["interrupts"]
+        if told["terminated"] and self.terminated is None:
+            self.terminated = time.monotonic()
+        self.check()
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler of both signals."""

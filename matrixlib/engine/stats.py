@@ -47,7 +47,7 @@ class Stats:
     without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if any part (a
     term, a gradient) is not finite; detail: which, in words. overflow: not finite, but the loss is and a loss scale
     explains the rest. clipped: the norm was above the threshold. warming_up: the learning rate has not reached its
-    peak. passes: forward passes of this update.
+    peak. passes: forward passes of this update. rows: of all ranks.
     """
 
     step: int
@@ -86,6 +86,7 @@ class Stats:
     warming_up: bool = field(default=False, metadata=UNLOGGED)
     detail: str = field(default="", metadata=UNLOGGED)
     passes: int = field(default=1, metadata=UNLOGGED)
+    rows: int = field(default=0, metadata=UNLOGGED)
 
     @property
     def update(self) -> int:

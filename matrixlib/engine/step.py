@@ -27,6 +27,7 @@ from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import unwrap
+from matrixlib.engine.parallel import Elsewhere, Ranks, Summation, norms_by_rank
 from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action, Stats
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
@@ -75,15 +76,23 @@ class _Plan:
     weights: dict[str, float]
     main: frozenset[str]
     until: int
+    ranks: Ranks
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Items of each term, of all ranks."""
+        return {term: self.totals[term] for term in self.weights}
 
     @cached_property
-    def counts(self) -> dict[str, int]:
-        """Items of each term. Made when it is asked for: on the host, while a GPU works on the first forward pass."""
+    def totals(self) -> dict[str, int]:
+        """The same, and "" for rows. Made when it is asked for: on the host, while a GPU works on the first forward
+        pass.
+        """
         counts = self.task.counts(self.batch)
         if self.until < rows(self.batch):
             part = self.task.counts(slice_batch(self.batch, 0, self.until))
             counts |= {term: count for term, count in part.items() if term not in self.main}
-        return {term: counts[term] for term in self.weights}
+        return self.ranks.total({"": rows(self.batch), **{term: counts[term] for term in self.weights}})
 
 
 class Step:
@@ -105,16 +114,19 @@ class Step:
         config: Config,
         steps: int,
         teacher: Teacher | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008 - frozen
     ) -> None:
         """A step of a run of `steps` updates; the model goes to the device and into training mode.
 
-        teacher: is asked about every micro-batch on its way into the losses.
+        teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
         """
-        plain, self.model = place(model, runtime)
+        plain, self.model = place(ranks.synchronised(model, runtime.device), runtime)
         plain.train()
         low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
         if low:
             raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
+        ranks.broadcast(optim.named_tensors(plain).values())
+        self.ranks, self._summation = ranks, Summation(ranks)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
@@ -139,8 +151,10 @@ class Step:
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self._descended = [p for group in self.descent.param_groups for p in group["params"]] if self.descent else []
+        self._trained = [p for p in plain.parameters() if p.requires_grad]  # those of a plain descent, too
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
+        self._statistics = [b for norm in norms_by_rank(plain) for b in norm.buffers()]
 
     def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
@@ -246,7 +260,7 @@ class Step:
         active = (self.active if factor else self.active - gated) - self.off
         until = self.gate.rows(rows(batch), self.micro_batch) if gated & active else rows(batch)
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
-        return _Plan(self.task, batch, weights, active - gated, until)
+        return _Plan(self.task, batch, weights, active - gated, until, self.ranks)
 
     def _forward_backward(self, batch: Batch) -> tuple[_Plan, dict[str, Tensor], list[str]]:
         """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
@@ -255,29 +269,40 @@ class Step:
         micro-batch, or without the compiler, from the same random state and buffers.
         """
         messages: list[str] = []
+        if not self.ranks.first:  # nothing of it is kept: a checkpoint knows of no ranks
+            self._streams = rng.of_rank(self.config.seed, self.ranks.rank, self.update, self.runtime.torch_device)
         while True:
             rng.restore(self._streams, self.runtime.torch_device)
             for optimiser in self._optimisers():
                 optimiser.zero_grad(set_to_none=True)
-            plan = self._plan(batch)
+            plan, problem, text = self._plan(batch), "", "on another rank"
             try:
-                sums = self._accumulate(batch, plan)
-                if self._untried and self.model is not unwrap(self.model) and (why := compiler.graph_breaks()):
-                    messages.append(f"torch.compile broke the network's graph, which makes it slower: {why}")
-                self._untried = False
-                return plan, sums, messages
+                # all of an update that is not known to fit runs before ranks wait for each other
+                together = self._overlaps(plan)
+                sums = self._accumulate(batch, plan, together=together)
+                problem = "" if together else self.ranks.worst("")
+            except Elsewhere as agreed:
+                problem = agreed.problem
             except (RuntimeError, MemoryError) as error:
                 short, text = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
                 untried = not short and self._untried and unwrap(self.model) is not self.model
                 if not untried and (self.micro_batch == 1 or not short):
                     raise
+                problem = self.ranks.worst("compiler" if untried else "memory")
+            if not problem:
+                if not together and self.ranks.sum_gradients(self._trained):
+                    self._summation.whole.add(self._kind(plan))
+                if self._untried and self.model is not unwrap(self.model) and (why := compiler.graph_breaks()):
+                    messages.append(f"torch.compile broke the network's graph, which makes it slower: {why}")
+                self._untried = False
+                return plan, sums, messages
             # Outside of the except block: the traceback would keep the activations alive.
             self._restore_buffers()
-            if untried:  # an error of the model's own comes back without the compiler
+            if problem == "compiler":  # an error of the model's own comes back without the compiler
                 self.model = unwrap(self.model)
                 messages.append(f"torch.compile failed, going on without it: {text[:200]}")
                 continue
-            size = min(self.micro_batch, rows(batch))
+            size = self.ranks.same(min(self.micro_batch, rows(batch)))
             self.micro_batch = -(-size // 2)
             messages.append(
                 f"out of memory with a micro-batch of {size} ({text}); the update is repeated with "
@@ -296,6 +321,8 @@ class Step:
         aside = [p.grad for p in self._descended if p.grad is not None]
         with self.clock.phase("read"):
             values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
+        norms = {name: values[name] if self.ranks.first else 0.0 for name in ("", "aside") if name in values}
+        values = self.ranks.total(values | norms)
         grad_norm, counts = values.pop(""), plan.counts
         moves = math.isfinite(values.pop("aside", 0.0))
         losses = {t: values[t] / counts[t] for t in sorted(counts) if counts[t]}
@@ -308,7 +335,7 @@ class Step:
         if not healthy:
             detail = _culprits({t: values[t] for t in counts}, str(gradients))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
-                detail += self._first_nonfinite(batch, plan)
+                detail += next(filter(None, self.ranks.texts(self._first_nonfinite(batch, plan))), "")
         stats = Stats(
             step=self.update + 1,
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
@@ -325,6 +352,7 @@ class Step:
             warming_up=self.schedule.place(self.update) < self.schedule.warmup,
             learning_rate=self.schedule(self.update) * self.health.rate_scale(self.update),
             passes=-(-rows(batch) // self.micro_batch),
+            rows=plan.totals[""],
             gate=self.gate.factor(self.update) if self.gated else None,
             left_out=rows(batch) - plan.until if self.gated and self.gate.config.seconds else None,
         )
@@ -347,6 +375,7 @@ class Step:
                 clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
             if any(p.grad is not None for p in self._descended):
                 clip_grad_norm_(self._descended, self.config.optim.clip_norm)
+            self.ranks.broadcast(self._statistics)
             with self.clock.phase("optimiser"):
                 self._move(stats.learning_rate)
         else:
@@ -370,25 +399,31 @@ class Step:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
 
-    def _accumulate(self, batch: Batch, plan: _Plan, timed: bool = True) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch; sums of losses and metrics on the device."""
+    def _overlaps(self, plan: _Plan) -> bool:
+        """Whether gradients can be summed over ranks during the last backward pass: such an update has gone through,
+        and gave each parameter a gradient.
+        """
+        return not self.gate.config.seconds and self._kind(plan) in self._summation.whole
+
+    def _kind(self, plan: _Plan) -> tuple[int, frozenset[str]]:
+        return self.micro_batch, frozenset(plan.weights)
+
+    def _accumulate(self, batch: Batch, plan: _Plan, timed: bool = True, together: bool = False) -> dict[str, Tensor]:
+        """Forward and backward of every micro-batch; sums of losses and metrics on the device. together: the last one
+        sums the gradients over ranks. Raises Elsewhere there, where another rank has not come so far.
+        """
         sums: dict[str, Tensor] = {}
         size, started = rows(batch), time.monotonic()
+        if self.ranks.size > 1:
+            _ = plan.totals  # asked for together, before a rank may run out of memory
         for start in range(0, size, self.micro_batch):
             part = slice_batch(batch, start, min(start + self.micro_batch, size))
             active = frozenset(plan.weights) if start < plan.until else plan.main
-            with self.clock.phase("copy"):
-                part = to_device(part, self.runtime.torch_device)
-            if self.teacher is not None:
-                with self.clock.phase("teacher"):
-                    part = self.taught(part)
-            with self.clock.phase("forward"):
-                compiler.begin_pass(self.runtime.compile)
-                total, values = self._forward(part, plan, active)
-            if not total.requires_grad:
-                raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
-            with self.clock.phase("backward"):
-                (total if self.scaler is None else self.scaler.scale(total)).backward()
+            if together and start + self.micro_batch >= size:
+                with self._summation.replica(self.model) as model:
+                    values = self._pass(part, plan, active, model)
+            else:
+                values = self._pass(part, plan, active, self.model)
             for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
             stop = start + self.micro_batch
@@ -399,10 +434,28 @@ class Step:
                 self.gate.took(time.monotonic() - started, plan.until)
         return sums
 
-    def _forward(self, part: Batch, plan: _Plan, active: frozenset[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _pass(self, part: Batch, plan: _Plan, active: frozenset[str], model: nn.Module) -> dict[str, Tensor]:
+        """Forward and backward of one micro-batch; its sums."""
+        with self.clock.phase("copy"):
+            part = to_device(part, self.runtime.torch_device)
+        if self.teacher is not None:
+            with self.clock.phase("teacher"):
+                part = self.taught(part)
+        with self.clock.phase("forward"):
+            compiler.begin_pass(self.runtime.compile)
+            total, values = self._forward(part, plan, active, model)
+        if not total.requires_grad:
+            raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
+        with self.clock.phase("backward"):
+            (total if self.scaler is None else self.scaler.scale(total)).backward()
+        return values
+
+    def _forward(
+        self, part: Batch, plan: _Plan, active: frozenset[str], model: nn.Module
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted loss of one micro-batch on the device, its share of the update's, and detached sums by name."""
         with self.runtime.autocast():
-            losses, metrics = self.task.losses(self.model, part, active)
+            losses, metrics = self.task.losses(model, part, active)
         assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
         # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
         total = torch.stack(

@@ -45,7 +45,8 @@ class Task(Protocol):
         `batch`: what the loader gathered, `records` (B,) structured and the task's ragged members.
         Returns arrays that ALL have leading dimension B, none structured and none uint16/32/64 (torch can't
         collate or shift those). Every random choice comes from `rng`: the same `rng` state gives the same
-        arrays.
+        arrays. The leading size of each draw (random, integers, normal, standard_normal, uniform) is B: of several
+        ranks, each gets the numbers of its own rows.
         """
         ...
 

@@ -22,14 +22,15 @@ from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.inspection import inspect
-from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.memory import Chunk, Monitor, tighten
 from matrixlib.engine.messages import Messages
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
+from matrixlib.engine.parallel import Ranks, newest
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Stats
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, Data, Task, Teacher, rows
+from matrixlib.engine.task import Batch, Data, Task, Teacher
 from matrixlib.engine.timing import Starvation, Throughput
 from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
 from matrixlib.hardware.runtime import Runtime
@@ -65,22 +66,24 @@ class Trainer:
         teacher: Teacher | None = None,
         plan: Plan | None = None,
         look: Callable[[int, Batch], None] = lambda step, batch: None,
+        ranks: Ranks = Ranks(),  # noqa: B008 - frozen
     ) -> None:
         """Nothing is read or trained yet.
 
         data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/.
         steps: updates of the whole run, as it was planned. plan: what it is to take. teacher: for losses that need it.
         state_extra: JSON data that every checkpoint also holds (config, ...). look: sees the batch of each update.
+        ranks: that train together; the first alone writes.
         """
-        self.task, self.runtime, self.config = task, runtime, config
+        self.task, self.runtime, self.config, self.ranks = task, runtime, config, ranks
         self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
         self.state_extra, self._look = state_extra if state_extra is not None else {}, look
         self._data, self._source = data, data.batches()[1]
-        self._skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime)
+        self._skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime, ranks)
         self._folder, self._memory, self._chunk = Path(folder), Monitor(runtime.torch_device, config.memory), Chunk()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
-        self._step = Step(task, model, runtime, config, steps, teacher)
+        self._step = Step(task, model, runtime, config, steps, teacher, ranks)
         self.model = optim.unwrap(self._step.model)
         self.ema = self._step.ema
         self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
@@ -135,7 +138,7 @@ class Trainer:
         metrics.jsonl is cut back to it. Raises CheckpointError when every checkpoint is damaged or the newest
         whole one is of another model.
         """
-        checkpoint = self.checkpoints.newest()
+        checkpoint = newest(self.ranks, self.checkpoints)
         if checkpoint is None:
             self.metrics.truncate_to(0)
             return 0
@@ -222,7 +225,8 @@ class Trainer:
         be reached, CheckpointError where the disk has no room, TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
-            refuse_below_floor(target, self.task, self._held_out.batches("sample"), self._step.active - self._step.aids)
+            active = self._step.active - self._step.aids
+            refuse_below_floor(target, self.task, self._held_out.batches("sample"), active, self.ranks)
         size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
         self.checkpoints.require_room(size, self.steps, self.config.checkpoint.interval)
         return self._updates(stop)
@@ -233,6 +237,9 @@ class Trainer:
         best: the validation loss that makes it the best one.
         """
         assert self._between_updates, "a half-made update cannot be saved"
+        if not self.ranks.first:
+            self._saving.done(self.step)
+            return self.checkpoints.folder
         tensors, state = self._step.state_dict()
         state |= {
             "micro_step": self.micro_step,
@@ -275,13 +282,14 @@ class Trainer:
         self.pace.start()
         try:
             while self.step < self._last(stop) and not self.stop_reason:
-                signals.check()
+                signals.agree(self.ranks)
                 planned = self.steps
                 stats = self._one(source)
                 if self._advance() or stats.action is Action.ROLLBACK or self.steps != planned:
                     source.close()  # with the batches that it has made ahead
                     source = self._open(stop)
-                signals.check()
+                if self.ranks.size == 1:
+                    signals.check()
                 yield stats
             self._save_if_new()
             self.checkpoints.join()
@@ -340,15 +348,15 @@ class Trainer:
         messages = [
             *stats.messages,
             *self._step.health.warnings(stats, self._empty),
-            *(self._watch_memory() if self.step % MEMORY_UPDATES == 0 else ()),
+            *(tighten(self._memory, self._chunk, self._step, self.step) if self.step % MEMORY_UPDATES == 0 else ()),
         ]
         self._empty = stats.empty
-        if self.step == 1:
+        if self.step == 1 and self.ranks.first:
             messages += self._first(batch, stats)
         action, target = self._decide(stats.action)
         ended = action not in (Action.OK, Action.SKIP)
         figures: dict[str, Any] | None = None
-        if weights and action is Action.OK:
+        if weights and action is Action.OK and self.ranks.first:
             figures, warnings = inspect(self._step, batch, weights, self._held_out, self._norms)
             messages += warnings
         validation = self._validate(messages) if not ended else None
@@ -356,12 +364,13 @@ class Trainer:
         planned = self.steps
         if target is None:
             messages += self.pace.look(self.step, self._seconds)
+            self._seconds = self.pace.agree(self.ranks, self._seconds)
             self._step.schedule = self.pace.schedule
         times = self._step.clock.take()
         if late := self._starvation.look(times["wait"], self._seconds):
             messages.append(late)
         self._cadence.updated(self._seconds)
-        throughput = self._throughput.add(rows(batch), self._seconds)
+        throughput = self._throughput.add(stats.rows, self._seconds)
         halted = self._step.health.diagnosis(stats.action is not Action.HALT) if action is Action.HALT else ""
         last = self.step == self.steps or bool(self.stop_reason or halted)
         messages = self._told.sift(self.step, messages, last) + ([f"halted: {halted}"] if halted else [])
@@ -398,21 +407,6 @@ class Trainer:
         self.beat("training")
         return stats
 
-    def _watch_memory(self) -> list[str]:
-        """Look at the memory; where it is tight, the self-supervised terms work on fewer rows at once."""
-        messages = self._memory.check(self.step)
-        size, needed = self._step.micro_batch, self._memory.needed
-        if self.task.gated and self._chunk.look(needed, self.config.memory.warn, size):
-            chunk = self.task.set_chunk(self.model, self._chunk.rows)
-            if self.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
-                self._memory.clear()
-            if chunk or not self._chunk.rows:
-                messages.append(
-                    f"memory: the self-supervised heads work on {chunk or size} of {size} rows at once after "
-                    f"update {self.step}"
-                )
-        return messages
-
     def _decide(self, action: Action) -> tuple[Action, int | None]:
         """The action in force, and where a rollback goes to; without a good checkpoint the run has to halt.
 
@@ -421,7 +415,7 @@ class Trainer:
         if action is not Action.ROLLBACK:
             return action, None
         self.checkpoints.join()
-        target = self._step.health.target(self.checkpoints.steps())
+        target = self._step.health.target(self.ranks.same(self.checkpoints.steps()))
         if target is None:
             return (Action.SKIP if self._step.health.steady else Action.HALT), None
         return Action.ROLLBACK, target
@@ -434,12 +428,14 @@ class Trainer:
         window = self._source.raw(health.onset), self._source.raw(self.step - 1) + 1
         skip = sorted([*self._skip, window])  # also those that a checkpoint from before them does not know
         where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
-        checkpoint = self.checkpoints.newest(before=target)
+        checkpoint = newest(self.ranks, self.checkpoints, target)
         assert checkpoint is not None, "newest raises where every checkpoint is damaged"
         self._step.roll_back(checkpoint)
         self._restore(checkpoint)
         self._skip_batches(skip)
-        self.checkpoints.discard_after(checkpoint.step)
+        self.ranks.same(None)  # all have read it
+        if self.ranks.first:
+            self.checkpoints.discard_after(checkpoint.step)
         return (
             f"rolled back to the checkpoint of update {checkpoint.step} ({health.last}); batches {window[0]} to "
             f"{window[1] - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}"
@@ -447,6 +443,8 @@ class Trainer:
 
     def _keep_evidence(self, action: Action) -> Path:
         """Write down what led to `action`; the folder."""
+        if not self.ranks.first:
+            return self._folder
         health, log = self._step.health, self.metrics.path
         return evidence.keep(self._folder, action, self.step, health, log, self._source, self._data)
 
@@ -496,4 +494,5 @@ class Trainer:
 
     def beat(self, phase: str, force: bool = False) -> None:
         """Write heartbeat.json, unless it was written just now. phase: training, validation, evaluation or stopped."""
-        self._heartbeat.beat(self.step, self._seconds, phase, force, self.steps)
+        if self.ranks.first:
+            self._heartbeat.beat(self.step, self._seconds, phase, force, self.steps)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from matrixlib.config import ValidationConfig
 from matrixlib.engine.memory import Passes
+from matrixlib.engine.parallel import Ranks
 from matrixlib.engine.state import State
 from matrixlib.engine.task import Batch, Task, to_device
 from matrixlib.progress import live_bar
@@ -30,6 +31,7 @@ BAR_SECONDS = 5.0
 """A pass over held-out data that takes longer shows how far it is."""
 CLEARLY = 1.1
 """Times the least held-out loss so far, above which terms that were to help are switched off."""
+ALONE = Ranks()
 FIRST_AUTO = 20
 """Updates before the first validation, and at least between two, where `validation.interval` is `auto`."""
 
@@ -92,8 +94,9 @@ def validate(
     kind: str,
     beat: Callable[[], None] = lambda: None,
     passes: Passes | None = None,
+    ranks: Ranks = ALONE,
 ) -> Validation | None:
-    """Losses and metrics of `model` over `batches` (host tensors); None where there is no batch.
+    """Losses and metrics of `model` over `batches` (host tensors), of all ranks together; None where there is no batch.
 
     Sums and counts run over all batches, so a short last batch weighs no more than it should. The sums stay
     on the device (float64 where it has that) and are read once at the end. beat: called after each batch. passes: how
@@ -120,9 +123,11 @@ def validate(
                 for name, value in measured.items():
                     sums[name] = sums[name] + value if name in sums else value
             beat()
-        if not sums:
-            return None
-        values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+        own = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+    if not (names := ranks.same(list(own))):
+        return None
+    values = ranks.total({name: own.get(name, 0.0) for name in names})
+    counts = ranks.total(counts)
     means = {name: value / counts[_term(name)] for name, value in values.items() if counts[_term(name)]}
     losses_ = {name: value for name, value in means.items() if name in active}
     return Validation(
@@ -131,15 +136,18 @@ def validate(
         losses_,
         {name: value for name, value in means.items() if name not in active},
         counts,
-        time.perf_counter() - started,
+        ranks.same(time.perf_counter() - started),
     )
 
 
 class HeldOut:
-    """What a run is judged by. The sample is made once and kept on the host; `passes`: as in `validate`, for all."""
+    """What a run is judged by. The sample is made once and kept on the host; `passes`: as in `validate`, for all.
 
-    def __init__(self, task: Task, data: Data, runtime: Runtime) -> None:
-        self._task, self._data, self._runtime = task, data, runtime
+    ranks: each has batches with rows of its own.
+    """
+
+    def __init__(self, task: Task, data: Data, runtime: Runtime, ranks: Ranks = ALONE) -> None:
+        self._task, self._data, self._runtime, self._ranks = task, data, runtime, ranks
         self._sample: list[Batch] | None = None
         self._of_phase: tuple[Task, list[Batch]] | None = None
         self.passes = Passes()
@@ -161,30 +169,33 @@ class HeldOut:
     ) -> Validation | None:
         """One validation, with a bar where it takes long; None where nothing is held out."""
         batches = with_bar(self.batches(kind), f"{kind} validation")
-        return validate(self._task, model, batches, self._runtime, active, kind, beat, self.passes)
+        return validate(self._task, model, batches, self._runtime, active, kind, beat, self.passes, self._ranks)
 
     def measure_phase(self, model: nn.Module, active: frozenset[str]) -> Validation | None:
         """One validation of the phase that was entered; None without one."""
         if self._of_phase is None:
             return None
         task, batches = self._of_phase
-        return validate(task, model, batches, self._runtime, active, "phase", passes=self.passes)
+        return validate(task, model, batches, self._runtime, active, "phase", passes=self.passes, ranks=self._ranks)
 
 
-def attainable_floor(task: Task, batches: Iterable[Batch], active: frozenset[str]) -> float:
-    """Least total validation loss that any network can reach on `batches`; nan without a batch."""
+def attainable_floor(task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE) -> float:
+    """Least total validation loss that any network can reach on `batches` of all ranks; nan without a batch."""
     sums, counts = Counter[str](), Counter[str]()
     for batch in batches:
         counts.update(task.counts(batch))
         sums.update({term: floor for term, (_, floor) in task.bounds(batch).items()})
-    if not counts:
+    items, floors = (ranks.total({term: float(values[term]) for term in active}) for values in (counts, sums))
+    if ranks.total({"": len(counts)})[""] == 0:
         return math.nan
-    return math.fsum(task.weights[term] * sums[term] / counts[term] for term in active if counts[term])
+    return math.fsum(task.weights[term] * floors[term] / items[term] for term in active if items[term])
 
 
-def refuse_below_floor(target: float, task: Task, batches: Iterable[Batch], active: frozenset[str]) -> None:
+def refuse_below_floor(
+    target: float, task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE
+) -> None:
     """Raises ValueError when no network can reach validation.target_loss, or nothing is held out."""
-    floor = attainable_floor(task, batches, active)
+    floor = attainable_floor(task, batches, active, ranks)
     if math.isnan(floor):
         raise ValueError("validation.target_loss needs held-out data, and there is none; set it to 0")
     if target < floor:

@@ -119,7 +119,7 @@ class LatinTask:
         count, size = len(records), records["size"].astype(np.int64)
         if count and not (size.min() >= self.sizes[0] and size.max() <= self.sizes[-1]):
             raise ValueError(f"squares of size {size.min()} to {size.max()}, but the stage has {self.sizes}")
-        draws = rng.random((4, count))
+        draws = [rng.random(count) for _ in range(4)]
         key = rng.integers(1, 2**63 - 1, count)
         cells = rng.random((count, SIDE, SIDE))
         own = self.every_fill if self.stage is None else self.stage["fill"]

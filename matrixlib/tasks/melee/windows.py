@@ -26,7 +26,8 @@ def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> A
     """
     records = batch["records"]
     length = np.diff(batch["frame_offset"])
-    draws = rng.random((4, len(records)))
+    draws = [rng.random(len(records)) for _ in range(4)]
+    keys = rng.integers(2**63, size=len(records))  # of each row's noise
     least, most = data.delay
     delay = least + (draws[0] * (most - least + 1)).astype(np.int64)
     starts = np.clip(length - data.window - delay, 1, records["own"]) if data.random_start else 1
@@ -40,7 +41,10 @@ def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> A
     part = out["numeric"][noisy]
     measured = part.take(CONTINUOUS, -1)
     there = measured != 0  # what is exactly 0 is not there, unknown, or at rest
-    measured[there] += np.float32(data.noise_sigma) * rng.standard_normal(there.sum(), np.float32)
+    for values, present, key in zip(measured, there, keys[noisy], strict=True):
+        values[present] += np.float32(data.noise_sigma) * np.random.default_rng(key).standard_normal(
+            present.sum(), np.float32
+        )
     part[..., CONTINUOUS] = measured
     out["numeric"][noisy] = part
     return out | _decisions(window, following) | {"valid": _valid(length, start, delay, data.window)}
