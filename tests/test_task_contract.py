@@ -13,6 +13,8 @@ from melee_games import game
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
+from matrixlib.data.shards import Layout, select
+from matrixlib.data.share import Share
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
 from matrixlib.play.game import uniform
@@ -59,10 +61,37 @@ def check_prepare(task: Task, host_batch: dict[str, np.ndarray]) -> Batch:
             assert array.dtype not in FORBIDDEN, f"{name} is {array.dtype}, which torch can't collate or shift"
         again = prepare(host_batch, np.random.default_rng(5))
         assert all(np.array_equal(array, again[name], equal_nan=True) for name, array in arrays.items())
+        for rank in range(3):  # each row gets the same numbers, whoever makes it
+            own = share_of(host_batch, Share(rank, 3))
+            part = prepare(own, Share(rank, 3).stream(np.random.default_rng(5), count))
+            for name, array in part.items():
+                assert_rows(array, arrays[name][rank::3], name)
     plain = task.prepare_plain(host_batch, np.random.default_rng(5))
     other = task.prepare_plain(host_batch, np.random.default_rng(6))
     assert plain.keys() == arrays.keys() == other.keys()
     return {name: torch.from_numpy(array) for name, array in plain.items()}
+
+
+def share_of(batch: dict[str, np.ndarray], share: Share) -> dict[str, np.ndarray]:
+    """The stored rows of a share."""
+    ragged = {name.removesuffix("_offset"): () for name in batch if name.endswith("_offset")}
+    members = {
+        group: {name.removeprefix(f"{group}_"): batch[name].dtype for name in batch if _of_group(name, group)}
+        for group in ragged
+    }
+    rows = share.of(np.arange(len(batch["records"])))
+    return select(batch, rows, Layout("toy", 1, batch["records"].dtype, members))
+
+
+def _of_group(name: str, group: str) -> bool:
+    return name.startswith(f"{group}_") and name != f"{group}_offset"
+
+
+def assert_rows(part: np.ndarray, whole: np.ndarray, name: str) -> None:
+    """Equal but for pads, of which a batch with a longer row has more."""
+    shared = tuple(slice(min(a, b)) for a, b in zip(part.shape, whole.shape, strict=True))
+    assert part.shape[0] == whole.shape[0]
+    assert np.array_equal(part[shared], whole[shared], equal_nan=True), name
 
 
 def check_evaluation(task: Task, model: nn.Module, batch: Batch, active: frozenset[str]) -> None:

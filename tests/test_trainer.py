@@ -26,6 +26,7 @@ from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.inspection import tighten
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.stats import Stats
@@ -858,10 +859,10 @@ def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch
     monkeypatch.setattr("matrixlib.engine.trainer.Monitor", partial(Monitor, read=read))
     trainer = build(tmp_path, ToyTask(gate_plane=True))
     trainer.model.chunk = 0
-    trainer.runtime = replace(trainer.runtime, device="mps")
+    trainer._step.runtime = replace(trainer.runtime, device="mps")
     sizes = []
     for _ in range(12):
-        trainer._watch_memory()
+        tighten(trainer._memory, trainer._chunk, trainer._step, trainer.step)
         sizes.append(trainer.model.chunk)
     assert sizes == [4] * 10 + [0, 4]
 

@@ -1,4 +1,4 @@
-"""What is looked at every few hundred updates: outputs, gradients, blocks and dead units of the model in training."""
+"""What is looked at between updates: the memory; outputs, gradients, blocks and dead units of the model in training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from matrixlib.engine import diagnostics
+from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.stats import norm_quantiles
 from matrixlib.engine.step import Step
@@ -54,3 +55,20 @@ def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mappi
         f"for every input the same is said by {', '.join(alike)}: collapsed; lower optim.learning_rate, look at the "
         "targets and at the dead units"
     ]
+
+
+def tighten(monitor: Monitor, chunk: Chunk, step: Step, update: int) -> list[str]:
+    """Look at the memory after an update; where it is tight, the self-supervised terms work on fewer rows at once.
+    What a person should know.
+    """
+    messages, size = monitor.check(update), step.micro_batch
+    if step.task.gated and chunk.look(monitor.needed, step.config.memory.warn, size):
+        present = step.task.set_chunk(unwrap(step.model), chunk.rows)
+        if step.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
+            monitor.clear()
+        if present or not chunk.rows:
+            messages.append(
+                f"memory: the self-supervised heads work on {present or size} of {size} rows at once after "
+                f"update {update}"
+            )
+    return messages

@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from matrixlib.config import MemoryConfig
-from matrixlib.engine.optim import unwrap
 from matrixlib.engine.task import Batch, rows, slice_batch
 from matrixlib.hardware.runtime import machine
 
@@ -36,9 +35,6 @@ OUT_OF_MEMORY = (  # RuntimeErrors of allocators and libraries that have no exce
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory: you tried to allocate",  # Windows
 )
-
-if TYPE_CHECKING:
-    from matrixlib.engine.step import Step
 
 Figures = dict[str, float]
 Result = TypeVar("Result")
@@ -348,19 +344,3 @@ class Monitor:
         figures = self._read(self._device)
         self._peak = max(self._peak, figures.get("allocated_mib", figures["rss_mib"]))
         return figures
-
-
-def tighten(monitor: Monitor, chunk: Chunk, step: Step, update: int) -> list[str]:
-    """Look at the memory after an update; where it is tight, the self-supervised terms work on fewer rows at once.
-    What a person should know.
-    """
-    messages, size = monitor.check(update), step.micro_batch
-    if step.task.gated and chunk.look(monitor.needed, step.config.memory.warn, size):
-        rows = step.task.set_chunk(unwrap(step.model), chunk.rows)
-        if step.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
-            monitor.clear()
-        if rows or not chunk.rows:
-            messages.append(
-                f"memory: the self-supervised heads work on {rows or size} of {size} rows at once after update {update}"
-            )
-    return messages

@@ -6,8 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.parallel import Elsewhere, Ranks, Summation, norms_by_rank
+from matrixlib.engine.plan import UpdatePlan
 from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action, Stats
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
@@ -63,36 +63,6 @@ def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
         yield Step(task, task.build_model(), runtime, config, steps=1000)
     finally:
         rng.restore(streams, runtime.torch_device)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What an update of `batch` computes. weights: factor of each term's mean. main: the terms that are not gated.
-    until: rows with the gated terms; the others get the terms of `main` alone.
-    """
-
-    task: Task
-    batch: Batch
-    weights: dict[str, float]
-    main: frozenset[str]
-    until: int
-    ranks: Ranks
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Items of each term, of all ranks."""
-        return {term: self.totals[term] for term in self.weights}
-
-    @cached_property
-    def totals(self) -> dict[str, int]:
-        """The same, and "" for rows. Made when it is asked for: on the host, while a GPU works on the first forward
-        pass.
-        """
-        counts = self.task.counts(self.batch)
-        if self.until < rows(self.batch):
-            part = self.task.counts(slice_batch(self.batch, 0, self.until))
-            counts |= {term: count for term, count in part.items() if term not in self.main}
-        return self.ranks.total({"": rows(self.batch), **{term: counts[term] for term in self.weights}})
 
 
 class Step:
@@ -254,15 +224,15 @@ class Step:
         if self.task.gated:
             self.gate.freeze(checkpoint.step - 1)
 
-    def _plan(self, batch: Batch) -> _Plan:
+    def _plan(self, batch: Batch) -> UpdatePlan:
         factor = self.gate.factor(self.update)
         gated = self.gated
         active = (self.active if factor else self.active - gated) - self.off
         until = self.gate.rows(rows(batch), self.micro_batch) if gated & active else rows(batch)
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
-        return _Plan(self.task, batch, weights, active - gated, until, self.ranks)
+        return UpdatePlan(self.task, batch, weights, active - gated, until, self.ranks)
 
-    def _forward_backward(self, batch: Batch) -> tuple[_Plan, dict[str, Tensor], list[str]]:
+    def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[str]]:
         """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
 
         Where memory runs out, or a compiled model fails at its first update, it is repeated with half the
@@ -309,7 +279,7 @@ class Step:
                 f"{self.micro_batch}, which the run keeps from now on"
             )
 
-    def _judge(self, batch: Batch, plan: _Plan, sums: dict[str, Tensor], report: bool) -> tuple[Stats, Tensor]:
+    def _judge(self, batch: Batch, plan: UpdatePlan, sums: dict[str, Tensor], report: bool) -> tuple[Stats, Tensor]:
         """Read the numbers and decide; the stats and the gradients' norm. From here on counters and weights change
         together.
         """
@@ -399,16 +369,18 @@ class Step:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
 
-    def _overlaps(self, plan: _Plan) -> bool:
+    def _overlaps(self, plan: UpdatePlan) -> bool:
         """Whether gradients can be summed over ranks during the last backward pass: such an update has gone through,
         and gave each parameter a gradient.
         """
         return not self.gate.config.seconds and self._kind(plan) in self._summation.whole
 
-    def _kind(self, plan: _Plan) -> tuple[int, frozenset[str]]:
+    def _kind(self, plan: UpdatePlan) -> tuple[int, frozenset[str]]:
         return self.micro_batch, frozenset(plan.weights)
 
-    def _accumulate(self, batch: Batch, plan: _Plan, timed: bool = True, together: bool = False) -> dict[str, Tensor]:
+    def _accumulate(
+        self, batch: Batch, plan: UpdatePlan, timed: bool = True, together: bool = False
+    ) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; sums of losses and metrics on the device. together: the last one
         sums the gradients over ranks. Raises Elsewhere there, where another rank has not come so far.
         """
@@ -434,7 +406,7 @@ class Step:
                 self.gate.took(time.monotonic() - started, plan.until)
         return sums
 
-    def _pass(self, part: Batch, plan: _Plan, active: frozenset[str], model: nn.Module) -> dict[str, Tensor]:
+    def _pass(self, part: Batch, plan: UpdatePlan, active: frozenset[str], model: nn.Module) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch; its sums."""
         with self.clock.phase("copy"):
             part = to_device(part, self.runtime.torch_device)
@@ -451,7 +423,7 @@ class Step:
         return values
 
     def _forward(
-        self, part: Batch, plan: _Plan, active: frozenset[str], model: nn.Module
+        self, part: Batch, plan: UpdatePlan, active: frozenset[str], model: nn.Module
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted loss of one micro-batch on the device, its share of the update's, and detached sums by name."""
         with self.runtime.autocast():
@@ -463,7 +435,7 @@ class Step:
         ).sum()
         return total, {name: value.detach() for name, value in (losses | metrics).items()}
 
-    def _first_nonfinite(self, batch: Batch, plan: _Plan) -> str:
+    def _first_nonfinite(self, batch: Batch, plan: UpdatePlan) -> str:
         """Replay the update with a check on every module; the first that went bad, in words. Gradients and buffers
         are left as the replay makes them: the update moves nothing.
         """

@@ -21,8 +21,8 @@ from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.inspection import inspect
-from matrixlib.engine.memory import Chunk, Monitor, tighten
+from matrixlib.engine.inspection import inspect, tighten
+from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.messages import Messages
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
