@@ -24,6 +24,7 @@ from papermill.cli import papermill
 from matrixlib import config, files
 from matrixlib.bench import report as bench
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.runs.sweep_config import SweepConfig, load_sweep
 from matrixlib.tasks import TASKS, get_task, load_config
 
 README = ROOT / "README.md"
@@ -180,6 +181,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         GUIDES / "selfplay.md",
         lambda: options_table([row for row in options_of(CycleConfig) if "network." not in row[0]]),
     ),
+    "sweep-options": (GUIDES / "sweeps.md", lambda: options_table(options_of(SweepConfig))),
 }
 
 
@@ -315,6 +317,8 @@ def test_papermill_examples_would_be_accepted() -> None:
             preset, overrides = given.get(f"preset{side}", "demo"), given.get(f"overrides{side}", {})
             if notebook.stem == "cycle":
                 load_cycle(preset, overrides)
+            elif notebook.stem == "sweep":
+                load_sweep(preset, overrides)
             else:
                 device = {"runtime": {"device": given.get("device", "auto")}}
                 load_config(preset, config.merge(device, overrides))

@@ -46,7 +46,7 @@ class Standing:
 def standing(folder: Path, now: datetime | None = None) -> Standing:
     """How the run in `folder` stands, of what its files say that are whole. now: UTC, for tests."""
     now = now or datetime.now(UTC)
-    summary, beat = _object(folder / "summary.json"), _object(folder / "heartbeat.json")
+    summary, beat = _object(folder / "summary.json"), read_beat(folder)
     when = _time(beat.get("time"))
     ended = _time(summary.get("ended"))
     if when is not None and beat.get("phase") != "stopped" and (ended is None or when > ended):
@@ -60,6 +60,11 @@ def standing(folder: Path, now: datetime | None = None) -> Standing:
     if when is not None:
         return Standing("stopped", f"stopped after {_updates(beat, 'step')}; the same command goes on")
     return Standing("begun", "has not made an update yet")
+
+
+def read_beat(folder: Path) -> dict[str, Any]:
+    """The heartbeat of the run in `folder`; {} where there is none."""
+    return _object(folder / "heartbeat.json")
 
 
 def run_folders(root: Path) -> list[Path]:

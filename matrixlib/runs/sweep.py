@@ -1,0 +1,334 @@
+"""A sweep: many configurations, each trained with the same seeds for the same number of updates or minutes.
+
+Every trial is an ordinary run folder for each seed, and what a trial is depends on its number and on the results of
+the trials before it alone. So a sweep that was killed goes on where it was, to the same table.
+
+    reports/<sweep>/sweep.yaml       the sweep
+    reports/<sweep>/trials.json      values and outcome of each trial
+    reports/<sweep>/table.csv, .json the report's table; best.yaml, the best configuration as a preset
+    reports/<sweep>-000-s0/ ...      the runs, by trial and seed
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from matrixlib import files, progress
+from matrixlib.config import merge, read_yaml_file, validated
+from matrixlib.hardware import machine
+from matrixlib.runs import watch
+from matrixlib.runs.compare import LOSS, RunResult, read_result
+from matrixlib.runs.proposals import Method, Told, method
+from matrixlib.runs.sweep_config import SweepConfig, known_figure, load_sweep, request, to_yaml
+from matrixlib.runs.trial import Backend, Here, Job, Outcome, Processes
+
+RIVALS = 4
+"""Complete trials from which on there is a median to prune by (Golovin et al. 2017, section 3.2, leave it open)."""
+EARLIEST = 1 / 3
+"""Share of the updates before which no trial is pruned: losses in the warm-up say little about the end."""
+LOOK = 0.5  # seconds between two looks at how far the runs are
+
+
+class SweepError(ValueError):
+    """A sweep that cannot go on; says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration. values: of each dimension. state: running until it has ended, then as an `Outcome`."""
+
+    number: int
+    values: dict[str, Any]
+    state: str = "running"
+    reason: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.state != "running"
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{key} {value}" for key, value in self.values.items())
+        return f"trial {self.number} ({values}): {self.state}" + (f", {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trial with what its runs left. measures: of each seed, only of a complete trial. curve: update -> mean
+    validation loss over the seeds. updates, seconds, parameters: of the first run, nan where it has no end."""
+
+    trial: Trial
+    measures: tuple[float, ...]
+    curve: dict[int, float]
+    curves: dict[int, dict[int, float]]  # by seed
+    updates: int
+    seconds: float
+    parameters: float
+    held_out: dict[str, float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.measures) if self.measures else math.nan
+
+
+def open_sweep(
+    preset: str = "demo", device: str = "auto", sweep: str = "", overrides: Mapping[str, Any] | None = None
+) -> Sweep:
+    """Open a sweep: go on with the named one, or begin it; an empty name is `sweep-<preset>`.
+
+    preset: name in params/sweep/ or path of a YAML file. overrides: options of the sweep, each in place of the
+    preset's. Raises ConfigError, and SweepError where it was begun with other options.
+    """
+    config = load_sweep(preset, overrides)
+    if device != "auto":
+        config = config.model_copy(update={"overrides": merge(config.overrides, {"runtime": {"device": device}})})
+    name = sweep or f"sweep-{Path(preset).stem}"
+    if problem := files.name_problem(name):
+        raise SweepError(f"sweep name {name!r} {problem}")
+    folder = files.reports_root() / name
+    path = folder / "sweep.yaml"
+    with files.writing(folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            files.write_text(path, to_yaml(config))
+    stored = validated(SweepConfig, read_yaml_file(path, str(path)), str(path))
+    growing: dict[str, Any] = {"trials": config.trials}
+    if not (config.prune or config.method == "tpe"):
+        growing |= {"workers": config.workers}
+    if stored.model_copy(update=growing) != config:
+        raise SweepError(
+            f"sweep '{name}' was begun with other options (see {path}): only `trials` may grow, and `workers` change "
+            "where no trial depends on others; give the sweep another name"
+        )
+    return Sweep(folder, config)
+
+
+class Sweep:
+    """One sweep, made by `open_sweep`; `train` yields its trials."""
+
+    def __init__(self, folder: Path, config: SweepConfig) -> None:
+        self.folder, self.config = folder, config
+        self.propose: Method
+        self.propose, self.planned = method(config)
+        self._results: dict[int, Result] = {}
+        self._lock = FileLock(folder / "lock")
+        state = files.read_json(folder / "trials.json")
+        self.threads: int = state.get("threads", 0)
+        self.trials = {row["number"]: Trial(**row) for row in state.get("trials", [])}
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a trial depends on those before it."""
+        return self.config.prune or self.config.method in ("tpe", "staged")
+
+    @property
+    def seeds(self) -> range:
+        return range(self.config.seed, self.config.seed + self.config.seeds)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trial has ended, one way or another."""
+        return sum(trial.ended for trial in self.trials.values()) >= self.planned
+
+    def run_names(self, number: int) -> dict[int, str]:
+        """Names of a trial's runs, by seed."""
+        return {seed: f"{self.name}-{number:03d}-s{seed}" for seed in self.seeds}
+
+    def train(self, backend: Backend | None = None) -> Iterator[Trial]:
+        """Every trial, yielded when it has ended; those that had ended before are not trained again.
+
+        backend: where jobs are trained; by default in this process, or with `workers` in others of this machine.
+        SweepError while another process works on the sweep.
+        """
+        with self._held(), progress.live_bar(total=self.planned, desc=self.name, unit="trial") as bar:
+            tick = self._ticker(bar)
+            place = backend or (Here(tick) if self.config.workers == 1 else Processes(self.config.workers))
+            running: set[int] = set()
+            try:
+                while True:
+                    while len(running) < place.slots and (trial := self._next(running)) is not None:
+                        running.add(trial.number)
+                        place.submit(self._job(trial))
+                    if not running:
+                        break
+                    for number, outcome in place.collect():
+                        running.discard(number)
+                        yield self._end(number, outcome)
+                    tick()
+            finally:
+                place.close()
+            bar.n = self.planned
+
+    def results(self) -> list[Result]:
+        """Trials that have ended, by number."""
+        return [self.result(trial) for _, trial in sorted(self.trials.items()) if trial.ended]
+
+    def result(self, trial: Trial) -> Result:
+        """What a trial's runs left in their folders."""
+        if trial.number not in self._results:
+            read = [self._read(name) for name in self.run_names(trial.number).values()]
+            self._results[trial.number] = self._summarise(trial, dict(zip(self.seeds, read, strict=True)))
+        return self._results[trial.number]
+
+    def better(self, value: float) -> float:
+        """A measure as a loss: less is better."""
+        return -value if self.config.highest else value
+
+    def best(self) -> Result | None:
+        """The complete trial with the best mean; None where none is complete."""
+        complete = [result for result in self.results() if result.measures]
+        return min(complete, key=lambda result: self.better(result.mean)) if complete else None
+
+    def told(self, numbers: Sequence[int]) -> list[Told]:
+        """These trials as a method is told of them."""
+        rows = [self.result(self.trials[number]) for number in numbers]
+        return [
+            Told(row.trial.values, row.trial.state, tuple(map(self.better, row.measures)), row.curve) for row in rows
+        ]
+
+    # State
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise SweepError(f"sweep '{self.name}' is being worked on by another process; wait for it") from None
+        try:
+            if not self.threads and self.config.workers > 1:
+                self.threads = max(1, machine.facts().threads // self.config.workers)
+            yield
+        finally:
+            self._lock.release()
+
+    def _write(self, trial: Trial) -> Trial:
+        self.trials[trial.number] = trial
+        rows = [asdict(row) for _, row in sorted(self.trials.items())]
+        with files.writing(self.folder):
+            files.write_json(self.folder / "trials.json", {"threads": self.threads, "trials": rows})
+        return trial
+
+    def _next(self, running: set[int]) -> Trial | None:
+        """The next trial that may begin now, with its values; None where there is none, or it waits for others."""
+        for number in range(self.planned):
+            trial = self.trials.get(number)
+            if number in running or (trial is not None and trial.ended):
+                continue
+            before = self._before(number)
+            if not all(k in self.trials and self.trials[k].ended for k in before):
+                return None
+            return trial or self._write(Trial(number, self.propose(number, self.told(before))))
+        return None
+
+    def _before(self, number: int) -> range:
+        """Trials that a trial may depend on. With several workers not the last ones, which train beside it: so it is
+        the same whichever of them is faster."""
+        return range(max(0, number + 1 - self.config.workers)) if self.adaptive else range(0)
+
+    def _job(self, trial: Trial) -> Job:
+        preset, overrides = request(self.config, trial.values)
+        if self.threads:
+            overrides = merge({"runtime": {"threads": self.threads}}, overrides)
+        names = self.run_names(trial.number)
+        limits = {seed: self._limits(trial.number, seed) for seed in names} if self.config.prune else {}
+        return Job(trial.number, names, preset, overrides, self.folder / "log.txt", limits)
+
+    def _limits(self, number: int, seed: int) -> dict[int, float]:
+        """Update -> median validation loss, with this seed, of the complete trials that this one may know of."""
+        rows = [self.result(self.trials[k]) for k in self._before(number) if self.trials[k].state == "complete"]
+        if len(rows) < RIVALS:
+            return {}
+        curves = [row.curves[seed] for row in rows]
+        last = max(max(curve) for curve in curves)
+        steps = [step for step in curves[0] if EARLIEST * last <= step < last]
+        return {step: statistics.median(c[step] for c in curves) for step in steps if all(step in c for c in curves)}
+
+    def _end(self, number: int, outcome: Outcome) -> Trial:
+        trial = replace(self.trials[number], state=outcome.state, reason=outcome.reason)
+        if outcome.state == "complete" and not all(map(math.isfinite, self.result(trial).measures)):
+            del self._results[number]
+            trial = replace(trial, state="failed", reason=f"its {self.config.measure} is not finite")
+        return self._write(trial)
+
+    def _read(self, name: str) -> RunResult | None:
+        """A run that has made an update; None for another, of a trial that failed."""
+        folder = files.reports_root() / name
+        try:
+            return read_result(folder)
+        except (ValueError, OSError):
+            return None
+
+    def _summarise(self, trial: Trial, read: Mapping[int, RunResult | None]) -> Result:
+        runs = {seed: run for seed, run in read.items() if run is not None}
+        curves = {
+            seed: {row["step"]: float(row["validation"]["loss"]) for row in run.rows if "validation" in row}
+            for seed, run in runs.items()
+        }
+        shared = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
+        first = runs.get(self.seeds[0])
+        summary = first.summary if first is not None else {}
+        return Result(
+            trial,
+            tuple(map(self._measure, runs.values())) if trial.state == "complete" else (),
+            {step: statistics.fmean(curve[step] for curve in curves.values()) for step in shared},
+            curves,
+            first.updates if first is not None else 0,
+            float(summary.get("seconds", math.nan)),
+            float(summary.get("parameters", math.nan)),
+            first.held_out if first is not None else {},
+        )
+
+    def _measure(self, run: RunResult) -> float:
+        return run.losses[LOSS] if self.config.measure == "loss" else known_figure(self.config.measure, run.held_out)
+
+    # Progress
+
+    def _ticker(self, bar: Any) -> Callable[[], None]:
+        """Brings the bar to how far the trials are, every now and then."""
+        last = -math.inf
+
+        def tick() -> None:
+            nonlocal last
+            if time.monotonic() - last < LOOK:
+                return
+            last = time.monotonic()
+            ended = sum(trial.ended for trial in self.trials.values())
+            parts = [self._share(number) for number, trial in self.trials.items() if not trial.ended]
+            if not bar.n and ended + sum(parts):
+                bar.initial = ended  # the pace is that of this process
+            bar.n = round(ended + sum(parts), 2)
+            if (best := self.best()) is not None:
+                bar.set_postfix_str(f"best {best.mean:.4g} of trial {best.trial.number}", refresh=False)
+            bar.refresh()
+
+        return tick
+
+    def _share(self, number: int) -> float:
+        """How much of a trial has been trained."""
+        beats = [watch.read_beat(files.reports_root() / name) for name in self.run_names(number).values()]
+        return sum(beat.get("step", 0) / max(1, beat.get("steps", 1)) for beat in beats) / len(beats)
+
+
+def describe(sweep: Sweep) -> str:
+    """What is tried and how, as text."""
+    config = sweep.config
+    seeds = ", ".join(map(str, sweep.seeds))
+    lines = [f"{sweep.planned} trials ({config.method}), each with seed {seeds}, of preset {config.preset}"]
+    lines += [f"  arm {name}: {changes}" for name, changes in config.arms.items()]
+    lines += [f"  {key}: {values}" for key, values in config.space.items()]
+    lines += [f"  compute: {', '.join(f'{one:.3g}' for one in config.compute)} FLOP"] if config.compute else []
+    order = "greatest" if config.highest else "least"
+    lines.append(f"the best trial has the {order} {'validation loss' if config.measure == 'loss' else config.measure}")
+    return "\n".join(lines)

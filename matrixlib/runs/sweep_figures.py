@@ -1,0 +1,94 @@
+"""Pictures of a sweep."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from matrixlib.runs.sweep import Result, Sweep
+from matrixlib.runs.sweep_config import dimensions
+
+COLUMNS = 3
+BEST = "C3"
+
+
+def curves_figure(sweep: Sweep) -> Figure:
+    """Validation loss of every trial (mean over its seeds) on one axis, from the best (dark) to the worst (light); the
+    best one thick, pruned ones dashed."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    best = sweep.best()
+    results = [result for result in sweep.results() if result.curve]
+    order = sorted(results, key=lambda result: _last(result, sweep))
+    colours = colormaps["viridis"](np.linspace(0, 0.95, max(1, len(order))))
+    for result, colour in reversed(list(zip(order, colours, strict=True))):
+        is_best = best is not None and result.trial.number == best.trial.number
+        style: dict[str, Any] = {"color": BEST, "linewidth": 2.2, "zorder": 3} if is_best else {"color": colour}
+        style |= {"linestyle": "--"} if result.trial.state == "pruned" else {}
+        label = f"trial {result.trial.number}" + (" (best)" if is_best else "")
+        axes.plot(list(result.curve), list(result.curve.values()), marker="o", markersize=3, label=label, **style)
+    axes.set_xlabel("update step")
+    axes.set_ylabel("validation loss [nat]")
+    axes.grid(alpha=0.3)
+    if 0 < len(order) <= 12:
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    elif best is not None:
+        handles = [line for line in axes.get_lines() if "best" in str(line.get_label())]
+        axes.legend(handles=handles, fontsize=8)
+        axes.set_title(f"{len(order)} trials, dark: low at the end; dashed: pruned", fontsize=9)
+    return figure
+
+
+def dimensions_figure(sweep: Sweep) -> Figure:
+    """The measure of every complete trial over each dimension's values; the best one marked, pruned ones as ticks at
+    the upper edge."""
+    space = dimensions(sweep.config)
+    rows = math.ceil(len(space) / COLUMNS)
+    figure = Figure(figsize=(10, 3 * rows), layout="constrained")
+    grid = figure.subplots(rows, min(COLUMNS, len(space)), squeeze=False, sharey=True)
+    complete = [result for result in sweep.results() if result.measures]
+    pruned = [result for result in sweep.results() if result.trial.state == "pruned"]
+    best = sweep.best()
+    for axes, dimension in zip(grid.flat, space, strict=False):
+        names = [str(choice) for choice in dimension.choices]
+        numbers = not names or all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in dimension.choices)
+        key = dimension.key
+
+        def place(result: Result, key: str = key, names: list[str] = names, numbers: bool = numbers) -> float:
+            value = result.trial.values.get(key)
+            return float(value) if numbers else float(names.index(str(value)) if str(value) in names else -1)
+
+        axes.plot([place(one) for one in complete], [one.mean for one in complete], "o", markersize=4, alpha=0.7)
+        if best is not None:
+            axes.plot([place(best)], [best.mean], "o", markersize=8, color=BEST, label=f"trial {best.trial.number}")
+        top = axes.get_xaxis_transform()
+        axes.plot([place(one) for one in pruned], [0.985] * len(pruned), "|", color="0.5", transform=top)
+        if not numbers:
+            axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0, fontsize=8)
+            axes.set_xlim(-0.5, len(names) - 0.5)
+        elif dimension.log or _spread(complete, key):
+            axes.set_xscale("log")
+        axes.set_xlabel(key, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    for axes in list(grid.flat)[len(space) :]:
+        axes.set_axis_off()
+    for line in grid:
+        line[0].set_ylabel(
+            "validation loss [nat]" if sweep.config.measure == "loss" else sweep.config.measure, fontsize=9
+        )
+    return figure
+
+
+def _spread(results: list[Result], key: str) -> bool:
+    """Whether numbers lie so far apart that an even axis would show nothing."""
+    values = [float(result.trial.values[key]) for result in results]
+    return bool(values) and min(values) > 0 and max(values) >= 20 * min(values)
+
+
+def _last(result: Result, sweep: Sweep) -> float:
+    return sweep.better(result.mean) if result.measures else math.inf

@@ -1,0 +1,372 @@
+"""Sweeps: spaces, what is tried next, pruning, failures, and a sweep that is really killed."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from matrixlib import config
+from matrixlib.config import ConfigError
+from matrixlib.engine.metrics import MetricsLog
+from matrixlib.files import read_json, write_json
+from matrixlib.runs import proposals, sweep, sweep_config, sweep_figures, sweep_tables, trial
+from matrixlib.runs import run as runs
+from matrixlib.runs.proposals import Told
+from matrixlib.runs.sweep_config import Dimension, SweepConfig, load_sweep, request
+from matrixlib.runs.trial import Job, Outcome
+from matrixlib.tasks import load_config
+
+RATE = "optim.learning_rate"
+Curve = Callable[[Mapping[str, Any], int, int], float]
+"""(overrides, seed, update) -> validation loss."""
+
+
+class Fake:
+    """A backend whose trainings are a function: it leaves runs of 12 updates as they lie on disk, and obeys limits."""
+
+    slots = 1
+
+    def __init__(self, root: Path, loss: Curve) -> None:
+        self.root, self.loss = root, loss
+        self.jobs: list[Job] = []
+        self.ended: list[tuple[int, Outcome]] = []
+
+    def submit(self, job: Job) -> None:
+        self.jobs.append(job)
+        outcome = Outcome("complete")
+        for seed, name in job.names.items():
+            curve = {step: self.loss(job.overrides, seed, step) for step in range(1, 13)}
+            above = [step for step, limit in job.limits.get(seed, {}).items() if curve[step] > limit]
+            last = min(above, default=12)
+            folder = self.root / name
+            folder.mkdir()
+            requested = load_config(job.preset, config.merge(job.overrides, {"seed": seed}))
+            data = {"preset": job.preset, "requested": config.dump(requested), "catalogue": ""}
+            write_json(folder / "run.json", data)
+            (folder / "config.yaml").write_text(config.to_yaml(requested))
+            with MetricsLog(folder / "metrics.jsonl") as log:
+                for step in range(1, last + 1):
+                    validation = {"kind": "full", "loss": curve[step], "losses": {}}
+                    log.write({"step": step, "loss": 1.0, "seconds": 0.1, "validation": validation})
+            if above:
+                outcome = Outcome("pruned", "above the median")
+                break
+            evaluation = {"top1": 1 / curve[12], "policy_kl": curve[12]}
+            write_json(folder / "summary.json", {"complete": True, "seconds": 1.2, "evaluation": evaluation})
+        self.ended.append((job.number, outcome))
+
+    def collect(self) -> list[tuple[int, Outcome]]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self) -> None:
+        pass
+
+
+def by_rate(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+    """Least at 0.003; every seed shifts all rates alike."""
+    return 2 + abs(math.log10(overrides["optim"]["learning_rate"] / 0.003)) + 0.1 * seed + 1 / step
+
+
+def fake_sweep(reports: Path, loss: Curve, **options: Any) -> tuple[sweep.Sweep, Fake]:
+    """A sweep whose trainings are a function, trained."""
+    options = {"steps": 12, "overrides": {"validation": {"interval": 1}}} | options
+    current = sweep.open_sweep("demo", "cpu", "s", options)
+    backend = Fake(reports, loss)
+    list(current.train(backend))
+    return current, backend
+
+
+# Spaces
+
+
+@given(
+    low=st.floats(1e-6, 1e3),
+    factor=st.floats(1.01, 1e4),
+    log=st.booleans(),
+    places=st.lists(st.floats(0, 1), max_size=9),
+)
+def test_a_range_gives_numbers_in_it_in_order(low: float, factor: float, log: bool, places: list[float]) -> None:
+    text = f"{'log ' * log}{low:.6g}..{low * factor:.6g}"
+    if float(f"{low:.6g}") >= float(f"{low * factor:.6g}"):
+        return
+    dimension = Dimension.parse("x", text)
+    values = [dimension.at(place) for place in sorted(places)]
+    assert values == sorted(values)
+    assert all(dimension.low <= value <= dimension.high for value in values)
+    assert all(isinstance(value, int) == dimension.whole for value in values)
+    assert (dimension.at(0.0), dimension.at(1.0)) == (dimension.tidy(dimension.low), dimension.tidy(dimension.high))
+
+
+@given(low=st.integers(-50, 50), width=st.integers(1, 40), places=st.lists(st.floats(0, 1), max_size=9))
+def test_a_range_of_whole_numbers_gives_whole_numbers(low: int, width: int, places: list[float]) -> None:
+    dimension = Dimension.parse("x", f"{low}..{low + width}")
+    assert dimension.grid() == tuple(range(low, low + width + 1))
+    assert all(type(dimension.at(place)) is int and low <= dimension.at(place) <= low + width for place in places)
+
+
+@given(
+    values=st.lists(st.integers() | st.sampled_from("abc"), min_size=1, max_size=6, unique=True), place=st.floats(0, 1)
+)
+def test_a_list_gives_its_values(values: list[Any], place: float) -> None:
+    dimension = Dimension.parse("x", values)
+    assert dimension.at(place) in values
+    assert dimension.grid() == tuple(values)
+
+
+def test_a_logarithmic_grid() -> None:
+    assert Dimension.parse(RATE, "log 1e-4..1e-2 in 5").grid() == (0.0001, 0.0003162, 0.001, 0.003162, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"space": {"optim.learing_rate": [1.0]}}, "did you mean 'learning_rate'"),
+        ({"space": {RATE: "1e-2 to 1e-4"}}, "a range such as 0..0.3"),
+        ({"space": {RATE: "1e-2..1e-4"}}, "the first must be less"),
+        ({"space": {RATE: "log 0..1 in 3"}}, "begin above 0"),
+        ({"space": {RATE: "1e-4..1e-2"}}, "a grid needs the number of points of 'optim.learning_rate'"),
+        ({"space": {RATE: [0.1, 0.1]}}, "values that differ"),
+        ({"space": {"seed": [0, 1]}}, "'seed' is the same for all trials"),
+        ({"space": {"validation.limit": [64, 128]}}, "measured on other rows"),
+        ({"space": {"loss.label_smoothing": [0.0, 0.1]}}, "the losses do not mean the same; set `measure`"),
+        ({"space": {"preset": ["demo", "latin_demo"]}}, "trials of chess and of latin cannot be compared"),
+        (
+            {"space": {"preset": ["demo", "small"]}, "steps": 0, "overrides": {"validation": {"limit": 64}}},
+            "losses do not mean the same",
+        ),
+        (
+            {"space": {"preset": ["demo", "small"]}, "steps": 0, "measure": "policy_kl"}
+            | {"overrides": {"validation": {"limit": 64}}},
+            "the presets have other budgets",
+        ),
+        ({"space": {"validation.interval": [5, 10]}, "prune": True}, "pruning compares at the same updates"),
+        ({"space": {}}, "nothing varies"),
+        ({"method": "random"}, "needs the number of `trials`"),
+        ({"minutes": 1.0}, "give one budget"),
+        ({"arms": {"a+b": {}}}, "no arm's name may hold a '+'"),
+        ({"mesure": "loss"}, "unknown key 'mesure', did you mean 'measure'"),
+    ],
+)
+def test_what_makes_no_sense_is_told_before_anything_is_trained(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_sweep("demo", {"overrides": {}, **options})
+    assert reason in str(error.value)
+
+
+def test_a_trial_is_preset_arm_and_values_in_this_order() -> None:
+    arms = {"wide": {"preset": "small", "model.channels": 96}, "plain": {}}
+    options = SweepConfig(arms=arms, overrides={"model": {"channels": 16, "blocks": 1}}, minutes=2.0)
+    preset, changes = request(options, {"arm": "wide", "model.blocks": 3})
+    assert preset == "small"
+    assert changes["model"] == {"channels": 96, "blocks": 3}
+    assert changes["train"] == {"steps": "auto", "minutes": 2.0, "on_time": True}
+    assert request(options, {"arm": "plain"})[0] == "demo"
+
+
+# What is tried, and how it ends
+
+
+def test_every_trial_has_the_same_seeds_and_differences_have_intervals(reports: Path) -> None:
+    current, backend = fake_sweep(reports, by_rate, space={RATE: [0.001, 0.003, 0.01]}, seed=5, seeds=3)
+    assert [list(job.names) for job in backend.jobs] == [[5, 6, 7]] * 3
+    frame = sweep_tables.table(current).set_index(RATE)
+    assert list(frame.index) == [0.003, 0.001, 0.01]
+    row = frame.loc[0.001]
+    expected = math.log10(3)
+    assert (row[sweep_tables.LEFT], row["from"], row["to"]) == pytest.approx((expected,) * 3)  # seeds shift all alike
+    assert row["deviation"] == pytest.approx(0.1)
+    assert current.best() == current.result(current.trials[1])
+
+
+def test_nothing_is_pruned_before_a_third_and_the_median_decides(reports: Path) -> None:
+    rates = [0.003, 0.004, 0.002, 0.005, 0.1, 0.0029]
+    current, backend = fake_sweep(reports, by_rate, space={RATE: rates}, prune=True)
+    assert [sorted(job.limits[0]) for job in backend.jobs[:4]] == [[]] * 4
+    for job in backend.jobs[4:]:
+        assert sorted(job.limits[0]) == list(range(4, 12))
+    fourth = [by_rate({"optim": {"learning_rate": rate}}, 0, 4) for rate in rates[:4]]
+    assert backend.jobs[4].limits[0][4] == pytest.approx(np.median(fourth))
+    assert [row.state for row in current.trials.values()] == ["complete"] * 4 + ["pruned", "complete"]
+    assert current.result(current.trials[4]).updates == 4
+    assert all(passed for _, passed, _ in sweep_tables.checks(current))
+    assert sweep_tables.table(current).iloc[-1]["reason"] == "above the median"
+
+
+def test_with_several_workers_a_trial_knows_of_none_that_train_beside_it(reports: Path) -> None:
+    options = {"space": {RATE: [0.003, 0.004, 0.002, 0.005, 0.1, 0.0029]}, "prune": True, "workers": 2}
+    _, backend = fake_sweep(reports, by_rate, **options)
+    assert [bool(job.limits[0]) for job in backend.jobs] == [False] * 5 + [True]
+
+
+def test_a_measure_where_more_is_better(reports: Path) -> None:
+    space = {RATE: [0.001, 0.003, 0.01], "loss.value": [0.5, 1.0]}
+    current, _ = fake_sweep(reports, by_rate, space=space, measure="top1", highest=True)
+    best = current.best()
+    assert best is not None
+    assert best.trial.values[RATE] == 0.003
+    shares = sweep_tables.importance(current)["share"]
+    assert shares[RATE] > 0.9 > 0.1 > shares["loss.value"]
+    for figure in (sweep_figures.curves_figure(current), sweep_figures.dimensions_figure(current)):
+        assert figure.axes
+
+
+def test_another_request_under_the_same_name_is_refused(reports: Path) -> None:
+    sweep.open_sweep("demo", "cpu", "s", {"steps": 5})
+    with pytest.raises(sweep.SweepError, match="begun with other options"):
+        sweep.open_sweep("demo", "cpu", "s", {"steps": 6})
+    current = sweep.open_sweep("demo", "cpu", "s", {"steps": 5, "workers": 2})
+    with sweep.open_sweep("demo", "cpu", "s", {"steps": 5})._held(), pytest.raises(sweep.SweepError, match="another"):
+        next(current.train())
+
+
+# Methods
+
+
+def told(values: Mapping[str, Any], *losses: float, state: str = "complete") -> Told:
+    return Told(values, state, losses, {})
+
+
+def test_random_values_depend_on_seed_and_number_alone() -> None:
+    space = [Dimension.parse("x", "log 1e-4..1"), Dimension.parse("y", [1, 2, 3])]
+    assert proposals.draw(space, 0, 3) == proposals.draw(space, 0, 3)
+    assert len({proposals.draw(space, seed, number)["x"] for seed in range(5) for number in range(5)}) == 25
+
+
+def test_optuna_learns_from_what_it_is_told_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    options = SweepConfig(method="tpe", trials=40, space={"x": "log 1e-4..1", "y": [1, [2], "c"], "z": "1..5"})
+    propose, count = proposals.method(options)
+    history: list[Told] = []
+    for number in range(count):
+        values = propose(number, history)
+        assert values == proposals.method(options)[0](number, list(history))
+        state = "failed" if number == 3 else "pruned" if number == 5 else "complete"
+        loss = abs(math.log10(values["x"]) + 3) + (values["y"] != [2]) + abs(values["z"] - 4)
+        history.append(Told(values, state, (loss,) if state == "complete" else (), {1: loss}))
+    losses = [one.loss if one.losses else 9.0 for one in history]
+    assert np.mean(losses[-15:]) < 0.6 * np.mean(losses[:10])
+    proposals.write_journal(tmp_path / "optuna.log", options, history)
+    assert (tmp_path / "optuna.log").stat().st_size
+
+
+def test_without_optuna_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(proposals.OptunaError, match=r"pip install .*sweep"):
+        proposals.method(SweepConfig(method="tpe", trials=3, space={RATE: "0..1"}))
+
+
+def test_stages_keep_what_helps_and_are_based_anew() -> None:
+    arms = ["a", "b", "c", "d"]
+    history = [told({}, 3.0, 3.1), told({}, 2.0, 2.1), told({}, 2.5, 1.0), told({}, 1.9, 2.0)]
+    named = [proposals.stage(arms, number, history[:number])["arm"] for number in range(5)]
+    assert named == ["", "a", "a+b", "a+c", "a+c+d"], "b helps with one seed and not with the other: chance"
+
+
+def test_the_share_of_a_dimension_by_hand() -> None:
+    ranks = np.array([1.0, 2.0, 3.0, 4.0])
+    assert sweep_tables.epsilon_squared(ranks, "aabb") == pytest.approx(1 - (1.0 / 2) / (5.0 / 3))
+    assert sweep_tables.epsilon_squared(ranks, "abab") == 0.0
+    assert math.isnan(sweep_tables.epsilon_squared(ranks, "aaaa"))
+
+
+# Real trainings
+
+
+def job(reports: Path, **changes: Any) -> Job:
+    preset, overrides = request(load_sweep("demo"), {RATE: 0.001})
+    return replace(Job(0, {0: "one"}, preset, overrides, reports / "log.txt"), **changes)
+
+
+def test_a_trial_above_the_median_ends_there_also_when_it_goes_on(reports: Path) -> None:
+    outcome = trial.train(job(reports, limits={0: {10: 0.5}}))
+    assert outcome.state == "pruned"
+    assert "after 10 updates, above the median of 0.5" in outcome.reason
+    assert trial.train(job(reports, limits={0: {10: 0.5}})) == outcome
+    assert read_json(reports / "one" / "heartbeat.json")["step"] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> None:
+    with closing(trial.Processes(2)) as processes:
+        processes.submit(job(reports, preset="no_such_preset"))
+        processes.submit(job(reports, number=1))
+        pids = {number: process.pid for number, _, process, _ in processes._running.values()}
+        os.kill(pids[1] or 0, signal.SIGKILL)
+        ended: dict[int, Outcome] = {}
+        while len(ended) < 2:
+            ended |= dict(processes.collect())
+    assert ended[0].state == "failed"
+    assert "unknown preset 'no_such_preset'" in ended[0].reason
+    assert ended[1] == Outcome("failed", "its process was killed by signal 9, perhaps out of memory")
+
+
+TWO = {"space": {RATE: [0.001, 0.01], "optim.schedule": ["constant"]}}
+PROGRAM = f"""
+from matrixlib.runs import sweep
+for trial in sweep.open_sweep("demo", "cpu", "", {TWO}).train():
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
+    reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sweep.open_sweep("demo", "cpu", "", TWO)
+    list(whole.train())
+    sweep_tables.write_report(whole)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(other))
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
+    while process.poll() is None and not list(other.glob("sweep-demo-001-s0/checkpoints/step_00000005")):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    killed = sweep.open_sweep("demo", "cpu", "", TWO)
+    assert [row.state for row in killed.trials.values()] == ["complete", "running"]
+    first = (other / "sweep-demo-000-s0" / "summary.json").read_bytes()
+    assert len(list(killed.train())) == 1
+    sweep_tables.write_report(killed)
+    assert (other / "sweep-demo-000-s0" / "summary.json").read_bytes() == first, "what had ended stays"
+    for name in ("table.csv", "table.json", "best.yaml"):
+        assert (killed.folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
+    assert not list(killed.train()), "everything has ended"
+
+    best = killed.best()
+    assert best is not None
+    record = read_json(other / killed.run_names(best.trial.number)[0] / "run.json")["requested"]
+    requested = config.dump(load_config(str(killed.folder / "best.yaml")))
+    assert requested == record
+    with closing(runs.open_run(str(killed.folder / "best.yaml"))) as current:
+        assert next(iter(current.train())).step == 1
+
+
+def test_a_trial_that_fails_is_a_row_with_its_reason(reports: Path) -> None:
+    options = {"space": {"model.channels": [8, 9]}, "steps": 2}
+    sweep_config.check(SweepConfig(**options), "")
+    current = sweep.open_sweep("demo", "cpu", "s", options)
+    backend = Fake(reports, lambda overrides, seed, step: 1.0)
+    backend.submit = lambda job: backend.ended.append((job.number, trial.train(replace(job, preset="gone"))))  # type: ignore[method-assign]
+    list(current.train(backend))
+    assert [row.state for row in current.trials.values()] == ["failed", "failed"]
+    assert "unknown preset 'gone'" in sweep_tables.table(current)["reason"][0]
+    assert not all(passed for _, passed, _ in sweep_tables.checks(current))
