@@ -131,8 +131,8 @@ class Dimension:
         """The value at a place from 0 (the first, or the least) to 1."""
         if self.choices:
             return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
-        if self.log:
-            value = math.exp(math.log(self.low) + place * (math.log(self.high) - math.log(self.low)))
+        if self.log and 0 < place < 1:
+            value = self.low * (self.high / self.low) ** place
         else:
             value = self.low + place * (self.high - self.low)
         return self.tidy(value)
