@@ -316,7 +316,7 @@ def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> N
     assert ended[1] == Outcome("failed", "its process was killed by signal 9, perhaps out of memory")
 
 
-TWO = {"space": {RATE: [0.001, 0.01], "optim.schedule": ["constant"]}}
+TWO = {"space": {RATE: [0.001, 0.01], "optim.optimiser": ["muon"]}}
 PROGRAM = f"""
 from matrixlib.runs import sweep
 for trial in sweep.open_sweep("demo", "cpu", "", {TWO}).train():
