@@ -59,7 +59,7 @@ def dimensions_figure(sweep: Sweep) -> Figure:
         key = dimension.key
 
         def place(result: Result, key: str = key, names: list[str] = names, numbers: bool = numbers) -> float:
-            value = result.trial.values.get(key)
+            value = result.trial.values[key]
             return float(value) if numbers else float(names.index(str(value)) if str(value) in names else -1)
 
         axes.plot([place(one) for one in complete], [one.mean for one in complete], "o", markersize=4, alpha=0.7)
