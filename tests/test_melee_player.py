@@ -137,6 +137,20 @@ def test_weights_of_rare_buttons_go_with_the_network() -> None:
     assert odds.max() < -0.5
 
 
+@pytest.mark.parametrize("loss, pressed", [({}, True), ({"rare": 1.0}, False), ({"focal": 2.0}, True)])
+def test_what_is_played_is_corrected_for_the_loss(loss: dict[str, float], pressed: bool) -> None:
+    """Odds of 1.6 that a weight of 2 made are odds of 0.8."""
+    net = network(loss=loss)
+    outer: Any = net.model.heads.outer[0]  # type: ignore
+    outer.weight.zero_()
+    outer.bias.fill_(0.5)
+    player = net.player(temperature=0.0)
+    player.act(window_of(1))
+    weights = torch.as_tensor(net.model.heads.weights)  # type: ignore
+    assert player.decision[:8].tolist() == [int(pressed or weight < 1.6) for weight in weights]
+    assert pressed or 0 in player.decision[:8]
+
+
 def test_what_cannot_be_played_is_refused() -> None:
     net = network()
     with pytest.raises(ValueError, match="one at a time"):

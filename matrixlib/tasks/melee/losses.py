@@ -108,7 +108,8 @@ def losses(
     """Sums over valid frames of the active heads' losses, from logits (B, T, 81).
 
     Metrics: `nll` of the probabilities, whatever the loss, of the eight buttons the sum; `accuracy` of the likeliest
-    class, or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is.
+    class, or mean over the eight buttons; `repeat`, the accuracy of holding the controller as it is. Those of a part
+    that is decided after others hold where their truth is given.
     """
     target, previous = batch["choices"].long(), batch["previous"].long()
     valid = batch["valid"].bool()
