@@ -14,6 +14,7 @@ from matrixlib.runs.figures import (
     History,
     comparison_figure,
     draw,
+    loss_groups,
     phases_figure,
     png,
     training_figure,
@@ -98,6 +99,45 @@ def test_figure_has_axes_with_units_and_is_a_picture() -> None:
     }
     assert {axes.get_xlabel() for axes in figure.axes} == {"update step"}
     assert size(figure, 50) == (500, 280)
+
+
+def test_a_small_loss_has_an_axis_of_its_own() -> None:
+    """On one axis a loss of 0.0001 makes a flat line of all others."""
+    losses = {"policy": 2.0, "value": 0.5, "ssl_threat": 1e-4, "ssl_pin": 1.5e-4}
+    history = History([row(step, losses=losses, validation={"loss": 2.5}) for step in range(1, 9)])
+    assert loss_groups(history) == [["loss", "policy", "value"], ["ssl_pin", "ssl_threat"]]
+    figure = Figure()
+    draw(figure, history, "run")
+    assert sum(axes.get_ylabel() == "loss [nat]" for axes in figure.axes) == 2
+    many = {f"loss{k}": 10.0**-k for k in range(0, 12, 2)}
+    assert [len(names) for names in loss_groups(History([row(1, losses=many)]))] == [1, 1, 4], "three axes at most"
+
+
+def test_legends_lie_beside_the_curves() -> None:
+    rows = [row(step, clip_share=0.5, validation={"policy": 2.0, "policy/top1": 0.1}) for step in range(1, 9)]
+    figure = training_figure(rows)
+    size(figure)
+    legends = [axes for axes in figure.axes if axes.get_legend()]
+    assert len(legends) == 3
+    for axes in legends:
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 2
+
+
+def test_raw_values_are_faint_under_a_smooth_line() -> None:
+    rows = [row(step, losses={"policy": 2.0 + step % 2}) for step in range(1, 301)]
+    raw, smooth = training_figure(rows).axes[0].get_lines()
+    assert raw.get_alpha() < 0.5
+    assert (
+        max(smooth.get_ydata()[20:]) - min(smooth.get_ydata()[20:]) < 0.2 < max(raw.get_ydata()) - min(raw.get_ydata())
+    )
+
+
+def test_a_fall_of_the_throughput_is_named() -> None:
+    rows = [row(step, throughput=400.0 if 401 <= step <= 480 else 1000.0) for step in range(1, 1001)]
+    (speed,) = (axes for axes in training_figure(rows).axes if axes.get_ylabel() == "positions/s")
+    assert speed.get_title("left").startswith("red: slower than usual, -60% at 4")
+    steady = [axes.get_title("left") for axes in training_figure([row(step) for step in range(1, 9)]).axes]
+    assert not any(steady)
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1}], [row(1, losses={"policy": 0.0}, grad_norm=0.0)]])

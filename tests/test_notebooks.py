@@ -173,7 +173,7 @@ def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path:
     _, error = papermill("eval", reports, "-y", json.dumps(options))
     outputs, text = shown(reports / "eval.ipynb")
     assert "VERDICT" in text, error
-    assert sum("image/png" in o.get("data", {}) for o in outputs) == 3
+    assert sum("image/png" in o.get("data", {}) for o in outputs) == 6
     assert re.search(r"^all +1 +search 16 +100.0% \[.*\] +\d", text, re.MULTILINE), "a mate in one comes first"
     assert re.search(r"^mates +1 +search 4 +100.0%", text, re.MULTILINE)
     assert re.search(r"network 16 +network 4 ", text)

@@ -67,7 +67,7 @@ def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
         axes.plot(list(course), [figures[name] for figures in course.values()], "o-", label=name)
     axes.set(ylim=(-0.03, 1.03))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
 
 

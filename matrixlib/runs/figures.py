@@ -15,12 +15,17 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from matrixlib.engine.history import not_finite, updates
 from matrixlib.engine.rows import flatten
 
 POINTS = 2000  # per curve
+SMOOTH = 30  # a drawn line is the mean over so manieth part of its points
+APART = 10  # times smaller than the next larger: a loss that belongs on an axis of its own
+AXES = 3  # of losses, at most
+SLOW = 0.75  # of the usual throughput: what is below is marked
 SHARES = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
 SINGLE = {
     "learning_rate": "learning rate",
@@ -138,36 +143,94 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     note = "".join(f" - {text}" for text in notes)
     figure.suptitle(title + note, fontsize=11, color="#b3261e" if note else "black")
     # fixed margins: matplotlib's constrained layout takes half of the drawing time
-    grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, bottom=0.085, top=0.92, wspace=0.28, hspace=0.3)
-    losses = figure.add_subplot(grid[:, 0])
-    _log_axis(losses, _curves(losses, history.losses, history.held_out_losses, "loss [nat]"))
+    grid = figure.add_gridspec(2, 3, left=0.072, right=0.985, bottom=0.085, top=0.87, wspace=0.28, hspace=0.42)
+    groups = loss_groups(history)
+    column = grid[:, 0].subgridspec(len(groups), 1, hspace=0.14 + 0.14 * len(groups))
+    colours = {name: f"C{index}" for index, name in enumerate({**history.losses, **history.held_out_losses})}
+    losses = [figure.add_subplot(column[index]) for index in range(len(groups))]
+    for axes, names in zip(losses, groups, strict=True):
+        own, dots = (
+            {name: curves[name] for name in names if name in curves}
+            for curves in (history.losses, history.held_out_losses)
+        )
+        _log_axis(axes, _curves(axes, own, dots, "loss [nat]", colours))
     rest = [figure.add_subplot(grid[row, column]) for row in (0, 1) for column in (1, 2)]
-    _curves(rest[0], history.shares, history.held_out_shares, "accuracy [%]", scale=100)
-    if history.shares or history.held_out_shares:
+    colours = {name: f"C{index}" for index, name in enumerate({**history.shares, **history.held_out_shares})}
+    _curves(rest[0], history.shares, history.held_out_shares, "accuracy [%]", colours, scale=100)
+    if colours:
         rest[0].set_ylim(bottom=0)
     for axes, (name, label) in zip(rest[1:], SINGLE.items(), strict=True):
         if name not in history.single:
             _nothing(axes, label)
             continue
-        curve = history.single[name]
-        axes.plot(*curve.points(), color="C0", linewidth=1)
+        steps, values = history.single[name].points()
+        if name == "learning_rate":
+            axes.plot(steps, values, color="C0", linewidth=1)
+        else:
+            _raw_and_smooth(axes, steps, values, "C0")
         axes.set_ylabel(label, fontsize=8)
         if name == "grad_norm":
-            _log_axis(axes, curve.points()[1])
+            _log_axis(axes, values)
             _clip_rate(axes, history)
         else:
             axes.set_ylim(bottom=0)
-    for axes in (losses, *rest):
+        if name == "throughput":
+            _mark_slow(axes, steps, values)
+    for axes in (*losses, *rest):
         for step in history.rollbacks:
             axes.axvline(step, color="#b3261e", linewidth=0.8, linestyle=":")
         for step in history.phases:
             axes.axvline(step, color="0.6", linewidth=0.8, linestyle="--")
-        axes.set_xlabel("update step", fontsize=8)
-        axes.tick_params(labelsize=8, which="both")
+        axes.tick_params(labelsize=8, which="both", labelbottom=axes not in losses[:-1])
+        axes.set_xlabel("" if axes in losses[:-1] else "update step", fontsize=8)
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         if total:
             axes.set_xlim(0, max(total, history.step))
+
+
+def loss_groups(history: History) -> list[list[str]]:
+    """Names of the losses by size, largest first: what would be a flat line beside the others has an axis of its own.
+
+    A new group begins where a loss is APART times smaller than the next larger one; AXES groups at most.
+    """
+    sizes: dict[str, float] = {}
+    for name in {**history.losses, **history.held_out_losses}:
+        values = (history.losses if name in history.losses else history.held_out_losses)[name].points()[1]
+        finite = [value for value in values if math.isfinite(value)]
+        sizes[name] = statistics.median(finite) if finite else 0.0
+    groups: list[list[str]] = []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        smaller = bool(groups) and sizes[name] * APART < sizes[groups[-1][-1]]
+        if not groups or (smaller and len(groups) < AXES):
+            groups.append([])
+        groups[-1].append(name)
+    return groups or [[]]
+
+
+def _smooth(values: Sequence[float]) -> Any:
+    """Running means over a part of the curve, those at its beginning over what there is."""
+    import pandas
+
+    return pandas.Series(values).rolling(max(1, len(values) // SMOOTH), min_periods=1).mean()
+
+
+def _raw_and_smooth(axes: Axes, steps: Sequence[float], values: Sequence[float], colour: str, label: str = "") -> None:
+    axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.25)
+    axes.plot(steps, _smooth(values), color=colour, linewidth=1.4, label=label or None)
+
+
+def _mark_slow(axes: Axes, steps: Sequence[float], values: Sequence[float]) -> None:
+    """Where the throughput fell: the updates, and how far at the worst."""
+    smooth = _smooth(values)
+    share = (smooth / smooth.median()).to_numpy()
+    slow = share < SLOW
+    if not slow.any():
+        return
+    axes.fill_between(steps, 0, 1, where=slow, transform=axes.get_xaxis_transform(), color="#b3261e", alpha=0.15, lw=0)
+    worst = int(share.argmin())
+    text = f"{share[worst] - 1:.0%} at {steps[worst]:,.0f}"
+    axes.set_title(f"red: slower than usual, {text}", fontsize=7, color="#b3261e", loc="left", pad=3)
 
 
 def _clip_rate(axes: Axes, history: History) -> None:
@@ -183,7 +246,7 @@ def _clip_rate(axes: Axes, history: History) -> None:
     if math.isfinite(history.p95):
         axes.axhline(history.p95, color="0.4", linewidth=0.8, linestyle="-.", label=f"95% below {history.p95:.3g}")
     if any(shares) or math.isfinite(history.p95):
-        axes.legend(fontsize=7, framealpha=0.5)
+        _above(axes, *axes.get_legend_handles_labels())
 
 
 def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, float]]:
@@ -196,31 +259,52 @@ def _is_share(name: str) -> bool:
     return name.rsplit("/", 1)[-1].startswith(SHARES)
 
 
-def _curves(axes: Axes, training: Curves, held_out: Curves, label: str, scale: float = 1.0) -> list[float]:
-    """Those of training as lines, held-out ones as dots of the same colour; returns what was drawn."""
+def _curves(
+    axes: Axes,
+    training: Mapping[str, Curve],
+    held_out: Mapping[str, Curve],
+    label: str,
+    colours: Mapping[str, str],
+    scale: float = 1.0,
+) -> list[float]:
+    """Those of training faint with a smooth line over them, held-out ones as dots of the same colour; returns what was
+    drawn."""
     drawn: list[float] = []
     names = list(dict.fromkeys([*training, *held_out]))
-    for index, name in enumerate(names):
-        for curves, style in ((training, "-"), (held_out, "o--")):
-            if name in curves:
-                steps, values = curves[name].points()
-                values = [scale * value for value in values]
-                axes.plot(steps, values, style, markersize=3, linewidth=1, color=f"C{index}", label=name)
-                drawn += values
-    if names:
-        axes.set_ylabel(label, fontsize=8)
-        _legend(axes)
-    else:
+    for name in names:
+        if name in training:
+            steps, values = training[name].points()
+            values = [scale * value for value in values]
+            _raw_and_smooth(axes, steps, values, colours[name], name)
+            drawn += values
+        if name in held_out:
+            steps, values = held_out[name].points()
+            values = [scale * value for value in values]
+            edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.5, "zorder": 3}
+            axes.plot(steps, values, "o--", markersize=4.5, linewidth=0.8, color=colours[name], label=name, **edge)
+            drawn += values
+    if not names:
         _nothing(axes, label)
+        return drawn
+    axes.set_ylabel(label, fontsize=8)
+    handles = {str(line.get_label()): line for line in reversed(axes.get_lines())}
+    entries = {name: handles[name] for name in names}
+    _above(axes, list(entries.values()), list(entries), "dots: held-out" if held_out else "")
     return drawn
 
 
-def _legend(axes: Axes) -> None:
-    """One entry for each quantity, half transparent so that no curve is lost behind it."""
-    handles = {str(line.get_label()): line for line in reversed(axes.get_lines())}
-    entries = {label: handles[label] for label in reversed(handles) if not label.startswith("_")}
-    title = "dots: held-out" if any(line.get_marker() == "o" for line in axes.get_lines()) else None
-    axes.legend(entries.values(), entries.keys(), title=title, fontsize=7, title_fontsize=7, framealpha=0.5)
+def _above(axes: Axes, handles: Sequence[Any], labels: Sequence[str], note: str = "") -> None:
+    """A legend over the picture, where it covers no curve."""
+    if note:
+        handles, labels = [*handles, Line2D([], [], linestyle="none")], [*labels, note]
+    style: dict[str, Any] = {
+        "fontsize": 6.5,
+        "frameon": False,
+        "borderaxespad": 0.1,
+        "handlelength": 1.1,
+        "columnspacing": 0.9,
+    }
+    axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handletextpad=0.4, **style)
 
 
 def _log_axis(axes: Axes, values: Iterable[float]) -> None:
@@ -284,7 +368,7 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
     to the greatest of them. Dots are full validations, and the single runs' speeds (of their median update).
     """
     figure = Figure(figsize=(10, 3.6))
-    grid = figure.add_gridspec(1, 5, left=0.065, right=0.985, bottom=0.14, top=0.92, wspace=0.7)
+    grid = figure.add_gridspec(1, 5, left=0.065, right=0.985, bottom=0.14, top=0.83, wspace=0.7)
     loss, norm, speed = (figure.add_subplot(grid[part]) for part in (slice(0, 2), slice(2, 4), 4))
     drawn: list[float] = []
     norms: list[float] = []
@@ -302,7 +386,7 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
         speed.plot([label] * len(rates), rates, "o", markersize=4, color=colour)
     _log_axis(loss, drawn)
     _log_axis(norm, norms)
-    loss.legend(fontsize=8)
+    figure.legend(*loss.get_legend_handles_labels(), loc="upper left", ncols=4, fontsize=8, frameon=False)
     names = (loss_label, "gradient norm before clipping", "update steps/s")
     for axes, name in zip((loss, norm, speed), names, strict=True):
         axes.set_title(name, fontsize=9)

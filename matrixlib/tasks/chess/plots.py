@@ -80,7 +80,7 @@ def calibration_figure(points: Mapping[str, Points], confusions: Mapping[str, ND
         first.plot([p for p, _, _ in bins], [share for _, share, _ in bins], marker="o", label=head)
     first.set(xlabel="probability by the network", ylabel="share that is so", title="calibration")
     if points:
-        first.legend(fontsize=8)
+        first.legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=3, fontsize=8, frameon=False)
     for axes, (head, counts) in zip(others, confusions.items(), strict=True):
         axes.imshow(counts / np.maximum(counts.sum(1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
         names = CLASSES[head]
@@ -109,11 +109,12 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
         steps, losses = np.array(curve, dtype=float).T
         window = max(1, int(len(steps) * SMOOTH))
         mean = np.convolve(losses, np.ones(window) / window, "valid") / prior
-        top.plot(steps[window - 1 :], mean, label=head)
+        (line,) = top.plot(steps[window - 1 :], mean, label=head)
+        top.plot(steps, losses / prior, color=line.get_color(), linewidth=0.7, alpha=0.2)
     top.axhline(1, color="grey", linewidth=0.8, linestyle="--")
     top.set(ylabel="loss / prior entropy", title="learning curves of the heads", ylim=(0, 2))
     if len(top.get_lines()) > 1:
-        top.legend(fontsize=8)
+        top.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     gates = [(row["step"], row["gate"]) for row in rows if row.get("gate") is not None]
     if gates:
         bottom.step(*np.array(gates, dtype=float).T, where="post", color="tab:purple")
@@ -326,6 +327,5 @@ def temperature_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figur
                 axes.plot(*zip(*points, strict=True), label=run)
         axes.set(xlabel="update", ylabel={"temperature": "T", "raw": "raw parameter of a learned T"}[name])
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     return figure
