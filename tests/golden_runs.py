@@ -67,7 +67,7 @@ def run_all(updates: int) -> None:
 
     for preset in ("demo", "latin_demo"):
         run = runs.open_run(preset, "cpu", 0, preset, UPDATES, SETTINGS)
-        for _ in itertools.islice(run.train(), updates):
+        for _ in itertools.islice(run.train(), updates if updates < UPDATES else None):  # the whole one with its end
             pass
         run.close()
     for _ in cycles.open_cycle("demo", "cpu", "cycle", {"network": SETTINGS}).train():
