@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lc0_files
 import numpy as np
 import pytest
 import torch
@@ -462,7 +463,7 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
 
 
 @pytest.mark.parametrize("squares", [False, True])
-def test_features_are_those_of_the_board_in_any_encoding(squares: bool) -> None:
+def test_features_are_those_of_the_board_in_any_encoding(squares: bool, tmp_path: Path) -> None:
     """What a block adds at a square stands at the same place whoever is to move, of both kinds of networks."""
     nets = {name: random_net(encoding=name, blocks=2) for name in ("oriented", "matrix0")}
     batch = batch_of(nets["oriented"].task)
@@ -474,8 +475,12 @@ def test_features_are_those_of_the_board_in_any_encoding(squares: bool) -> None:
             stream[2][row, 1, 1 if name == "oriented" or black else 6, 4] = 1
         (added,) = net.task.additions(stream, batch, [1], squares)
         assert torch.equal(added, board.flatten(2) if squares else board.mean((2, 3))[:, :, None])
-        out = ChessTeacher(net, TeacherConfig(squares=squares), "", (1,)).ask(batch, (1,))["teacher_features_0"]
-        assert out.shape == (48, 16, 64 if squares else 1)
+    nets["lc0"] = load(lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network()), device="cpu")  # type: ignore[assignment]
+    for name, channels in (("oriented", 16), ("matrix0", 16), ("lc0", 4)):
+        teacher = ChessTeacher(nets[name], TeacherConfig(squares=squares), "", (0,))
+        out, plain = teacher.ask(batch, teacher.blocks), teacher.ask(batch)
+        assert out.pop("teacher_features_0").shape == (48, channels, 64 if squares else 1)
+        assert all(torch.equal(out[key], plain[key]) for key in plain.keys() | out.keys())
 
 
 def test_a_student_of_another_width_comes_to_add_what_its_teacher_adds(reports: Path) -> None:
