@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: bench bench-gpu gpu help train train-quick train-full train-resume hw-report generate-data cycle test soak e2e lint
+.PHONY: bench bench-gpu film gpu help train train-quick train-full train-resume hw-report generate-data cycle test soak e2e lint
 .PHONY: lab report refresh lock install clean stale
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make test      lint, unit tests, notebooks through papermill and nbval'
 	@echo 'make soak      the long versions of the tests'
 	@echo 'make e2e       every notebook in JupyterLab in a real browser; screenshots in reports/e2e/'
+	@echo 'make film      the animated picture of a game in play.ipynb, reports/play.gif, against the newest run or RUN=<name>'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make lab       JupyterLab, opened on the training notebook'
 	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about six minutes'
@@ -94,6 +95,9 @@ soak: $(STAMP)
 
 e2e: $(STAMP)
 	$(BIN)/python -m pytest tests/test_browser.py -ra -m e2e
+
+film: $(STAMP)
+	$(BIN)/python tests/film.py $(RUN)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

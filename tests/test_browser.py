@@ -178,25 +178,25 @@ def test_menus_slider_and_buttons_draw_again(lab: tuple[Path, str], pictures: Pa
         browse.run_all()
         browse.wait_until_run()
         page.get_by_role("button", name="next").scroll_into_view_if_needed()
-        before = last_picture(browse)
+        before = board_shown(page)
         page.get_by_role("button", name="next").click()
-        wait_for_another(browse, before)
+        wait_for_another(page, before)
         browse.picture("next")
-        second = last_picture(browse)
+        second = board_shown(page)
         page.get_by_role("button", name="previous").click()
-        wait_for_another(browse, second)
-        assert last_picture(browse) == before
+        wait_for_another(page, second)
+        assert board_shown(page) == before
         newest = page.locator("select:has(option[value='newest'])")
         (oldest,) = newest.locator("option").all_inner_texts()[-1:]
         newest.select_option(oldest)
-        wait_for_another(browse, before)
+        wait_for_another(page, before)
         browse.picture("checkpoint")
         browse.save()
     widgets = [
         output for output in outputs(path) if "application/vnd.jupyter.widget-view+json" in output.get("data", {})
     ]
-    assert len(widgets) == 2, "menus of curves and of boards"
-    assert sum("image/png" in output.get("data", {}) for output in outputs(path)) == 2, "pictures beside them"
+    assert len(widgets) == 3, "menus of curves and of boards, and the board"
+    assert sum("image/png" in output.get("data", {}) for output in outputs(path)) == 1, "curves beside them"
 
 
 def square(page: Page, name: str) -> tuple[float, float]:
@@ -311,12 +311,17 @@ def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str], pictures: Path, 
         play.picture("5-resigned")
 
 
-def last_picture(lab: Lab) -> str:
-    return str(lab.page.locator(".jp-RenderedImage img").last.get_attribute("src"))
+SHOWN = """() => {
+  const board = document.querySelector('.matrixlib-board');
+  return board.dataset.fen + board.querySelector('.line').textContent;
+}"""
 
 
-def wait_for_another(lab: Lab, before: str) -> None:
-    """Until the last picture is another one than `before`."""
-    lab.page.wait_for_function(
-        "before => [...document.querySelectorAll('.jp-RenderedImage img')].at(-1).src !== before", arg=before
-    )
+def board_shown(page: Page) -> str:
+    """The position on the board, and what the network says of it."""
+    return str(page.evaluate(SHOWN))
+
+
+def wait_for_another(page: Page, before: str) -> None:
+    """Until the board shows another position, or another network's words."""
+    page.wait_for_function(f"before => ({SHOWN})() !== before", arg=before)

@@ -24,6 +24,18 @@ def test_a_game_is_stepped_through_to_its_end(tmp_path: Path) -> None:
     assert game.check(net)[1]
 
 
+def test_a_widget_shows_one_position_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "game.pgn").write_text("1. e4 e5 *\n")
+    game, net = viewer.game_viewer(tmp_path / "game.pgn"), random_net(ssl=["threat"])
+    board = game.board(net, 0)
+    assert board.page["arrows"]["played"] == [["e2e4", 1.0]]
+    assert len(board.page["arrows"]["network"]) == 20
+    assert "destinations" not in board.page, "it is looked at, not played on"
+    assert game.board(net, 1, board) is board
+    assert (board.page["turn"], board.page["last"]) == ("black", ["e2", "e4"])
+    assert len(board.page["maps"]["threat"]) == 64
+
+
 def test_held_out_positions_have_the_teachers_moves() -> None:
     held_out = viewer.held_out_viewer(runs.held_out_data(load_config("demo")), 3)
     assert len(held_out) == 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NETWORKS = 4  # kept in memory
 NONE = "none"
-Draw = Callable[..., "Figure"]
+Draw = Callable[..., Any]  # a figure, or always the same widget
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,16 @@ class Shelf:
             "run": (runs_like(self.run, self.names, self.device), self.run),
             "checkpoint": (checkpoints(self.run), self.checkpoint),
         }
-        show(self._figure, menus, ("position", len(viewer), self.position))
+        draw = partial(self._board, {}) if progress.interactive() else self._figure
+        show(draw, menus, ("position", len(viewer), self.position))
+
+    def _board(self, shown: dict[str, Any], run: str, checkpoint: str, position: int) -> Any:
+        """The widget of the task, always the same; shown: where it is kept."""
+        viewer = self.viewer(run)
+        assert viewer is not None, "the menu holds runs of one task"
+        network = _network(run, checkpoint, self.device)
+        shown["widget"] = viewer.board(network, min(position, len(viewer) - 1), shown.get("widget"))
+        return shown["widget"]
 
     def _figure(self, run: str, checkpoint: str, position: int) -> Figure:
         viewer = self.viewer(run)
@@ -201,7 +210,8 @@ def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tupl
         rows.append(widgets.HBox([slider, _stepper(slider, -1, "previous"), _stepper(slider, 1, "next")]))
     note = widgets.Label()
     display(widgets.VBox([*rows, note]))
-    handle = display(_image(draw(**values)), display_id=True)
+    first = draw(**values)
+    handle = display(_image(first), display_id=True)
 
     def redraw(change: Any) -> None:
         values = {name: control.value for name, control in controls.items()}
@@ -209,7 +219,9 @@ def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tupl
             return
         note.value = "drawing ..."
         try:
-            handle.update(_image(draw(**values)))
+            picture = draw(**values)
+            if picture is not first:
+                handle.update(_image(picture))
             note.value = ""
         except ValueError as error:  # nobody would see it elsewhere
             note.value = str(error)
@@ -241,9 +253,13 @@ def _stepper(slider: Any, by: int, text: str) -> Any:
     return button
 
 
-def _image(figure: Figure) -> Any:
+def _image(figure: Any) -> Any:
+    """What is displayed: of a figure its picture, a widget as it is."""
     from IPython.display import Image
+    from matplotlib.figure import Figure
 
+    if not isinstance(figure, Figure):
+        return figure
     return Image(data=figures.png(figure), format="png")
 
 

@@ -126,6 +126,10 @@ class Viewer(Protocol):
         """What a network makes of one row."""
         ...
 
+    def board(self, net: Any, item: int, widget: Any = None) -> Any:
+        """The same as a widget for a front end: `widget`, changed, where there is one already."""
+        ...
+
     def check(self, net: Any) -> Check:
         """What must hold of all that it makes of them."""
         ...

@@ -65,7 +65,8 @@ async function render({ model, el }) {
   const board = element(place, "div");
   const aside = element(root, "div", { className: "aside" });
   const send = (kind, more = {}) => model.send({ kind, ...more });
-  const shown = new Set();
+  const plays = "destinations" in model.get("page");
+  const shown = new Set(plays ? [] : Object.keys(model.get("page").arrows));
   let map = "";
   let flipped = false;
 
@@ -75,9 +76,7 @@ async function render({ model, el }) {
   const odds = element(aside, "div", { className: "odds" });
   const toggles = element(aside, "div", { className: "row toggles" });
   const line = element(aside, "div", { className: "line" });
-  const plays = "destinations" in model.get("page");
-  const controls = [];
-  const press = (row, text, act) => controls.push(element(row, "button", { textContent: text, onclick: act }));
+  const press = (row, text, act) => element(row, "button", { textContent: text, onclick: act });
   let game = null;
 
   const flip = () => {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import chess
 
@@ -52,6 +52,21 @@ class BoardViewer:
         words = describe(evaluation, position.board)
         figure.suptitle(f"{position.title}\n{words}\n{position.board.fen()}", fontsize=11)
         return figure
+
+    def board(self, net: Net, item: int, widget: Any = None) -> Any:
+        """The same on the board of `play.ipynb`."""
+        from matrixlib.tasks.chess.board.table import position_page
+        from matrixlib.tasks.chess.board.widget import BoardWidget
+
+        position = self.positions[item]
+        (evaluation,) = net.evaluate_boards([position.board])
+        moves = {"network": evaluation.moves, position.who: position.moves}
+        words = {"status": position.title, "line": describe(evaluation, position.board)}
+        page = position_page(position.board, moves, analysis.maps(evaluation)) | words
+        if widget is None:
+            return BoardWidget(page)
+        widget.page = page
+        return widget
 
     def check(self, net: Net) -> Check:
         """Whether the network's policy is one over the legal moves of every position."""
