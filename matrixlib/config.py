@@ -272,6 +272,9 @@ class RuntimeConfig(Section):
     threads: Count | Auto = Field(
         default="auto", description="intra-op threads on the CPU; part of what makes runs bit-equal"
     )
+    rank_timeout: Positive = Field(
+        default=600.0, description="of several ranks: seconds after which one that does not answer counts as hung"
+    )
     channels_last: bool | Auto = Field(default="auto", description="memory format of convolutions")
     compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = Field(
         default=False,

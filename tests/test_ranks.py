@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import torch
+import toy_spec
+import yaml
 from rank_runs import member
 
 from matrixlib.data.reader import LoaderError
 from matrixlib.data.share import Share
+from matrixlib.engine import metrics
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.runs import run as runs
 
 SIZE = 3
+TESTS = Path(__file__).parent
+PRESET = {
+    "task": "toy_spec:TASK",
+    "train": {"steps": 60, "batch_size": 33, "statistics_interval": 50},
+    "validation": {"interval": 40, "sample": 128},
+    "checkpoint": {"interval": 10},
+    "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +101,58 @@ def test_the_others_end_and_name_a_rank_that_is_gone(results: list[dict[str, Any
         assert step == 7
         assert seconds < 30
     assert "goes on from the checkpoint of update 7" in results[0]["lost"][3][0], "rank 0 keeps what was whole"
+
+
+def test_under_torchrun_a_rank_is_killed_and_the_restart_ends_with_the_weights_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy_spec.sample(tmp_path / "data")
+    (tmp_path / "reports").mkdir()
+    preset = PRESET | {"data": {"source": str(tmp_path / "data"), "workers": 0}}
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "reports"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+    words = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m matrixlib.runs.launch"
+    command = [sys.executable, *words.split(), "--preset", str(tmp_path / "toy.yaml"), "--name", "two"]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            kill_rank(launcher.pid, tmp_path / "reports" / "two", updates=12)
+            assert launcher.wait(120) == 0, (tmp_path / "log").read_text()
+        finally:
+            launcher.terminate()
+            launcher.wait()
+    text = (tmp_path / "log").read_text()
+    assert "rank 1 of 2 does not answer" in text
+    assert "the checkpoint of update" in text, "rank 0 keeps what it has"
+    one = runs.open_run(str(tmp_path / "toy.yaml"), run="one")
+    for _ in one.train():
+        pass
+    one.close()
+    first, second = (newest_weights(tmp_path / "reports" / name) for name in ("one", "two"))
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-4
+    steps = [row["step"] for row in metrics.read(tmp_path / "reports" / "two" / "metrics.jsonl")]
+    assert steps == list(range(1, 61)), "rank 0 alone writes"
+    assert json.loads((tmp_path / "reports" / "two" / "summary.json").read_text())["complete"]
+
+
+def kill_rank(launcher: int, folder: Path, updates: int) -> None:
+    """SIGKILL to rank 1, once so many updates are done."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        ranks = [child for child in psutil.Process(launcher).children() if child.environ().get("RANK") == "1"]
+        log = folder / "metrics.jsonl"
+        if ranks and log.exists() and log.read_bytes().count(b"\n") >= updates:
+            ranks[0].kill()
+            return
+        time.sleep(0.01)
+    raise TimeoutError("the run made no updates")
+
+
+def newest_weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = Checkpoints(folder / "checkpoints", 2).newest()
+    assert newest is not None
+    return dict(newest.tensors["model"])
 
 
 def test_of_1_to_1024_ranks_each_row_is_one_ranks() -> None:

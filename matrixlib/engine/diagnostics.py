@@ -91,13 +91,13 @@ def without_idle_heads(
 
 def compare_with_chance(task: Task, batch: Batch, stats: Stats) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Losses of the first update beside chance level and floor, by term; and warnings for those far off."""
-    bounds = task.bounds(batch)
+    bounds, counts = task.bounds(batch), task.counts(batch)  # of several ranks, stats counts the items of all
     table: dict[str, dict[str, float]] = {}
     messages: list[str] = []
     for term, loss in stats.losses.items():
-        if term not in bounds:
+        if term not in bounds or not counts[term]:
             continue
-        chance, floor = (value / stats.counts[term] for value in bounds[term])
+        chance, floor = (value / counts[term] for value in bounds[term])
         table[term] = {"loss": loss, "chance": chance, "floor": floor}
         if not abs(loss - chance) <= INITIAL_TOLERANCE * abs(chance):
             messages.append(

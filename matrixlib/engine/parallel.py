@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -151,15 +152,15 @@ class Ranks:
             return model
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, self.group)
 
-    def wait_for_first(self) -> None:
-        """Ranks but the first wait here until it calls `go_on`."""
+    def wait_for_first(self, name: str) -> None:
+        """Ranks but the first wait here until it calls `go_on`, however long its trials take."""
         if self.store is not None and not self.first:
-            self.store.wait(["opened"], OPENING)
+            self.store.wait([f"opened/{name}"], OPENING)
 
-    def go_on(self) -> None:
+    def go_on(self, name: str) -> None:
         """Let the others go on."""
         if self.store is not None and self.first:
-            self.store.set("opened", "1")
+            self.store.set(f"opened/{name}", "1")
 
     def _from_first(self, tensor: Tensor) -> None:
         with self._together():
@@ -245,9 +246,11 @@ class Summation:
             raise Elsewhere(problem)
         try:
             if self._replica is None or self._replica.module is not model:
-                self._replica = Replica(
-                    model, process_group=self._ranks.group, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
+                with warnings.catch_warnings():  # the name of `broadcast_buffers` is to change
+                    warnings.simplefilter("ignore", FutureWarning)
+                    self._replica = Replica(
+                        model, process_group=self._ranks.group, broadcast_buffers=False, gradient_as_bucket_view=True
+                    )
                 self._replica.register_comm_hook(
                     self._ranks.group, lambda group, bucket: _summed(group, bucket)
                 )  # unannotated
@@ -273,11 +276,16 @@ class Replica(DistributedDataParallel):
             return getattr(self.module, name)
 
 
+def launched() -> bool:
+    """Whether torchrun has started this process as one of several."""
+    return dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+
+
 def join(timeout: float) -> Ranks:
     """This process's rank, where torchrun has started it; else the only one. timeout: seconds after which a rank that
     does not answer counts as hung. A rank has the GPU of its number on this host, where there is one.
     """
-    if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
+    if not launched():
         return Ranks()
     local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if there:

@@ -118,7 +118,7 @@ def facts() -> DeviceFacts:
     return DeviceFacts(
         platform=sys.platform,
         instructions=cpu.instructions,
-        cores=cores(),
+        cores=max(1, cores() // local_ranks()),
         thread_limit=thread_limit(),
         memory=memory(),
         vcache=vcache(cpu.vendor, l3_caches()),
@@ -128,6 +128,11 @@ def facts() -> DeviceFacts:
         mps_problem=mps_problem,
         macos=(version[0], version[1]) if len(version) == 2 else (0, 0),
     )
+
+
+def local_ranks() -> int:
+    """Processes that share this machine for one training: torchrun tells."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def thread_limit() -> int:

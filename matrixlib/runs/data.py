@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.config import Config
+from matrixlib.data.share import Share
 from matrixlib.hardware.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class RunData:
     """What one run trains on and is judged by. messages: what a person should know of it, so far. config, runtime: as
     resolved, but maybe for the number of updates and the micro-batch.
 
+    share: the rows of each batch that this process makes.
     training, validation: loaders of the whole data. Raises RunError where there is none of either, or of a phase.
     """
 
@@ -45,6 +47,7 @@ class RunData:
     catalogue: Catalogue
     messages: list[str]
     teacher: Teacher | None = None
+    share: Share = Share()
 
     def __post_init__(self) -> None:
         self._sidecars: Sidecars | None = None
@@ -149,6 +152,7 @@ class RunData:
             "on_damage": partial(self._damaged, split),
             "on_loss": self._say,
             "sidecars": self._sidecars,
+            "share": self.share,
         }
 
     def _tell_quarantined(self) -> None:

@@ -2,6 +2,7 @@
 
 ``python -m matrixlib.runs.launch --preset quick`` executes notebooks/train.ipynb through papermill into
 reports/<run>/train.ipynb. The bar reads the run's metrics.jsonl, so it shows what the run itself knows.
+Under torchrun it trains without the notebook, with every process that torchrun starts (`runs.ranks`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -40,7 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--steps", type=int, default=0, help="updates; 0 = as the preset says")
     parser.add_argument(
-        "--run", default="", help="name of the run; empty = resume the newest incomplete, else start one"
+        "--run",
+        "--name",
+        dest="run",
+        default="",
+        help="name of the run (torchrun takes --run for its own); empty = resume the newest incomplete, else start one",
     )
     parser.add_argument(
         "--base",
@@ -52,6 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.base:
         return _write_base(options.preset, options.device, options.run)
     overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from matrixlib.runs import ranks
+
+        return ranks.train(options.preset, options.device, options.run, options.steps, overrides)
     try:
         name = runs.name_run(options.preset, options.device, -1, options.run, options.steps, overrides)
         folder = files.reports_root() / name

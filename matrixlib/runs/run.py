@@ -10,8 +10,7 @@ import contextlib
 import datetime
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
+from matrixlib.data.share import Share
 from matrixlib.engine.folder import newest_complete, whole_runs
 from matrixlib.files import read_json
 from matrixlib.hardware import load, openmp
@@ -28,6 +28,7 @@ from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
 from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
 from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, teacher_of
+from matrixlib.runs.training import build_trainer
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
+    from matrixlib.engine.pace import Plan
+    from matrixlib.engine.parallel import Ranks
     from matrixlib.engine.stats import Stats
     from matrixlib.engine.task import Task
     from matrixlib.engine.trainer import Trainer
@@ -60,11 +63,17 @@ class Run:
     messages: list[str] = field(default_factory=list)
     update_seconds: float | None = None  # of an update in the trial before it began, if there was one
     start: Start | None = None
+    ranks: Ranks | None = None
     _trainer: Trainer | None = None
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the run: of several ranks the first alone."""
+        return self.ranks is None or self.ranks.first
 
     @property
     def catalogue(self) -> Catalogue:
@@ -100,8 +109,21 @@ class Run:
     def trainer(self) -> Trainer:
         """The engine's trainer, built at first use (it holds the model)."""
         if self._trainer is None:
-            self._trainer = _build_trainer(self)
+            self._trainer = build_trainer(
+                self.data, self.config, self.folder, self.ranks, self._plan(), self.start, self.runtime
+            )
+            self.start = None
         return self._trainer
+
+    def _plan(self) -> Plan:
+        from matrixlib.engine.pace import Plan
+
+        return Plan(
+            update=self.update_seconds,
+            seconds=60 * self.config.train.minutes,
+            refit=self.requested.train.steps == "auto" and self.update_seconds is not None,  # which old runs lack
+            promise=self.config.train.on_time,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -143,15 +165,17 @@ class Run:
         if isinstance(self.data.teacher, AbsentTeacher):  # before anything is written
             raise RunError(self.data.teacher.problem)
         waiting = contextlib.ExitStack()
-        if _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
+        if self.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
             self._trainer = None
         try:
             waiting.enter_context(openmp.considerate(self.runtime.cpu_threads))
-            self.trainer.peak = autotune.measure_peak(self.folder, self.runtime, self.spec.training_flops(self.config))
+            if self.first:
+                peak = autotune.measure_peak(self.folder, self.runtime, self.spec.training_flops(self.config))
+                self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
-            events = self._events() if tensorboard else None
+            events = self._events() if tensorboard and self.first else None
             # closed here and not where the last reference goes, from where an interrupt would reach nobody
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
@@ -163,11 +187,13 @@ class Run:
                     elif events is not None:
                         events.add(stats.row())
                     yield stats
-            ending.finish(self.folder, self.preset, self.data, self.trainer)
+            if self.first:
+                self._finish()
         except GeneratorExit:  # the caller has left the loop: nothing has failed
             raise
         except BaseException as error:
-            ending.end_early(self.folder, self.preset, self.runtime, error)
+            if self.first:
+                ending.end_early(self.folder, self.preset, self.runtime, error)
             raise
         finally:
             if events is not None:
@@ -189,9 +215,15 @@ class Run:
             for term, levels in (self.trainer.initial or {}).items()
         )
 
+    def _finish(self) -> None:
+        """Evaluate on all held-out rows, whatever this rank's share of them was."""
+        data = self.data if self.data.share.size == 1 else replace(self.data, share=Share())
+        ending.finish(self.folder, self.preset, data, self.trainer)
+
     def _say(self, text: str) -> None:
         self.messages.append(text)
-        warnings.warn(text, stacklevel=4)
+        if self.first:
+            warnings.warn(text, stacklevel=4)
 
     def history(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl up to where the run goes on; of a long run, rows by interval (`history.read`)."""
@@ -256,17 +288,25 @@ def open_run(
     by itself. task: the one that the caller is for; a preset of another is refused.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
+    from matrixlib.engine import parallel
+
     requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
-    folder = _folder(preset, run, requested, kind)
+    ranks = parallel.join(requested.runtime.rank_timeout)
+    name = ranks.same(_folder(preset, run, requested, kind).name if ranks.first else "")
+    folder = files.reports_root() / name
+    ranks.wait_for_first(name)  # the others open what it has written down
     lock = FileLock(folder / "lock")
     with files.writing(folder.parent):
         folder.mkdir(parents=True, exist_ok=True)
-        _hold(lock, folder.name)
+        if ranks.first:
+            _hold(lock, folder.name)
     try:
         with files.writing(folder):
-            return _open(folder, preset, requested, lock, kind)
+            opened = _open(folder, preset, requested, lock, kind, ranks)
+        ranks.go_on(name)
+        return opened
     except BaseException:
         lock.release()
         if not (folder / "run.json").exists():  # nothing was begun: leave no empty folder behind
@@ -372,7 +412,7 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
     return next(root / name for name in names if not (root / name).exists())
 
 
-def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str) -> Run:
+def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks) -> Run:
     from matrixlib.data.catalogue import Catalogue
 
     spec = get_task(requested.task)
@@ -392,7 +432,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder, spec, config, runtime, record)
-    data = RunData(config, runtime, spec, task, catalogue, messages, teacher)
+    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, Share(ranks.rank, ranks.size))
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:
@@ -417,52 +457,21 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         write_record(folder, preset, requested, config, data, kind, update_seconds, start)
     messages += autotune.start_notes(runtime, clocks)
     resumed = bool(record)
+    if ranks.size > 1:
+        messages.append(f"trained by {ranks.size} ranks, each with its own rows of every batch")
     return Run(
-        folder, preset, config, runtime, spec, task, data, requested, resumed, lock, messages, update_seconds, start
+        folder,
+        preset,
+        config,
+        runtime,
+        spec,
+        task,
+        data,
+        requested,
+        resumed,
+        lock,
+        messages,
+        update_seconds,
+        start,
+        ranks,
     )
-
-
-def _build_trainer(run: Run) -> Trainer:
-    from matrixlib.engine import storage
-    from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.engine.metrics import MetricsLog
-    from matrixlib.engine.pace import Plan
-    from matrixlib.engine.targets import TargetLog
-    from matrixlib.engine.trainer import Trainer
-
-    config, teacher = run.config, run.data.teacher
-    run.data.try_workers()
-    model, checkpoints = run.task.build_model(), Checkpoints.of(run.folder / "checkpoints", config.checkpoint)
-    checkpoints.largest = storage.largest_group(model)
-    trainer = Trainer(
-        task=run.task,
-        model=model,
-        runtime=run.runtime,
-        config=config,
-        data=run.data,
-        folder=run.folder,
-        checkpoints=checkpoints,
-        metrics=MetricsLog(run.folder / "metrics.jsonl"),
-        steps=run.steps,
-        plan=Plan(
-            update=run.update_seconds,
-            seconds=60 * config.train.minutes,
-            refit=run.requested.train.steps == "auto" and run.update_seconds is not None,  # which old runs lack
-            promise=config.train.on_time,
-        ),
-        state_extra={
-            "config": configuration.dump(config),
-            "catalogue": run.catalogue.hash(),
-            **({"teacher": dict(teacher.record)} if teacher is not None else {}),
-        },
-        curriculum=run.spec.curriculum(config),
-        teacher=teacher,
-        look=TargetLog(
-            run.folder / "targets.jsonl", config.train.targets_interval, partial(run.spec.ssl_targets, run.task)
-        ).look,
-    )
-    if not trainer.resume() and run.start is not None and not trainer.checkpoints.steps():
-        trainer.start_from(run.start.tensors)
-        trainer.save()  # so that a resumed run needs the source no more
-    run.start = None
-    return trainer

@@ -1,0 +1,76 @@
+"""The trainer of a run: the engine's, with the run's data, folder and ranks, where its newest checkpoint left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matrixlib import config as configuration
+from matrixlib.config import Config
+from matrixlib.hardware.runtime import Runtime
+from matrixlib.runs.data import RunData
+from matrixlib.runs.start import Start
+
+if TYPE_CHECKING:
+    from matrixlib.engine.pace import Plan
+    from matrixlib.engine.parallel import Ranks
+    from matrixlib.engine.task import Batch
+    from matrixlib.engine.trainer import Trainer
+
+
+def build_trainer(
+    data: RunData,
+    config: Config,
+    folder: Path,
+    ranks: Ranks | None,
+    plan: Plan,
+    start: Start | None,
+    runtime: Runtime,
+) -> Trainer:
+    """Ready to train; start: weights to begin with, where there is no checkpoint yet."""
+    from matrixlib.engine import storage
+    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.metrics import MetricsLog, NoLog
+    from matrixlib.engine.parallel import Ranks
+    from matrixlib.engine.targets import TargetLog
+    from matrixlib.engine.trainer import Trainer
+
+    teacher, ranks, task, steps = data.teacher, ranks or Ranks(), data.task, config.train.steps
+    assert isinstance(steps, int)
+    look: Callable[[int, Batch], None] = lambda step, batch: None  # noqa: E731
+    if ranks.first:
+        targets = partial(data.spec.ssl_targets, task)
+        look = TargetLog(folder / "targets.jsonl", config.train.targets_interval, targets).look
+    data.try_workers()
+    model, checkpoints = task.build_model(), Checkpoints.of(folder / "checkpoints", config.checkpoint)
+    checkpoints.largest = storage.largest_group(model)
+    trainer = Trainer(
+        task=task,
+        model=model,
+        runtime=runtime,
+        config=config,
+        data=data,
+        folder=folder,
+        checkpoints=checkpoints,
+        metrics=(MetricsLog if ranks.first else NoLog)(folder / "metrics.jsonl"),
+        steps=steps,
+        plan=plan,
+        state_extra={
+            "config": configuration.dump(config),
+            "catalogue": data.catalogue.hash(),
+            **({"teacher": dict(teacher.record)} if teacher is not None else {}),
+        },
+        curriculum=data.spec.curriculum(config),
+        teacher=teacher,
+        look=look,
+        ranks=ranks,
+    )
+    if not trainer.resume() and config.train.init:
+        if ranks.first and start is not None and not trainer.checkpoints.steps():
+            trainer.start_from(start.tensors)
+            trainer.save()  # so that a resumed run needs the source no more
+        averages = trainer.ema.state_dict() if trainer.ema is not None else {}
+        ranks.broadcast([*trainer.model.state_dict().values(), *averages.values()])
+    return trainer
