@@ -118,6 +118,7 @@ class OptimConfig(Section):
         "0 = as it stands",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
+    restarts: CountOrZero = Field(default=0, description="times that the decay begins anew at the peak (warm restarts)")
     final_fraction: Fraction = Field(
         default=0.05, description="learning rate at the last update as a share of the peak"
     )
@@ -134,6 +135,16 @@ class OptimConfig(Section):
     eps: Positive = Field(default=1e-08, description="Adam's epsilon")
     momentum: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.95, description="of muon's matrices, and of sgd")
     clip_norm: Positive = Field(default=1.0, description="global gradient norm above which gradients are scaled down")
+    noise: NonNegative = Field(
+        default=0.0, description="variance of normal noise on the gradients at the first update; 0 = none"
+    )
+    noise_decay: NonNegative = Field(default=0.55, description="g of its decay, noise / (1 + update)^g")
+    plateau: CountOrZero = Field(
+        default=0, description="full validations without improvement after which the rate is cut for good; 0 = never"
+    )
+    plateau_factor: Annotated[Real, Field(gt=0, lt=1)] = Field(
+        default=0.5, description="what the schedule's rate is multiplied by then"
+    )
     ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
         default=0.999,
         description="exponential moving average of the weights, evaluated and exported; 0 = off",

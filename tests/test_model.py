@@ -92,6 +92,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     "dense policy": ({"policy": {"kind": "dense"}}, FLAT * MOVES + MOVES - CONV_HEAD),
     "factored policy": ({"policy": {"kind": "factored"}}, 5 * (FLAT + 1) + MOVES * (5 + 1) - CONV_HEAD),
     "logit norm and clamp": ({"policy": {"clamp": 5.0, "logit_norm": True}}, 2 * MOVES),
+    "value by attention": ({"value": {"pool": "attention"}}, 16),
     "flat value": ({"value": {"pool": "flatten"}}, 63 * 16 * HIDDEN),
     "scalar value": ({"value": {"kind": "scalar"}}, -2 * (HIDDEN // 2 + 1)),
     "ssl heads": (

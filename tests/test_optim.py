@@ -110,6 +110,17 @@ def test_warm_up_starts_at_one_part_of_the_peak() -> None:
     assert schedule(55) == pytest.approx(0.05 + 0.95 * 0.5, abs=0.02)  # half-way down, not at 0
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_warm_restarts_begin_at_the_peak_and_the_last_ends_at_the_floor(kind: str) -> None:
+    config = settings(learning_rate=1.0, schedule=kind, warmup_steps=11, final_fraction=0.1, restarts=2)
+    schedule = Schedule.of(config, 101)
+    rates = [schedule(update) for update in range(101)]
+    assert [update for update in range(10, 100) if rates[update] == 1.0] == [10, 40, 70]
+    assert rates[39] == pytest.approx(0.1, abs=0.04)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[41:70] == sorted(rates[41:70], reverse=True)
+
+
 def test_the_rate_grows_with_the_root_of_the_batch_where_that_is_asked_for() -> None:
     config = settings(learning_rate=0.01, warmup_steps=0, rate_batch=128)
     assert [Schedule.of(config, 10, rows)(0) for rows in (128, 512, 32)] == pytest.approx([0.01, 0.02, 0.005])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from toy_task import ToyNet, ToySource, toy_runtime
 
 from matrixlib.config import Config, ConfigError, OptimConfig
-from matrixlib.engine import optim
+from matrixlib.engine import noise, optim
 from matrixlib.engine.checkpoint import CheckpointError
 from matrixlib.engine.muon import Muon, orthogonal
 from matrixlib.tasks import get_task, load_config
@@ -260,3 +260,46 @@ def test_a_hidden_layer_without_a_gradient_stays() -> None:
     net.plane.weight.grad = torch.ones_like(net.plane.weight)
     muon.step()
     assert torch.equal(net.inner.weight, before)
+
+
+def test_noise_has_its_variance_and_its_own_stream(tmp_path: Path) -> None:
+    """In the gradients, whole or of any micro-batch; a resumed run draws the same; the global stream stays."""
+    config = load_config("demo", {"optim": {"noise": 0.3}}).optim
+    assert [noise.variance(config, t) for t in (0, 3)] == pytest.approx([0.3, 0.3 / 4**0.55])
+    gradient, before = torch.zeros(200, 100), torch.get_rng_state()
+    noise.add([gradient], 0.04, seed=1, update=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert gradient.std().item() == pytest.approx(0.2, rel=0.02)
+    other = torch.zeros(200, 100)
+    noise.add([other], 0.04, seed=1, update=6)
+    assert abs(float((gradient * other).mean())) < 0.002
+    noisy = settings(optim={"noise": 0.1})
+    whole = build(tmp_path / "whole", config=noisy, steps=8)
+    stats = list(whole.train())
+    quiet = next(iter(build(tmp_path / "quiet", steps=8).train()))
+    assert stats[0].loss == quiet.loss
+    assert stats[0].grad_norm > quiet.grad_norm, "before clipping, so that the norm counts it"
+    list(build(tmp_path / "part", config=noisy, steps=8).train(3))
+    part = build(tmp_path / "part", config=noisy, steps=8)
+    part.resume()
+    list(part.train())
+    assert equal(weights(part), weights(whole))
+
+
+def test_a_plateau_cuts_the_rate_of_its_schedule_and_resumes(tmp_path: Path) -> None:
+    """Every full validation counts as stale where nothing can improve by so much; those of a sample never."""
+    config = settings(
+        optim={"plateau": 2, "plateau_factor": 0.1}, validation={"interval": 2, "full_every": 1, "min_delta": 100.0}
+    )
+    whole = build(tmp_path / "whole", config=config, steps=13)
+    stats = list(whole.train())
+    factors = [round(s.learning_rate / whole._step.schedule(s.step - 1), 6) for s in stats]
+    assert factors == [1.0] * 6 + [0.1] * 4 + [0.01] * 3
+    assert any("0.1 times its schedule" in text for text in stats[5].messages)
+    list(build(tmp_path / "part", config=config, steps=13).train(7))
+    part = build(tmp_path / "part", config=config, steps=13)
+    part.resume()
+    assert next(iter(part.train())).learning_rate == stats[7].learning_rate
+    sampled = settings(optim={"plateau": 1}, validation={"interval": 2, "full_every": 9, "min_delta": 100.0})
+    samples = build(tmp_path / "samples", config=sampled, steps=8)
+    assert [s.learning_rate for s in samples.train()] == [samples._step.schedule(i) for i in range(8)]

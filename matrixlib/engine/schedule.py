@@ -17,6 +17,8 @@ class Schedule:
     Skipped updates count: rate and data stay aligned. A warm-up longer than half the run is cut to half of it
     (smoke runs).
 
+    restarts: times that the curve begins anew at the peak, in cycles of equal length (Loshchilov and Hutter 2016,
+    https://arxiv.org/abs/1608.03983); the last one ends as the curve does.
     bends: (update, end) of each change of plan: from that update on what is left of the curve is gone through faster or
     slower, so that it ends at update `end` - 1. The rate makes no jump, and its last value stays what it was to be.
     """
@@ -27,6 +29,7 @@ class Schedule:
     warmup: int
     steps: int
     bends: tuple[tuple[int, int], ...] = ()
+    restarts: int = 0
 
     @classmethod
     def of(cls, config: OptimConfig, steps: int, batch_size: int = 0) -> Schedule:
@@ -39,7 +42,8 @@ class Schedule:
             raise ValueError(f"a run needs at least one update, got {steps}")
         warmup = min(config.warmup_steps, steps // 2)
         scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
-        return cls(config.learning_rate * scale, config.schedule, config.final_fraction, warmup, steps)
+        peak, restarts = config.learning_rate * scale, config.restarts
+        return cls(peak, config.schedule, config.final_fraction, warmup, steps, restarts=restarts)
 
     @property
     def end(self) -> int:
@@ -76,6 +80,8 @@ class Schedule:
         first = max(self.warmup - 1, 0)
         span = self.steps - 1 - first
         progress = min((place - first) / span, 1.0) if span > 0 else 0.0
+        if progress < 1:
+            progress = progress * (self.restarts + 1) % 1
         shape = 1 - progress if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
 

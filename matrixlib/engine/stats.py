@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from statistics import median
@@ -106,3 +106,16 @@ def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:
         return {}
     ordered = sorted(norms)
     return {"median": median(ordered), "p95": ordered[math.ceil(0.95 * len(ordered)) - 1]}
+
+
+def metric_means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float]:
+    """Metric sums "term/name" divided by the counts of their terms; those without items are left out."""
+    terms = {name: name.split("/")[0] for name in sums}
+    return {name: value / counts[terms[name]] for name, value in sums.items() if counts[terms[name]]}
+
+
+def culprits(sums: Mapping[str, float], gradients: str) -> str:
+    """The terms whose loss is not finite, and what there is to say of the gradients."""
+    terms = sorted(term for term, value in sums.items() if not math.isfinite(value))
+    loss = f"not finite: loss of {', '.join(terms)}" if terms else ""
+    return "; ".join(filter(None, [loss, gradients]))

@@ -19,7 +19,7 @@ from torch.nn.utils import (
 )
 
 from matrixlib.config import Config
-from matrixlib.engine import averages, compiler, optim, rng
+from matrixlib.engine import averages, compiler, noise, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
 from matrixlib.engine.gating import Gate, LeftOut
@@ -28,8 +28,9 @@ from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.parallel import Elsewhere, Ranks, Summation, norms_by_rank
 from matrixlib.engine.plan import UpdatePlan
+from matrixlib.engine.plateau import Plateau
 from matrixlib.engine.schedule import Schedule
-from matrixlib.engine.stats import Action, Stats
+from matrixlib.engine.stats import Action, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
 from matrixlib.hardware.speed import synchronize
@@ -104,6 +105,7 @@ class Step:
         self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
+        self.plateau = Plateau(config.optim)
         self._left_out = LeftOut(config.train.statistics_interval)
         self.active = active_terms(task)
         if not self.active:
@@ -177,6 +179,7 @@ class Step:
             "micro_batch": self.micro_batch,
             "health": self.health.to_dict(),
             "gate": self.gate.to_dict(),
+            "plateau": self.plateau.to_dict(),
             "rng": self._streams.plain(),
             "off": sorted(self.off),
         }
@@ -211,6 +214,8 @@ class Step:
             self.scaler.load_state_dict(state["scaler"])
         self.health = Health.from_dict(self.config.health, state["health"])
         self.gate = Gate.from_dict(self.config.gating, state["gate"])
+        if "plateau" in state:  # not in checkpoints of earlier versions
+            self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
         self.off = frozenset(state.get("off", ()))  # not in checkpoints of earlier versions
         self.update, self.whole = checkpoint.step, True
@@ -287,7 +292,10 @@ class Step:
             self._unscaled = True
             for optimiser in self._optimisers():
                 self.scaler.unscale_(optimiser)
-        norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if variance := noise.variance(self.config.optim, self.update):
+            noise.add(gradients, variance, self.config.seed, self.update)
+        norm = get_total_norm(gradients)
         aside = [p.grad for p in self._descended if p.grad is not None]
         with self.clock.phase("read"):
             values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
@@ -299,11 +307,11 @@ class Step:
         finite = all(math.isfinite(values[term]) for term in counts)
         healthy = finite and math.isfinite(grad_norm) and moves
         overflow = not healthy and finite and self.scaler is not None and self.scaler.get_scale() > 1
-        gradients = gradient_report(self.model) if report or not healthy else None
-        self.gradients = gradients if report else self.gradients
+        looked_at = gradient_report(self.model) if report or not healthy else None
+        self.gradients = looked_at if report else self.gradients
         detail = ""
         if not healthy:
-            detail = _culprits({t: values[t] for t in counts}, str(gradients))
+            detail = culprits({t: values[t] for t in counts}, str(looked_at))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
                 detail += next(filter(None, self.ranks.texts(self._first_nonfinite(batch, plan))), "")
         stats = Stats(
@@ -311,7 +319,7 @@ class Step:
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
             main_loss=sum(plan.weights[t] * loss for t, loss in losses.items() if t in plan.main),
             losses=losses,
-            metrics=_means({k: v for k, v in values.items() if k not in counts}, counts),
+            metrics=metric_means({k: v for k, v in values.items() if k not in counts}, counts),
             counts=counts,
             empty=tuple(term for term in sorted(counts) if not counts[term]),
             grad_norm=grad_norm,
@@ -320,7 +328,7 @@ class Step:
             detail=detail,
             clipped=grad_norm > self.config.optim.clip_norm,
             warming_up=self.schedule.place(self.update) < self.schedule.warmup,
-            learning_rate=self.schedule(self.update) * self.health.rate_scale(self.update),
+            learning_rate=self._rate(),
             passes=-(-rows(batch) // self.micro_batch),
             rows=plan.totals[""],
             gate=self.gate.factor(self.update) if self.gated else None,
@@ -336,6 +344,9 @@ class Step:
             overflows=health.overflows,
             rollbacks=health.rollbacks,
         ), norm
+
+    def _rate(self) -> float:
+        return self.schedule(self.update) * self.plateau.factor * self.health.rate_scale(self.update)
 
     def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[str]:
         """Move the weights, or put the buffers back; messages."""
@@ -481,15 +492,3 @@ def _read(values: dict[str, Tensor]) -> dict[str, float]:
     dtype = torch.float64 if wide else torch.float32
     stacked = torch.stack([value.detach().to(dtype) for value in values.values()])
     return dict(zip(values, stacked.tolist(), strict=True))
-
-
-def _means(sums: dict[str, float], counts: dict[str, int]) -> dict[str, float]:
-    """Metric sums "term/name" divided by the counts of their terms; those without items are left out."""
-    terms = {name: name.split("/")[0] for name in sums}
-    return {name: value / counts[terms[name]] for name, value in sums.items() if counts[terms[name]]}
-
-
-def _culprits(sums: dict[str, float], gradients: str) -> str:
-    terms = sorted(term for term, value in sums.items() if not math.isfinite(value))
-    loss = f"not finite: loss of {', '.join(terms)}" if terms else ""
-    return "; ".join(filter(None, [loss, gradients]))

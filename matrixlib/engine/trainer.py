@@ -479,6 +479,8 @@ class Trainer:
         if self._cadence.clearly_worse(kind, validation.loss) and (off := self._step.switch_off()):
             messages.append(f"the held-out loss has become clearly worse: {', '.join(sorted(off))} is off from now on")
         self._cadence.record(self.step, kind, validation.loss, validation.seconds)
+        if kind == "full" and (cut := self._step.plateau.record(validation.loss, self.config.validation.min_delta)):
+            messages.append(cut)
         return validation
 
     def _first(self, batch: Batch, stats: Stats) -> list[str]:

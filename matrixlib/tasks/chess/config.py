@@ -57,8 +57,8 @@ class PolicyHeadConfig(Section):
 
 class ValueHeadConfig(Section):
     kind: Literal["wdl", "scalar"] = Field(default="wdl", description="win-draw-loss logits, or one tanh value")
-    pool: Literal["flatten", "pooled"] = Field(
-        default="flatten", description="flatten the squares, or average over them"
+    pool: Literal["flatten", "pooled", "attention"] = Field(
+        default="flatten", description="flatten the squares, average over them, or weigh them by learned attention"
     )
     channels: Count = Field(default=32, description="channels before the linear layers")
     hidden: Count = Field(default=128, description="width of the first hidden layer; the second is half of it")

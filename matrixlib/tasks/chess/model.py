@@ -153,19 +153,26 @@ class ValueHead(nn.Module):
         options = config.value
         self.input = ConvNorm(config, config.channels, options.channels, 1)
         self.dropout = nn.Dropout(config.dropout)
-        self.scalar, self.pooled = options.kind == "scalar", options.pool == "pooled"
+        self.scalar, self.pool = options.kind == "scalar", options.pool
+        self.attention = nn.Conv2d(options.channels, 1, 1, bias=False) if options.pool == "attention" else None
         self.activation = ACTIVATIONS[options.activation]
         half = max(1, options.hidden // 2)
-        self.fc1 = nn.Linear(options.channels * (1 if self.pooled else SQUARES), options.hidden)
+        self.fc1 = nn.Linear(options.channels * (SQUARES if options.pool == "flatten" else 1), options.hidden)
         self.fc2 = nn.Linear(options.hidden, half)
         self.fc3 = nn.Linear(half, 1 if self.scalar else 3)
 
     def initialise(self) -> None:
         shrink(self.fc3)
+        if self.attention is not None:
+            shrink(self.attention)  # all squares weigh about the same at first
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.input(x))
-        x = x.mean((2, 3)) if self.pooled else x.flatten(1)
+        if self.attention is not None:
+            shares = self.attention(x).float().flatten(1).softmax(1).to(x.dtype)  # (B, 64)
+            x = torch.einsum("bcs,bs->bc", x.flatten(2), shares)
+        else:
+            x = x.mean((2, 3)) if self.pool == "pooled" else x.flatten(1)
         out = in_fp32(self.fc3, self.activation(self.fc2(self.activation(self.fc1(x))))).float()
         return torch.tanh(out).squeeze(1) if self.scalar else out
 
