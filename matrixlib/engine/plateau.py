@@ -28,11 +28,13 @@ class Plateau(State):
 
     def record(self, loss: float, min_delta: float) -> str:
         """Take in a full validation's loss; a message where the rate is cut, else ""."""
+        if not self.config.plateau:
+            return ""
         if math.isfinite(loss) and (self.best is None or loss < self.best - min_delta):
             self.best, self.stale = loss, 0
             return ""
         self.stale += 1
-        if not self.config.plateau or self.stale < self.config.plateau:
+        if self.stale < self.config.plateau:
             return ""
         self.stale, self.cuts = 0, self.cuts + 1
         return (
