@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from matrixlib import config
 from matrixlib.config import ConfigError
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.files import read_json, write_json
-from matrixlib.runs import proposals, sweep, sweep_config, sweep_figures, sweep_tables, trial
+from matrixlib.files import PARAMS, read_json, write_json
+from matrixlib.runs import proposals, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
 from matrixlib.runs import run as runs
 from matrixlib.runs.proposals import Told
 from matrixlib.runs.sweep_config import Dimension, SweepConfig, load_sweep, request
 from matrixlib.runs.trial import Job, Outcome
-from matrixlib.tasks import load_config
+from matrixlib.tasks import get_task, load_config
 
 RATE = "optim.learning_rate"
 Curve = Callable[[Mapping[str, Any], int, int], float]
@@ -66,7 +66,9 @@ class Fake:
                 outcome = Outcome("pruned", "above the median")
                 break
             evaluation = {"top1": 1 / curve[12], "policy_kl": curve[12]}
-            write_json(folder / "summary.json", {"complete": True, "seconds": 1.2, "evaluation": evaluation})
+            size = 100 * requested.model.channels**2
+            summary = {"complete": True, "seconds": 1.2, "parameters": size, "evaluation": evaluation}
+            write_json(folder / "summary.json", summary)
         self.ended.append((job.number, outcome))
 
     def collect(self) -> list[tuple[int, Outcome]]:
@@ -282,6 +284,108 @@ def test_the_share_of_a_dimension_by_hand() -> None:
     assert sweep_tables.epsilon_squared(ranks, "aabb") == pytest.approx(1 - (1.0 / 2) / (5.0 / 3))
     assert sweep_tables.epsilon_squared(ranks, "abab") == 0.0
     assert math.isnan(sweep_tables.epsilon_squared(ranks, "aaaa"))
+
+
+# Studies
+
+
+def test_every_preset_is_a_sweep_and_arms_are_made_equal() -> None:
+    for name in config.presets(PARAMS / "sweep"):
+        assert proposals.method(load_sweep(name).model_copy(update={"method": "grid"}))[1] > 1
+    arms = load_sweep("architectures").arms
+    configs = {arm: load_config(*request(load_sweep("architectures"), {"arm": arm})) for arm in arms}
+    counts = {arm: sizes.parameters(one) for arm, one in configs.items()}
+    for arm, one in configs.items():
+        model = get_task("chess").task(one).build_model()
+        assert counts[arm] == sum(parameter.numel() for parameter in model.parameters())
+        assert counts[arm] == pytest.approx(counts["basic"], rel=sizes.TOLERANCE)
+    assert arms["bottleneck"]["model.channels"] > 48
+    equal = load_sweep("architectures", {"equal": "flops"})
+    flops = [sizes.flops(load_config(*request(equal, {"arm": arm}))) for arm in arms]
+    assert flops == pytest.approx([flops[0]] * 3, rel=sizes.TOLERANCE)
+
+
+def test_arms_are_compared_each_at_its_best_rate(reports: Path) -> None:
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        narrow = overrides["model"]["channels"] == 8
+        rate = overrides["optim"]["learning_rate"]
+        return 2.0 - 0.3 * narrow + abs(math.log10(rate / (0.01 if narrow else 0.001))) + 0.1 * seed * (1 + narrow)
+
+    arms = {"wide": {"model.channels": 16}, "narrow": {"model.channels": 8}}
+    options = {"space": {RATE: [0.001, 0.01]}, "seeds": 2, "arms": arms}
+    current, _ = fake_sweep(reports, loss, **options)
+    frame = studies.arms_table(current)
+    assert list(frame[RATE]) == [0.001, 0.01]
+    assert frame.loc["narrow", "difference to first"] == pytest.approx(-0.25)
+    assert frame.loc["narrow", "from"] < -0.25 < frame.loc["narrow", "to"]
+    assert frame.loc["wide", "parameters"] == 25600
+    assert "At the edge of what was tried: wide, narrow" in studies.rate_note(current)
+    plain = SweepConfig(arms=arms)
+    current.config = plain
+    assert "was not searched for each arm (it was the same for all arms)" in studies.rate_note(current)
+
+
+def test_a_power_law_comes_back_with_its_interval() -> None:
+    x = [1e12, 3e12, 1e13, 3e13, 1e14]
+    exact = studies.power_law(x, [30 * c**-0.05 for c in x])
+    assert (exact.factor, exact.exponent) == pytest.approx((30, -0.05))
+    assert exact.interval == pytest.approx((-0.05, -0.05))
+    noise = [1.01, 0.99, 1.0, 1.01, 0.99]
+    law = studies.power_law(x, [30 * c**-0.05 * n for c, n in zip(x, noise, strict=True)])
+    assert law.interval is not None
+    assert law.interval[0] < -0.05 < law.interval[1]
+    assert studies.power_law(x[:2], [2.0, 1.0]).interval is None
+    with pytest.raises(ValueError, match="two different points"):
+        studies.power_law(x[:1], [2.0])
+
+
+def test_the_best_size_lies_between_worse_ones_or_is_called_an_edge() -> None:
+    counts = [1e4, 1e5, 1e6, 1e7]
+    size, inside = studies.best_size(counts, [(math.log10(n) - 5.3) ** 2 + 2 for n in counts])
+    assert inside
+    assert size == pytest.approx(10**5.3)
+    assert studies.best_size(counts, [4.0, 3.0, 2.0, 1.0]) == (pytest.approx(1e7), False)
+
+
+def test_sizes_at_fixed_budgets_give_both_laws(reports: Path) -> None:
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        spent = 3 * sizes.flops(load_config("demo", overrides)) * overrides["train"]["steps"] * base.train.batch_size
+        best = 16 if spent < 2 * budget else 32
+        return 2 + abs(math.log2(overrides["model"]["channels"] / best)) + budget / spent
+
+    base = load_config("demo", {"model": {"channels": 16}})
+    budget = 3 * sizes.flops(base) * base.train.batch_size * 1000  # a thousand updates
+    options = {"space": {"model.channels": [8, 16, 32, 64]}, "compute": [budget, 4 * budget], "steps": 0}
+    current, backend = fake_sweep(reports, loss, **options)
+    for one in backend.jobs:
+        assert one.overrides["train"]["steps"] == round(
+            current.trials[one.number].values["compute"]
+            / (3 * sizes.flops(load_config(one.preset, one.overrides)) * base.train.batch_size)
+        )
+    study = studies.scaling(current)
+    assert study is not None
+    assert list(study.table["sizes"]) == [4, 4]
+    assert study.loss is not None
+    assert study.loss.exponent == pytest.approx(math.log(2.25 / 3) / math.log(4), rel=0.01)
+    assert study.size is not None
+    assert study.size.exponent == pytest.approx(1.0, rel=0.01), "four times the parameters at four times the budget"
+    assert len(studies.scaling_figure(study).axes) == 2
+    assert str(study).startswith("loss = ")
+
+
+def test_a_staged_sweep_keeps_what_helped(reports: Path) -> None:
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        good = 0.5 * (overrides["optim"].get("warmup_steps") == 5) - 0.2 * (overrides["optim"].get("beta1") == 0.5)
+        return 3 - good + 0.1 * seed + 0.01 * seed * good
+
+    arms = {"warm": {"optim.warmup_steps": 5}, "slow": {"optim.beta1": 0.5}, "decay": {"optim.weight_decay": 0.1}}
+    options = {"method": "staged", "arms": arms, "space": {}, "seeds": 3}
+    overrides = {"optim": {"eps": 1e-8}, "validation": {"interval": 1}}
+    current, _ = fake_sweep(reports, loss, **options, overrides=overrides)
+    frame = studies.stages_table(current)
+    assert list(frame["kept"]) == ["base", "yes", "no", "no"]
+    assert list(frame["added to"][1:]) == ["base", "warm", "warm"]
+    assert len(sweep_figures.dimensions_figure(current).axes) == 1
 
 
 # Real trainings

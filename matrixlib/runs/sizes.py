@@ -10,7 +10,7 @@ from matrixlib.tasks import get_task
 TOLERANCE = 0.1
 """Share by which an arm may differ from the first one and still count as equal."""
 MULTIPLE = 8
-"""Widths are multiples of it, as heads and groups divide them."""
+"""Widths are multiples of it."""
 WIDEST = 4096
 
 
@@ -33,11 +33,16 @@ def flops(config: Config) -> float:
 
 
 def nearest_width(size: Callable[[int], float], wanted: float) -> int:
-    """The multiple of `MULTIPLE` for which `size` comes nearest to what is wanted; sizes grow with the width."""
-    low, high = 1, 1
-    while size(high * MULTIPLE) < wanted and high * MULTIPLE < WIDEST:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle * MULTIPLE) < wanted else (low, middle)
-    return min((low * MULTIPLE, high * MULTIPLE), key=lambda width: abs(size(width) - wanted))
+    """The multiple of `MULTIPLE` for which `size` comes nearest to what is wanted, of those that a network can have;
+    sizes grow with the width."""
+    known: dict[int, float] = {}
+    for width in range(MULTIPLE, WIDEST + 1, MULTIPLE):
+        try:
+            known[width] = size(width)
+        except ValueError:  # its heads or groups do not divide it
+            continue
+        if known[width] >= wanted:
+            break
+    if not known:
+        raise ConfigError(f"no width up to {WIDEST} makes a network: set the widths of the arms yourself")
+    return min(known, key=lambda width: abs(known[width] - wanted))

@@ -54,8 +54,11 @@ def dimensions_figure(sweep: Sweep) -> Figure:
     pruned = [result for result in sweep.results() if result.trial.state == "pruned"]
     best = sweep.best()
     for axes, dimension in zip(grid.flat, space, strict=False):
-        names = [str(choice) for choice in dimension.choices]
-        numbers = not names or all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in dimension.choices)
+        choices = dimension.choices
+        if sweep.config.method == "staged":  # whose arms add up
+            choices = tuple(result.trial.values[dimension.key] for result in sweep.results())
+        names = [str(choice) for choice in choices]
+        numbers = not names or all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in choices)
         key = dimension.key
 
         def place(result: Result, key: str = key, names: list[str] = names, numbers: bool = numbers) -> float:
