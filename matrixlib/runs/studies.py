@@ -184,13 +184,13 @@ def scaling(sweep: Sweep) -> Scaling | None:
             budget[result.parameters] = min(result.mean, budget.get(result.parameters, math.inf))
     if not points or sweep.config.highest:
         return None
-    rows, inside = {}, {}
+    rows: dict[float, dict[str, Any]] = {}
+    inside: dict[float, float] = {}
     for compute, losses in sorted(points.items()):
         size, between = best_size(list(losses), list(losses.values()))
         inside |= {compute: size} if between else {}
-        least = min(losses.values())
-        rows[compute] = {"sizes": len(losses), "least": least, "best parameters": size}
-        rows[compute]["worse on both sides"] = "yes" if between else "no"
+        row = {"sizes": len(losses), "least": min(losses.values()), "best parameters": size}
+        rows[compute] = row | {"worse on both sides": "yes" if between else "no"}
     table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("compute")
     least = [min(losses.values()) for _, losses in sorted(points.items())]
     law = power_law(sorted(points), least) if len(points) > 1 and min(least) > 0 else None
@@ -206,11 +206,15 @@ def scaling_figure(study: Scaling) -> Figure:
     for number, compute in enumerate(budgets):
         x, y = zip(*study.points[compute], strict=True)
         left.plot(x, y, "o-", markersize=4, color=f"C{number}", label=f"{compute:.2g} FLOP")
-        left.axvline(study.table.loc[compute, "best parameters"], color=f"C{number}", linewidth=0.8, linestyle=":")
+        left.axvline(
+            float(study.table["best parameters"].to_dict()[compute]), color=f"C{number}", linewidth=0.8, linestyle=":"
+        )
         right.plot([compute] * len(y), y, "o", markersize=3, color=f"C{number}", alpha=0.5)
     if study.loss is not None:
-        x = np.geomspace(budgets[0], budgets[-1], 50)
-        right.plot(x, study.loss.factor * x**study.loss.exponent, color="0.3", linewidth=1, label=str(study.loss))
+        places = np.geomspace(budgets[0], budgets[-1], 50)
+        right.plot(
+            places, study.loss.factor * places**study.loss.exponent, color="0.3", linewidth=1, label=str(study.loss)
+        )
         right.legend(fontsize=8)
     left.set_xlabel("parameters (dotted: best size)")
     right.set_xlabel("floating-point operations of a training")
