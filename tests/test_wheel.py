@@ -72,6 +72,12 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     assert {p.relative_to(package).as_posix() for p in Path(package, "params").rglob("*.yaml")} == {
         p.relative_to(ROOT).as_posix() for p in (ROOT / "params").rglob("*.yaml")
     }
+    board = Path(package, "tasks", "chess", "board")
+    assert {p.relative_to(board).as_posix() for p in board.rglob("*.*") if p.suffix in (".js", ".css")} == {
+        p.relative_to(ROOT / "matrixlib/tasks/chess/board").as_posix()
+        for p in (ROOT / "matrixlib/tasks/chess/board").rglob("*.*")
+        if p.suffix in (".js", ".css")
+    }
     launch = ["python", "-m", "matrixlib.runs.launch", "--preset", "demo", "--steps", "40", "--run", "first"]
     first, *_, result, report, look, play = run(*launch).splitlines()
     folder = Path(reports) / "first"
