@@ -29,7 +29,7 @@ from matrixlib.engine import storage, validation
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.files import read_json, write_json
 from matrixlib.runs.data import RunError
 from matrixlib.runs.run import Run, held_out_data, held_out_figures, open_run
@@ -289,8 +289,9 @@ class Taught(ChessTask):
 
     def _packed(self, batch: dict[str, np.ndarray], hidden: np.ndarray) -> dict[str, np.ndarray]:
         arrays = super()._packed(batch, hidden)
-        taught = self.network({name: torch.from_numpy(array) for name, array in arrays.items()}, 0.7)
-        return {name: value.numpy() for name, value in taught.items()}
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        rows = [self.network(slice_batch(batch, k, k + 1), 0.7) for k in range(len(arrays["pieces"]))]
+        return {name: torch.cat([row[name] for row in rows]).numpy() for name in rows[0]}  # alike in any batch
 
 
 @pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
