@@ -181,9 +181,9 @@ class Ranks:
 
     def _words(self, error: RuntimeError) -> str:
         text = str(error).splitlines()[0]
-        with contextlib.suppress(RuntimeError):  # the store is gone with its host: nobody can be asked
+        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, which has it
             return f"{self._silent(text)} of {self.size} does not answer: {REASONS} ({text[:200]})"
-        return f"a rank of {self.size} does not answer, nor does the host of rank 0: {REASONS} ({text[:200]})"
+        return f"rank 0 of {self.size} does not answer: {REASONS} ({text[:200]})"
 
     def _silent(self, text: str) -> str:
         """The rank that was gone first, in words: the first that misses one tells the others, which miss it soon."""
@@ -292,11 +292,37 @@ def join(timeout: float) -> Ranks:
         if local >= there:
             raise ValueError(f"rank {local} of this host has no GPU of its own: there are {there}; start fewer ranks")
         torch.cuda.set_device(local)
+    limit = datetime.timedelta(seconds=timeout)
+    store, rank, size = _meet(limit)
     if not dist.is_initialized():
-        limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if there else "gloo", timeout=limit)
-    store = dist.PrefixStore("matrixlib", dist.distributed_c10d._get_default_store())
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store).introduce()
+        backend = "cpu:gloo,cuda:nccl" if there else "gloo"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
+        )
+    return Ranks(rank, size, dist.group.WORLD, store).introduce()
+
+
+def _meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """(store of rank 0's, rank, size). torchrun's own store keeps what ranks wrote before a restart, addresses that
+    nobody answers at among it (https://github.com/pytorch/pytorch/issues/135712).
+    """
+    shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    host, ends = os.environ["MASTER_ADDR"], time.monotonic() + limit.total_seconds()
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        shared.set("matrixlib", str(store.port))
+        return store, rank, size
+    while True:
+        port = int(shared.get("matrixlib"))  # maybe that of a rank 0 before the restart, where nobody listens
+        try:
+            wait = datetime.timedelta(seconds=2)
+            store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+        except dist.DistNetworkError:
+            if time.monotonic() > ends:
+                raise
+        else:
+            store.set_timeout(limit)
+            return store, rank, size
 
 
 def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) -> Checkpoint | None:
