@@ -209,6 +209,14 @@ def test_thinking_ends_with_the_page_and_goes_on_with_the_next(net: Any) -> None
     assert all(one.name != "board" or not one.is_alive() for one in threading.enumerate())
 
 
+def test_a_second_page_of_a_game_ends_the_thinking_of_the_first(net: Any) -> None:
+    game = Session(net, simulations=0, seconds=3600, side="black")
+    Table(game, Visitor()).handle({"kind": "open"})
+    (thread,) = (one for one in threading.enumerate() if one.name == "board")
+    Table(game, Visitor()).handle({"kind": "resign"})
+    assert not thread.is_alive()
+
+
 def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     game, visitor = session(net, side="black"), Visitor()

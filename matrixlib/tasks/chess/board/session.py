@@ -67,6 +67,7 @@ class Session:
     ) -> None:
         self.net, self.name = net, name
         self.thinker = Thinker(net)
+        self.end_thinking: Callable[[], None] = lambda: None  # of the table that was asked for something last
         self.limit(simulations, seconds)
         self.new_game(start, side)
 
@@ -179,7 +180,7 @@ class Session:
     @property
     def evaluation(self) -> Evaluation:
         """The network's at the board."""
-        return self._evaluate(self.board)
+        return self._evaluate(self.board.copy())  # an answer may be played meanwhile
 
     @property
     def thought(self) -> Thought | None:
@@ -210,7 +211,7 @@ class Session:
 
     def pgn(self) -> str:
         """The game."""
-        game = chess.pgn.Game.from_board(self.board)
+        game = chess.pgn.Game.from_board(self.board.copy())
         names = {self.person: "person", not self.person: self.name}
         game.headers["Event"] = "A game in a notebook"
         game.headers["White"], game.headers["Black"] = names[chess.WHITE], names[chess.BLACK]

@@ -1,7 +1,7 @@
 """A session behind a page: what the page is shown, what it asks for, and the network's thinking on a thread of its own.
 
 A page is told of every change by one mapping of plain values, and sends mappings with a `kind`. Whatever it asks for
-ends the thinking first; so only one thread ever touches the session.
+ends the thinking first, that of another table of the session, too; so only one thread ever changes the session.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class Table:
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Do what a page asks for; what cannot be is said on the page."""
-        self.stop()
         session, problem, search = self.session, "", False
+        session.end_thinking()
+        session.end_thinking = self.stop
         try:
             match message.get("kind"):
                 case "open":
