@@ -255,6 +255,8 @@ def load_optimiser(
         raise ValueError(f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}")
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
     for group, counted in zip(optimiser.param_groups, counters, strict=False):  # none in those of earlier versions
+        for key in _COUNTERS:
+            group.pop(key, None)  # one that begins to count at its first update
         group.update(counted)
 
 

@@ -26,9 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from matrixlib.engine.memory import out_of_memory
+from matrixlib.engine.storage import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
-    from matrixlib.engine.checkpoint import Checkpoint, Checkpoints
+    from matrixlib.engine.checkpoint import Checkpoints
 
 HEAD = 1024
 """Bytes of a first broadcast, which holds most of what is said; what is longer takes a second one."""
@@ -146,12 +147,6 @@ class Ranks:
         count = self.total({kind: int(problem == kind) for kind in kinds})
         return next((kind for kind in kinds if count[kind]), "")
 
-    def synchronised(self, model: nn.Module, device: str) -> nn.Module:
-        """The model, with BatchNorm statistics of all ranks' rows where the device can: on CUDA."""
-        if self.size == 1 or device != "cuda":
-            return model
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model, self.group)
-
     def wait_for_first(self, name: str) -> None:
         """Ranks but the first wait here until it calls `go_on`, however long its trials take."""
         if self.store is not None and not self.first:
@@ -181,9 +176,9 @@ class Ranks:
 
     def _words(self, error: RuntimeError) -> str:
         text = str(error).splitlines()[0]
-        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, which has it
+        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, which may have ended for another
             return f"{self._silent(text)} of {self.size} does not answer: {REASONS} ({text[:200]})"
-        return f"rank 0 of {self.size} does not answer: {REASONS} ({text[:200]})"
+        return f"rank 0 of {self.size}, or one before it, does not answer: {REASONS} ({text[:200]})"
 
     def _silent(self, text: str) -> str:
         """The rank that was gone first, in words: the first that misses one tells the others, which miss it soon."""
@@ -255,13 +250,13 @@ class Summation:
                     self._ranks.group, lambda group, bucket: _summed(group, bucket)
                 )  # unannotated
             yield self._replica
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):  # the others wait in the middle of their sums
                 raise ValueError(
-                    f"out of memory in a pass that all ranks make together ({str(error).splitlines()[0]}); start "
+                    f"out of memory in a pass that all ranks make together ({error!r:.200}); start "
                     "again, with a smaller train.micro_batch if it comes again"
                 ) from error
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
+            if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise self._ranks.lost(error) from error
             raise
 
@@ -326,16 +321,22 @@ def _meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
 
 
 def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) -> Checkpoint | None:
-    """As `Checkpoints.newest`: the one that rank 0 has found whole, on all."""
+    """As `Checkpoints.newest`: the one that rank 0 has found whole, on all. CheckpointError where one cannot."""
     checkpoint = checkpoints.newest(before) if ranks.first else None
     step = ranks.same(checkpoint.step if checkpoint is not None else None)
-    return checkpoint if ranks.first or step is None else checkpoints.newest(step)
+    if ranks.first or step is None:
+        return checkpoint
+    checkpoint = checkpoints.newest(step)
+    if checkpoint is None or checkpoint.step != step:
+        raise CheckpointError(f"rank {ranks.rank} cannot read the checkpoint of update {step}, which rank 0 has read")
+    return checkpoint
 
 
 def norms_by_rank(model: nn.Module) -> list[nn.Module]:
-    """Modules whose statistics come from the rows of a rank alone."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
+    """Modules whose statistics come from the rows of a rank alone. Ranks may cut their rows into different numbers of
+    passes, so no pass can wait for one of another rank.
+    """
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

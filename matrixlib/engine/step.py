@@ -91,7 +91,7 @@ class Step:
 
         teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
         """
-        plain, self.model = place(ranks.synchronised(model, runtime.device), runtime)
+        plain, self.model = place(model, runtime)
         plain.train()
         low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
         if low:
@@ -396,9 +396,10 @@ class Step:
         sums the gradients over ranks. Raises Elsewhere there, where another rank has not come so far.
         """
         sums: dict[str, Tensor] = {}
-        size, started = rows(batch), time.monotonic()
+        size = rows(batch)
         if self.ranks.size > 1:
             _ = plan.totals  # asked for together, before a rank may run out of memory
+        started = time.monotonic()
         for start in range(0, size, self.micro_batch):
             part = slice_batch(batch, start, min(start + self.micro_batch, size))
             active = frozenset(plan.weights) if start < plan.until else plan.main

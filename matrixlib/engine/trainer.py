@@ -232,9 +232,8 @@ class Trainer:
         return self._updates(stop)
 
     def save(self, best: float | None = None) -> Path:
-        """Write a checkpoint of the present state, which must lie between two updates, in the background.
-
-        best: the validation loss that makes it the best one.
+        """Write a checkpoint of the present state, which must lie between two updates, in the background. best: the
+        validation loss that makes it the best one.
         """
         assert self._between_updates, "a half-made update cannot be saved"
         if not self.ranks.first:
@@ -291,6 +290,7 @@ class Trainer:
                 if self.ranks.size == 1:
                     signals.check()
                 yield stats
+            signals.agree(self.ranks)
             self._save_if_new()
             self.checkpoints.join()
         except BaseException as error:
@@ -433,7 +433,7 @@ class Trainer:
         self._step.roll_back(checkpoint)
         self._restore(checkpoint)
         self._skip_batches(skip)
-        self.ranks.same(None)  # all have read it
+        self.ranks.any(False)  # all have read it
         if self.ranks.first:
             self.checkpoints.discard_after(checkpoint.step)
         return (

@@ -63,6 +63,14 @@ class RunData:
         self.training = self._training(self.task)
         self.validation = self._validation(self.task)
 
+    def unshared(self) -> RunData:
+        """All rows, whatever this rank's share of them is; what was lost so far stays known."""
+        if self.share.size == 1:
+            return self
+        whole = replace(self, share=Share())
+        whole._lost = self._lost
+        return whole
+
     def batches(self, phase: Phase | None = None) -> tuple[Task, Loader]:
         """The task of a phase and the loader of its training rows; the whole's without one."""
         if phase is None:

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,9 +216,7 @@ class Run:
         )
 
     def _finish(self) -> None:
-        """Evaluate on all held-out rows, whatever this rank's share of them was."""
-        data = self.data if self.data.share.size == 1 else replace(self.data, share=Share())
-        ending.finish(self.folder, self.preset, data, self.trainer)
+        ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer)
 
     def _say(self, text: str) -> None:
         self.messages.append(text)

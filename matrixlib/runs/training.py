@@ -33,7 +33,7 @@ def build_trainer(
     from matrixlib.engine import storage
     from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.engine.metrics import MetricsLog, NoLog
-    from matrixlib.engine.parallel import Ranks
+    from matrixlib.engine.parallel import Ranks, norms_by_rank
     from matrixlib.engine.targets import TargetLog
     from matrixlib.engine.trainer import Trainer
 
@@ -67,6 +67,8 @@ def build_trainer(
         look=look,
         ranks=ranks,
     )
+    if ranks.size > 1 and norms_by_rank(trainer.model):
+        trainer.messages.append("batch normalisation: each rank uses its own rows, and the averages kept are rank 0's")
     if not trainer.resume() and config.train.init:
         if ranks.first and start is not None and not trainer.checkpoints.steps():
             trainer.start_from(start.tensors)
