@@ -241,7 +241,7 @@ def test_finished_runs_are_named_for_both_sides(reports: Path) -> None:
 def test_the_figure_has_both_sides(reports: Path) -> None:
     figure = sides(reports, [3.0, 3.1], [2.0, 2.1]).figure()
     loss, norm, speed = figure.axes
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["A", "B"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B"]
     assert len(loss.collections) == len(norm.collections) == 2, "a band for each side"
     assert [bar.get_height() for bar in speed.patches] == pytest.approx([10.0, 10.0])
 
