@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +98,12 @@ def fake_sweep(reports: Path, loss: Curve, **options: Any) -> tuple[sweep.Sweep,
 
 # Spaces
 
+EQUAL = {
+    "overrides": {"model": {"channels": 48, "blocks": 4}},
+    "equal": "flops",
+    "arms": {"plain": {}, "deeper": {"model.blocks": 6}},
+}
+
 
 @given(
     low=st.floats(1e-6, 1e3),
@@ -145,6 +154,7 @@ def test_a_logarithmic_grid() -> None:
         ({"space": {RATE: [0.1, 0.1]}}, "values that differ"),
         ({"space": {"seed": [0, 1]}}, "'seed' is the same for all trials"),
         ({"space": {"validation.limit": [64, 128]}}, "measured on other rows"),
+        ({"space": {"data.source": ["a", "b"]}}, "with another data.source trials would be measured on other rows"),
         ({"space": {"loss.label_smoothing": [0.0, 0.1]}}, "the losses do not mean the same; set `measure`"),
         ({"space": {"preset": ["demo", "latin_demo"]}}, "trials of chess and of latin cannot be compared"),
         (
@@ -157,6 +167,10 @@ def test_a_logarithmic_grid() -> None:
             "the presets have other budgets",
         ),
         ({"space": {"validation.interval": [5, 10]}, "prune": True}, "pruning compares at the same updates"),
+        ({"space": {"validation.full_every": [1, 2]}, "prune": True}, "and all trials the same `validation`"),
+        ({"measure": "top1"}, "Give `highest: true` or `highest: false`"),
+        ({**EQUAL, "space": {"model.channels": [16, 32]}}, "equal: flops sets 'model.channels'"),
+        ({**EQUAL, "space": {"model.blocks": [1, 4]}}, "what changes the size goes into the arms"),
         ({"space": {}}, "nothing varies"),
         ({"method": "random"}, "needs the number of `trials`"),
         ({"minutes": 1.0}, "give one budget"),
@@ -207,6 +221,62 @@ def test_nothing_is_pruned_before_a_third_and_the_median_decides(reports: Path) 
     assert current.result(current.trials[4]).updates == 4
     assert all(passed for _, passed, _ in sweep_tables.checks(current))
     assert sweep_tables.table(current).iloc[-1]["reason"] == "above the median"
+
+
+def test_a_third_is_one_of_the_updates_asked_for_also_where_rivals_stopped_early(reports: Path) -> None:
+    rates = [0.003, 0.004, 0.002, 0.005, 0.1]
+    current, backend = fake_sweep(reports, by_rate, space={RATE: rates}, prune=True, steps=36)
+    assert [sorted(job.limits[0]) for job in backend.jobs] == [[]] * 4 + [[12]]
+    name = "no trial was pruned before a third of the updates"
+    assert (name, True, "1 pruned") in sweep_tables.checks(current)
+    current.config = current.config.model_copy(update={"steps": 60})
+    assert (name, False, "1 pruned") in sweep_tables.checks(current)
+
+
+def test_a_loss_that_is_not_finite_is_the_worst_of_a_median(reports: Path) -> None:
+    rates = [0.001, 0.002, 0.003, 0.004, 0.005]
+
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        number = rates.index(overrides["optim"]["learning_rate"])
+        return math.nan if (number, step) in {(0, 6), (0, 7), (1, 7)} else 1.0 + number
+
+    current, backend = fake_sweep(reports, loss, space={RATE: rates}, prune=True)
+    assert backend.jobs[4].limits[0] == {step: 3.5 if step == 6 else 2.5 for step in range(4, 12) if step != 7}
+    assert current.trials[4].state == "pruned"
+
+
+def test_a_trial_whose_run_is_gone_has_failed_and_the_others_go_on(reports: Path) -> None:
+    options = {"space": {RATE: "log 1e-3..1e-2"}, "method": "random", "seeds": 2, "prune": True}
+    fake_sweep(reports, lambda *_: 1.0, **options, trials=5)
+    shutil.rmtree(reports / "s-000-s1")
+    current, backend = fake_sweep(reports, lambda *_: 1.0, **options, trials=6)
+    assert current.results()[0].trial.reason == "its run is gone"
+    assert (current.told([0])[0].state, current.told([0])[0].losses) == ("failed", ())
+    assert [len(job.limits[1]) for job in backend.jobs] == [8], "by the four that are left"
+
+
+@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
+def test_the_threads_of_a_run_that_resumes_are_what_they_were(reports: Path, workers: tuple[int, int]) -> None:
+    backends = []
+    for count in workers:
+        options = {"space": {RATE: [0.001, 0.003]}, "steps": 12, "workers": count}
+        backends.append(Fake(reports, by_rate))
+        assert next(sweep.open_sweep("demo", "cpu", "s", options).train(backends[-1])).ended
+    first, second = (backend.jobs[0].overrides["runtime"] for backend in backends)
+    assert first == second
+    assert ("threads" in first) == (workers[0] > 1)
+
+
+def test_a_misspelt_measure_is_told_and_can_be_mended(reports: Path) -> None:
+    options = {"space": {RATE: [0.001, 0.003]}, "highest": True}
+    current, _ = fake_sweep(reports, by_rate, **options, measure="top_1")
+    assert list(sweep_tables.table(current)["outcome"]) == ["failed"] * 2
+    assert "did you mean 'top1'? (top1, policy kl)" in sweep_tables.table(current)["reason"][0]
+    current, backend = fake_sweep(reports, by_rate, **options, measure="top1")
+    assert not backend.jobs
+    best = current.best()
+    assert best is not None
+    assert best.trial.values == {RATE: 0.003}
 
 
 def test_with_several_workers_a_trial_knows_of_none_that_train_beside_it(reports: Path) -> None:
@@ -320,8 +390,10 @@ def test_arms_are_compared_each_at_its_best_rate(reports: Path) -> None:
     assert frame.loc["narrow", "from"] < -0.25 < frame.loc["narrow", "to"]
     assert frame.loc["wide", "parameters"] == 25600
     assert "At the edge of what was tried: wide, narrow" in studies.rate_note(current)
-    plain = SweepConfig(arms=arms)
-    current.config = plain
+    current.trials |= {number: replace(current.trials[number], state="failed") for number in (0, 1)}
+    current._results.clear()
+    assert "difference to first" not in studies.arms_table(current), "the first has no result"
+    current.config = SweepConfig(arms=arms)
     assert "was not searched for each arm (it was the same for all arms)" in studies.rate_note(current)
 
 
@@ -404,6 +476,25 @@ def test_a_trial_above_the_median_ends_there_also_when_it_goes_on(reports: Path)
     assert read_json(reports / "one" / "heartbeat.json")["step"] == 10
 
 
+def test_a_reason_of_any_length_becomes_a_short_one(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("x" * 100_000)
+
+    monkeypatch.setattr(runs, "open_run", fail)
+    outcome = trial.train(job(reports))
+    assert outcome.reason.startswith("ValueError: xxx")
+    assert len(outcome.reason) == trial.LONGEST
+
+
+@pytest.mark.parametrize("code", [130, 143, -signal.SIGINT, -signal.SIGTERM])
+def test_a_trial_is_not_judged_by_the_interruption_of_its_process(code: int) -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.close()
+    process: Any = SimpleNamespace(exitcode=code)
+    with pytest.raises(KeyboardInterrupt):
+        trial.Processes(1)._outcome(process, receiver)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> None:
@@ -464,13 +555,20 @@ def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
         assert next(iter(current.train())).step == 1
 
 
-def test_a_trial_that_fails_is_a_row_with_its_reason(reports: Path) -> None:
-    options = {"space": {"model.channels": [8, 9]}, "steps": 2}
-    sweep_config.check(SweepConfig(**options), "")
+@pytest.mark.parametrize("budget", [{"steps": 12}, {"steps": 0, "compute": [1e11]}])
+def test_a_trial_that_fails_is_a_row_with_its_reason(reports: Path, budget: dict[str, Any]) -> None:
+    class Backend(Fake):
+        def submit(self, job: Job) -> None:
+            if job.number < 3:
+                super().submit(job)
+            else:
+                self.ended.append((job.number, trial.train(job)))
+
+    space = {"model.channels": [24, 16], "model.attention.heads": [2, 3]}
+    options = {"space": space, "overrides": {"model": {"attention": {"every": 1}}}} | budget
     current = sweep.open_sweep("demo", "cpu", "s", options)
-    backend = Fake(reports, lambda overrides, seed, step: 1.0)
-    backend.submit = lambda job: backend.ended.append((job.number, trial.train(replace(job, preset="gone"))))  # type: ignore[method-assign]
-    list(current.train(backend))
-    assert [row.state for row in current.trials.values()] == ["failed", "failed"]
-    assert "unknown preset 'gone'" in sweep_tables.table(current)["reason"][0]
-    assert not all(passed for _, passed, _ in sweep_tables.checks(current))
+    trials = list(current.train(Backend(reports, lambda overrides, seed, step: 1.0)))
+    assert [row.state for row in trials] == ["complete"] * 3 + ["failed"]
+    assert "ConfigError" in trials[3].reason
+    assert sweep_tables.table(current)["reason"][3] == trials[3].reason
+    assert not list(sweep.open_sweep("demo", "cpu", "s", options).train()), "everything has ended"

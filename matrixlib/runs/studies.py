@@ -27,18 +27,19 @@ RATE = "optim.learning_rate"
 
 def arms_table(sweep: Sweep) -> DataFrame:
     """A row for each arm: its best trial over the rest of the space, its size, and the difference to the first arm's
-    best (with its 95 % interval from two seeds on, by pairs of one seed). Empty without arms."""
+    best where it has one (with its 95 % interval from two seeds on, by pairs of one seed). Empty without arms."""
     import pandas
 
     rows: dict[str, dict[str, Any]] = {}
     base: Result | None = None
-    for arm in sweep.config.arms if sweep.config.method != "staged" else ():
+    arms = list(sweep.config.arms) if sweep.config.method != "staged" else []
+    for arm in arms:
         trials = [one for one in sweep.results() if one.measures and one.trial.values[ARM] == arm]
         best = min(trials, key=lambda one: sweep.better(one.mean), default=None)
         if best is None:
             rows[arm] = {"best of": 0}
             continue
-        base = base or best
+        base = best if arm == arms[0] else base
         config = load_config(*request(sweep.config, best.trial.values))
         row: dict[str, Any] = {"best of": len(trials), **{k: v for k, v in best.trial.values.items() if k != ARM}}
         row |= {"parameters": best.parameters, "forward MFLOP": _megaflops(config), "updates": best.updates}
@@ -91,8 +92,8 @@ def stages_table(sweep: Sweep) -> DataFrame:
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
-def _difference(result: Result, base: Result, name: str) -> dict[str, float]:
-    if not (result.measures and base.measures):
+def _difference(result: Result, base: Result | None, name: str) -> dict[str, float]:
+    if base is None or not (result.measures and base.measures):
         return {}
     pairs = [a - b for a, b in zip(result.measures, base.measures, strict=True)]
     row = {f"difference to {name}": statistics.fmean(pairs)}

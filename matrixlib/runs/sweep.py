@@ -23,13 +23,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from matrixlib import files, progress
-from matrixlib.config import merge, read_yaml_file, validated
+from matrixlib.config import ConfigError, merge, read_yaml_file, validated
 from matrixlib.hardware import machine
 from matrixlib.runs import watch
 from matrixlib.runs.compare import LOSS, RunResult, read_result
 from matrixlib.runs.proposals import Method, Told, method
 from matrixlib.runs.sweep_config import SweepConfig, known_figure, load_sweep, request, to_yaml
-from matrixlib.runs.trial import Backend, Here, Job, Outcome, Processes
+from matrixlib.runs.trial import Backend, Here, Job, Outcome, Processes, in_a_line
+from matrixlib.tasks import load_config
 
 RIVALS = 4
 """Complete trials from which on there is a median to prune by (Golovin et al. 2017, section 3.2, leave it open)."""
@@ -62,8 +63,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """A trial with what its runs left. measures: of each seed, only of a complete trial. curve: update -> mean
-    validation loss over the seeds. updates, seconds, parameters: of the first run, nan where it has no end."""
+    """A trial with what its runs left; one that was trained to its end and lacks the measure is a failed one.
+
+    measures: of each seed, only of a complete trial. curve: update -> mean validation loss over the seeds. updates,
+    seconds, parameters: of the first run, nan where it has no end.
+    """
 
     trial: Trial
     measures: tuple[float, ...]
@@ -100,13 +104,15 @@ def open_sweep(
         if not path.exists():
             files.write_text(path, to_yaml(config))
     stored = validated(SweepConfig, read_yaml_file(path, str(path)), str(path))
-    growing: dict[str, Any] = {"trials": config.trials}
+    free = {"trials"}
     if not (config.prune or config.method == "tpe"):
-        growing |= {"workers": config.workers}
-    if stored.model_copy(update=growing) != config:
+        free |= {"workers"}
+    if config.method != "staged":  # whose arms are what an earlier measure kept
+        free |= {"measure", "highest"}
+    if stored.model_copy(update={key: getattr(config, key) for key in free}) != config:
         raise SweepError(
-            f"sweep '{name}' was begun with other options (see {path}): only `trials` may grow, and `workers` change "
-            "where no trial depends on others; give the sweep another name"
+            f"sweep '{name}' was begun with other options (see {path}): only {', '.join(sorted(free))} may change; "
+            "give the sweep another name"
         )
     return Sweep(folder, config)
 
@@ -159,8 +165,13 @@ class Sweep:
             try:
                 while True:
                     while len(running) < place.slots and (trial := self._next(running)) is not None:
+                        try:
+                            job = self._job(trial)
+                        except ConfigError as error:  # inside the space, whose edges alone were looked at
+                            yield self._end(trial.number, Outcome("failed", in_a_line(error)))
+                            continue
                         running.add(trial.number)
-                        place.submit(self._job(trial))
+                        place.submit(job)
                     if not running:
                         break
                     for number, outcome in place.collect():
@@ -198,6 +209,10 @@ class Sweep:
             Told(row.trial.values, row.trial.state, tuple(map(self.better, row.measures)), row.curve) for row in rows
         ]
 
+    def steps(self, trial: Trial) -> int:
+        """Updates that a trial makes, of a sweep that prunes. ConfigError where its values make no configuration."""
+        return int(load_config(*request(self.config, trial.values)).train.steps)
+
     # State
 
     @contextmanager
@@ -207,7 +222,7 @@ class Sweep:
         except Timeout:
             raise SweepError(f"sweep '{self.name}' is being worked on by another process; wait for it") from None
         try:
-            if not self.threads and self.config.workers > 1:
+            if not self.trials and self.config.workers > 1:  # for good: a run that resumes keeps its threads
                 self.threads = max(1, machine.facts().threads // self.config.workers)
             yield
         finally:
@@ -242,25 +257,27 @@ class Sweep:
         if self.threads:
             overrides = merge({"runtime": {"threads": self.threads}}, overrides)
         names = self.run_names(trial.number)
-        limits = {seed: self._limits(trial.number, seed) for seed in names} if self.config.prune else {}
+        limits = {seed: self._limits(trial, seed) for seed in names} if self.config.prune else {}
         return Job(trial.number, names, preset, overrides, self.folder / "log.txt", limits)
 
-    def _limits(self, number: int, seed: int) -> dict[int, float]:
+    def _limits(self, trial: Trial, seed: int) -> dict[int, float]:
         """Update -> median validation loss, with this seed, of the complete trials that this one may know of."""
-        rows = [self.result(self.trials[k]) for k in self._before(number) if self.trials[k].state == "complete"]
-        if len(rows) < RIVALS:
+        steps = self.steps(trial)
+        rows = [self.result(self.trials[number]) for number in self._before(trial.number)]
+        curves = [row.curves[seed] for row in rows if row.measures]
+        if len(curves) < RIVALS:
             return {}
-        curves = [row.curves[seed] for row in rows]
-        last = max(max(curve) for curve in curves)
-        steps = [step for step in curves[0] if EARLIEST * last <= step < last]
-        return {step: statistics.median(c[step] for c in curves) for step in steps if all(step in c for c in curves)}
+        shared = [step for step in curves[0] if all(step in curve for curve in curves)]
+        medians = {
+            step: statistics.median(curve[step] if math.isfinite(curve[step]) else math.inf for curve in curves)
+            for step in shared
+            if EARLIEST * steps <= step < steps
+        }
+        return {step: median for step, median in medians.items() if math.isfinite(median)}
 
     def _end(self, number: int, outcome: Outcome) -> Trial:
-        trial = replace(self.trials[number], state=outcome.state, reason=outcome.reason)
-        if outcome.state == "complete" and not all(map(math.isfinite, self.result(trial).measures)):
-            del self._results[number]
-            trial = replace(trial, state="failed", reason=f"its {self.config.measure} is not finite")
-        return self._write(trial)
+        trial = self._write(replace(self.trials[number], state=outcome.state, reason=outcome.reason))
+        return self.result(trial).trial
 
     def _read(self, name: str) -> RunResult | None:
         """A run that has made an update; None for another, of a trial that failed."""
@@ -279,9 +296,13 @@ class Sweep:
         shared = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
         first = runs.get(self.seeds[0])
         summary = first.summary if first is not None else {}
+        measures: tuple[float, ...] = ()
+        if trial.state == "complete":
+            measures, problem = self._measures(runs)
+            trial = replace(trial, state="failed", reason=problem) if problem else trial
         return Result(
             trial,
-            tuple(map(self._measure, runs.values())) if trial.state == "complete" else (),
+            measures,
             {step: statistics.fmean(curve[step] for curve in curves.values()) for step in shared},
             curves,
             first.updates if first is not None else 0,
@@ -290,8 +311,16 @@ class Sweep:
             first.held_out if first is not None else {},
         )
 
-    def _measure(self, run: RunResult) -> float:
-        return run.losses[LOSS] if self.config.measure == "loss" else known_figure(self.config.measure, run.held_out)
+    def _measures(self, runs: Mapping[int, RunResult]) -> tuple[tuple[float, ...], str]:
+        """(the measure of each run of a trial that was trained to its end, ""), or ((), why there is none)."""
+        name = self.config.measure
+        if len(runs) < len(self.seeds):
+            return (), "its run is gone"
+        try:
+            values = [run.losses[LOSS] if name == "loss" else known_figure(name, run.held_out) for run in runs.values()]
+        except ConfigError as error:
+            return (), in_a_line(error)
+        return (tuple(values), "") if all(map(math.isfinite, values)) else ((), f"its {name} is not finite")
 
     # Progress
 

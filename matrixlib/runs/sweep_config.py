@@ -36,6 +36,10 @@ ARM, PRESET, COMPUTE = "arm", "preset", "compute"
 """Dimensions that are no keys of the configuration."""
 FIXED = ("task", "seed", "train.steps", "train.minutes", "train.on_time")
 """Keys that a sweep sets for all trials alike."""
+HELD_OUT = ("data.source", "data.suspicious")
+"""Keys on which the held-out rows depend in every task."""
+LESS_IS_BETTER = ("loss", "kl", "nll")
+"""Last words of such figures; of others `highest` must say it."""
 DIGITS = 4  # of a number drawn from a range: what a person would type
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"(log )?({_NUMBER})\.\.({_NUMBER})(?: in (\d+))?")
@@ -79,7 +83,10 @@ class SweepConfig(Section):
         default="loss",
         description="what a trial is judged by: `loss` (of the last full validation) or a held-out figure",
     )
-    highest: bool = Field(default=False, description="the greatest measure is the best one, not the least")
+    highest: bool = Field(
+        default=False,
+        description="the greatest measure is the best one, not the least; to be given where `measure` is no loss",
+    )
     prune: bool = Field(
         default=False,
         description="end a trial whose validation loss is above the median, from a third of the updates on",
@@ -183,19 +190,27 @@ def check(sweep: SweepConfig, name: str) -> SweepConfig:
         raise ConfigError(f"{name}: no arm's name may hold a '+'")
     if sweep.method == "grid":
         list(grid(sweep))
+    word = sweep.measure.replace(" ", "_").rpartition("_")[2]
+    if word not in LESS_IS_BETTER and "highest" not in sweep.model_fields_set:
+        raise ConfigError(
+            f"{name}: is the best {sweep.measure} the greatest or the least? Give `highest: true` or `highest: false`"
+        )
     if sweep.equal:
         sweep = equalise(sweep)
-    _check_comparable(sweep, list(_corners(sweep)), name)
+    _check_comparable(sweep, [load_config(*request(sweep, values)) for values in _edges(space)], name)
     return sweep
 
 
 def equalise(sweep: SweepConfig) -> SweepConfig:
     """The sweep with the width of every arm but the first set so that its size is that of the first.
 
-    ConfigError where no width comes near enough, or an arm names the width itself.
+    ConfigError where no width comes near enough, an arm or the space names the width itself, or the arms are not equal
+    all over the space.
     """
     if len(sweep.arms) < 2:
         raise ConfigError(f"equal: {sweep.equal} needs two `arms` at least")
+    if sweep.width in sweep.space:
+        raise ConfigError(f"space: equal: {sweep.equal} sets '{sweep.width}'; take it out, or leave out `equal`")
     size = sizes.parameters if sweep.equal == "parameters" else sizes.flops
     first, *others = sweep.arms
 
@@ -214,7 +229,16 @@ def equalise(sweep: SweepConfig) -> SweepConfig:
                 f"({sweep.width} {width}); set {sweep.width} in the arms yourself"
             )
         arms[arm] = {**sweep.arms[arm], sweep.width: width}
-    return sweep.model_copy(update={"arms": arms})
+    equal = sweep.model_copy(update={"arms": arms})
+    for values in _edges([dimension for dimension in dimensions(equal) if dimension.key != ARM]):
+        counts = {arm: size(load_config(*request(equal, {**values, ARM: arm}))) for arm in arms}
+        for arm, count in counts.items():
+            if abs(count / counts[first] - 1) > sizes.TOLERANCE:
+                raise ConfigError(
+                    f"with {values} arm '{arm}' has {count:,.0f} {sweep.equal} and '{first}' {counts[first]:,.0f}: "
+                    "what changes the size goes into the arms, not into the space"
+                )
+    return equal
 
 
 def dimensions(sweep: SweepConfig) -> list[Dimension]:
@@ -269,13 +293,11 @@ def _steps(config: Config, compute: float) -> int:
     return max(1, round(compute / (flops * config.train.batch_size)))
 
 
-def _corners(sweep: SweepConfig) -> Iterator[Config]:
-    """Configurations with each value that can be listed, and each end of a range, the others at their first."""
-    space = dimensions(sweep)
+def _edges(space: Sequence[Dimension]) -> Iterator[dict[str, Any]]:
+    """Each value that can be listed, and each end of a range, the others at their first."""
     for dimension in space:
         for value in dimension.choices or (dimension.at(0.0), dimension.at(1.0)):
-            values = {other.key: other.at(0.0) for other in space} | {dimension.key: value}
-            yield load_config(*request(sweep, values))
+            yield {other.key: other.at(0.0) for other in space} | {dimension.key: value}
 
 
 def _check_comparable(sweep: SweepConfig, configs: Sequence[Config], name: str) -> None:
@@ -284,21 +306,24 @@ def _check_comparable(sweep: SweepConfig, configs: Sequence[Config], name: str) 
         raise ConfigError(f"{name}: trials of {first.task} and of {', '.join(other)} cannot be compared")
     keys = {key for config in configs for key in difference(config, first)}
     spec = get_task(first.task)
-    if bad := sorted(key for key in keys if key.startswith(tuple(spec.measured_on_options))):
+    if bad := sorted(key for key in keys if key.startswith((*HELD_OUT, *spec.measured_on_options))):
         raise ConfigError(f"{name}: with another {bad[0]} trials would be measured on other rows; keep it the same")
     bad = sorted(key for key in keys if key.startswith(("task", *spec.objective_options)))
     if bad and (sweep.measure == "loss" or sweep.prune):
         raise ConfigError(
             f"{name}: with another {bad[0]} the losses do not mean the same; set `measure` to a held-out figure, "
-            "such as policy_kl or top1, and `prune: false`"
+            "such as policy_kl, or top1 with `highest: true`, and `prune: false`"
         )
     budgets = {(config.train.steps, config.train.steps == "auto" and config.train.minutes) for config in configs}
     if len(budgets) > 1 and not sweep.compute:
         raise ConfigError(f"{name}: the presets have other budgets ({budgets}); give `steps` or `minutes`")
     if sweep.prune:
-        intervals = {config.validation.interval for config in configs}
-        if len(intervals) > 1 or "auto" in intervals or len(budgets) > 1 or first.train.steps == "auto":
-            raise ConfigError(f"{name}: pruning compares at the same updates: give `steps` and one validation.interval")
+        other_rows = any(key.startswith("validation.") for key in keys)
+        if other_rows or "auto" in (first.validation.interval, first.train.steps) or len(budgets) > 1:
+            raise ConfigError(
+                f"{name}: pruning compares at the same updates and rows: give `steps`, a validation.interval in "
+                "updates, and all trials the same `validation`"
+            )
 
 
 def known_figure(name: str, figures: Mapping[str, float]) -> float:

@@ -15,7 +15,7 @@ from matrixlib import files
 from matrixlib.config import merge, read_yaml_file
 from matrixlib.runs.compare import t_interval
 from matrixlib.runs.proposals import write_journal
-from matrixlib.runs.sweep import Result, Sweep
+from matrixlib.runs.sweep import EARLIEST, Result, Sweep
 from matrixlib.runs.sweep_config import dimensions, request
 from matrixlib.tasks.spec import Check
 
@@ -138,14 +138,14 @@ def checks(sweep: Sweep) -> list[Check]:
     failed = [result for result in results if result.trial.state == "failed"]
     updates = {result.updates for result in complete}
     alike = bool(sweep.config.minutes or sweep.config.compute) or len(updates) < 2
-    lasts = [max(result.curve, default=0) for result in results if result.trial.state == "pruned"]
-    late = all(3 * last >= max(updates, default=0) for last in lasts)
+    pruned = [result for result in results if result.trial.state == "pruned"]
+    late = all(max(result.curve, default=0) >= EARLIEST * sweep.steps(result.trial) for result in pruned)
     best = sweep.best()
     return [
         ("every trial has ended", sweep.complete, f"{len(results)} of {sweep.planned}"),
         ("most trials are no failures", 2 * len(failed) < max(1, len(results)), f"{len(failed)} failed"),
         ("every complete trial has the same budget", alike and bool(complete), f"updates: {sorted(updates)}"),
-        ("no trial was pruned before a third of the updates", late, f"{len(lasts)} pruned"),
+        ("no trial was pruned before a third of the updates", late, f"{len(pruned)} pruned"),
         ("there is a best one", best is not None, f"trial {best.trial.number}: {best.mean:.4g}" if best else "none"),
     ]
 

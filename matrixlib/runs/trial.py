@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import warnings
@@ -72,12 +73,18 @@ def train(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
         except files.FolderError:
             raise
         except Exception as error:  # noqa: BLE001 - of one configuration of many: its row says so
-            return Outcome("failed", " ".join(f"{type(error).__name__}: {error}".split()))
+            return Outcome("failed", in_a_line(error))
         finally:
             gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
         if reason:
             return Outcome("pruned", reason)
     return Outcome("complete")
+
+
+def in_a_line(error: Exception) -> str:
+    """The reason of a trial that failed by this error: a cell of a table, and a pipe that is read once its process has
+    ended holds no more than 64 KiB."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
 
 
 def _train_run(job: Job, seed: int, name: str, tick: Callable[[], None]) -> str:
@@ -181,8 +188,9 @@ class Processes:
 
 GRACE = 30.0
 """Seconds that a process gets to save."""
-INTERRUPTED = (130, 143)
-"""Exit codes after Ctrl-C and SIGTERM."""
+INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes after Ctrl-C and SIGTERM, which outside a training end the process themselves."""
+LONGEST = 2000  # characters of a reason
 
 
 def _work(job: Job, slot: int, sender: Connection) -> None:
