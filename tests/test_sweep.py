@@ -495,7 +495,7 @@ def test_a_trial_is_not_judged_by_the_interruption_of_its_process(code: int) -> 
         trial.Processes(1)._outcome(process, receiver)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> None:
     with closing(trial.Processes(2)) as processes:
