@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,9 +46,9 @@ def rows(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {"own": batch["records"]["own"]}
 
 
-def decision(trunk: str) -> float:
-    """Seconds of `act`, the median."""
-    config = load_config("melee_quick", {"model": {"trunk": trunk, "width": 256}, "runtime": {"device": "cpu"}})
+def decision(model: dict[str, Any]) -> float:
+    """Seconds of `act` on one core, the median. model: what a fresh network has other than `melee_quick`'s."""
+    config = load_config("melee_quick", {"model": model, "runtime": {"device": "cpu"}})
     spec = get_task("melee")
     net = spec.network(spec.task(config).build_model(), config, runtime_for_use(config, "cpu"))
     torch.set_num_threads(1)
@@ -86,7 +87,7 @@ def main() -> None:
     for name, taken in lines.items():
         print(f"{name:<46}{frames / taken:>14,.0f} frames/s{1000 * taken:>10.2f} ms for {WINDOWS} windows")
     for trunk in ("mlp", "residual", "gru", "lstm", "transformer"):
-        print(f"{'decision in play, ' + trunk:<46}{1000 * decision(trunk):>34.2f} ms")
+        print(f"{'decision in play, ' + trunk:<46}{1000 * decision({'trunk': trunk, 'width': 256}):>34.2f} ms")
     made = lines["gathered from shards"] + lines["made into windows, mirrored, with noise"]
     print(
         f"making a batch is {made / (made + lines['forward and backward of melee_demo']):.1%} of an update on one core"

@@ -2,16 +2,15 @@
 
 Run from the repository root: ``python tests/bench/bench_melee_trunks.py [--minutes 3] [--seeds 3] [--parameters 400000]
 [--trunks gru transformer]``. Each run trains `melee_quick` with another trunk for the same minutes on the same games;
-its width is the one that comes nearest to so many parameters. Runs go to the reports folder (MATRIXLIB_REPORTS) and are
-resumed where they were stopped; the table is printed after each.
+its width is the one that comes nearest to so many parameters. The minutes are counted in updates, which are timed
+first, in turns: that minute wants a quiet machine, the trainings do not mind a busy one. Runs go to the reports folder
+(MATRIXLIB_REPORTS) and are resumed where they were stopped; the table is printed after each.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LAYERS = {"mlp": 3, "residual": 2, "gru": 1, "lstm": 1, "transformer": 2}
 STEP = 16  # widths are multiples of it
+PRESET = "melee_quick"
 
 
 def model(trunk: str, parameters: int) -> tuple[dict[str, Any], int]:
@@ -29,7 +29,7 @@ def model(trunk: str, parameters: int) -> tuple[dict[str, Any], int]:
     tries = []
     for width in range(STEP, 1024, STEP):
         section = {"trunk": trunk, "layers": LAYERS[trunk], "width": width}
-        config: Any = load_config("melee_quick", {"model": section})
+        config: Any = load_config(PRESET, {"model": section})
         count = sum(p.numel() for p in MeleeTask(config).build_model().parameters())
         tries.append((abs(count - parameters), section, count))
         if count > 2 * parameters:
@@ -38,35 +38,19 @@ def model(trunk: str, parameters: int) -> tuple[dict[str, Any], int]:
     return section, count
 
 
-def decision(folder: Path) -> float:
-    """Milliseconds of `act` on one core, the median."""
-    import numpy as np
-    import torch
+def update_seconds(models: dict[str, dict[str, Any]], seconds: float = 60.0) -> dict[str, float]:
+    """Median of an update by trunk; the updates take turns for `seconds` in all."""
+    from matrixlib.bench.workloads import Update
+    from matrixlib.hardware.benchmark import make_plan
+    from matrixlib.hardware.speed import turns
 
-    import matrixlib
-    from matrixlib.data.shards import Shard, select
-    from matrixlib.tasks.melee import windows
-    from matrixlib.tasks.melee.columns import LAYOUT
-    from matrixlib.tasks.melee.sample_set import unpack_sample
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    net = matrixlib.load(folder, device="cpu")
-    path = min(unpack_sample().glob("*validation*.npz"))
-    row = select(Shard(path, LAYOUT).arrays, np.array([100]), LAYOUT)
-    window, _ = windows.cut(row, np.zeros(1, int), np.zeros(1, int), 60)
-    frames = [window.at(number) for number in range(60)]
-    seconds = []
-    for frame in [*frames, *frames, *frames]:
-        start = time.perf_counter()
-        net.act(frame)
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    return 1000 * statistics.median(seconds)
+    plan = make_plan("cpu")
+    return turns({trunk: Update(plan, PRESET, {"model": model}) for trunk, model in models.items()}, seconds)
 
 
 def main() -> None:
     import pandas as pd
+    from bench_melee import decision
 
     from matrixlib.runs import run as runs
     from matrixlib.tasks.melee.tables import onset_recall
@@ -77,30 +61,34 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=400_000)
     parser.add_argument("--trunks", nargs="+", default=list(LAYERS), choices=list(LAYERS))
     options = parser.parse_args()
+    models, counts = {}, {}
+    for trunk in options.trunks:
+        models[trunk], counts[trunk] = model(trunk, options.parameters)
+    updates = update_seconds(models)
+    decisions = {trunk: decision(section) for trunk, section in models.items()}
     rows = []
     for seed in range(options.seeds):
-        for trunk in options.trunks:
-            section, count = model(trunk, options.parameters)
-            name = f"melee-{trunk}-{options.minutes:g}min-seed{seed}"
-            overrides = {"model": section, "train": {"steps": "auto", "minutes": options.minutes, "on_time": True}}
-            run = runs.open_run("melee_quick", seed=seed, run=name, overrides=overrides, kind="bench")
+        for trunk, section in models.items():
+            steps = round(60 * options.minutes / updates[trunk])
+            name = f"melee-{trunk}-{steps}-seed{seed}"
+            run = runs.open_run(PRESET, seed=seed, steps=steps, run=name, overrides={"model": section}, kind="bench")
             for _ in run.train():
                 pass
-            summary = run.summary()
+            figures = run.summary()["evaluation"]
             run.close()
-            figures = summary["evaluation"]
             recall, false = onset_recall(figures, "sampled")
             rows.append(
                 {
                     "trunk": trunk,
                     "width": section["width"],
-                    "parameters": count,
-                    "updates": summary["steps"],
+                    "parameters": counts[trunk],
+                    "ms an update": 1000 * updates[trunk],
+                    "updates": steps,
                     "nats": figures["total"]["nll"],
                     "at changes": figures["total"]["change_nll"],
                     "onsets %": 100 * recall,
                     "false %": 100 * false,
-                    "ms a frame": decision(run.folder),
+                    "ms of act": 1000 * decisions[trunk],
                 }
             )
             table = pd.DataFrame(rows).groupby("trunk", sort=False)
