@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from matrixlib.hardware import speed
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
+
+PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
+PRELOAD += ["matrixlib.tasks.chess.task"]
 
 # Tests are many small computations: a second thread of torch's pool mostly spins, and on a shared machine it makes
 # them several times slower. Set before torch is imported, and inherited by the programs that tests start.
@@ -39,6 +46,20 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def rates_measured_once() -> Iterator[None]:
+    """What this machine computes in a second is measured once for all the runs of these tests, not as each begins."""
+
+    def once(measure: Callable[..., Any]) -> Callable[..., Any]:
+        kept = functools.cache(measure)
+        return lambda *given, **options: measure(*given, **options) if options else kept(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rates", "matrix_rate"):
+            patch.setattr(speed, name, once(getattr(speed, name)))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Folder of real data beside the checkout ($MATRIXLIB_SHARED); the test skips where it is absent."""
@@ -46,6 +67,20 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"shared test data not found at {folder}; set MATRIXLIB_SHARED")
     return folder
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Any:
+    """Processes that start in no time, as what a training imports is imported once for all of them. They have the
+    environment of the first of them."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes are started by forkserver, which this system lacks")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ready = context.Process(target=int)
+    ready.start()
+    ready.join()
+    return context
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
         "data": {"limit": 512},
         "model": {"channels": 16, "blocks": 1},
         "train": {"steps": 4, "batch_size": 64},
-        "validation": {"interval": 2, "sample": 64, "full_every": 2},
+        "validation": {"interval": 2, "sample": 64, "full_every": 2, "limit": 256},
         "checkpoint": {"interval": 2},
         "runtime": CPU,
     }

@@ -30,8 +30,9 @@ def diagnose(overrides: dict[str, Any] | None = None, cut: bool = False) -> over
         current.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sound_network_learns_16_positions(reports: Path) -> None:
+    """As nbval of overfit.ipynb sees it do."""
     found = diagnose()
     assert found.learned, found
     assert found.curve[-1].gaps["policy"] <= 0.05
@@ -39,7 +40,7 @@ def test_a_sound_network_learns_16_positions(reports: Path) -> None:
     assert len(found.curve) == overfit.STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
     current = overfit.open_run("latin_demo", "cpu", 0, "", 0, {"runtime": {"precision": "fp32", "threads": 1}})
     diagnosis = overfit.check(current)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
-import papermill
 import pytest
 import toy_spec
 import yaml
+from cells import run_notebook
 
 import matrixlib
 from matrixlib.config import ConfigError
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, parse_config
 
-ROOT = Path(__file__).resolve().parents[1]
 PATH = "toy_spec:TASK"
 PRESET = {
     "task": PATH,
@@ -40,32 +37,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the notebooks' kernels."""
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     for name, value in {"REPORTS": str(place / "reports"), "LIVE": "0"}.items():
         monkeypatch.setenv(f"MATRIXLIB_{name}", value)
-    monkeypatch.setenv("PYTHONPATH", paths)
 
 
-def execute(place: Path, notebook: str, **parameters: str) -> str:
-    """What a notebook prints, executed by papermill; its error is the test's."""
-    done = papermill.execute_notebook(
-        ROOT / "notebooks" / f"{notebook}.ipynb",
-        place / f"{notebook}.ipynb",
-        parameters,
-        kernel_name="python3",
-        progress_bar=False,
-        cwd=ROOT,
-    )
-    return json.dumps([cell.get("outputs", []) for cell in done.cells])
-
-
-@pytest.mark.slow
 def test_it_is_trained_and_evaluated(place: Path) -> None:
-    text = execute(place, "train", preset=str(place / "toy.yaml"), device="cpu", run="toy")
+    text = run_notebook("train", preset=str(place / "toy.yaml"), device="cpu", run="toy").text
     assert "held-out class_loss below chance" in text
     assert "VERDICT: PASS" in text
-    text = execute(place, "eval", run="toy", device="cpu", task=PATH)
+    text = run_notebook("eval", run="toy", device="cpu", task=PATH).text
     assert "class loss" in text
     assert "VERDICT: PASS" in text
     assert matrixlib.load("toy", device="cpu", task=PATH).parameters > 0
@@ -73,13 +53,12 @@ def test_it_is_trained_and_evaluated(place: Path) -> None:
         matrixlib.load("toy", device="cpu")
 
 
-@pytest.mark.slow
 def test_it_is_overfitted_and_compared(place: Path) -> None:
     preset = str(place / "toy.yaml")
-    text = execute(place, "overfit", preset=preset, device="cpu")
+    text = run_notebook("overfit", preset=preset, device="cpu").text
     assert "class learned by heart" in text
     assert "VERDICT: PASS" in text
-    text = execute(place, "compare", preset_a=preset, preset_b=preset, device="cpu")
+    text = run_notebook("compare", preset_a=preset, preset_b=preset, device="cpu").text
     assert "optim.learning_rate" in text
     assert "VERDICT: PASS" in text
 

@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard, select, write_shard
-from matrixlib.engine import metrics
+from matrixlib.engine import metrics, pace
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.folder import read_run
 from matrixlib.engine.task import rows
@@ -42,7 +41,7 @@ TINY: dict[str, Any] = {
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1, "dropout": 0.1, "droppath": 0.1},
     "train": {"steps": 12, "batch_size": 64, "micro_batch": 32},
-    "validation": {"interval": 6, "sample": 128},
+    "validation": {"interval": 6, "sample": 128, "limit": 512},
     "checkpoint": {"interval": 4, "keep": 2},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
@@ -58,15 +57,17 @@ LATIN: dict[str, Any] = {
 }
 """Phases by shares change after updates 4 and 8, adaptive ones after the validations of updates 2 and 4."""
 
-PROGRAM = """
-import json, sys, time
-from matrixlib.runs import run as runs
-current = runs.open_run(run=sys.argv[1], overrides=json.loads(sys.argv[2]))
-for stats in current.train():
-    print(stats.step, flush=True)
-    time.sleep(60 if stats.step == 7 and sys.argv[3:] else 0.02)
-current.close()
-"""
+
+def train_slowly(reports: Path, wait: bool) -> None:
+    """In a process of its own: train the run "killed", each update a line of the file "updates"; wait: after the
+    seventh."""
+    os.environ["MATRIXLIB_REPORTS"] = str(reports)
+    current = runs.open_run(run="killed", overrides=TINY)
+    for stats in current.train():
+        with (reports / "updates").open("a") as file:
+            file.write(f"{stats.step}\n")
+        time.sleep(60 if wait and stats.step == 7 else 0.02)
+    current.close()
 
 
 def train(name: str = "", **more: Any) -> runs.Run:
@@ -262,11 +263,13 @@ def test_a_missing_data_folder_is_named(reports: Path, tmp_path: Path) -> None:
         runs.open_run(overrides={**TINY, "data": {"source": str(tmp_path / "nothing")}})
 
 
-def test_steps_auto_is_fixed_at_the_start(reports: Path) -> None:
+def test_steps_auto_is_fixed_at_the_start(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.05])
+    monkeypatch.setattr(pace, "trial", lambda update: next(times))
     override = {**TINY, "train": {**TINY["train"], "steps": "auto", "minutes": 0.05}}
     current = runs.open_run(run="timed", overrides=override)
     steps = current.steps
-    assert steps >= 20
+    assert steps == int(3 / (pace.BESIDES * 0.05))
     current.close()
     again = runs.open_run(run="timed", overrides=override)
     assert again.steps == steps
@@ -365,20 +368,22 @@ def test_a_micro_batch_is_tuned_where_memory_runs_out_and_the_reasons_say_so(
     assert "out of memory" in run.describe()
 
 
-def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: Path) -> None:
-    whole = train("whole")
-    command = [sys.executable, "-c", PROGRAM, "killed", json.dumps(TINY)]
-    environment = {**os.environ, "MATRIXLIB_REPORTS": str(reports)}
-    process = subprocess.Popen([*command, "wait"], stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) == 7:
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+def test_kill_in_the_middle_then_the_same_command_gives_the_same_bits(reports: Path, forkserver: Any) -> None:
+    whole, updates = train("whole"), reports / "updates"
+    process = forkserver.Process(target=train_slowly, args=(reports, True))
+    process.start()
+    while not (updates.exists() and updates.read_text().endswith("7\n")):
+        assert process.is_alive()
+        time.sleep(0.02)
+    process.kill()
+    process.join()
     assert not (reports / "killed" / "summary.json").exists()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert int(done.stdout.split()[0]) == 5, "resumes after the checkpoint of update 4"
+    updates.unlink()
+    again = forkserver.Process(target=train_slowly, args=(reports, False))
+    again.start()
+    again.join()
+    assert again.exitcode == 0
+    assert updates.read_text().split()[0] == "5", "resumes after the checkpoint of update 4"
     assert_equal(final_weights(whole.folder), final_weights(reports / "killed"))
     steps = [json.loads(line)["step"] for line in (reports / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps), "metrics.jsonl is cut back to the checkpoint"

@@ -167,8 +167,10 @@ def test_the_shipped_set_is_as_large_as_promised():
 
 
 @SHIPPED
+@pytest.mark.soak
 def test_the_shipped_set_is_sound(tmp_path):
-    """Unpacked whole: counts, splits by game, no position twice, targets that sum to one."""
+    """Unpacked whole: counts, splits by game, no position twice, targets that sum to one; nbval of data.ipynb audits a
+    sample of it."""
     manifest = read_manifest(shipped.SAMPLE)
     folder = unpack_sample(tmp_path)
     shards = [Shard(folder / name, LAYOUT) for name in manifest["shards"]]

@@ -39,7 +39,7 @@ def test_measuring_leaves_the_threads_alone() -> None:
 
 @pytest.mark.parametrize(
     ("device", "tflops", "side"),
-    [("cpu", 1e3, 2048), ("cuda", 4, 2048), ("cuda", 20, 4096), ("cuda", 400, 8192)],
+    [("cpu", 0.02, 1024), ("cpu", 1, 2048), ("cuda", 4, 2048), ("cuda", 20, 4096), ("cuda", 400, 8192)],
 )
 def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
     monkeypatch: pytest.MonkeyPatch, device: str, tflops: float, side: int

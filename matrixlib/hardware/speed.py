@@ -18,7 +18,7 @@ from matrixlib.hardware.machine import Rates
 if TYPE_CHECKING:
     import torch
 
-SIDES = (2048, 4096, 8192)
+SIDES = (1024, 2048, 4096, 8192)
 REPEAT = 10
 """Products of a call on an accelerator, so that starting them does not count."""
 PIECE = {True: (512, 4), False: (2048, 256)}
@@ -159,14 +159,13 @@ def _best(kinds: Kinds, seconds: float) -> dict[str, float]:
 
 
 def _side(device: str, dtype: torch.dtype, seconds: float) -> int:
-    """Rows of the matrices to multiply: 2048; on an accelerator up to 8192, as long as a call takes a quarter of
-    `seconds` at most, by the rate of the small ones.
+    """Rows of the matrices to multiply: 1024 on the CPU, 2048 on an accelerator, and up to 8192 as long as a call takes
+    a quarter of `seconds` at most, by the rate of the small ones.
     """
-    if device == "cpu":
-        return SIDES[0]
-    rate = 1e9 * _best({"": _product(device, dtype, SIDES[0])}, 0.0)[""]
-    fit = [n for n in SIDES if 2.0 * n**3 * REPEAT / rate <= seconds / 4]
-    return max(fit, default=SIDES[0])
+    sides, repeat = (SIDES, 1) if device == "cpu" else (SIDES[1:], REPEAT)
+    rate = 1e9 * _best({"": _product(device, dtype, sides[0])}, 0.0)[""]
+    fit = [n for n in sides if 2.0 * n**3 * repeat / rate <= seconds / 4]
+    return max(fit, default=sides[0])
 
 
 def _product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:

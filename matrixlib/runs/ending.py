@@ -96,7 +96,8 @@ def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str,
     from matrixlib.runs import figures, report
 
     write_json(folder / "summary.json", {**summary, "ended": files.utc_now()})
-    files.write_bytes(folder / "training.png", figures.png(figures.training_figure(rows, folder.name)))
-    path = report.write_report(folder)
+    curves = figures.png(figures.training_figure(rows, folder.name))
+    files.write_bytes(folder / "training.png", curves)
+    path = report.write_report(folder, curves)
     report.write_index(folder.parent)
     return path

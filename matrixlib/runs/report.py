@@ -10,15 +10,14 @@ crashed run left out or damaged is named. The pages are templates/report.html an
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from matrixlib import files, progress
 from matrixlib.config import read_yaml
@@ -27,6 +26,9 @@ from matrixlib.engine.messages import DECISIONS, is_decision
 from matrixlib.files import reports_root
 from matrixlib.hardware.runtime import stored_reasons, words
 from matrixlib.runs import figures, watch
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 LABELS = {
     "positions": "held-out positions",
@@ -42,8 +44,8 @@ T = TypeVar("T")
 SPARKS, SPARK_ROWS = 40, 5  # points of a sparkline, rows of metrics.jsonl that make one
 
 
-def write_report(run_folder: Path) -> Path:
-    """Write report.html of a run and return its path.
+def write_report(run_folder: Path, curves: bytes = b"") -> Path:
+    """Write report.html of a run and return its path. curves: the PNG of its curves, where that is drawn already.
 
     Raises ValueError where the folder does not exist; missing or damaged parts are named in the report.
     """
@@ -63,7 +65,7 @@ def write_report(run_folder: Path) -> Path:
         runtime.pop("requested", None)
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
         content |= {
-            "pictures": _pictures(rows, folder.name),
+            "pictures": _pictures(rows, folder.name, curves),
             "messages": _messages(rows),
             "stability": _stability(rows, _mapping(_mapping(options).get("optim")).get("clip_norm")),
             "runtime": [(name, words(value), reasons.get(name, "")) for name, value in runtime.items()],
@@ -84,7 +86,9 @@ def add_verdict(run_folder: Path, verdict: Mapping[str, Any]) -> Path:
     """Put a notebook's verdict (passed, demo, checks) into summary.json; write report and index again."""
     path = Path(run_folder) / "summary.json"
     files.write_json(path, files.read_json(path) | {"verdict": dict(verdict)})
-    report = write_report(run_folder)
+    picture, rows = path.with_name("training.png"), path.with_name("metrics.jsonl")
+    drawn = picture.exists() and rows.exists() and picture.stat().st_mtime_ns >= rows.stat().st_mtime_ns
+    report = write_report(run_folder, picture.read_bytes() if drawn else b"")
     write_index(Path(run_folder).parent)
     return report
 
@@ -163,6 +167,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _render(template: str, **content: Any) -> str:
     """A page of templates/; every value is escaped, a missing one is empty."""
+    return _pages().get_template(template).render(content)
+
+
+@functools.cache
+def _pages() -> Environment:
+    """The templates, which are compiled once."""
     from jinja2 import ChainableUndefined, Environment, PackageLoader
 
     pages = Environment(
@@ -174,7 +184,7 @@ def _render(template: str, **content: Any) -> str:
     )
     pages.filters["duration"] = progress.duration
     pages.filters["colour"] = _colour
-    return pages.get_template(template).render(content)
+    return pages
 
 
 def _colour(word: str) -> str:
@@ -227,16 +237,16 @@ def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(LABELS.get(name, name), value, beside) for name, value, beside in rows]
 
 
-def _pictures(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str, str]]:
-    """(heading, text for those who do not see it, PNG in base 64) of every picture."""
-    pictures: list[tuple[str, str, Figure]] = []
+def _pictures(rows: Sequence[Mapping[str, Any]], name: str, curves: bytes) -> list[tuple[str, str, str]]:
+    """(heading, text for those who do not see it, PNG in base 64) of every picture; curves: as in `write_report`."""
+    pictures: list[tuple[str, str, bytes]] = []
     if rows:
         alt = "Losses, accuracy, learning rate, gradient norm and throughput over update steps"
-        pictures.append(("Curves", alt, figures.training_figure(rows, name)))
+        pictures.append(("Curves", alt, curves or figures.png(figures.training_figure(rows, name))))
     if timed := [row for row in rows if row.get("times")]:
         alt = "Milliseconds of an update by phase"
-        pictures.append(("Where the time went", alt, figures.phases_figure(timed)))
-    return [(title, alt, base64.b64encode(figures.png(figure)).decode()) for title, alt, figure in pictures]
+        pictures.append(("Where the time went", alt, figures.png(figures.phases_figure(timed))))
+    return [(title, alt, base64.b64encode(picture).decode()) for title, alt, picture in pictures]
 
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:

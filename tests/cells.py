@@ -1,0 +1,51 @@
+"""The cells of a committed notebook in this process: what papermill runs in a kernel, without the start of one."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import nbformat
+import pandas as pd
+from IPython.display import Image
+
+from matrixlib.files import NOTEBOOKS
+from matrixlib.runs.notebook import VerdictFailed
+
+WHOLE = ("display.max_rows", None, "display.max_columns", None, "display.max_colwidth", None)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the cells printed and ended with, as text, how many pictures were among it, and why the verdict failed."""
+
+    text: str
+    pictures: int
+    failed: str
+
+
+def run_notebook(name: str, **parameters: Any) -> Shown:
+    """Run every cell, with `parameters` over the notebook's own; an error is the caller's."""
+    out, values, pictures, failed = io.StringIO(), dict[str, Any](), 0, ""
+    with contextlib.redirect_stdout(out), pd.option_context(*WHOLE, "display.expand_frame_repr", False):
+        for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
+            if cell.cell_type != "code":
+                continue
+            body = ast.parse(cell.source).body
+            last = body.pop().value if body and isinstance(body[-1], ast.Expr) else None
+            try:
+                exec(compile(ast.Module(body, []), name, "exec"), values)
+                result = eval(compile(ast.Expression(last), name, "eval"), values) if last is not None else None
+            except VerdictFailed as error:
+                failed = str(error)
+                continue
+            if "parameters" in cell.metadata.get("tags", []):
+                assert parameters.keys() <= values.keys(), f"{name}.ipynb declares {', '.join(values)}"
+                values |= parameters
+            pictures += isinstance(result, Image)
+            if result is not None:
+                print(result)
+    return Shown(out.getvalue(), pictures, failed)
