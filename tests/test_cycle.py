@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from matrixlib import config, files
-from matrixlib.data.catalogue import NAME, Catalogue
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard
 from matrixlib.engine.trials import Comparison
@@ -33,6 +34,7 @@ from matrixlib.play.match import Match
 from matrixlib.runs import cycle, cycle_figures, cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.runs.cycle_games import Games
 from matrixlib.runs.cycle_state import Generation, Tally, read_generations
 from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.keys import ids_of
@@ -97,10 +99,11 @@ class Script:
         self.lessons: list[dict[str, float]] = []
         self.killed = False
         network = SimpleNamespace(model=torch.nn.Linear(1, 1), training=False, task=None)
-        monkeypatch.setattr(cycle_games, "play_chunks", lambda chunks, _: ((c, TALLY) for c in chunks))
+        monkeypatch.setattr(cycle_games, "weights_of", lambda *_: b"")
         monkeypatch.setattr(cycle_games, "network", lambda *_: network)
+        monkeypatch.setattr(cycle_games.Chunk, "__call__", lambda *_: Games(TALLY, {}))
         monkeypatch.setattr(runs, "open_run", self.open_run)
-        monkeypatch.setattr(cycle, "play_pairs", self.play_pairs)
+        monkeypatch.setattr(cycle_games, "play_pairs", self.play_pairs)
         monkeypatch.setattr(cycle.Cycle, "_on_new", lambda *_: {"new": 0.5})
         self.cycle = cycle.open_cycle("demo", "cpu", "p", TINY | {"match": {"pairs": 64, "batch": 64}})
 
@@ -257,42 +260,34 @@ def games_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "open_run", training)
 
 
-def test_several_processes_play_the_same_games(
-    whole: Path, reports: Path, games_alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play = cycle_games.play_chunks
+def begin_like(whole: Path, reports: Path) -> None:
+    """Begin the first generation at the time of another cycle's: its shards say when they were made."""
+    begun = read_generations(whole / "c")[1].begun
+    (reports / "c").mkdir()
+    Generation(number=1, begun=begun).write(reports / "c")
 
-    def watched(chunks: list[cycle_games.Chunk], workers: int) -> Iterator[Any]:
-        assert (reports / "c" / "shards" / NAME).is_file(), "processes must not make it all at once"
-        return play(chunks, workers)
 
-    monkeypatch.setattr(cycle_games, "play_chunks", watched)
+def shards(root: Path, generation: int) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "c" / "shards").glob(f"{generation:03d}_*.npz")}
+
+
+def test_several_processes_play_the_same_games(whole: Path, reports: Path, games_alone: None) -> None:
+    begin_like(whole, reports)
     with pytest.raises(Enough):
         next(cycle.open_cycle("demo", "cpu", "c", {**TINY, "workers": 2}).train())
     assert read_generations(reports / "c")[1].selfplay.games == 20
-    ours, theirs = positions(reports), positions(whole, "selfplay_001")
-    assert sorted(map(str, ours.tolist())) == sorted(map(str, theirs.tolist()))
+    assert shards(reports, 1) == shards(whole, 1)
+    assert len(Catalogue(reports / "c" / "shards").shards()) == 5
 
 
-@dataclass(frozen=True)
-class Task:
-    """Stands in for a chunk of games; number 0 fails."""
-
-    folder: Path
-    number: int
-
-    def play(self) -> Tally:
-        if not self.number:
-            raise ValueError("planted")
-        time.sleep(0.2)
-        (self.folder / str(self.number)).touch()
-        return TALLY
-
-
-def test_an_error_does_not_wait_for_the_chunks_that_have_not_begun(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="planted"):
-        list(cycle_games.play_chunks([Task(tmp_path, number) for number in range(24)], 2))  # type: ignore[misc]
-    assert len(list(tmp_path.iterdir())) < 12
+def test_what_comes_over_damaged_is_not_taken(whole: Path, reports: Path) -> None:
+    (path,) = (whole / "c" / "shards").glob("001_*_validation.npz")
+    data = path.read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    (reports / "shards").mkdir()
+    with pytest.raises(ValueError, match="came over damaged"):
+        cycle_games.keep(reports, Games(TALLY, {path.name: (data[:-1] + b"x", sha256)}))
+    assert not Catalogue(reports / "shards").shards(state=None)
 
 
 @pytest.fixture
@@ -567,8 +562,8 @@ def test_of_two_that_begin_a_cycle_at_once_one_decides(reports: Path, monkeypatc
 
 def test_two_networks_are_kept(opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[int] = []
-    load = cycle_games.network
-    monkeypatch.setattr(cycle_games, "network", lambda *where: loads.append(where[2]) or load(*where))
+    load = cycle_games.weights_of
+    monkeypatch.setattr(cycle_games, "weights_of", lambda *where: loads.append(where[2]) or load(*where))
     for generation in (0, 1, 2, 1, 0, 1, 2):
         opened.network(generation)
     assert loads == [0, 1, 2, 0, 2], "that of longest ago goes first"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.runs import proposals, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
 from matrixlib.runs import run as runs
+from matrixlib.runs.fleet import Processes
 from matrixlib.runs.proposals import Told
 from matrixlib.runs.sweep_config import Dimension, SweepConfig, load_sweep, request
 from matrixlib.runs.trial import Job, Outcome
@@ -39,7 +39,7 @@ Curve = Callable[[Mapping[str, Any], int, int], float]
 
 
 class Fake:
-    """A backend whose trainings are a function: it leaves runs of 12 updates as they lie on disk, and obeys limits."""
+    """A fleet whose trainings are a function: it leaves runs of 12 updates as they lie on disk, and obeys limits."""
 
     slots = 1
 
@@ -48,8 +48,11 @@ class Fake:
         self.jobs: list[Job] = []
         self.ended: list[tuple[int, Outcome]] = []
 
-    def submit(self, job: Job) -> None:
-        self.jobs.append(job)
+    def share(self, value: Any) -> Any:
+        return value
+
+    def submit(self, key: Any, part: Any, *handles: Any) -> None:
+        self.jobs.append(job := part.args[0])
         outcome = Outcome("complete")
         for seed, name in job.names.items():
             curve = {step: self.loss(job.overrides, seed, step) for step in range(1, 13)}
@@ -465,7 +468,7 @@ def test_a_staged_sweep_keeps_what_helped(reports: Path) -> None:
 
 def job(reports: Path, **changes: Any) -> Job:
     preset, overrides = request(load_sweep("demo"), {RATE: 0.001})
-    return replace(Job(0, {0: "one"}, preset, overrides, reports / "log.txt"), **changes)
+    return replace(Job(0, {0: "one"}, preset, overrides), **changes)
 
 
 def test_a_trial_above_the_median_ends_there_also_when_it_goes_on(reports: Path) -> None:
@@ -486,26 +489,17 @@ def test_a_reason_of_any_length_becomes_a_short_one(reports: Path, monkeypatch: 
     assert len(outcome.reason) == trial.LONGEST
 
 
-@pytest.mark.parametrize("code", [130, 143, -signal.SIGINT, -signal.SIGTERM])
-def test_a_trial_is_not_judged_by_the_interruption_of_its_process(code: int) -> None:
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    sender.close()
-    process: Any = SimpleNamespace(exitcode=code)
-    with pytest.raises(KeyboardInterrupt):
-        trial.Processes(1)._outcome(process, receiver)
-
-
 @pytest.mark.soak
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> None:
-    with closing(trial.Processes(2)) as processes:
-        processes.submit(job(reports, preset="no_such_preset"))
-        processes.submit(job(reports, number=1))
-        pids = {number: process.pid for number, _, process, _ in processes._running.values()}
+    with closing(Processes(2, reports / "log.txt")) as processes:
+        processes.submit(0, partial(trial.train, job(reports, preset="no_such_preset")))
+        processes.submit(1, partial(trial.train, job(reports, number=1)))
+        pids = {number: worker.process.pid for number, worker in processes._busy.values()}
         os.kill(pids[1] or 0, signal.SIGKILL)
         ended: dict[int, Outcome] = {}
         while len(ended) < 2:
-            ended |= dict(processes.collect())
+            ended |= {number: trial.outcome_of(result) for number, result in processes.collect()}
     assert ended[0].state == "failed"
     assert "unknown preset 'no_such_preset'" in ended[0].reason
     assert ended[1] == Outcome("failed", "its process was killed by signal 9, perhaps out of memory")
@@ -558,11 +552,11 @@ def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
 @pytest.mark.parametrize("budget", [{"steps": 12}, {"steps": 0, "compute": [1e11]}])
 def test_a_trial_that_fails_is_a_row_with_its_reason(reports: Path, budget: dict[str, Any]) -> None:
     class Backend(Fake):
-        def submit(self, job: Job) -> None:
-            if job.number < 3:
-                super().submit(job)
+        def submit(self, key: Any, part: Any, *handles: Any) -> None:
+            if key < 3:
+                super().submit(key, part)
             else:
-                self.ended.append((job.number, trial.train(job)))
+                self.ended.append((key, part()))
 
     space = {"model.channels": [24, 16], "model.attention.heads": [2, 3]}
     options = {"space": space, "overrides": {"model": {"attention": {"every": 1}}}} | budget

@@ -207,17 +207,10 @@ def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[st
     meta (with created) give the same bytes. Raises ValueError if the batch is empty or not of this layout.
     """
     path = Path(path)
-    check(batch, layout)
-    full = _full_meta(layout, batch, meta)
-    text = json.dumps(full, sort_keys=True, allow_nan=False).encode()
-    arrays = {name: batch[name] for name, _ in layout.members()}
-    arrays |= {"block_crc": _block_crcs(batch, layout), "meta": np.frombuffer(text, np.uint8)}
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                for name, array in arrays.items():
-                    _write_member(archive, file, name, array)
+            full = _write(file, layout, batch, meta)
             file.flush()
             os.fsync(file.fileno())
         info = ShardInfo(path, full["count"], temporary.stat().st_size, file_hash(temporary), full)
@@ -227,6 +220,26 @@ def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[st
         raise
     sync_folder(path.parent)
     return info
+
+
+def pack_shard(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> bytes:
+    """The bytes of the file that `write_shard` writes, for a machine that does not have the folder."""
+    file = io.BytesIO()
+    _write(file, layout, batch, meta)
+    return file.getvalue()
+
+
+def _write(file: BinaryIO, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a shard; returns all of its meta data."""
+    check(batch, layout)
+    full = _full_meta(layout, batch, meta)
+    text = json.dumps(full, sort_keys=True, allow_nan=False).encode()
+    arrays = {name: batch[name] for name, _ in layout.members()}
+    arrays |= {"block_crc": _block_crcs(batch, layout), "meta": np.frombuffer(text, np.uint8)}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            _write_member(archive, file, name, array)
+    return full
 
 
 def _full_meta(layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,15 +29,15 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
-from matrixlib.hardware.openmp import considerate
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
-from matrixlib.play.match import Player, play_pairs, random_openings, search_player
+from matrixlib.play.match import random_openings
 from matrixlib.runs import cycle_games
 from matrixlib.runs.autotune import agreeing
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
-from matrixlib.runs.cycle_games import Chunk
-from matrixlib.runs.cycle_state import CycleError, Decision, Generation, Lesson, read_generations
+from matrixlib.runs.cycle_games import Chunk, Pairing
+from matrixlib.runs.cycle_state import CycleError, Decision, Generation, Lesson, Pairs, read_generations
+from matrixlib.runs.fleet import Fleet, gather, open_fleet
 from matrixlib.runs.record import runtime_settings
 from matrixlib.tasks import get_task
 from matrixlib.tasks.spec import Check, GameSpec
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from matrixlib.engine.network import Network
     from matrixlib.runs.data import RunData
 
+FREE = ("generations", "workers")
+"""Options that change no game and no weight."""
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
 
 
@@ -79,9 +82,9 @@ def open_cycle(
         runtime = _runtime(folder, config, device)
     data = configuration.read_yaml(path.read_text(encoding="utf-8"), str(path))
     stored = parse_cycle(data, str(path), config.network.task)
-    if stored.model_copy(update={"generations": config.generations, "workers": config.workers}) != config:
+    if stored.model_copy(update={key: getattr(config, key) for key in FREE}) != config:
         raise CycleError(
-            f"cycle '{name}' was begun with another configuration (see {path}); only generations and workers may "
+            f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
         )
     runtime.apply()  # all that its networks compute is stored, `perfection` too
@@ -215,8 +218,8 @@ class Cycle:
 
         path = self.folder / f"perfection_{generation:03d}.json"
         if self.rules.solved and not path.exists():
-            evaluator = Evaluator(self.network(generation))
-            write_json(path, self.rules.perfection(evaluator, self._player(generation)))
+            net = self.network(generation)
+            write_json(path, self.rules.perfection(Evaluator(net), cycle_games.player(self.config, net)))
         return read_json(path)
 
     def course(self) -> dict[int, dict[str, float]]:
@@ -227,7 +230,7 @@ class Cycle:
     def network(self, generation: int) -> Network:
         """The network of a generation, averaged weights; 0 is the untrained one."""
         network = self._networks.pop(generation, None) or cycle_games.network(
-            self.folder, self.config, generation, self.runtime
+            self.config, self.runtime, cycle_games.weights_of(self.folder, self.config, generation)
         )
         self._networks = dict([*self._networks.items(), (generation, network)][-2:])  # a match needs two
         return network
@@ -239,8 +242,9 @@ class Cycle:
         if generation.decision is None:
             generation = self._play(generation)
             generation = self._learn(generation)
-            generation = self._match(generation, "match", generation.by)
-            generation = self._match(generation, "anchor", 0)
+            with self._fleet() as fleet:
+                generation = self._match(fleet, generation, "match", generation.by)
+                generation = self._match(fleet, generation, "anchor", 0)
             generation = self._decide(generation)
         return generation
 
@@ -248,28 +252,44 @@ class Cycle:
         """A generation as far as it has come. The best network when it begins plays its games and is its opponent,
         whatever is decided meanwhile."""
         known = read_generations(self.folder).get(number)
-        return known or Generation(number=number, by=self.best).write(self.folder)
+        return known or Generation(number=number, by=self.best, begun=files.utc_now()).write(self.folder)
+
+    @contextmanager
+    def _fleet(self) -> Iterator[Fleet]:
+        """What plays games. Nothing of it is left while a network is trained."""
+        fleet = open_fleet(self.config.workers)
+        try:
+            yield fleet
+        finally:
+            fleet.close()
+            self.runtime.apply()  # games that were played in this process had one thread
 
     def _play(self, generation: Generation) -> Generation:
         from matrixlib.data.catalogue import Catalogue
         from matrixlib.progress import live_bar
 
         config, number = self.config, generation.number
-        Catalogue(self.folder / "shards").create()  # processes that make it all at once are in each other's way
-        place = (self.folder, config, self.runtime, number, generation.by)
+        created = generation.begun or files.utc_now()  # of an older version's generation
+        place = (self.name, config, replace(self.runtime, threads=1), number, generation.by, created)
         starts = range(0, config.games, config.chunk)
-        chunks = [Chunk(*place, first, min(config.chunk, config.games - first)) for first in starts]
-        todo = [chunk for chunk in chunks if str(chunk.first) not in generation.chunks]
+        chunks = {first: Chunk(*place, first, min(config.chunk, config.games - first)) for first in starts}
+        todo = {first: chunk for first, chunk in chunks.items() if str(first) not in generation.chunks}
+        if not todo:
+            return generation
+        Catalogue(self.folder / "shards").create()
+        stored = cycle_games.weights_of(self.folder, config, generation.by)
         title = f"generation {number}: self-play"
-        try:
-            with live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk") as bar:
-                for chunk, tally in cycle_games.play_chunks(todo, config.workers):
-                    counted = {**generation.chunks, str(chunk.first): tally}
-                    generation = generation.grown(self.folder, chunks=counted)
-                    bar.set_postfix_str(f"{tally.games / tally.seconds:.1f} games/s in a process", refresh=False)
-                    bar.update()
-        finally:
-            self.runtime.apply()  # games that were played in this process had one thread
+        with (
+            self._fleet() as fleet,
+            live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk") as bar,
+        ):
+            for first, games in gather(fleet, todo, stored):
+                cycle_games.keep(self.folder, games)
+                counted = sorted({**generation.chunks, str(first): games.tally}.items(), key=lambda row: int(row[0]))
+                generation = generation.grown(self.folder, chunks=dict(counted))
+                speed = games.tally.games / games.tally.seconds
+                bar.set_postfix_str(f"{speed:.1f} games/s in a process", refresh=False)
+                bar.update()
         return generation
 
     def _learn(self, generation: Generation) -> Generation:
@@ -337,38 +357,40 @@ class Cycle:
             decisions=len(decisions),
         )
 
-    def _match(self, generation: Generation, kind: Literal["match", "anchor"], other: int) -> Generation:
-        """The candidate against an earlier network, in batches of pairs until the plan or the test ends it."""
+    def _match(self, fleet: Fleet, generation: Generation, kind: Literal["match", "anchor"], other: int) -> Generation:
+        """The candidate against an earlier network, in batches of pairs until the plan or the test ends it.
+
+        Batches count in their order, whichever is played first, and those behind the decision do not.
+        """
         from matrixlib.progress import live_bar
 
         options, number, game = self.config.match, generation.number, self.rules.game
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
+        stored = [cycle_games.weights_of(self.folder, self.config, g) for g in (number, other)]
+        place = (self.config, replace(self.runtime, threads=1), (number, other))
+        parts = {
+            (kind, start): Pairing(*place, openings[start : start + options.batch], start)
+            for start in range(first, pairs, options.batch)
+        }
+        played: dict[tuple[str, int], tuple[str, Pairs]] = {}
         title = f"generation {number}: {kind}"
         with (
-            considerate(self.runtime.cpu_threads),
+            closing(gather(fleet, parts, *stored)) as results,
             live_bar(initial=first, total=pairs, desc=title, unit="pair") as bar,
         ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):
-                players = [self._player(g) for g in (number, other)]
-                names = (f"generation {number}", f"generation {other}")
-                part = openings[first : first + options.batch]
-                match = play_pairs(game, players[0], players[1], part, options.plies, names, 2 * first)
+                while (kind, first) not in played:
+                    played |= [next(results)]
+                text, scores = played.pop((kind, first))
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}{self.rules.ending}"
-                write_text(path, "\n\n".join(game.write(record) for record in match.games) + "\n")
-                results = (*getattr(generation, kind), tuple(match.pairs().tolist()))
-                generation = generation.grown(self.folder, **{kind: results})
-                first += len(part)
+                write_text(path, text)
+                generation = generation.grown(self.folder, **{kind: (*getattr(generation, kind), scores)})
+                first += sum(scores)
                 bar.set_postfix_str(str(rating(generation.pairs(kind))), refresh=False)
-                bar.update(len(part))
+                bar.update(sum(scores))
         return generation
-
-    def _player(self, generation: int) -> Player:
-        from matrixlib.play.evaluator import Evaluator
-
-        evaluator, options = Evaluator(self.network(generation)), self.config.match
-        return search_player(self.rules.game, evaluator, options.num_simulations, self.config.search)
 
     def _decide(self, generation: Generation) -> Generation:
         """The match alone decides which network is the best one."""

@@ -30,7 +30,9 @@ class CycleConfig(Section):
     )
     chunk: Count = Field(default=128, description="games of a shard; what a killed process loses at most")
     window: Count = Field(default=3, description="latest generations that are trained on")
-    workers: Count = Field(default=1, description="processes of self-play, each of which computes on one thread")
+    workers: Count = Field(
+        default=1, description="processes of self-play and matches, each of which computes on one thread"
+    )
     selfplay: SelfPlayOptions = SelfPlayOptions()
     search: SearchOptions = SearchOptions()
     match: MatchOptions = MatchOptions()

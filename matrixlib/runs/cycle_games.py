@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matrixlib.files import end_with_parent
+from matrixlib import files
+from matrixlib.config import Config
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import uniform
+from matrixlib.play.match import Player, play_pairs, search_player
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_config import CycleConfig
-from matrixlib.runs.cycle_state import Tally
+from matrixlib.runs.cycle_state import CycleError, Pairs, Tally
 from matrixlib.tasks import get_task
 from matrixlib.tasks.spec import GameSpec, weights
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from matrixlib.data.loader import Loader
     from matrixlib.engine.network import Network
-    from matrixlib.play.game import Game, Trace
+    from matrixlib.play.game import Game, States, Trace
 
 TRIAL_GAMES = 4
 HELD_OUT = 20  # every so many games one is held out of training
@@ -44,18 +45,36 @@ def source(generation: int) -> str:
     return f"selfplay_{generation:03d}"
 
 
-def network(folder: Path, config: CycleConfig, generation: int, runtime: Runtime) -> Network:
-    """The network of a generation of the cycle in `folder`, averaged weights; 0 is the untrained one."""
-    from matrixlib.engine.checkpoint import Checkpoints
+def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
+    """The averaged weights of a generation of the cycle in `folder`, as safetensors; 0 is the untrained network."""
+    from safetensors.torch import save
 
-    spec = get_task(config.network.task)
-    settings = config.network.model_copy(update={"seed": config.seed})
-    model = spec.task(settings).build_model()
+    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.optim import named_tensors
+
     if generation:
         checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
-        stored = Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest")
-        model.load_state_dict(weights(stored)[0], strict=True)
-    return spec.network(model, settings, runtime)
+        tensors = weights(Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest"))[0]
+    else:
+        tensors = named_tensors(_model(config))
+    return save({name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
+    """The network of a cycle with these weights."""
+    from safetensors.torch import load
+
+    model = _model(config)
+    model.load_state_dict(load(stored), strict=True)
+    return get_task(config.network.task).network(model, _seeded(config), runtime)
+
+
+def _model(config: CycleConfig) -> nn.Module:
+    return get_task(config.network.task).task(_seeded(config)).build_model()
+
+
+def _seeded(config: CycleConfig) -> Config:
+    return config.network.model_copy(update={"seed": config.seed})
 
 
 def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
@@ -72,20 +91,27 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def play_chunks(chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Tally]]:
-    """Play the chunks and yield each when it is done, in worker processes where there are several."""
-    if workers == 1 or len(chunks) < 2:
-        for chunk in chunks:
-            yield chunk, chunk.play()
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(chunks)), context, end_with_parent) as pool:
-        futures = {pool.submit(chunk.play): chunk for chunk in chunks}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:  # after an error the chunks that have not begun are not waited for
-            pool.shutdown(cancel_futures=True)
+def player(config: CycleConfig, net: Network) -> Player:
+    """How a network plays in matches."""
+    from matrixlib.play.evaluator import Evaluator
+
+    spec = get_task(config.network.task)
+    assert spec.game is not None, "load_cycle takes games only"
+    return search_player(spec.game.game, Evaluator(net), config.match.num_simulations, config.search)
+
+
+def keep(folder: Path, games: Games) -> None:
+    """Put the shards of games that were played somewhere into the cycle's. CycleError where they came over damaged."""
+    from matrixlib.data.catalogue import Catalogue
+    from matrixlib.data.shards import read_info
+
+    shards = folder / "shards"
+    for name, (data, sha256) in games.shards.items():
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise CycleError(f"{name} came over damaged (SHA-256): start again to play its games again")
+        files.write_bytes(shards / name, data)
+        info = read_info(shards / name)
+        Catalogue(shards).add(info, info.meta["split"], info.meta["source"])
 
 
 def unlearned(training: Loader, held_out: Loader, game: GameSpec) -> Loader:
@@ -113,31 +139,39 @@ def tally(game: Game, traces: Sequence[Trace], positions: int, seconds: float) -
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Games `first` to `first + games - 1` of a generation, played by the network of generation `by`."""
+class Games:
+    """Games that were played. shards: name -> (bytes, their SHA-256), one of training and one of held-out games."""
 
-    folder: Path
+    tally: Tally
+    shards: Mapping[str, tuple[bytes, str]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Games `first` to `first + games - 1` of a generation, played by the network of generation `by`; a part of a
+    fleet, on one thread, as its processes are the parallelism: their number does not change the games.
+
+    runtime: of one thread. created: of the shards.
+    """
+
+    cycle: str
     config: CycleConfig
     runtime: Runtime
     generation: int
     by: int
+    created: str
     first: int
     games: int
 
-    def play(self) -> Tally:
-        """Play the games and write their shards, one of training and one of held-out games.
-
-        On one thread, as the processes of self-play are the parallelism: their number does not change the games.
-        """
-        from matrixlib.data.catalogue import Catalogue
-        from matrixlib.data.shards import select, write_shard
+    def __call__(self, stored: bytes) -> Games:
+        """Play the games with these weights."""
+        from matrixlib.data.shards import pack_shard, select
         from matrixlib.play.evaluator import Evaluator
 
-        runtime = replace(self.runtime, threads=1)
-        runtime.apply()
+        self.runtime.apply()
         config, spec = self.config, get_task(self.config.network.task)
         assert spec.game is not None, "load_cycle takes games only"
-        evaluator = Evaluator(network(self.folder, config, self.by, runtime))
+        evaluator = Evaluator(network(config, self.runtime, stored))
         seed = config.seed * 1_000_003 + self.generation
         start = time.monotonic()
         numbers = range(self.first, self.first + self.games)
@@ -147,23 +181,41 @@ class Chunk:
         batch = spec.game.batch(traces, ids)
         outside = np.array([ids[number] for number in numbers if held_out(number)], np.uint64)
         validation = np.isin(batch["records"]["game"], outside)
-        catalogue = Catalogue(self.folder / "shards")
-        origin = {
-            "cycle": self.folder.name,
-            "generation": self.generation,
-            "by": self.by,
-            "first": self.first,
-        }
-        meta = {"source": source(self.generation), "generator": origin, "seed": seed}
+        origin = {"cycle": self.cycle, "generation": self.generation, "by": self.by, "first": self.first}
+        meta = {"source": source(self.generation), "generator": origin, "seed": seed, "created": self.created}
+        shards = {}
         for split, rows in (("train", ~validation), ("validation", validation)):
             if rows.any():
                 part = select(batch, np.flatnonzero(rows), spec.layout)
-                path = self.folder / "shards" / f"{self.generation:03d}_{self.first:06d}_{split}.npz"
-                info = write_shard(path, spec.layout, part, {**meta, "split": split})
-                catalogue.add(info, split, source(self.generation))
-        return tally(spec.game.game, traces, len(batch["records"]), time.monotonic() - start)
+                data = pack_shard(spec.layout, part, {**meta, "split": split})
+                name = f"{self.generation:03d}_{self.first:06d}_{split}.npz"
+                shards[name] = data, hashlib.sha256(data).hexdigest()
+        return Games(tally(spec.game.game, traces, len(batch["records"]), time.monotonic() - start), shards)
 
     def _id(self, number: int) -> int:
         """A 64-bit id of a game, for its records. Whether it is held out is not in it: the shard says so."""
-        name = f"{self.folder.name}/{self.generation}/{number}"
+        name = f"{self.cycle}/{self.generation}/{number}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Pairs of games between two generations, from `first` on, all at once; a part of a fleet as a `Chunk` is."""
+
+    config: CycleConfig
+    runtime: Runtime
+    generations: tuple[int, int]
+    openings: States
+    first: int
+
+    def __call__(self, *stored: bytes) -> tuple[str, Pairs]:
+        """(the games as they are written, how many pairs scored what) of the networks with these weights."""
+        self.runtime.apply()
+        spec = get_task(self.config.network.task)
+        assert spec.game is not None, "load_cycle takes games only"
+        one, two = (player(self.config, network(self.config, self.runtime, part)) for part in stored)
+        first, second = (f"generation {number}" for number in self.generations)
+        game, plies = spec.game.game, self.config.match.plies
+        match = play_pairs(game, one, two, self.openings, plies, (first, second), 2 * self.first)
+        text = "\n\n".join(game.write(record) for record in match.games) + "\n"
+        return text, tuple(match.pairs().tolist())

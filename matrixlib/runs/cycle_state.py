@@ -77,14 +77,15 @@ class Decision(Section):
 class Generation(Section):
     """One generation, as far as it has come.
 
-    by: generation whose network plays the games and is the opponent; chunks: first game -> tally; top1: on held-out
-    positions, None in a game that has no such figure; top1_new: on those of them that no game to learn from has; new:
-    their share; match, anchor: results of the candidate against that network and against generation 0, batch by
-    batch; rollbacks: those between this generation's decision and the next one's.
+    by: generation whose network plays the games and is the opponent; begun: UTC time; chunks: first game -> tally;
+    top1: on held-out positions, None in a game that has no such figure; top1_new: on those of them that no game to
+    learn from has; new: their share; match, anchor: results of the candidate against that network and against
+    generation 0, batch by batch; rollbacks: those between this generation's decision and the next one's.
     """
 
     number: int
     by: int = 0
+    begun: str = ""
     chunks: dict[str, Tally] = {}
     lesson: Lesson | None = None
     top1: float | None = None

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from matrixlib.config import ConfigError, merge, read_yaml_file, validated
 from matrixlib.hardware import machine
 from matrixlib.runs import watch
 from matrixlib.runs.compare import LOSS, RunResult, read_result
+from matrixlib.runs.fleet import Fleet, open_fleet
 from matrixlib.runs.proposals import Method, Told, method
 from matrixlib.runs.sweep_config import SweepConfig, known_figure, load_sweep, request, to_yaml
-from matrixlib.runs.trial import Backend, Here, Job, Outcome, Processes, in_a_line
+from matrixlib.runs.trial import Job, Outcome, in_a_line, outcome_of, train
 from matrixlib.tasks import load_config
 
 RIVALS = 4
@@ -152,15 +154,15 @@ class Sweep:
         """Names of a trial's runs, by seed."""
         return {seed: f"{self.name}-{number:03d}-s{seed}" for seed in self.seeds}
 
-    def train(self, backend: Backend | None = None) -> Iterator[Trial]:
+    def train(self, fleet: Fleet | None = None) -> Iterator[Trial]:
         """Every trial, yielded when it has ended; those that had ended before are not trained again.
 
-        backend: where jobs are trained; by default in this process, or with `workers` in others of this machine.
+        fleet: where trials are trained; by default as `fleet` and `workers` say.
         SweepError while another process works on the sweep.
         """
         with self._held(), progress.live_bar(total=self.planned, desc=self.name, unit="trial") as bar:
             tick = self._ticker(bar)
-            place = backend or (Here(tick) if self.config.workers == 1 else Processes(self.config.workers))
+            place = fleet or self._fleet(tick)
             running: set[int] = set()
             try:
                 while True:
@@ -171,12 +173,12 @@ class Sweep:
                             yield self._end(trial.number, Outcome("failed", in_a_line(error)))
                             continue
                         running.add(trial.number)
-                        place.submit(job)
+                        place.submit(trial.number, partial(train, job))
                     if not running:
                         break
-                    for number, outcome in place.collect():
+                    for number, result in place.collect():
                         running.discard(number)
-                        yield self._end(number, outcome)
+                        yield self._end(number, outcome_of(result))
                     tick()
             finally:
                 place.close()
@@ -228,6 +230,9 @@ class Sweep:
         finally:
             self._lock.release()
 
+    def _fleet(self, tick: Callable[[], None]) -> Fleet:
+        return open_fleet(self.config.workers, self.folder / "log.txt", tick=tick)
+
     def _write(self, trial: Trial) -> Trial:
         self.trials[trial.number] = trial
         rows = [asdict(row) for _, row in sorted(self.trials.items())]
@@ -258,7 +263,7 @@ class Sweep:
             overrides = merge({"runtime": {"threads": self.threads}}, overrides)
         names = self.run_names(trial.number)
         limits = {seed: self._limits(trial, seed) for seed in names} if self.config.prune else {}
-        return Job(trial.number, names, preset, overrides, self.folder / "log.txt", limits)
+        return Job(trial.number, names, preset, overrides, limits)
 
     def _limits(self, trial: Trial, seed: int) -> dict[int, float]:
         """Update -> median validation loss, with this seed, of the complete trials that this one may know of."""

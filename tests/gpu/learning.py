@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from matrixlib.hardware.benchmark import Figure, Plan
 from matrixlib.runs import cycle_games
 from matrixlib.runs.cycle import open_cycle
 from matrixlib.runs.cycle_state import read_generations
+from matrixlib.runs.fleet import gather, open_fleet
 from matrixlib.runs.record import runtime_settings
 from matrixlib.runs.run import open_run
 from matrixlib.tasks import get_task
@@ -160,10 +163,12 @@ def selfplay(plan: Plan) -> Iterator[Figure | str]:
     }
     opened = open_cycle("quick", plan.device, "selfplay", overrides)
     config = opened.config
-    place = (opened.folder, config, opened.runtime, 1, 0)
-    chunks = [cycle_games.Chunk(*place, first, config.chunk) for first in range(0, config.games, config.chunk)]
+    place = (opened.name, config, replace(opened.runtime, threads=1), 1, 0, "2026-01-01T00:00:00Z")
+    chunks = {n: cycle_games.Chunk(*place, n, config.chunk) for n in range(0, config.games, config.chunk)}
+    stored = cycle_games.weights_of(opened.folder, config, 0)
     began = time.perf_counter()
-    tallies = [tally for _, tally in cycle_games.play_chunks(chunks, config.workers)]
+    with closing(open_fleet(config.workers)) as fleet:
+        tallies = [games.tally for _, games in gather(fleet, chunks, stored)]
     rate = sum(tally.games for tally in tallies) / (time.perf_counter() - began)
     plies = sum(tally.plies for tally in tallies) / sum(tally.games for tally in tallies)
     yield Figure(
