@@ -36,7 +36,7 @@ def test_a_position_is_told_and_drawn() -> None:
     assert [line.split()[0] for line in lines[1:]] == ["network", "search", "line"]
     assert "Black" in lines[1]
     figure = result.figure()
-    assert [axes.get_title() for axes in figure.axes] == ["policy", "search", "control", "piece", "threat"]
+    assert [axes.get_title() for axes in figure.axes] == ["policy", "search", "control", "piece", "threat", "", "", ""]
     assert drawn(figure).startswith(b"\x89PNG")
 
 

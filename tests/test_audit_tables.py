@@ -160,7 +160,7 @@ def test_pictures_have_axes_and_every_board_its_fen(tmp_path: Path) -> None:
     figure = tables.distributions_figure(report)
     assert len(figure.axes) == 8
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["pgn", "puzzles"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["pgn", "puzzles"]
     assert png(figure)
     suspects = report.suspects()
     boards = tables.boards_figure(report, suspects)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import chess
 import nbformat
+import psutil
 import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed (extra: dev)")
 
-from browser import SEES_FRAMES, STEP, Lab, chromium, copy_notebook, find_chromium, laboratory
+from browser import SEES_FRAMES, START, STEP, Lab, chromium, copy_notebook, find_chromium, laboratory
 from networks import random_net, save_run
 from playwright.sync_api import Page
 
@@ -142,7 +144,7 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str], pi
         widths = look_at_html(page, to_html(path), pictures / "train-8-html.png")
         assert widths == [1000, 900]
         widths = look_at_html(page, reports / run / "report.html", pictures / "report.png")
-        assert widths == [1000, 900], "the curves, and where the time went"
+        assert widths == [900, 1000, 900], "the key figures, the curves, and where the time went"
         look_at_html(page, reports / "index.html", pictures / "index.png")
 
 
@@ -325,3 +327,37 @@ def board_shown(page: Page) -> str:
 def wait_for_another(page: Page, before: str) -> None:
     """Until the board shows another position, or another network's words."""
     page.wait_for_function(f"before => ({SHOWN})() !== before", arg=before)
+
+
+def thinks(kernel: psutil.Process) -> bool:
+    """Whether a kernel computes at all, by its processor time."""
+    before = sum(kernel.cpu_times()[:2])
+    time.sleep(2)
+    return sum(kernel.cpu_times()[:2]) - before > 0.3
+
+
+def test_a_page_that_is_left_or_closed_ends_the_thinking(lab: tuple[Path, str], pictures: Path, reports: Path) -> None:
+    """Nobody would end a search of ten minutes otherwise; the kernel and its game stay."""
+    folder, address = lab
+    save_run(reports / "demo-tiny", random_net())
+    (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')
+    (reports / "demo-tiny" / "run.json").write_text('{"requested": {"task": "chess"}}')
+    copy_notebook("play", folder, run="demo-tiny", simulations=0, seconds=600.0)
+    with chromium() as page:
+        play = Lab(page, address, "play", pictures)
+        for leave in (lambda: page.goto("about:blank"), page.close):
+            play.open()
+            play.run_all()
+            play.wait_until_run()
+            (kernel,) = (
+                process
+                for process in psutil.process_iter(["cmdline"])
+                if str(folder) in (line := " ".join(process.info["cmdline"] or ())) and "ipykernel" in line
+            )
+            page.get_by_role("button", name="search here").click()
+            page.wait_for_selector(".matrixlib-board[data-thinking=true]")
+            assert thinks(kernel)
+            leave()
+            deadline = time.monotonic() + START
+            while thinks(kernel):
+                assert time.monotonic() < deadline, "the network thinks on for a page that is gone"

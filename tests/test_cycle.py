@@ -627,7 +627,7 @@ def test_the_tables_and_the_curve_show_every_generation(opened: cycle.Cycle) -> 
     decisions = cycle_figures.decision_table(opened.decisions())
     assert decisions["reason"].tolist() == [decision.reason for decision in opened.decisions()]
     axes = cycle_figures.elo_figure(opened.history()).axes[0]
-    assert len(axes.lines) == 3  # two generations, the zero line
+    assert len(axes.containers) == 2, "a point with its interval for each generation"
 
 
 def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(

@@ -175,7 +175,7 @@ def test_what_a_perfect_network_reaches_at_half_to_seven_tenths(size: int, share
 def test_pictures(measured: list[rates.Rate]) -> None:
     cells, size = empty(1, 4)
     steps = [step[0].numpy() for step in decode.iterative(cells, size, None, generator(1), True).steps]
-    figure = plots.filling_figure(steps, "negative", panels=6)
+    figure = plots.filling_figure(steps, "negative", count=6)
     shown = [axis for axis in figure.axes if axis.get_visible()]
     assert len(shown) == 6
     assert shown[0].get_title() == "puzzle"

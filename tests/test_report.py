@@ -107,6 +107,16 @@ def test_whole_report_is_offline_with_the_verdict_first(tmp_path: Path) -> None:
     assert path == tmp_path / "quick-1" / "report.html"
 
 
+def test_shares_of_so_many_rows_are_a_picture_before_the_table(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["evaluation"] = {"positions": 1000} | summary["evaluation"] | {"wdl_accuracy": "unknown"}
+    write_json(folder / "summary.json", summary)
+    text = report.write_report(folder).read_text(encoding="utf-8")
+    assert text.index("Key figures") < text.index('<img alt="Shares of the held-out rows') < text.index("best capture")
+    assert len(Structure(text).fetched) == 2, "and the curves"
+
+
 def test_everything_is_escaped(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>&'
     folder = make_run(tmp_path, "a&b")

@@ -167,9 +167,9 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def scaling_figure(record: dict[str, Any]) -> Plot:
-    """Positions a second and the limit of each against batch, channels and blocks, and the loader's against workers."""
-    from matplotlib.figure import Figure as Canvas
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
+    """Share of the matrix products' rate that is reached, against batch, channels and blocks, and the loader's
+    positions a second against workers; positions a second stand over each bar."""
+    from matrixlib.plotting import panels
 
     curves: dict[str, list[tuple[int, Figure]]] = {}
     for name, figure in figures(record):
@@ -179,26 +179,19 @@ def scaling_figure(record: dict[str, Any]) -> Plot:
         elif name == "loader":
             count = figure.name.split()[0].replace("no", "0")
             curves.setdefault(LOADER, []).append((int(count), figure))
-    columns = max(1, len(curves))
-    canvas = Canvas(figsize=(3.2 * columns, 3), layout="constrained")
-    panels = canvas.subplots(1, columns, squeeze=False)[0]
-    for axes, (what, points) in zip(panels, curves.items(), strict=False):
-        x = [at for at, _ in points]
-        axes.plot(x, [figure.value for _, figure in points], "o-", label="measured")
+    canvas, grid = panels(len(curves), (3.2, 3))
+    for axes, (what, points) in zip(grid, curves.items(), strict=False):
         if what == LOADER:
-            axes.set_ylim(bottom=0)
+            heights, label = [figure.value for _, figure in points], "positions/s"
         else:
-            limits = [figure.limit or float("nan") for _, figure in points]
-            axes.plot(x, limits, "--", label="matrix products alone")
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.minorticks_off()
-        axes.set_xticks(x, [f"{at:,}" for at in x])
-        axes.set_xlabel(what)
-        axes.set_ylabel("positions/s")
-        axes.legend(fontsize=8, frameon=False)
+            heights = [100 * (figure.share or 0.0) for _, figure in points]
+            label = "of the matrix products' rate [%]"
+        bars = axes.bar(range(len(points)), heights, 0.6)
+        speeds = [_number(figure.value) for _, figure in points]
+        axes.bar_label(bars, speeds if what == LOADER else [f"{speed}/s" for speed in speeds], fontsize=8)
+        axes.set_xticks(range(len(points)), [f"{at:,}" for at, _ in points])
+        axes.set(xlabel=what, ylabel=label, xlim=(-0.6, len(points) - 0.4))
+        axes.margins(y=0.12)
     return canvas
 
 

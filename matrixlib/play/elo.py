@@ -26,6 +26,7 @@ PAIR_SCORES = np.array([0, 0.25, 0.5, 0.75, 1])  # of a pair, as the mean of its
 Counts: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Pairs (5,) that scored 0, 1/2, 1, 3/2 and 2 points of 2."""
 CONFIDENCE = 0.95  # of intervals
+NORMAL = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 def expected_score(elo: float) -> float:
@@ -38,6 +39,15 @@ def elo_of(score: float) -> float:
     if not 0 < score < 1:
         return math.inf if score >= 1 else -math.inf
     return 400 * math.log10(score / (1 - score))
+
+
+def share_interval(share: float, trials: float, z: float = NORMAL) -> tuple[float, float]:
+    """Bounds of a share of so many independent trials, z standard errors wide (Wilson 1927,
+    https://doi.org/10.1080/01621459.1927.10502953): they stay inside [0, 1] and hold at a share of 0, too."""
+    wide = 1 + z * z / trials
+    centre = (share + z * z / (2 * trials)) / wide
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2)) / wide
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def rating(pairs: Counts) -> Rating:
@@ -57,15 +67,14 @@ def rating(pairs: Counts) -> Rating:
     variance = (spread + decided / 2) / (n + 1) / n  # of the score
     effective = decided / variance if decided > 0 else 2.0 * n
     z = _student((1 + CONFIDENCE) / 2, n)
-    centre = (score + z * z / (2 * effective)) / (1 + z * z / effective)
-    half = z * math.sqrt(decided / effective + z * z / (4 * effective**2)) / (1 + z * z / effective)
+    low, high = share_interval(score, effective, z)
     sigma = math.sqrt(variance) if variance > 0 else 0.5 / math.sqrt(2 * n)
     return Rating(
         games=2 * n,
         score=score,
         elo=elo_of(score),
-        low=elo_of(max(centre - half, 0.0)) if score > 0 else -math.inf,
-        high=elo_of(min(centre + half, 1.0)) if score < 1 else math.inf,
+        low=elo_of(low) if score > 0 else -math.inf,
+        high=elo_of(high) if score < 1 else math.inf,
         superiority=NormalDist().cdf((score - 0.5) / sigma),
     )
 

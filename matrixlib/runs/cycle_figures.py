@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from matrixlib.runs.cycle_state import Decision, Generation
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -60,20 +59,23 @@ def course_table(course: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
 
 def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
     """The same as curves."""
-    from matplotlib.ticker import PercentFormatter
+    from matrixlib.plotting import beside, panels, whole
 
-    figure, axes = _figure()
+    figure, (axes,) = panels()
     for name in next(iter(course.values())):
-        axes.plot(list(course), [figures[name] for figures in course.values()], "o-", label=name)
-    axes.set(ylim=(-0.03, 1.03))
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+        axes.plot(list(course), [100 * figures[name] for figures in course.values()], "o-", label=name)
+    axes.set(ylim=(-3, 103), ylabel="[%]")
+    whole(axes, "generation")
+    beside(figure)
     return figure
 
 
 def elo_figure(generations: Sequence[Generation]) -> Figure:
     """Elo of each generation over the untrained network, with 95 % intervals; promoted ones are filled."""
-    figure, axes = _figure()
+    from matrixlib.plotting import beside, panels, whole
+
+    figure, (axes,) = panels()
+    course = {0: 0.0}
     for generation in generations:
         pairs = generation.pairs("anchor")
         if not sum(pairs):
@@ -81,21 +83,14 @@ def elo_figure(generations: Sequence[Generation]) -> Figure:
         elo = rating(pairs)
         low, middle, high = np.clip([elo.low, elo.elo, elo.high], -1500, 1500).tolist()
         promoted = generation.decision is not None and generation.decision.best == generation.number
-        axes.vlines(generation.number, low, high, color="#1f77b4")
-        axes.plot(generation.number, middle, "o", color="#1f77b4", fillstyle="full" if promoted else "none")
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    axes.set(xlim=(0.5, len(generations) + 0.5), ylabel="Elo over generation 0")
+        fill, label = ("C0", "promoted") if promoted else ("white", "not promoted")
+        reach = [[middle - low], [high - middle]]
+        style: dict[str, Any] = {"color": "C0", "markerfacecolor": fill, "capsize": 3, "zorder": 3}
+        axes.errorbar(generation.number, middle, reach, fmt="o", label=label, **style)
+        course[generation.number] = middle
+    axes.plot(list(course), list(course.values()), color="C0", linewidth=0.8, alpha=0.5)
+    axes.plot(0, 0, "s", color="0.4", label="untrained")
+    axes.set(xlim=(-0.5, len(generations) + 0.5), ylabel="Elo over generation 0 (95 %)")
+    whole(axes, "generation")
+    beside(figure)
     return figure
-
-
-def _figure() -> tuple[Figure, Axes]:
-    """An empty figure with axes over generations."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel("generation")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    return figure, axes

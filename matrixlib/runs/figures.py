@@ -1,7 +1,4 @@
-"""Static pictures of runs: curves of one, of two sides, of faults put in; where the time of an update goes.
-
-Only Figure objects are used, never pyplot's global state: nothing leaks and no backend is chosen for anyone.
-"""
+"""Static pictures of runs: curves of one, of two sides, of faults put in; scores; where the time of an update goes."""
 
 from __future__ import annotations
 
@@ -10,21 +7,23 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from matrixlib.engine.history import not_finite, updates
 from matrixlib.engine.rows import flatten
+from matrixlib.play.elo import share_interval
+from matrixlib.plotting import RED, above, beside, caption, log, panels, plain, whole
 
 POINTS = 2000  # per curve
 SMOOTH = 30  # a drawn line is the mean over so manieth part of its points
 APART = 10  # times smaller than the next larger: a loss that belongs on an axis of its own
 AXES = 3  # of losses, at most
+TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
 SHARES = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
 SINGLE = {
@@ -141,20 +140,22 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     notes = [f"{history.not_finite:,} updates not finite"] if history.not_finite else []
     notes += [f"rolled back to update {step - 1:,}" for step in history.rollbacks]
     note = "".join(f" - {text}" for text in notes)
-    figure.suptitle(title + note, fontsize=11, color="#b3261e" if note else "black")
+    figure.suptitle(title + note, fontsize=11, color=RED if note else "black")
     # fixed margins: matplotlib's constrained layout takes half of the drawing time
     grid = figure.add_gridspec(2, 3, left=0.072, right=0.985, bottom=0.085, top=0.87, wspace=0.28, hspace=0.42)
     groups = loss_groups(history)
     column = grid[:, 0].subgridspec(len(groups), 1, hspace=0.14 + 0.14 * len(groups))
     colours = {name: f"C{index}" for index, name in enumerate({**history.losses, **history.held_out_losses})}
     losses = [figure.add_subplot(column[index]) for index in range(len(groups))]
+    rest = [figure.add_subplot(grid[row, column]) for row in (0, 1) for column in (1, 2)]
+    for axes in (*losses, *rest):
+        plain(axes)
     for axes, names in zip(losses, groups, strict=True):
         own, dots = (
             {name: curves[name] for name in names if name in curves}
             for curves in (history.losses, history.held_out_losses)
         )
-        _log_axis(axes, _curves(axes, own, dots, "loss [nat]", colours))
-    rest = [figure.add_subplot(grid[row, column]) for row in (0, 1) for column in (1, 2)]
+        log(axes, _curves(axes, own, dots, "loss [nat]", colours))
     colours = {name: f"C{index}" for index, name in enumerate({**history.shares, **history.held_out_shares})}
     _curves(rest[0], history.shares, history.held_out_shares, "accuracy [%]", colours, scale=100)
     if colours:
@@ -168,9 +169,9 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
             axes.plot(steps, values, color="C0", linewidth=1)
         else:
             _raw_and_smooth(axes, steps, values, "C0")
-        axes.set_ylabel(label, fontsize=8)
+        axes.set_ylabel(label)
         if name == "grad_norm":
-            _log_axis(axes, values)
+            log(axes, values)
             _clip_rate(axes, history)
         else:
             axes.set_ylim(bottom=0)
@@ -178,13 +179,11 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
             _mark_slow(axes, steps, values)
     for axes in (*losses, *rest):
         for step in history.rollbacks:
-            axes.axvline(step, color="#b3261e", linewidth=0.8, linestyle=":")
+            axes.axvline(step, color=RED, linewidth=0.8, linestyle=":")
         for step in history.phases:
             axes.axvline(step, color="0.6", linewidth=0.8, linestyle="--")
-        axes.tick_params(labelsize=8, which="both", labelbottom=axes not in losses[:-1])
-        axes.set_xlabel("" if axes in losses[:-1] else "update step", fontsize=8)
-        axes.grid(alpha=0.3)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        whole(axes, "" if axes in losses[:-1] else "update step")
+        axes.tick_params(labelbottom=axes not in losses[:-1])
         if total:
             axes.set_xlim(0, max(total, history.step))
 
@@ -227,10 +226,10 @@ def _mark_slow(axes: Axes, steps: Sequence[float], values: Sequence[float]) -> N
     slow = share < SLOW
     if not slow.any():
         return
-    axes.fill_between(steps, 0, 1, where=slow, transform=axes.get_xaxis_transform(), color="#b3261e", alpha=0.15, lw=0)
+    axes.fill_between(steps, 0, 1, where=slow, transform=axes.get_xaxis_transform(), color=RED, alpha=0.15, lw=0)
     worst = int(share.argmin())
     text = f"{share[worst] - 1:.0%} at {steps[worst]:,.0f}"
-    axes.set_title(f"red: slower than usual, {text}", fontsize=7, color="#b3261e", loc="left", pad=3)
+    axes.set_title(f"red: slower than usual, {text}", fontsize=7, color=RED, loc="left", pad=3)
 
 
 def _clip_rate(axes: Axes, history: History) -> None:
@@ -246,7 +245,7 @@ def _clip_rate(axes: Axes, history: History) -> None:
     if math.isfinite(history.p95):
         axes.axhline(history.p95, color="0.4", linewidth=0.8, linestyle="-.", label=f"95% below {history.p95:.3g}")
     if any(shares) or math.isfinite(history.p95):
-        _above(axes, *axes.get_legend_handles_labels())
+        above(axes)
 
 
 def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, float]]:
@@ -286,41 +285,15 @@ def _curves(
     if not names:
         _nothing(axes, label)
         return drawn
-    axes.set_ylabel(label, fontsize=8)
+    axes.set_ylabel(label)
     handles = {str(line.get_label()): line for line in reversed(axes.get_lines())}
     entries = {name: handles[name] for name in names}
-    _above(axes, list(entries.values()), list(entries), "dots: held-out" if held_out else "")
+    above(axes, list(entries.values()), list(entries), "dots: held-out" if held_out else "")
     return drawn
 
 
-def _above(axes: Axes, handles: Sequence[Any], labels: Sequence[str], note: str = "") -> None:
-    """A legend over the picture, where it covers no curve."""
-    if note:
-        handles, labels = [*handles, Line2D([], [], linestyle="none")], [*labels, note]
-    style: dict[str, Any] = {
-        "fontsize": 6.5,
-        "frameon": False,
-        "borderaxespad": 0.1,
-        "handlelength": 1.1,
-        "columnspacing": 0.9,
-    }
-    axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handletextpad=0.4, **style)
-
-
-def _log_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Logarithmic where all values are positive, with labels that read as plain numbers."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite or min(finite) <= 0:
-        return
-    axes.set_yscale("log")
-    wide = max(finite) > 100 * min(finite)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def _nothing(axes: Axes, label: str) -> None:
-    axes.set_ylabel(label, fontsize=8)
+    axes.set_ylabel(label)
     axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", fontsize=8, color="grey", transform=axes.transAxes)
 
 
@@ -332,11 +305,13 @@ def training_figure(rows: Iterable[Mapping[str, Any]], title: str = "training") 
 
 
 def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
-    """Milliseconds of an update by phase over the training, stacked: means over equal stretches of updates."""
+    """Milliseconds of an update by phase over the training, stacked: means over equal stretches of updates.
+
+    What is far above the median is cut off and says its height.
+    """
     from matrixlib.engine.timing import PHASES, totals
 
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(9, 3.2))
     parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
     steps = np.array([rows[part[0]]["step"] - updates(rows[part[0]]) + 1 for part in parts])
     edges = np.append(steps, rows[-1]["step"] + 1)
@@ -348,9 +323,15 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
         if height.any():
             axes.stairs(bottom + height, edges, baseline=bottom, fill=True, label=name)
             bottom = bottom + height
-    axes.set_xlabel("update step")
+    highest = TALL * float(np.median(bottom))
+    for left, right, top in zip(edges, edges[1:], bottom, strict=False):
+        if top > highest:  # a validation would flatten all others
+            axes.set_ylim(0, highest)
+            style: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "top", "fontsize": 7}
+            axes.text((left + right) / 2, 0.98 * highest, f"{top:,.0f}", **style)
+    whole(axes)
     axes.set_ylabel("ms an update")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    beside(figure)
     return figure
 
 
@@ -367,9 +348,7 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
     Lines are running means over a fiftieth of the updates, averaged over the runs of a side, in a band from the least
     to the greatest of them. Dots are full validations, and the single runs' speeds (of their median update).
     """
-    figure = Figure(figsize=(10, 3.6))
-    grid = figure.add_gridspec(1, 5, left=0.065, right=0.985, bottom=0.14, top=0.83, wspace=0.7)
-    loss, norm, speed = (figure.add_subplot(grid[part]) for part in (slice(0, 2), slice(2, 4), 4))
+    figure, (loss, norm, speed) = panels(3, (3.5, 3.4), width_ratios=(2, 2, 1))
     drawn: list[float] = []
     norms: list[float] = []
     for index, (label, runs) in enumerate(sides.items()):
@@ -382,19 +361,18 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
             loss.plot([row["step"] for row in full], dots, "o", markersize=4, color=colour)
             drawn += dots
         rates = [1 / statistics.median(row["seconds"] for row in rows) for rows in runs]
-        speed.bar(label, statistics.fmean(rates), color=colour, alpha=0.5)
-        speed.plot([label] * len(rates), rates, "o", markersize=4, color=colour)
-    _log_axis(loss, drawn)
-    _log_axis(norm, norms)
-    figure.legend(*loss.get_legend_handles_labels(), loc="upper left", ncols=4, fontsize=8, frameon=False)
-    names = (loss_label, "gradient norm before clipping", "update steps/s")
-    for axes, name in zip((loss, norm, speed), names, strict=True):
-        axes.set_title(name, fontsize=9)
-        axes.tick_params(labelsize=8, which="both")
-        axes.grid(alpha=0.3)
+        speed.bar(index, statistics.fmean(rates), color=colour, alpha=0.5)
+        speed.plot([index] * len(rates), rates, "o", markersize=4, color=colour)
+    log(loss, drawn)
+    log(norm, norms)
+    speed.set_xticks([])
+    for axes, name in zip(
+        (loss, norm, speed), (loss_label, "gradient norm before clipping", "update steps/s"), strict=True
+    ):
+        caption(axes, name)
     for axes in (loss, norm):
-        axes.set_xlabel("update step", fontsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        whole(axes)
+    beside(figure)
     return figure
 
 
@@ -421,37 +399,61 @@ def faults_figure(clean: Sequence[Rows], faults: Mapping[str, tuple[Rows, Rows]]
     """Training loss and validation losses (dots) of runs with a fault, each beside the first clean run.
 
     clean: rows of the clean runs; the first has the faulty runs' seed, the others are drawn in grey. faults: by title
-    (rows of the run, rows of the updates that it went back over: crosses, at the upper edge if beyond it).
+    (rows of the run, rows of the updates that it went back over: crosses, at the upper edge if beyond it). Those with
+    the same losses as the clean run are named in the title alone.
     """
-    columns = min(4, len(faults))
-    lines = -(-len(faults) // columns)
-    figure = Figure(figsize=(2.75 * columns, 2.1 * lines + 0.5), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False)
+    own = {row["step"]: row["loss"] for row in clean[0]}
+    equal = [
+        fault for fault, (rows, left) in faults.items() if not left and own == {r["step"]: r["loss"] for r in rows}
+    ]
+    drawn = {fault: both for fault, both in faults.items() if fault not in equal}
+    figure, grid = panels(len(drawn), (3.4, 2.4), across=3)
     losses = [row["loss"] for rows in clean for row in rows]
     checks = [row["validation"]["loss"] for rows in clean for row in rows if "validation" in row]
     low, high = min(losses + checks), max(losses) + 0.1
-    for axes, (title, (rows, left)) in zip(grid.flat, faults.items(), strict=False):
-        for number, other in enumerate(clean[1:]):
-            _loss_curve(axes, other, "0.8", "" if number else "other seeds")
+    for axes, (fault, (rows, left)) in zip(grid, drawn.items(), strict=False):
+        for other in clean[1:]:
+            _loss_curve(axes, other, "0.8", "other seeds")
+        _loss_curve(axes, rows, "C1", "with the fault", 2.5)
         _loss_curve(axes, clean[0], "C0", "clean")
-        _loss_curve(axes, rows, "C1", "with the fault")
         heights = [min(row["loss"], high) if math.isfinite(row["loss"]) else high for row in left]
         axes.plot([row["step"] for row in left], heights, "x", color="C3", label="rolled back")
-        axes.set_title(title, fontsize=9)
-        axes.tick_params(labelsize=7)
-        axes.grid(alpha=0.3)
+        caption(axes, fault)
         axes.set_ylim(low - 0.05, high + 0.05)
-    for axes in list(grid.flat)[len(faults) :]:
-        axes.set_axis_off()
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+        whole(axes)
+    if equal:
+        names = ", ".join(fault.partition(":")[0] for fault in equal)
+        text = wrap(f"losses equal to the clean run's at every update: {names}", 45 * min(3, len(grid)))
+        figure.suptitle("\n".join(text), fontsize=9)
     figure.supylabel("loss [nat]", fontsize=8)
+    beside(figure)
     return figure
 
 
-def _loss_curve(axes: Axes, rows: Rows, colour: str, label: str) -> None:
+def _loss_curve(axes: Axes, rows: Rows, colour: str, label: str, width: float = 1.0) -> None:
     losses = [row["loss"] for row in rows]
-    axes.plot([row["step"] for row in rows], losses, color=colour, linewidth=1, label=label)
+    axes.plot([row["step"] for row in rows], losses, color=colour, linewidth=width, label=label)
     checks = [row for row in rows if "validation" in row]
     losses = [row["validation"]["loss"] for row in checks]
-    axes.plot([row["step"] for row in checks], losses, "o", markersize=3, color=colour)
+    axes.plot([row["step"] for row in checks], losses, "o", markersize=2 + 2 * width, color=colour)
+
+
+def scores_figure(scores: Mapping[str, tuple[float, Mapping[str, float]]], count: int) -> Figure:
+    """Shares of `count` rows as points with 95 % intervals, the first above, and their baselines as ticks.
+
+    scores: name -> (share, baseline -> share). The intervals take the rows as independent, so of positions of the same
+    games they are too narrow.
+    """
+    figure, (axes,) = panels(size=(9, 0.9 + 0.32 * len(scores)))
+    baselines = list(dict.fromkeys(baseline for _, against in scores.values() for baseline in against))
+    for line, (share, against) in enumerate(scores.values()):
+        low, high = share_interval(share, count)
+        axes.plot([100 * low, 100 * high], [line, line], color="C0", linewidth=2)
+        axes.plot(100 * share, line, "o", color="C0", label=f"network, of {count:,}")
+        for baseline, value in against.items():
+            colour = f"C{1 + baselines.index(baseline)}"
+            axes.plot(100 * value, line, "|", markersize=12, markeredgewidth=2, color=colour, label=baseline)
+    axes.set_yticks(range(len(scores)), list(scores))
+    axes.set(xlim=(0, 100), ylim=(len(scores) - 0.4, -0.6), xlabel="[%]")
+    beside(figure)
+    return figure

@@ -14,7 +14,8 @@ from matrixlib.engine.stats import Stats
 from matrixlib.progress import LinePace, clock_time, duration, in_notebook, interactive, silent
 from matrixlib.runs.figures import History, draw, numbers, png
 
-EVERY = 0.5  # seconds between two redraws, or seven times what a redraw takes: a slow machine trains, it does not draw
+EVERY = 0.5  # seconds between two redraws, or PAUSES times what a redraw takes: a slow machine trains, it does not draw
+PAUSES = 19
 BUILT = 1.0  # seconds after which the browser has made a widget that it was told to show
 
 
@@ -22,7 +23,7 @@ class LivePlot:
     """Panel of a run: losses, learning rate, gradient norm, throughput and validation accuracy.
 
     In JupyterLab a progress bar, a line of text and the picture are redrawn at most every half second (and for at
-    most an eighth of the time); at the end they are replaced in place by one static PNG. Headless (papermill, nbval,
+    most a twentieth of the time); at the end they are replaced in place by one static PNG. Headless (papermill, nbval,
     nbconvert, a terminal) no widget is made: a line is printed every few seconds, and in a notebook the final PNG is
     shown. MATRIXLIB_LIVE=0 or 1 overrides; with 0 there are no lines either.
 
@@ -64,7 +65,7 @@ class LivePlot:
         self._pace.value = self._progress(now)
         self._now.value = html.escape(_line(row))
         self._image.value = self._png(72)
-        self._next = now + max(EVERY, 7 * (time.perf_counter() - now))
+        self._next = now + max(EVERY, PAUSES * (time.perf_counter() - now))
 
     def close(self) -> None:
         """Show the final picture: in place of the panel, or as an output of a headless notebook."""

@@ -55,7 +55,7 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
     problems: list[str] = []
     summary = _read(folder / "summary.json", problems, _object) or {}
     record = _read(folder / "run.json", problems, _object) or {}
-    content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary)}
+    content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary), "scores": _scores(summary)}
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _read(folder / "metrics.jsonl", problems, history.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace"))
@@ -137,18 +137,20 @@ def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     `majority_wdl` to `wdl_accuracy`. Shares (top..., ...accuracy) are shown in percent. What is neither a number nor
     text is left out.
     """
-    baselines = _mapping(figures.get("baselines"))
     rows = []
     for name, value in figures.items():
-        if not isinstance(value, (int, float, str)):
-            continue
-        beside = [
-            f"{key.rsplit('_', 1)[0].replace('_', ' ')} {_number(name, against)}"
-            for key, against in baselines.items()
-            if key.rsplit("_", 1)[-1] in name.split("_")
-        ]
-        rows.append((name.replace("_", " "), _number(name, value), ", ".join(beside)))
+        if isinstance(value, (int, float, str)):
+            beside = [f"{key} {_number(name, against)}" for key, against in _baselines(figures, name).items()]
+            rows.append((name.replace("_", " "), _number(name, value), ", ".join(beside)))
     return rows
+
+
+def _baselines(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {
+        key.rsplit("_", 1)[0].replace("_", " "): value
+        for key, value in _mapping(figures.get("baselines")).items()
+        if key.rsplit("_", 1)[-1] in name.split("_")
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -203,8 +205,11 @@ def _number(name: str, value: object) -> str:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    share = name.startswith("top") or name.endswith("accuracy")
-    return f"{value:.1%}" if share else f"{value:.3f}"
+    return f"{value:.1%}" if _is_share(name) else f"{value:.3f}"
+
+
+def _is_share(name: str) -> bool:
+    return name.split("_")[-1].startswith(("top", "accuracy", "valid"))
 
 
 def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | None:
@@ -235,6 +240,22 @@ def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if isinstance(parameters := summary.get("parameters"), int):
         rows.append(("parameters of the network", f"{parameters:,}", ""))
     return [(LABELS.get(name, name), value, beside) for name, value, beside in rows]
+
+
+def _scores(summary: Mapping[str, Any]) -> str:
+    """The shares of an evaluation with their intervals, as a PNG in base 64; "" where it does not say first of how many
+    rows they are."""
+    evaluation = _mapping(summary.get("evaluation"))
+    count = next(iter(evaluation.values()), None)
+    scores = {}
+    for name, value in evaluation.items():
+        if _is_share(name) and isinstance(value, float) and 0 <= value <= 1:
+            against = _baselines(evaluation, name).items()
+            label = name.replace("_", " ")
+            scores[LABELS.get(label, label)] = value, {key: v for key, v in against if isinstance(v, float)}
+    if not scores or not isinstance(count, int) or count < 1:
+        return ""
+    return base64.b64encode(figures.png(figures.scores_figure(scores, count))).decode()
 
 
 def _pictures(rows: Sequence[Mapping[str, Any]], name: str, curves: bytes) -> list[tuple[str, str, str]]:

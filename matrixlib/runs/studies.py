@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from matrixlib.config import ConfigError
+from matrixlib.plotting import beside, log, panels
 from matrixlib.runs import sizes
 from matrixlib.runs.compare import T_QUANTILES, t_interval
 from matrixlib.runs.proposals import helped
@@ -20,6 +20,7 @@ from matrixlib.runs.sweep_config import ARM, COMPUTE, request
 from matrixlib.tasks import load_config
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 RATE = "optim.learning_rate"
@@ -201,8 +202,7 @@ def scaling(sweep: Sweep) -> Scaling | None:
 
 def scaling_figure(study: Scaling) -> Figure:
     """Loss over the size at each budget, and the least loss over the budget with its law."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, (5, 3.8))
     budgets = sorted(study.points)
     for number, compute in enumerate(budgets):
         x, y = zip(*study.points[compute], strict=True)
@@ -216,12 +216,11 @@ def scaling_figure(study: Scaling) -> Figure:
         right.plot(
             places, study.loss.factor * places**study.loss.exponent, color="0.3", linewidth=1, label=str(study.loss)
         )
-        right.legend(fontsize=8)
     left.set_xlabel("parameters (dotted: best size)")
     right.set_xlabel("floating-point operations of a training")
+    log(left, [size for points in study.points.values() for size, _ in points], "x")
+    log(right, budgets, "x")
     for axes in (left, right):
-        axes.set_xscale("log")
         axes.set_ylabel("validation loss [nat]")
-        axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
+    beside(figure)
     return figure

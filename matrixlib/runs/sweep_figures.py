@@ -9,18 +9,19 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from matrixlib.plotting import beside, caption, log, panels, whole
 from matrixlib.runs.sweep import Result, Sweep
 from matrixlib.runs.sweep_config import dimensions
 
 COLUMNS = 3
 BEST = "C3"
+NAMED = 12  # trials in a legend
 
 
 def curves_figure(sweep: Sweep) -> Figure:
     """Validation loss of every trial (mean over its seeds) on one axis, from the best (dark) to the worst (light); the
     best one thick, pruned ones dashed."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(9, 4))
     best = sweep.best()
     results = [result for result in sweep.results() if result.curve]
     order = sorted(results, key=lambda result: _last(result, sweep))
@@ -30,16 +31,13 @@ def curves_figure(sweep: Sweep) -> Figure:
         style: dict[str, Any] = {"color": BEST, "linewidth": 2.2, "zorder": 3} if is_best else {"color": colour}
         style |= {"linestyle": "--"} if result.trial.state == "pruned" else {}
         label = f"trial {result.trial.number}" + (" (best)" if is_best else "")
+        label = label if is_best or len(order) <= NAMED else ""
         axes.plot(list(result.curve), list(result.curve.values()), marker="o", markersize=3, label=label, **style)
-    axes.set_xlabel("update step")
+    whole(axes)
     axes.set_ylabel("validation loss [nat]")
-    axes.grid(alpha=0.3)
-    if 0 < len(order) <= 12:
-        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    elif best is not None:
-        handles = [line for line in axes.get_lines() if "best" in str(line.get_label())]
-        axes.legend(handles=handles, fontsize=8)
-        axes.set_title(f"{len(order)} trials, dark: low at the end; dashed: pruned", fontsize=9)
+    if len(order) > NAMED:
+        caption(axes, f"{len(order)} trials, dark: low at the end; dashed: pruned")
+    beside(figure)
     return figure
 
 
@@ -47,13 +45,11 @@ def dimensions_figure(sweep: Sweep) -> Figure:
     """The measure of every complete trial over each dimension's values; the best one marked, pruned ones as ticks at
     the upper edge."""
     space = dimensions(sweep.config)
-    rows = math.ceil(len(space) / COLUMNS)
-    figure = Figure(figsize=(10, 3 * rows), layout="constrained")
-    grid = figure.subplots(rows, min(COLUMNS, len(space)), squeeze=False, sharey=True)
+    figure, grid = panels(len(space), (10 / min(COLUMNS, len(space)), 3), across=COLUMNS, sharey=True)
     complete = [result for result in sweep.results() if result.measures]
     pruned = [result for result in sweep.results() if result.trial.state == "pruned"]
     best = sweep.best()
-    for axes, dimension in zip(grid.flat, space, strict=False):
+    for axes, dimension in zip(grid, space, strict=True):
         choices = dimension.choices
         if sweep.config.method == "staged":  # whose arms add up
             choices = tuple(result.trial.values[dimension.key] for result in sweep.results())
@@ -71,19 +67,14 @@ def dimensions_figure(sweep: Sweep) -> Figure:
         top = axes.get_xaxis_transform()
         axes.plot([place(one) for one in pruned], [0.985] * len(pruned), "|", color="0.5", transform=top)
         if not numbers:
-            axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0, fontsize=8)
+            axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0)
             axes.set_xlim(-0.5, len(names) - 0.5)
         elif dimension.log or _spread(complete, key):
-            axes.set_xscale("log")
-        axes.set_xlabel(key, fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-    for axes in list(grid.flat)[len(space) :]:
-        axes.set_axis_off()
-    for line in grid:
-        line[0].set_ylabel(
-            "validation loss [nat]" if sweep.config.measure == "loss" else sweep.config.measure, fontsize=9
-        )
+            log(axes, [place(one) for one in complete], "x")
+        axes.set_xlabel(key)
+    for axes in grid[::COLUMNS]:
+        axes.set_ylabel("validation loss [nat]" if sweep.config.measure == "loss" else sweep.config.measure)
+    beside(figure)
     return figure
 
 

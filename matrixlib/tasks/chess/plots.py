@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from textwrap import wrap
 from typing import Any
 
 import chess
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
+
+from matrixlib.plotting import RED, above, bars, beside, caption, level, log, matrix, panels, whole
 
 Points = Sequence[tuple[float, float, int]]
 """(mean probability, share that is right, squares) of each bin."""
@@ -21,10 +26,8 @@ CLASSES = {
     "piece": [*"PNBRQKpnbrqk", "."],
     "control": ["theirs", "even", "ours"],
 }
-SHOWN = {  # colour map and range of the values
-    "piece": ("tab20", 0, 19),
-    "control": ("RdYlGn", 0, 2),
-}
+COLOURS = {"piece": "tab20", "control": "RdYlGn"}  # of classes; of probabilities, PROBABLE
+PROBABLE = "Oranges"  # white where nothing is, so that the men are seen
 SQUARES = 1 - 0.25 * ((np.add.outer(range(8), range(8)) + 1) % 2)  # grey of a board
 ARROWS = 5
 ACROSS = 4  # boards beside each other
@@ -39,6 +42,7 @@ HISTOGRAMS = {  # axis and edges of the bins
     "entropy": ("entropy of the policy [nats]", np.linspace(0, 4, 21)),
 }
 SMOOTH = 0.05  # share of the curve that one drawn value is a mean of
+RARE = 0.2  # heads that never say more have a picture of calibration of their own
 
 
 def maps_figure(
@@ -51,42 +55,62 @@ def maps_figure(
     are left blank.
     """
     width = 2 * len(boards)
-    figure = Figure(figsize=(1.75 * width, 1.75 * len(maps) + 0.3), layout="constrained")
-    grid: NDArray[Any] = np.asarray(figure.subplots(len(maps), width, squeeze=False))
-    for row, (head, (output, truth, squares)) in enumerate(maps.items()):
-        colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
-        grid[row, 0].set_ylabel(head, fontsize=11)
+    figure, panes = panels(width * len(maps), (1.75, 1.75), across=width, layout="compressed")
+    grid = np.array(panes, object).reshape(len(maps), width)
+    for row, (head, (output, truth, squares)) in zip(grid, maps.items(), strict=True):
+        row[0].set_ylabel(head, fontsize=11)
         for number, board in enumerate(boards):
             oriented = board if board.turn == chess.WHITE else board.mirror()
-            for offset, (label, values) in enumerate((("says", output), ("truth", truth))):
-                axes = grid[row, 2 * number + offset]
-                shown = np.where(squares[number], values[number], np.nan)
-                axes.imshow(shown, cmap=colours, vmin=low, vmax=high, origin="lower")
-                _men(axes, oriented, 9)
-                axes.set_xticks([])
-                axes.set_yticks([])
-                if row == 0:
-                    axes.set_title(f"position {number + 1}: {label}", fontsize=9)
+            for axes, values in zip(row[2 * number :], (output, truth), strict=False):
+                image = _map(axes, head, np.where(squares[number], values[number], np.nan), oriented, 9)
+                axes.set(xticks=[], yticks=[])
+        _key(figure, row, head, image)
+    for number, axes in enumerate(grid[0]):
+        caption(axes, f"position {number // 2 + 1}: {'truth' if number % 2 else 'says'}")
     return figure
 
 
+def _map(axes: Axes, head: str, values: NDArray[Any], board: chess.Board, size: float = 16) -> AxesImage:
+    """A map (8, 8) under the men of a board."""
+    image = axes.imshow(values, origin="lower", **_shades(head))
+    _men(axes, board, size)
+    return image
+
+
+def _shades(head: str) -> dict[str, Any]:
+    """Colour map and range of a head's values; a class lies in the middle of its colour."""
+    if names := CLASSES.get(head):
+        return {"cmap": colormaps[COLOURS[head]].resampled(len(names)), "vmin": -0.5, "vmax": len(names) - 0.5}
+    return {"cmap": colormaps[PROBABLE], "vmin": 0, "vmax": 1}
+
+
+def _key(figure: Figure, axes: Iterable[Axes], head: str, image: AxesImage) -> None:
+    """What the colours of these maps mean, at the right of them."""
+    bar = figure.colorbar(image, ax=list(axes), pad=0.01)
+    if names := CLASSES.get(head):
+        bar.set_ticks(range(len(names)), labels=names)
+    bar.ax.tick_params(labelsize=7, length=0)
+
+
 def calibration_figure(points: Mapping[str, Points], confusions: Mapping[str, NDArray[np.int64]]) -> Figure:
-    """Left: how often each head is right where it says p; then a confusion matrix for each head with classes."""
-    count = 1 + len(confusions)
-    figure = Figure(figsize=(4.2 * count, 3.8), layout="constrained")
-    first, *others = np.atleast_1d(np.asarray(figure.subplots(1, count)))
-    first.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle="--")
-    for head, bins in points.items():
-        first.plot([p for p, _, _ in bins], [share for _, share, _ in bins], marker="o", label=head)
-    first.set(xlabel="probability by the network", ylabel="share that is so", title="calibration")
-    if points:
-        first.legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=3, fontsize=8, frameon=False)
-    for axes, (head, counts) in zip(others, confusions.items(), strict=True):
-        axes.imshow(counts / np.maximum(counts.sum(1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
-        names = CLASSES[head]
-        axes.set_xticks(range(len(names)), names)
-        axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="likeliest class", ylabel="true class", title=f"{head}: share of each true class")
+    """How often each head is right where it says p, with a panel of their own for heads that never say more than RARE;
+    then a confusion matrix for each head with classes."""
+    most = {head: max((max(p, share) for p, share, _ in bins), default=1.0) for head, bins in points.items()}
+    both = [[head for head in points if most[head] >= RARE], [head for head in points if most[head] < RARE]]
+    groups = [heads for heads in both if heads] or [[]]
+    figure, grid = panels(len(groups) + len(confusions), (4.2, 3.8), across=len(groups) + len(confusions))
+    for axes, heads in zip(grid, groups, strict=False):
+        edge = max((most[head] for head in heads), default=1.0)
+        axes.plot([0, edge], [0, edge], color="grey", linewidth=0.8, linestyle="--")
+        for head in heads:
+            places = np.array(points[head])[:, :2].T
+            axes.plot(*places, marker="o", color=f"C{list(points).index(head)}", label=head)
+        axes.set(xlabel="probability by the network", ylabel="share that is so")
+        above(axes)
+    for axes, (head, counts) in zip(grid[len(groups) :], confusions.items(), strict=True):
+        matrix(axes, counts / np.maximum(counts.sum(1, keepdims=True), 1), CLASSES[head], CLASSES[head])
+        axes.set(xlabel="likeliest class", ylabel="true class")
+        caption(axes, f"{head}: % of each true class")
     return figure
 
 
@@ -95,8 +119,8 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
 
     rows: metrics.jsonl. priors: head -> nats a square; a head at 1 knows the shares of its classes and no more.
     """
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    figure, (top, bottom) = panels(2, (8, 2.25), across=1, sharex=True, height_ratios=(4, 1))
+    drawn: list[float] = []
     for head, prior in priors.items():
         name = f"ssl_{head}"
         curve = [
@@ -111,14 +135,16 @@ def curves_figure(rows: Sequence[Mapping[str, Any]], priors: Mapping[str, float]
         mean = np.convolve(losses, np.ones(window) / window, "valid") / prior
         (line,) = top.plot(steps[window - 1 :], mean, label=head)
         top.plot(steps, losses / prior, color=line.get_color(), linewidth=0.7, alpha=0.2)
+        drawn += (losses / prior).tolist()
     top.axhline(1, color="grey", linewidth=0.8, linestyle="--")
-    top.set(ylabel="loss / prior entropy", title="learning curves of the heads", ylim=(0, 2))
-    if len(top.get_lines()) > 1:
-        top.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    log(top, drawn)
+    top.set_ylabel("loss / prior entropy")
     gates = [(row["step"], row["gate"]) for row in rows if row.get("gate") is not None]
     if gates:
         bottom.step(*np.array(gates, dtype=float).T, where="post", color="tab:purple")
-    bottom.set(xlabel="update", ylabel="gate", ylim=(-0.05, 1.1))
+    bottom.set(ylabel="gate", ylim=(-0.05, 1.1))
+    whole(bottom)
+    beside(figure)
     return figure
 
 
@@ -129,23 +155,16 @@ def position_figure(
 
     White is below. maps: head -> (8, 8) on the real board, row 0 = rank 1: probabilities, or classes of CLASSES.
     """
-    count = len(moves) + len(maps)
-    columns = min(count, ACROSS)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(3.4 * columns, 3.7 * rows), layout="constrained")
-    grid = np.asarray(figure.subplots(rows, columns, squeeze=False)).ravel()
-    for axes in grid[count:]:
-        axes.remove()
-    for axes, (title, shares) in zip(grid[: len(moves)], moves.items(), strict=True):
+    figure, grid = panels(len(moves) + len(maps), (3.4, 3.7), ACROSS, layout="compressed")
+    for axes, (whose, shares) in zip(grid, moves.items(), strict=False):
         axes.imshow(SQUARES, cmap="gray", vmin=0, vmax=1, origin="lower")
         _men(axes, board)
-        axes.set_title(title, fontsize=10)
+        caption(axes, whose)
         _arrows(axes, shares)
-    for axes, (head, values) in zip(grid[len(moves) : count], maps.items(), strict=True):
-        colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
-        axes.imshow(values, cmap=colours, vmin=low, vmax=high, origin="lower")
-        _men(axes, board)
-        axes.set_title(head, fontsize=10)
+    for axes, (head, values) in zip(grid[len(moves) :], maps.items(), strict=True):
+        image = _map(axes, head, values, board)
+        caption(axes, head)
+        _key(figure, [axes], head, image)
     return figure
 
 
@@ -160,6 +179,7 @@ def _arrows(axes: Axes, shares: Mapping[str, float]) -> None:
 
 
 def _men(axes: Axes, board: chess.Board, size: float = 16) -> None:
+    axes.grid(False)
     axes.set_xticks(range(8), "abcdefgh")
     axes.set_yticks(range(8), [str(rank) for rank in range(1, 9)])
     for square, piece in board.piece_map().items():
@@ -173,28 +193,24 @@ def _men(axes: Axes, board: chess.Board, size: float = 16) -> None:
 
 def square_colours(head: str, values: NDArray[Any]) -> list[str]:
     """Colours (`#rrggbb`) of the squares a1, b1, ... h8 of a map (8, 8), as `position_figure` draws it."""
-    import matplotlib
-    from matplotlib.colors import to_hex
-
-    colours, low, high = SHOWN.get(head, ("viridis", 0, 1))
-    shares = (np.asarray(values, float).ravel() - low) / (high - low)
-    return [to_hex(colour) for colour in matplotlib.colormaps[colours](shares)]
+    shades = _shades(head)
+    shares = (np.asarray(values, float).ravel() - shades["vmin"]) / (shades["vmax"] - shades["vmin"])
+    return [to_hex(colour) for colour in shades["cmap"](shares)]
 
 
 def course_figure(values: NDArray[Any], first: int) -> Figure:
     """Expected results for White (N,) in a game whose first position has the ply `first`."""
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(7, 2.6))
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.plot(1 + (first + np.arange(len(values))) / 2, values, marker=".")
-    axes.set(xlabel="move", ylabel="expected result for White", ylim=(-1.05, 1.05))
+    whole(axes, "move")
+    axes.set(ylabel="expected result for White", ylim=(-1.05, 1.05))
     return figure
 
 
 def chances_figure(chances: Sequence[tuple[float, float, float]]) -> Figure:
     """A bar for each position of a game: White wins below, draw, Black wins above."""
-    figure = Figure(figsize=(7, 2.4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(7, 2.4))
     bottom = np.zeros(len(chances))
     for name, colour, share in zip(
         ("White wins", "draw", "Black wins"), ("white", "0.6", "0.15"), zip(*chances, strict=True), strict=True
@@ -202,8 +218,9 @@ def chances_figure(chances: Sequence[tuple[float, float, float]]) -> Figure:
         height = 100 * np.array(share)
         axes.bar(np.arange(len(chances)), height, 1.0, bottom, color=colour, edgecolor="0.4", linewidth=0.4, label=name)
         bottom = bottom + height
-    axes.set(xlabel="half move", ylabel="chances [%]", xlim=(-0.5, max(len(chances), 12) - 0.5), ylim=(0, 100))
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    whole(axes, "half move")
+    axes.set(ylabel="chances [%]", xlim=(-0.5, max(len(chances), 12) - 0.5), ylim=(0, 100))
+    beside(figure)
     return figure
 
 
@@ -243,8 +260,9 @@ def distributions_figure(sources: Mapping[str, Mapping[str, NDArray[Any]]]) -> F
 
     sources: name -> quantity -> (n,), nan where unknown; also result and value, points of the side to move.
     """
-    figure = Figure(figsize=(12, 5.4), layout="constrained")
-    grid = list(figure.subplots(2, 4).flat)
+    figure, grid = panels(8, (3, 2.7))
+    results, chances = grid[len(HISTOGRAMS) :]
+    ended: dict[str, tuple[str, NDArray[Any]]] = {}
     for index, (source, values) in enumerate(sources.items()):
         colour = f"C{index}"
         for axes, (name, (_, edges)) in zip(grid, HISTOGRAMS.items(), strict=False):
@@ -253,16 +271,9 @@ def distributions_figure(sources: Mapping[str, Mapping[str, NDArray[Any]]]) -> F
                 shares = np.histogram(np.clip(known, edges[0], edges[-1]), edges)[0] / len(values[name])
                 axes.stairs(100 * shares, edges, color=colour, fill=True, alpha=0.2)
                 axes.stairs(100 * shares, edges, color=colour, linewidth=1.2, label=source)
-        results, chances = grid[len(HISTOGRAMS)], grid[len(HISTOGRAMS) + 1]
         white, value, result = values["white"], values["value"], values["result"]
-        thirds = [(white == points).mean() for points in (1, 0, -1)]
-        width = 0.8 / len(sources)
-        results.bar(
-            np.arange(4) + width * (index + 0.5) - 0.4,
-            100 * np.array([*thirds, np.isnan(white).mean()]),
-            width,
-            color=colour,
-        )
+        parts = [*((white == points).mean() for points in (1, 0, -1)), np.isnan(white).mean()]
+        ended[source] = colour, 100 * np.array(parts)
         both = ~np.isnan(value) & ~np.isnan(result)
         place = np.clip(((value[both] + 1) * BINS / 2).astype(int), 0, BINS - 1)
         count = np.bincount(place, minlength=BINS)
@@ -273,18 +284,14 @@ def distributions_figure(sources: Mapping[str, Mapping[str, NDArray[Any]]]) -> F
             chances.plot(middle, mean, "o-", markersize=3, linewidth=1, color=colour)
     for axes, (label, _) in zip(grid, HISTOGRAMS.values(), strict=False):
         axes.set(xlabel=label, ylabel="positions [%]", ylim=(0, None))
-    results.set_xticks(range(4), ["1-0", "1/2", "0-1", "unknown"])
+    bars(results, ["1-0", "1/2", "0-1", "unknown"], ended)
     results.set(xlabel="result of the game", ylabel="positions [%]")
     chances.plot([-1, 1], [-1, 1], color="grey", linewidth=0.8, linestyle="--")
     chances.set(xlabel="points by win-draw-loss", ylabel="mean points of the games")
     for axes in grid:
         if not axes.patches and len(axes.get_lines()) < 2:
             axes.text(0.5, 0.4, "unknown", ha="center", color="grey", transform=axes.transAxes)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-        axes.xaxis.label.set_size(9)
-        axes.yaxis.label.set_size(8)
-    grid[0].legend(fontsize=8)
+    beside(figure)
     return figure
 
 
@@ -293,24 +300,22 @@ def distances_figure(shards: Mapping[str, Mapping[str, float]], far: float) -> F
     the edge where it is further away than three times that.
     """
     names = list(dict.fromkeys(name for figures in shards.values() for name in figures))
-    figure = Figure(figsize=(9, 0.6 + 0.24 * max(4, len(names))), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(size=(9, 0.6 + 0.24 * max(4, len(names))))
     for shard, figures in shards.items():
         for name, z in figures.items():
             beyond = abs(z) > far
             place = (max(-EDGE * far, min(EDGE * far, z)), names.index(name))
-            axes.plot(*place, "o", markersize=5, color="#b3261e" if beyond else "C0", alpha=0.6)
+            axes.plot(*place, "o", markersize=5, color=RED if beyond else "C0", alpha=0.6)
             if beyond:
                 side = "left" if z < 0 else "right"
                 label = f"{shard} ({z:+.1f})"
                 axes.annotate(label, place, (0, 5), textcoords="offset points", fontsize=7, ha=side)
     for edge in (-far, far):
-        axes.axvline(edge, color="#b3261e", linewidth=0.8, linestyle="--")
+        axes.axvline(edge, color=RED, linewidth=0.8, linestyle="--")
     axes.set_xlim(-1.05 * EDGE * far, 1.05 * EDGE * far)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.7)
     axes.set(xlabel="distance from the median of the other shards [robust standard deviations]")
-    axes.grid(alpha=0.3)
     if not names:
         axes.text(0.5, 0.5, "too few shards to compare", ha="center", va="center", transform=axes.transAxes)
     return figure
@@ -318,14 +323,17 @@ def distances_figure(shards: Mapping[str, Mapping[str, float]], far: float) -> F
 
 def temperature_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     """The temperature of distillation by update, and the parameter of a learned one; rows of metrics.jsonl by run."""
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), ("temperature", "raw"), strict=True):
-        for run, rows in runs.items():
+    figure, grid = panels(2, (5, 2.8))
+    for axes, name in zip(grid, ("temperature", "raw"), strict=True):
+        values: list[float] = []
+        for number, (run, rows) in enumerate(runs.items()):
             points = [(row["step"], row["metrics"].get(f"teacher_policy/{name}")) for row in rows]
             points = [point for point in points if point[1] is not None]
             if points:
-                axes.plot(*zip(*points, strict=True), label=run)
-        axes.set(xlabel="update", ylabel={"temperature": "T", "raw": "raw parameter of a learned T"}[name])
-        axes.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+                axes.plot(*zip(*points, strict=True), color=f"C{number}", label=run)
+                values += [value for _, value in points]
+        axes.set_ylabel({"temperature": "T", "raw": "raw parameter of a learned T"}[name])
+        level(axes, values)
+        whole(axes)
+    beside(figure)
     return figure

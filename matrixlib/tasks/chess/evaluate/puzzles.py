@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import TYPE_CHECKING, TypeAlias
 
 import chess
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.play.elo import share_interval
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
@@ -76,10 +75,7 @@ class Share:
 
     def interval(self) -> tuple[float, float]:
         """Bounds that hold the true share in 95 % of the cases (Wilson 1927)."""
-        z, n, p = NormalDist().inv_cdf(0.975), self.of, self.share
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return max(centre - half, 0.0), min(centre + half, 1.0)
+        return share_interval(self.share, self.of)
 
     def __str__(self) -> str:
         low, high = self.interval()

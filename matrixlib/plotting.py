@@ -1,0 +1,149 @@
+"""What all pictures share: small type, a faint grid, plain numbers at the ticks, legends beside what is drawn.
+
+Only Figure objects are used, never pyplot's global state: nothing leaks and no backend is chosen for anyone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+
+RED = "#b3261e"  # of what is wrong
+NUMBER = "{x:,.10g}"  # of a logarithmic axis
+DIGITS = 10  # of a number, at most
+LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.1, "handletextpad": 0.4, "columnspacing": 0.9}
+FLAT = 0.05  # of its size: a quantity's least room to both sides
+WRITTEN = 0.005  # share from which a matrix says its number
+
+
+class PlainNumbers(Formatter):
+    """Ticks with commas and with equally many digits after the point, never as differences to an offset."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return self.format_ticks([x])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        style: dict[str, Any] = {"unique": False, "fractional": False, "trim": "-"}
+        texts = [np.format_float_positional(round(value, DIGITS + 2), DIGITS, **style) for value in values]
+        digits = max((len(text.partition(".")[2]) for text in texts), default=0)
+        return [self.fix_minus(f"{value:,.{digits}f}") for value in values]
+
+
+def panels(
+    count: int = 1,
+    size: tuple[float, float] = (7.0, 3.5),
+    across: int = 4,
+    layout: Literal["constrained", "compressed"] = "constrained",
+    **options: Any,
+) -> tuple[Figure, list[Axes]]:
+    """A figure and its panels, row by row and `across` beside each other, at least one.
+
+    size: width and height of one in inches. layout: "compressed" for panels with a shape of their own, as boards.
+    options: of `Figure.subplots`.
+    """
+    count = max(count, 1)
+    columns = min(count, across)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout=layout)
+    grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for axes in grid[count:]:
+        axes.remove()
+    for axes in grid[:count]:
+        plain(axes)
+    return figure, grid[:count]
+
+
+def plain(axes: Axes) -> None:
+    """Small type, a faint grid behind what is drawn, and plain numbers at the ticks; before names are put there."""
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, which="both")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_fontsize(8)
+        axis.set_major_formatter(PlainNumbers())
+
+
+def caption(axes: Axes, text: str) -> None:
+    """Words over a panel; `set_title` by itself would forget their size."""
+    axes.set_title(text, fontsize=9)
+
+
+def whole(axes: Axes, label: str = "update step") -> None:
+    """Ticks at whole numbers alone along the bottom, even where there is room for one only."""
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+
+
+def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> None:
+    """Make one axis logarithmic, if all values are positive."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) <= 0:
+        return
+    axes.set(**{f"{name}scale": "log"})
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
+    wide = max(finite) > 100 * min(finite)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axis.set_major_formatter(NUMBER)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def level(axes: Axes, values: Sequence[float]) -> None:
+    """Room upwards and downwards, so that what hardly changes looks flat."""
+    if values:
+        middle, least = (max(values) + min(values)) / 2, FLAT * max(map(abs, values))
+        half = max(0.55 * (max(values) - min(values)), least)
+        axes.set_ylim(middle - half, middle + half)
+
+
+def beside(figure: Figure) -> None:
+    """One legend for all panels, at the right of them, with each label once."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        figure.legend(list(entries.values()), list(entries), loc="outside right upper", fontsize=8, **LEGEND)
+
+
+def above(axes: Axes, handles: Sequence[Any] = (), labels: Sequence[str] = (), note: str = "") -> None:
+    """A legend over the panel, of everything with a label unless told; a note after it."""
+    if not handles:
+        handles, labels = axes.get_legend_handles_labels()
+    if note:
+        handles, labels = [*handles, Line2D([], [], linestyle="none")], [*labels, note]
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.1}
+    axes.legend(handles, labels, fontsize=6.5, **place, **LEGEND)
+
+
+def bars(axes: Axes, names: Sequence[str], series: Mapping[str, tuple[str, Any]], ends: Mapping[str, Any] = {}) -> None:
+    """Groups of bars with these names, in each a bar for each of the series.
+
+    series: label -> (colour, a height for each group). ends: label -> (lower, upper) ends of the heights' intervals.
+    """
+    width = 0.84 / max(len(series), 1)
+    for number, (label, (colour, heights)) in enumerate(series.items()):
+        reach = np.abs(np.array(ends[label]) - heights) if label in ends else None
+        places = np.arange(len(names)) + width * (number + 0.5) - 0.42
+        style: dict[str, Any] = {"color": colour, "ecolor": "0.15", "capsize": 2, "error_kw": {"elinewidth": 1}}
+        axes.bar(places, heights, width, yerr=reach, label=label, **style)
+    axes.set_xticks(range(len(names)), names)
+
+
+def matrix(axes: Axes, shares: NDArray[Any], rows: Sequence[str], columns: Sequence[str]) -> None:
+    """Shares (R, C) as shades and in percent, with the names of the rows and columns."""
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.grid(False)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    for row, column in np.argwhere(shares >= WRITTEN):
+        share = shares[row, column]
+        style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white" if share > 0.6 else "black"}
+        axes.text(column, row, f"{100 * share:.0f}", fontsize=7, **style)

@@ -1,0 +1,136 @@
+"""Every picture can be read: its legends beside the curves, its ticks plain, and whole where updates are counted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from test_melee_imitation import figures_of, frames
+
+from matrixlib.bench import report as bench
+from matrixlib.plotting import beside, level, panels
+from matrixlib.runs import cycle_figures, figures
+from matrixlib.runs.cycle_state import Generation
+from matrixlib.tasks.chess import plots
+from matrixlib.tasks.latin import plots as latin
+from matrixlib.tasks.latin.rates import Rate
+from matrixlib.tasks.melee import plots as melee
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "step": step,
+        "seconds": 2.0 if step == 9 else 0.1,
+        "loss": 4.0 - 0.1 * step,
+        "losses": {"ssl_pin": 30.0 / step, "ssl_threat": 0.7},
+        "metrics": {"teacher_policy/temperature": 2.0 - 1e-6 * step, "teacher_policy/raw": -1.098 - 1e-6 * step},
+        "grad_norm": 1.0,
+        "gate": 1.0,
+        "times": {"forward": 0.05, "validation": 1.9 if step == 9 else 0.0},
+        "validation": {"kind": "full", "loss": 3.5},
+    }
+    for step in range(1, 10)
+]
+HIGHER = [row | {"loss": row["loss"] + 0.3} for row in ROWS]
+SPEED = {"value": 350_000.0, "unit": "positions/s", "limit": 1e6}
+BENCH = {"scaling": [SPEED | {"name": "batch 32, 2 blocks"}], "loader": [SPEED | {"name": "no workers"}]}
+RATES = [
+    Rate(size, "standard", fill, 16, 0.5, None, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
+    for size in (3, 4)
+    for fill in ((0.0, 0.0), (0.1, 0.3))
+]
+HEADS = {"threat": [(0.1, 0.2, 50), (0.9, 0.8, 50)], "pin": [(0.01, 0.02, 50)]}
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "times": lambda: figures.phases_figure(ROWS),
+    "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
+    "faults": lambda: figures.faults_figure([ROWS, HIGHER], {"hurts: +0.3": (HIGHER, []), "kill: 0": (ROWS, [])}),
+    "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
+    "benchmarks": lambda: bench.scaling_figure({"figures": BENCH}),
+    "elo": lambda: cycle_figures.elo_figure([Generation(number=1, anchor=((1, 2, 5, 2, 0),))]),
+    "perfect play": lambda: cycle_figures.course_figure({0: {"lost": 0.5}, 1: {"lost": 0.1}}),
+    "rates": lambda: latin.rates_figure(RATES),
+    "buttons": lambda: melee.rates_figure(figures_of(frames(10))),
+    "heads": lambda: plots.curves_figure(ROWS, {"pin": 1.0, "threat": 1.0}),
+    "calibration": lambda: plots.calibration_figure(HEADS, {"control": np.diag([3, 2, 1])}),
+    "temperature": lambda: plots.temperature_figure({"learned": ROWS}),
+}
+COUNTED = ("update step", "generation", "size")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_legends_cover_nothing_and_ticks_are_plain(name: str) -> None:
+    figure = PICTURES[name]()
+    figure.draw_without_rendering()
+    areas = [axes.get_window_extent() for axes in figure.axes]
+    for legend in filter(None, [*figure.legends, *(axes.get_legend() for axes in figure.axes)]):
+        box = legend.get_window_extent()
+        assert figure.bbox.contains(box.x1 - 1, box.y1 - 1), "inside the picture"
+        assert not [area for area in areas if box.padded(-3).overlaps(area)]
+    for axes in figure.axes:
+        ticks = [text.get_text() for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels()]
+        assert not [text for text in ticks if re.fullmatch(r"\d{4,}.*|.*e\+.*", text)], "commas, no powers of ten"
+        assert not axes.xaxis.get_offset_text().get_text() + axes.yaxis.get_offset_text().get_text()
+        if axes.get_xlabel() in COUNTED:
+            low, high = sorted(axes.get_xlim())
+            assert all(float(at).is_integer() for at in axes.get_xticks() if low <= at <= high)
+
+
+def test_large_numbers_have_commas_and_close_ones_no_offset() -> None:
+    figure, (axes,) = panels()
+    axes.plot([0, 1], [350_000.0, 350_000.5])
+    figure.draw_without_rendering()
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert "350,000.0" in labels
+    assert "350,000.5" in labels
+    assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_what_hardly_changes_looks_flat_and_what_changes_has_its_room() -> None:
+    _, (flat, steep) = panels(2)
+    level(flat, [1.9999, 2.0])
+    level(steep, [1.0, 3.0])
+    low, high = flat.get_ylim()
+    assert (2.0 - 1.9999) / (high - low) < 0.01
+    assert steep.get_ylim() == pytest.approx((0.9, 3.1))
+
+
+def test_what_flattens_a_picture_is_cut_off_and_says_its_height() -> None:
+    (axes,) = figures.phases_figure(ROWS).axes
+    assert axes.get_ylim()[1] == pytest.approx(300)
+    assert [text.get_text() for text in axes.texts] == ["3,900"], "ms: the update and its validation"
+    assert not figures.phases_figure(ROWS[:-1]).axes[0].texts
+
+
+def test_a_fault_that_changes_nothing_has_no_panel() -> None:
+    figure = PICTURES["faults"]()
+    assert [axes.get_title() for axes in figure.axes] == ["hurts: +0.3"]
+    assert figure.get_suptitle().split()[-2:] == ["update:", "kill"]
+
+
+def test_scores_stand_beside_their_baselines_with_wilsons_intervals() -> None:
+    (axes,) = PICTURES["scores"]().axes
+    interval, point, baseline = axes.get_lines()[:3]
+    assert list(interval.get_xdata()) == pytest.approx([27.24, 32.91], abs=0.01)
+    assert (point.get_xdata()[0], baseline.get_xdata()[0]) == pytest.approx((30, 10))
+
+
+def test_heads_that_seldom_say_much_have_a_picture_of_their_own() -> None:
+    first, rare, confusion = PICTURES["calibration"]().axes
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["threat"]
+    assert [text.get_text() for text in rare.get_legend().get_texts()] == ["pin"]
+    assert rare.get_xlim()[1] < 0.25
+    assert [text.get_text() for text in confusion.texts] == ["100"] * 3
+
+
+def test_a_legend_names_each_label_once_and_none_is_no_error() -> None:
+    figure, grid = panels(3, across=2)
+    beside(figure)
+    assert not figure.legends
+    assert len(figure.axes) == 3, "no empty fourth"
+    for axes in grid:
+        axes.plot([0, 1], label="loss")
+    beside(figure)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["loss"]
