@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from toy_task import ToyData, ToySource, ToyTask, toy_held_out, toy_runtime
+from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime
 
 from matrixlib import config as configuration
+from matrixlib.engine import buckets
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.parallel import LostRank, Ranks
 from matrixlib.engine.signals import Terminated
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, Teacher
 from matrixlib.engine.trainer import Trainer
+from matrixlib.runs.start import Start
+from matrixlib.runs.training import begin
 from matrixlib.tasks import load_config
 
 STEPS, ROWS = 10, 23  # so that ranks have different numbers of rows
@@ -65,6 +68,7 @@ def build(
     change: Callable[[int, Batch], object] = lambda number, batch: None,
     task: ToyTask | None = None,
     micro_batch: int = 4,
+    teacher: Teacher | None = None,
     **sections: dict[str, Any],
 ) -> Trainer:
     task = task or ToyTask()
@@ -86,6 +90,7 @@ def build(
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
         metrics=log(folder / "metrics.jsonl"),
         steps=STEPS,
+        teacher=teacher,
         ranks=ranks,
     )
 
@@ -122,38 +127,84 @@ def ruin(number: int, batch: Batch) -> None:
 
 @dataclass
 class ShortTask(ToyTask):
-    """One whose passes of more than two rows find no memory on this rank."""
+    """One whose passes of more than two rows find no memory on this rank in their backward half, when heads have been
+    through it and what is below them has not. after: passes that do."""
 
     short: bool = False
-    passes: int = 0
+    after: int = 0
 
     def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> Any:
-        if self.short and model.training and len(batch["x"]) > 2:
+        def fail(*_: object) -> None:
             raise MemoryError("no room")
-        self.passes += model.training
+
+        if self.short and model.training and len(batch["x"]) > 2:
+            self.after -= 1
+            hook = model.norm.register_full_backward_hook(fail) if self.after < 0 else None
+            try:
+                return super().losses(model, batch, active)
+            finally:
+                if hook is not None:
+                    hook.remove()
         return super().losses(model, batch, active)
+
+
+class BranchNet(ToyNet):
+    """A part of it sees only rows of one kind, so that a pass without any leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(FEATURES, 12)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.relu(self.norm(self.inner(x)))
+        if (rows := x[:, 0] > 1.2).any():
+            hidden = hidden.index_add(0, rows.nonzero().squeeze(1), self.branch(x[rows]))
+        return {"class": self.classes(hidden), "plane": self.plane(hidden).squeeze(1)}
+
+
+class BranchTask(ToyTask):
+    def build_model(self) -> nn.Module:
+        return BranchNet()
+
+
+class Shift:
+    """A teacher: what it says of a row hangs on that row alone."""
+
+    record: Mapping[str, Any] = {"name": "shift", "sha256": "0"}
+    aids: frozenset[str] = frozenset()
+
+    def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
+        return batch | {
+            "target": batch["target"] + batch["x"][:, 0].to(batch["target"]) * (0.5 if progress is None else progress)
+        }
 
 
 def member(rank: int, size: int, folder: Path) -> None:
     """One of `size` processes: all checks, then its results in <folder>/<rank>.json."""
     torch.set_num_threads(1)
+    buckets.SIZE = 200  # so that there are several
     warnings.simplefilter("ignore")
     sys.stderr = (folder / f"{rank}.log").open("w", buffering=1)
     try:
         store = dist.FileStore(str(folder / "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
         three = Ranks(rank, size, dist.group.WORLD, dist.PrefixStore("ours", store)).introduce()
         pair = dist.new_group([0, 1])
-        two = Ranks(rank, 2, pair) if rank < 2 else None
+        ours = dist.PrefixStore("pair", store)
+        two = Ranks(rank, 2, pair, ours).introduce() if rank < 2 else None
         results = checks(folder, {1: Ranks() if rank == 0 else None, 2: two, 3: three})
         (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+        if two is not None:
+            results["lost first"] = lost(build(folder / "lost_first", two, double=True), two, gone=0)
+            (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     except BaseException:
         traceback.print_exc()
         raise
 
 
 def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
-    """What came out of each training that this rank had a part in; the last one kills rank 2."""
+    """What came out of each training that this rank had a part in; the last one ends rank 2."""
     out: dict[str, Any] = {}
     for double in (True, False):
         alone: dict[str, Tensor] = {}
@@ -162,7 +213,7 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 trainer = run(build(folder / f"equal_{double}_{size}", ranks, double=double))
                 alone = alone or weights(trainer)
                 out[f"equal {double} {size}"] = distance(weights(trainer), alone) if ranks.first else None
-                out[f"replica {double} {size}"] = trainer._step._summation._replica is not None
+                out[f"early {double} {size}"] = [trainer._step.buckets.early, len(trainer._step.buckets._flat)]
     three = worlds[3]
     assert three is not None
     # the same run by two ranks, by one, by three
@@ -185,12 +236,32 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 out[f"{name} {size} messages"] = trainer.messages
                 out[f"{name} {size} weights"] = [float(value.sum()) for value in weights(trainer).values()]
                 out[f"{name} {size} health"] = [trainer._step.health.skipped, trainer._step.health.rollbacks]
+    for name, task, options in (
+        ("branch", BranchTask(), {}),
+        ("init", ToyTask(), {"train": {"init": "somewhere"}}),
+        ("teacher", ToyTask(), {}),
+    ):
+        for size in (1, 2):
+            if (ranks := worlds[size]) is not None:
+                teacher = Shift() if name == "teacher" else None
+                trainer = build(folder / f"{name}_{size}", ranks, double=True, task=task, teacher=teacher, **options)
+                if name == "init":
+                    tensors = {key: tensor / 2 for key, tensor in trainer.model.state_dict().items()}
+                    begin(trainer, Start("somewhere", "0", tensors if ranks.first else {}, (), (), (), {}))
+                out[f"{name} {size}"] = [float(value.sum()) for value in weights(run(trainer)).values()]
+                if name == "branch":
+                    out[f"idle {size}"] = trainer.model.idle.weight.grad is None
     if (ranks := worlds[2]) is not None:
-        short = ShortTask(short=ranks.rank == 1)
-        trainer = run(build(folder / "short", ranks, double=True, task=short))
-        out["short"] = [trainer._step.micro_batch, trainer.messages]
-        if ranks.first:
-            out["short distance"] = distance(weights(trainer), alone_weights(folder / "equal_True_1"))
+        for after in (0, 20):  # at the first update, and when updates of this kind have gone through
+            short = ShortTask(short=ranks.rank == 1, after=after)
+            trainer = run(build(folder / f"short_{after}", ranks, double=True, task=short))
+            out[f"short {after}"] = [trainer._step.micro_batch, trainer.messages]
+            if ranks.first:
+                out[f"short distance {after}"] = distance(weights(trainer), alone_weights(folder / "equal_True_1"))
+        mixed = ToyTask(dropout=0.3, norm="batch", width=16)
+        trainer = run(build(folder / "mixed", ranks, task=mixed, optim={"optimiser": "muon"}))
+        state = {**weights(trainer), **trainer.model.state_dict()}
+        out["mixed"] = {name: value.flatten().tolist() for name, value in state.items()}
         out["told"] = told(build(folder / "told", ranks, double=True))
     three.same(None)
     out["lost"] = lost(build(folder / "lost", three, double=True), three)
@@ -216,13 +287,13 @@ def told(trainer: Trainer) -> Any:
     return None
 
 
-def lost(trainer: Trainer, ranks: Ranks) -> Any:
-    """Rank 2 is gone in the middle of an update."""
+def lost(trainer: Trainer, ranks: Ranks, gone: int = 2) -> Any:
+    """A rank is gone in the middle of an update."""
     began = time.monotonic()
     try:
         for stats in trainer.train():
             began = time.monotonic()
-            if stats.step == 7 and ranks.rank == 2:
+            if stats.step == 7 and ranks.rank == gone:
                 trainer._step.model.register_forward_hook(lambda *_: os._exit(1))
     except LostRank as error:
         notes = getattr(error, "__notes__", [])

@@ -107,7 +107,7 @@ def test_limits_and_shares_stand_beside_the_figures() -> None:
 
 def test_machines_are_named_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)
-    monkeypatch.setattr(machine, "facts", lambda: DeviceFacts(cores=16, gpu=gpu))
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: DeviceFacts(cores=16, gpu=gpu))
     assert bench.machine_name("cuda") == "nvidia-h200"
     assert bench.machine_name("cpu").endswith("-16-cores")
 

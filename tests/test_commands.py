@@ -32,6 +32,7 @@ SMALLER = {  # parameter -> its value in the document -> in the test
     "preset_b": {"quick": "tiny.yaml"},
     "device": {"mps": "cpu", "cuda": "cpu"},
     "steps": {"1500": "6", "50": "8"},
+    "ranks": {"8": "2"},
     "seeds": {"3": "1"},
     "games": {"2000": "1", "40": "2"},
     "games_per_chunk": {"10": "1"},
@@ -49,6 +50,8 @@ WORDS = {
     "[16, 64]": "[4]",
     "step_00000500": "step_00000008",
     "simulations=100": "simulations=4",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--preset small": "--preset tiny.yaml",
 }
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from bench import bench_ranks
 from options import options_of
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
 from papermill.cli import papermill
@@ -181,6 +182,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         GUIDES / "selfplay.md",
         lambda: options_table([row for row in options_of(CycleConfig) if "network." not in row[0]]),
     ),
+    "ranks": (GUIDES / "cluster.md", bench_ranks.table),
     "sweep-options": (GUIDES / "sweeps.md", lambda: options_table(options_of(SweepConfig))),
 }
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,9 @@ from matrixlib.data.reader import LoaderError
 from matrixlib.data.share import Share
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.rows import newer
+from matrixlib.engine.stats import from_row
+from matrixlib.runs import ranks as launcher
 from matrixlib.runs import run as runs
 
 SIZE = 3
@@ -38,7 +44,7 @@ PRESET = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What ranks 0 and 1 of three report; rank 2 ends itself in the last check."""
+    """What ranks 0 and 1 of three report; rank 2 ends itself in the last check of all, rank 0 in that of two."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("processes are started by forkserver, which this system lacks")
     folder = tmp_path_factory.mktemp("ranks")
@@ -48,10 +54,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(400)
         process.kill()
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    assert [process.exitcode for process in processes] == [0, 0, 1], logs
+    assert [process.exitcode for process in processes] == [1, 0, 1], logs
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -61,7 +67,8 @@ def test_any_number_of_ranks_gives_the_same_weights(
 ) -> None:
     for size in (2, 3):
         assert 0 < results[0][f"equal {double} {size}"] < tolerance
-        assert results[1][f"replica {double} {size}"], "gradients were to be summed during the backward pass"
+        early, all_of_them = results[1][f"early {double} {size}"]
+        assert early == all_of_them > 2, "gradients were to be summed during the backward pass"
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(results: list[dict[str, Any]]) -> None:
@@ -83,11 +90,27 @@ def test_all_ranks_roll_back_at_once(results: list[dict[str, Any]]) -> None:
     assert first["ruin 2 weights"] == second["ruin 2 weights"] == pytest.approx(first["ruin 1 weights"], abs=1e-9)
 
 
-def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(results: list[dict[str, Any]]) -> None:
-    for micro_batch, messages in (result["short"] for result in results):
+@pytest.mark.parametrize("after", [0, 20])
+def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(results: list[dict[str, Any]], after: int) -> None:
+    for micro_batch, messages in (result[f"short {after}"] for result in results):
         assert micro_batch == 2
         assert sum("out of memory" in text for text in messages) == 1
-    assert results[0]["short distance"] < 1e-12
+    assert results[0][f"short distance {after}"] < 1e-12
+
+
+@pytest.mark.parametrize("what", ["branch", "init", "teacher"])
+def test_parts_left_out_weights_given_and_a_teacher_are_the_same_for_ranks(
+    results: list[dict[str, Any]], what: str
+) -> None:
+    first, second = results
+    assert first[f"{what} 2"] == second[f"{what} 2"] == pytest.approx(first[f"{what} 1"], abs=1e-11)
+    assert what != "branch" or (first["idle 1"] and first["idle 2"]), "a parameter without gradients is left alone"
+
+
+def test_batch_norm_dropout_and_muon_keep_the_ranks_the_same(results: list[dict[str, Any]]) -> None:
+    first, second = (result["mixed"] for result in results)
+    assert first == second
+    assert all(np.isfinite(values).all() for values in first.values())
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_update(results: list[dict[str, Any]]) -> None:
@@ -96,29 +119,26 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_update(results: list[dict[
 
 
 def test_the_others_end_and_name_a_rank_that_is_gone(results: list[dict[str, Any]]) -> None:
-    for text, step, seconds, _ in (result["lost"] for result in results):
-        assert text.startswith("rank 2 of 3 does not answer")
+    losses = [("rank 2 of 3", result["lost"]) for result in results] + [("rank 0 of 2", results[1]["lost first"])]
+    for who, (text, step, seconds, _) in losses:
+        assert text.startswith(f"{who} does not answer")
         assert step == 7
         assert seconds < 30
     assert "goes on from the checkpoint of update 7" in results[0]["lost"][3][0], "rank 0 keeps what was whole"
 
 
 def test_under_torchrun_a_rank_is_killed_and_the_restart_ends_with_the_weights_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy_spec.sample(tmp_path / "data")
-    (tmp_path / "reports").mkdir()
-    preset = PRESET | {"data": {"source": str(tmp_path / "data"), "workers": 0}}
-    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "reports"))
+    toy_preset(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
     words = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m matrixlib.runs.launch"
     command = [sys.executable, *words.split(), "--preset", str(tmp_path / "toy.yaml"), "--name", "two"]
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            kill_rank(launcher.pid, tmp_path / "reports" / "two", updates=12)
-            assert launcher.wait(120) == 0, (tmp_path / "log").read_text()
+            kill_rank(launcher.pid, reports / "two", updates=12)
+            assert launcher.wait(400) == 0, (tmp_path / "log").read_text()
         finally:
             launcher.terminate()
             launcher.wait()
@@ -129,21 +149,137 @@ def test_under_torchrun_a_rank_is_killed_and_the_restart_ends_with_the_weights_o
     for _ in one.train():
         pass
     one.close()
-    first, second = (newest_weights(tmp_path / "reports" / name) for name in ("one", "two"))
+    first, second = (newest_weights(reports / name) for name in ("one", "two"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-4
-    steps = [row["step"] for row in metrics.read(tmp_path / "reports" / "two" / "metrics.jsonl")]
+    steps = [row["step"] for row in metrics.read(reports / "two" / "metrics.jsonl")]
     assert steps == list(range(1, 61)), "rank 0 alone writes"
-    assert json.loads((tmp_path / "reports" / "two" / "summary.json").read_text())["complete"]
+    assert json.loads((reports / "two" / "summary.json").read_text())["complete"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_goes_on(
+    tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+    preset = toy_preset(tmp_path, steps=200)
+    run = runs.open_run(preset, run="two", ranks=2)
+    assert "trained by 2 ranks" in run.describe()
+    steps: list[int] = []
+
+    def follow() -> None:
+        for stats in run.train():
+            steps.append(stats.step)
+            if stats.step == 12:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        follow()
+    assert steps == list(range(1, len(steps) + 1)), "each update is shown once"
+    assert f"goes on from the checkpoint of update {steps[-1]};" in " ".join(interrupt.value.__notes__)
+    assert run.summary()["end"] == "interrupted"
+    assert not ranks_of(psutil.Process())
+    alone = runs.open_run(preset, run="two")
+    assert [stats.step for stats in alone.train()] == list(range(steps[-1] + 1, 201)), "nothing is lost"
+
+
+def test_what_a_row_tells_is_what_was_written(tmp_path: Path) -> None:
+    before = {"step": 3, "loss": 1.5, "grad_norm": 2.0, "losses": {"class": 1.0}, "verdict": "skip", "messages": ["a"]}
+    with metrics.MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write(from_row(before).row())
+    (row,) = newer(tmp_path / "metrics.jsonl", ("", 0))
+    assert before.items() <= row.items()
+    assert newer(tmp_path / "metrics.jsonl", (row["time"], 3)) == []
+
+
+def test_of_ranks_that_failed_the_cause_is_told() -> None:
+    def failure(exitcode: int, error: str = "") -> SimpleNamespace:
+        message = {"message": error} if error else "Signal 9 received"
+        return SimpleNamespace(exitcode=exitcode, message=message, signal_name=lambda: "SIGKILL")
+
+    missing = failure(1, "LostRank: rank 1 of 2 does not answer")
+    for failures, word in (
+        ({0: missing, 1: failure(1, "RunError: no room")}, "rank 1 of 2: RunError: no room"),
+        ({0: missing, 1: failure(-9)}, "rank 1 of 2 does not answer"),
+        ({1: failure(-9), 0: missing}, "rank 1 of 2 was ended by SIGKILL: by hand, or for want of memory"),
+        ({1: failure(7), 0: missing}, "rank 1 of 2 ended with exit code 7"),
+    ):
+        assert launcher._word(failures, 2) == word
+
+
+FAILING = """
+import os
+import toy_spec
+
+class Failing(toy_spec.OwnTask):
+    passes = 0
+
+    def losses(self, model, batch, active):
+        self.passes += model.training
+        if os.environ.get("RANK") == "1" and self.passes > 20:
+            raise ValueError("this rank has had enough")
+        return super().losses(model, batch, active)
+
+class FailingSpec(toy_spec.ToySpec):
+    def task(self, config):
+        return Failing(plane_weight=config.loss.plane, config=config)
+
+TASK = FailingSpec()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["done", "killed", "failed"])
+def test_the_notebook_trains_with_ranks_and_tells_why_one_of_them_failed(
+    tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), str(tmp_path)]))
+    (tmp_path / "failing.py").write_text(FAILING, encoding="utf-8")
+    changes = {"task": "failing:TASK"} if end == "failed" else {}
+    preset = toy_preset(tmp_path, steps=60 if end == "done" else 3000, **changes)
+    words = ["-m", "matrixlib.runs.launch", "--preset", preset, "--run", "two", "--ranks", "2"]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen([sys.executable, *words], stdout=log, stderr=subprocess.STDOUT)
+        if end == "killed":
+            kill_rank(launcher.pid, reports / "two", updates=12)
+        code = launcher.wait(400)
+    text = (tmp_path / "log").read_text()
+    assert code == (end != "done"), text
+    word = {
+        "done": "held-out",
+        "killed": "rank 1 of 2",
+        "failed": "RunError: rank 1 of 2: ValueError: this rank has had",
+    }
+    assert word[end] in text
+    assert (reports / "two" / "train.ipynb").exists()
+    assert json.loads((reports / "two" / "summary.json").read_text())["complete"] == (end == "done")
+
+
+def toy_preset(folder: Path, steps: int = 60, **options: Any) -> str:
+    """A preset file of the toy task with data of its own."""
+    toy_spec.sample(folder / "data")
+    preset = PRESET | {"data": {"source": str(folder / "data"), "workers": 0}, **options}
+    preset["train"] = {**PRESET["train"], "steps": steps}
+    (folder / "toy.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
+    return str(folder / "toy.yaml")
+
+
+def ranks_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
+    """The processes that torch's launcher has started below this one, by rank."""
+    found = {}
+    for process in launcher.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if (rank := process.environ().get("RANK")) and process.parent().environ().get("RANK") is None:
+                found[rank] = process
+    return found
 
 
 def kill_rank(launcher: int, folder: Path, updates: int) -> None:
     """SIGKILL to rank 1, once so many updates are done."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 300
     while time.monotonic() < ends:
-        ranks = [child for child in psutil.Process(launcher).children() if child.environ().get("RANK") == "1"]
-        log = folder / "metrics.jsonl"
-        if ranks and log.exists() and log.read_bytes().count(b"\n") >= updates:
-            ranks[0].kill()
+        ranks, log = ranks_of(psutil.Process(launcher)), folder / "metrics.jsonl"
+        if "1" in ranks and log.exists() and log.read_bytes().count(b"\n") >= updates:
+            ranks["1"].kill()
             return
         time.sleep(0.01)
     raise TimeoutError("the run made no updates")

@@ -107,7 +107,7 @@ def test_the_policy(facts: DeviceFacts, options: Mapping[str, Any], expected: st
     for part in expected.split(" '")[1:]:
         assert part.rstrip("'") in runtime.table()
     tried = {"benchmark"}  # chosen by a run's own updates alone, see test_layout.py
-    fields = {*runtime.reasons, "reasons", "requested"} | tried
+    fields = {*runtime.reasons, "reasons", "requested", "ranks"} | tried
     assert fields == set(Runtime.__dataclass_fields__), "every choice has its reason"
     assert all(runtime.reasons.values())
     assert runtime.scaler == (runtime.dtype == "fp16")
@@ -135,6 +135,17 @@ def test_round_trip_through_json_and_reuse() -> None:
     del stored["tf32"]
     with pytest.raises(ValueError, match="missing or unknown keys: tf32"):
         Runtime.from_dict(stored)
+
+
+def test_another_number_of_ranks_shares_the_cores_anew() -> None:
+    alone, eighth = replace(H200, cores=16), replace(H200, cores=2, ranks=8)
+    runtime = policy(alone, *sections())
+    resumed = reuse(runtime.to_dict(), eighth)
+    assert (resumed.threads, resumed.workers, resumed.micro_batch) == (2, 1, runtime.micro_batch)
+    assert reuse(resumed.to_dict(), alone) == runtime
+    named = policy(alone, *sections(threads=3))
+    assert reuse(named.to_dict(), eighth).threads == 3, "what the user named stays"
+    assert machine.facts(2).ranks == 2
 
 
 def test_autocast_scaler_and_parameters() -> None:
@@ -171,7 +182,7 @@ def test_apply_sets_threads_and_leaves_tf32_readable() -> None:
 
 
 def test_the_environment_variable_replaces_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "facts", lambda: H200)
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
     monkeypatch.setattr(speed, "rates", lambda device, bf16: SLOW_BF16)
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
     runtime = resolve(*sections())
@@ -197,7 +208,7 @@ def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pyte
             raise TypeError("BFloat16 is not supported on MPS\nat length")
         return Rates(90, 0, 90, 0, 0, 0)
 
-    monkeypatch.setattr(machine, "facts", lambda: replace(M5, rates=None))
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: replace(M5, rates=None))
     monkeypatch.setattr(speed, "rates", rates)
     runtime = resolve(*sections())
     assert (runtime.device, runtime.dtype, calls) == ("mps", "fp32", [True, False])
@@ -225,7 +236,7 @@ def test_nothing_is_measured_where_nothing_depends_on_it(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(speed, "rates", never)
     resolve(*sections(device="cpu", precision="fp32", channels_last=True))
-    monkeypatch.setattr(machine, "facts", lambda: H200)
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: H200)
     resolve(*sections())
 
 

@@ -1,4 +1,4 @@
-"""Several processes that train one network together: their ranks, what they agree on, the sum of their gradients.
+"""Several processes that train one network together: their ranks, and what they agree on.
 
 torchrun starts them. Each makes the same updates from rows of its own, and decides on numbers that are the same
 everywhere: sums over ranks, or what rank 0 says. So they all skip, roll back, stop and halve the micro-batch at once.
@@ -13,17 +13,15 @@ import json
 import os
 import platform
 import time
-import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.storage import Checkpoint, CheckpointError
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 HEAD = 1024
 """Bytes of a first broadcast, which holds most of what is said; what is longer takes a second one."""
-BUCKET = 25 * 2**20
-"""Bytes of gradients that are summed at once, as DistributedDataParallel has it."""
 GRACE = 6.0
 """Seconds in which it is found out who does not answer."""
 REASONS = (
@@ -74,7 +70,7 @@ class Ranks:
             return dict(values)
         names = sorted(values)
         numbers = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-        with self._together():
+        with self.together():
             dist.all_reduce(numbers, group=self.group)
         sums = dict(zip(names, numbers.tolist(), strict=True))
         return {name: type(value)(sums[name]) for name, value in values.items()}
@@ -110,7 +106,7 @@ class Ranks:
         own = torch.zeros(max(1, *lengths.values()), dtype=torch.uint8)
         _put(own, data)
         parts = [torch.zeros_like(own) for _ in range(self.size)]
-        with self._together():
+        with self.together():
             dist.all_gather(parts, own, group=self.group)
         return [bytes(part.tolist())[: lengths[str(rank)]].decode() for rank, part in enumerate(parts)]
 
@@ -120,32 +116,6 @@ class Ranks:
         if self.size > 1:
             for tensor in tensors:
                 self._from_first(tensor)
-
-    @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Sums of the gradients over ranks, in place, after a backward pass that knew of no other rank; whether every
-        parameter has one. A parameter that has one on some rank gets one on all.
-        """
-        if self.size == 1:
-            return False
-        have = self.total({str(i): int(p.grad is not None) for i, p in enumerate(parameters)})
-        used = [p for i, p in enumerate(parameters) if have[str(i)]]
-        for p in used:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        for bucket in _buckets([p.grad for p in used if p.grad is not None]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            with self._together():
-                dist.all_reduce(flat, group=self.group)
-            parts = flat.split([gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
-        return len(used) == len(parameters)
-
-    def worst(self, problem: str) -> str:
-        """The worst problem of any rank: "compiler", "memory" or "", none."""
-        kinds = ("compiler", "memory")
-        count = self.total({kind: int(problem == kind) for kind in kinds})
-        return next((kind for kind in kinds if count[kind]), "")
 
     def wait_for_first(self, name: str) -> None:
         """Ranks but the first wait here until it calls `go_on`, however long its trials take."""
@@ -157,22 +127,25 @@ class Ranks:
         if self.store is not None and self.first:
             self.store.set(f"opened/{name}", "1")
 
+    def end_with_first(self) -> None:
+        """Wait until rank 0 has come here: torchrun ends all as soon as one has ended, and rank 0 may still save."""
+        self.go_on("the end")
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            self.wait_for_first("the end")
+
     def _from_first(self, tensor: Tensor) -> None:
-        with self._together():
+        with self.together():
             dist.broadcast(tensor, group_src=0, group=self.group)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
+        """Within it, an error of a collective operation is a LostRank."""
         try:
             yield
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-            raise self.lost(error) from error
-
-    def lost(self, error: RuntimeError) -> LostRank:
-        """The error that tells who does not answer."""
-        return LostRank(self._words(error))
+            raise LostRank(self._words(error)) from error
 
     def _words(self, error: RuntimeError) -> str:
         text = str(error).splitlines()[0]
@@ -212,63 +185,6 @@ def _alive(process: str) -> bool:
         return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-class Elsewhere(Exception):
-    """Another rank has a `problem` with this update: it is repeated together."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-
-
-class Summation:
-    """Sums of gradients that are made while the last backward pass of an update goes on.
-
-    whole: kinds of updates that gave every parameter a gradient. The others are summed after the pass: a replica waits
-    for each parameter.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.whole: set[Hashable] = set()
-        self._replica: Replica | None = None
-
-    @contextlib.contextmanager
-    def replica(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model for a pass that all ranks make together. Raises Elsewhere where one of them cannot."""
-        if problem := self._ranks.worst(""):
-            raise Elsewhere(problem)
-        try:
-            if self._replica is None or self._replica.module is not model:
-                with warnings.catch_warnings():  # the name of `broadcast_buffers` is to change
-                    warnings.simplefilter("ignore", FutureWarning)
-                    self._replica = Replica(
-                        model, process_group=self._ranks.group, broadcast_buffers=False, gradient_as_bucket_view=True
-                    )
-                self._replica.register_comm_hook(
-                    self._ranks.group, lambda group, bucket: _summed(group, bucket)
-                )  # unannotated
-            yield self._replica
-        except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error):  # the others wait in the middle of their sums
-                raise ValueError(
-                    f"out of memory in a pass that all ranks make together ({error!r:.200}); start "
-                    "again, with a smaller train.micro_batch if it comes again"
-                ) from error
-            if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-                raise self._ranks.lost(error) from error
-            raise
-
-
-class Replica(DistributedDataParallel):
-    """One whose model's attributes can be read through it, as tasks do."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
 
 
 def launched() -> bool:
@@ -337,25 +253,6 @@ def norms_by_rank(model: nn.Module) -> list[nn.Module]:
     passes, so no pass can wait for one of another rank.
     """
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-
-def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook of a replica: sums, as losses are divided by the counts of all ranks already."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one dtype that follow each other, up to `BUCKET` bytes at once."""
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        full = sum(g.nbytes for g in bucket) + gradient.nbytes > BUCKET
-        if bucket and (full or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket
 
 
 def _put(tensor: Tensor, data: bytes) -> None:

@@ -52,6 +52,19 @@ def after(path: Path, step: int) -> list[Row]:
     return late[::-1]
 
 
+def newer(path: Path, than: tuple[str, int]) -> list[Row]:
+    """Rows written after one of this (time, step) in order, read from the end of the file; none without a file.
+
+    For whoever follows a file that another process writes, and cuts back now and then.
+    """
+    late: list[Row] = []
+    for row, _ in _backwards(Path(path)) if Path(path).exists() else ():
+        if (row["time"], row["step"]) <= than:
+            break
+        late.append(row)
+    return late[::-1]
+
+
 def last(path: Path) -> Row | None:
     """The last whole row; None where there is none, or no file."""
     path = Path(path)

@@ -100,6 +100,13 @@ class Stats:
         return {key: value for key, value in values.items() if value is not None and value != ()}
 
 
+def from_row(row: Mapping[str, Any]) -> Stats:
+    """What a row of metrics.jsonl tells of its update; `Stats.row` of it is that row, but for its time."""
+    names = {f.metadata.get("key", f.name): f.name for f in fields(Stats) if f.metadata.get("logged", True)}
+    values = {names[key]: value for key, value in row.items() if key in names}
+    return Stats(**values | {"action": Action(row["verdict"]), "messages": tuple(row.get("messages", ()))})
+
+
 def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:
     """median and p95 (nearest rank) of gradient norms; empty without values."""
     if not norms:

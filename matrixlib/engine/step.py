@@ -20,13 +20,14 @@ from torch.nn.utils import (
 
 from matrixlib.config import Config
 from matrixlib.engine import averages, compiler, noise, optim, rng
+from matrixlib.engine.buckets import Buckets
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
 from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.parallel import Elsewhere, Ranks, Summation, norms_by_rank
+from matrixlib.engine.parallel import Ranks, norms_by_rank
 from matrixlib.engine.plan import UpdatePlan
 from matrixlib.engine.plateau import Plateau
 from matrixlib.engine.schedule import Schedule
@@ -97,7 +98,7 @@ class Step:
         if low:
             raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
         ranks.broadcast(optim.named_tensors(plain).values())
-        self.ranks, self._summation = ranks, Summation(ranks)
+        self.ranks = ranks
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
@@ -123,7 +124,8 @@ class Step:
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self._descended = [p for group in self.descent.param_groups for p in group["params"]] if self.descent else []
-        self._trained = [p for p in plain.parameters() if p.requires_grad]  # those of a plain descent, too
+        # those of a plain descent, too
+        self.buckets = Buckets(ranks, [p for p in plain.parameters() if p.requires_grad])
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
         self._statistics = [b for norm in norms_by_rank(plain) for b in norm.buffers()]
@@ -250,23 +252,17 @@ class Step:
             rng.restore(self._streams, self.runtime.torch_device)
             for optimiser in self._optimisers():
                 optimiser.zero_grad(set_to_none=True)
+            self.buckets.begin()
             plan, problem, text = self._plan(batch), "", "on another rank"
             try:
-                # all of an update that is not known to fit runs before ranks wait for each other
-                together = self._overlaps(plan)
-                sums = self._accumulate(batch, plan, together=together)
-                problem = "" if together else self.ranks.worst("")
-            except Elsewhere as agreed:
-                problem = agreed.problem
+                sums = self._accumulate(batch, plan, last=self.buckets.last_pass())
             except (RuntimeError, MemoryError) as error:
                 short, text = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
                 untried = not short and self._untried and unwrap(self.model) is not self.model
                 if not untried and (self.micro_batch == 1 or not short):
                     raise
-                problem = self.ranks.worst("compiler" if untried else "memory")
-            if not problem:
-                if not together and self.ranks.sum_gradients(self._trained):
-                    self._summation.whole.add(self._kind(plan))
+                problem = "compiler" if untried else "memory"
+            if not (problem := self.buckets.finish(problem)):
                 if self._untried and self.model is not unwrap(self.model) and (why := compiler.graph_breaks()):
                     messages.append(f"torch.compile broke the network's graph, which makes it slower: {why}")
                 self._untried = False
@@ -380,20 +376,15 @@ class Step:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
 
-    def _overlaps(self, plan: UpdatePlan) -> bool:
-        """Whether gradients can be summed over ranks during the last backward pass: such an update has gone through,
-        and gave each parameter a gradient.
-        """
-        return not self.gate.config.seconds and self._kind(plan) in self._summation.whole
-
-    def _kind(self, plan: UpdatePlan) -> tuple[int, frozenset[str]]:
-        return self.micro_batch, frozenset(plan.weights)
-
     def _accumulate(
-        self, batch: Batch, plan: UpdatePlan, timed: bool = True, together: bool = False
+        self,
+        batch: Batch,
+        plan: UpdatePlan,
+        timed: bool = True,
+        last: contextlib.AbstractContextManager[None] = contextlib.nullcontext(),  # noqa: B008 - stateless
     ) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch; sums of losses and metrics on the device. together: the last one
-        sums the gradients over ranks. Raises Elsewhere there, where another rank has not come so far.
+        """Forward and backward of every micro-batch; sums of losses and metrics on the device. last: around the last
+        one.
         """
         sums: dict[str, Tensor] = {}
         size = rows(batch)
@@ -401,24 +392,21 @@ class Step:
             _ = plan.totals  # asked for together, before a rank may run out of memory
         started = time.monotonic()
         for start in range(0, size, self.micro_batch):
-            part = slice_batch(batch, start, min(start + self.micro_batch, size))
+            stop = start + self.micro_batch
+            part = slice_batch(batch, start, min(stop, size))
             active = frozenset(plan.weights) if start < plan.until else plan.main
-            if together and start + self.micro_batch >= size:
-                with self._summation.replica(self.model) as model:
-                    values = self._pass(part, plan, active, model)
-            else:
-                values = self._pass(part, plan, active, self.model)
+            with last if stop >= size else contextlib.nullcontext():
+                values = self._pass(part, plan, active)
             for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
-            stop = start + self.micro_batch
-            if stop < size:
+            if stop < size and self.ranks.size == 1:  # of several ranks the passes add to buckets
                 compiler.keep_gradients(self.runtime.compile, self._parameters)
             if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
                 synchronize(self.runtime.device)  # else the clock would see launches alone
                 self.gate.took(time.monotonic() - started, plan.until)
         return sums
 
-    def _pass(self, part: Batch, plan: UpdatePlan, active: frozenset[str], model: nn.Module) -> dict[str, Tensor]:
+    def _pass(self, part: Batch, plan: UpdatePlan, active: frozenset[str]) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch; its sums."""
         with self.clock.phase("copy"):
             part = to_device(part, self.runtime.torch_device)
@@ -427,19 +415,17 @@ class Step:
                 part = self.taught(part)
         with self.clock.phase("forward"):
             compiler.begin_pass(self.runtime.compile)
-            total, values = self._forward(part, plan, active, model)
+            total, values = self._forward(part, plan, active)
         if not total.requires_grad:
             raise ValueError("no parameter receives a gradient: the losses do not depend on the model")
         with self.clock.phase("backward"):
             (total if self.scaler is None else self.scaler.scale(total)).backward()
         return values
 
-    def _forward(
-        self, part: Batch, plan: UpdatePlan, active: frozenset[str], model: nn.Module
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward(self, part: Batch, plan: UpdatePlan, active: frozenset[str]) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted loss of one micro-batch on the device, its share of the update's, and detached sums by name."""
         with self.runtime.autocast():
-            losses, metrics = self.task.losses(model, part, active)
+            losses, metrics = self.task.losses(self.model, part, active)
         assert losses.keys() == active, f"task gave {sorted(losses)}, not {sorted(active)}"
         # A term without items is a zero that keeps its graph: multiplied by 0, not left out.
         total = torch.stack(

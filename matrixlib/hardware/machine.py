@@ -87,6 +87,7 @@ class DeviceFacts:
     platform: str = "linux"  # as sys.platform
     instructions: tuple[str, ...] = ()
     cores: int = 1  # physical cores that this process may use (affinity and cgroup quota)
+    ranks: int = 1  # processes that share this machine for one training, each with so many cores
     thread_limit: int = 0  # OMP_NUM_THREADS; 0 = not set
     memory: int = 0  # bytes that this process may use
     vcache: bool = False
@@ -109,8 +110,12 @@ class DeviceFacts:
         return min(self.cores, self.thread_limit or self.cores)
 
 
-def facts() -> DeviceFacts:
-    """Read this machine; nothing is measured (`rates` is None). Raises ThreadsError (see `thread_limit`)."""
+def facts(ranks: int = 1) -> DeviceFacts:
+    """Read this machine; nothing is measured (`rates` is None). Raises ThreadsError (see `thread_limit`).
+
+    ranks: processes that this one is to start, which share the cores as those of torchrun do.
+    """
+    ranks = max(ranks, local_ranks())
     gpu, gpu_problem = _gpu()
     mps, mps_problem = _mps()
     cpu = processor()
@@ -118,7 +123,8 @@ def facts() -> DeviceFacts:
     return DeviceFacts(
         platform=sys.platform,
         instructions=cpu.instructions,
-        cores=max(1, cores() // local_ranks()),
+        cores=max(1, cores() // ranks),
+        ranks=ranks,
         thread_limit=thread_limit(),
         memory=memory(),
         vcache=vcache(cpu.vendor, l3_caches()),

@@ -56,6 +56,7 @@ class Runtime:
     reasons: Mapping[str, str] = field(default_factory=dict)  # choice -> why
     requested: tuple[str, ...] = ()  # choices of the user's own: nothing else may quietly stand in for them
     benchmark: bool = False  # cuDNN looks for the fastest algorithm of each shape
+    ranks: int = 1  # processes that shared the machine when threads and workers were chosen
 
     @property
     def torch_device(self) -> torch.device:
@@ -124,7 +125,7 @@ class Runtime:
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
         known = {item.name for item in fields(cls)}
-        if wrong := (known ^ set(data)) - {"benchmark", "requested"}:  # which older runs do not have
+        if wrong := (known ^ set(data)) - {"benchmark", "requested", "ranks"}:  # which older runs do not have
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
         mode = {True: "default", False: ""}.get(data["compile"], data["compile"])  # a bool in older runs
@@ -178,8 +179,9 @@ def _compile_serving(device: str, option: bool | str) -> tuple[bool, str]:
     return False, f"not measured on {device}"
 
 
-def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
-    """Decide for this machine. $MATRIXLIB_DEVICE stands in for `device: auto` and for nothing else.
+def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks: int = 1) -> Runtime:
+    """Decide for this machine. $MATRIXLIB_DEVICE stands in for `device: auto` and for nothing else. ranks: processes
+    that this one is to start, which share the machine.
 
     On the CPU this measures for about a second where precision or channels_last is `auto`, on mps where precision is.
     Raises ValueError where the device or the dtype that `runtime` names cannot work here.
@@ -188,7 +190,7 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Run
     if forced and forced not in ("auto", *MICRO_BATCH):
         raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
     runtime = runtime.model_copy(update={"device": forced}) if forced else runtime
-    facts = machine.facts()
+    facts = machine.facts(ranks)
     device, _ = select_device(facts, runtime.device)
     if "auto" in {"cpu": (runtime.precision, runtime.channels_last), "mps": (runtime.precision,)}.get(device, ()):
         facts = _measured(facts, device)
@@ -210,14 +212,23 @@ def _measured(facts: DeviceFacts, device: str) -> DeviceFacts:
         return replace(facts, rates=speed.rates(device, False), bf16_problem=str(error).split("\n")[0])
 
 
-def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None) -> Runtime:
-    """The runtime that a run was started with, to resume it. Raises ValueError if its device is not here."""
-    runtime = Runtime.from_dict(stored)
+def reuse(stored: Mapping[str, Any], facts: DeviceFacts | None = None, ranks: int = 1) -> Runtime:
+    """The runtime that a run was started with, to resume it. Raises ValueError if its device is not here.
+
+    Where another number of processes shares the machine than before, threads and workers that the user has not named
+    are chosen anew. ranks: those that this process is to start.
+    """
+    runtime, facts = Runtime.from_dict(stored), facts or machine.facts(ranks)
     try:
-        select_device(facts or machine.facts(), runtime.device)
+        select_device(facts, runtime.device)
     except ValueError as error:
         raise ValueError(f"this run began on '{runtime.device}' and resumes only there: {error}") from None
-    return runtime
+    if facts.ranks == runtime.ranks:
+        return runtime
+    for name, choice in suggest(facts, runtime.device).items():
+        if name != "micro_batch" and name not in runtime.requested:
+            runtime = runtime.with_choice(name, *choice)
+    return replace(runtime, ranks=facts.ranks)
 
 
 def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data: DataConfig) -> Runtime:
@@ -252,6 +263,7 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
         **{name: value for name, (value, _) in choices.items()},
         reasons={name: why for name, (_, why) in choices.items()},
         requested=tuple(name for name in choices if options.get(name, "auto") != "auto"),
+        ranks=facts.ranks,
     )
 
 

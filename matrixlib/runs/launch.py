@@ -2,7 +2,8 @@
 
 ``python -m matrixlib.runs.launch --preset quick`` executes notebooks/train.ipynb through papermill into
 reports/<run>/train.ipynb. The bar reads the run's metrics.jsonl, so it shows what the run itself knows.
-Under torchrun it trains without the notebook, with every process that torchrun starts (`runs.ranks`).
+Under torchrun it trains without the notebook, with every process that torchrun starts (`runs.ranks`); with ``--ranks``
+the notebook starts them (`runs.ranks` too).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="train nothing: only write the complete checkpoint of a fresh network, for `train.init` of others",
     )
+    parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
     options = parser.parse_args(arguments)
     if options.base:
@@ -61,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from matrixlib.runs import ranks
 
-        return ranks.train(options.preset, options.device, options.run, options.steps, overrides)
+        return ranks.train(options.preset, options.run, overrides, options.device, options.steps)
     try:
         name = runs.name_run(options.preset, options.device, -1, options.run, options.steps, overrides)
         folder = files.reports_root() / name
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"run {name}: notebooks/train.ipynb -> {_relative(folder / 'train.ipynb')}", flush=True)
     parameters = {"preset": options.preset, "device": options.device, "run": name, "steps": options.steps}
-    parameters["overrides"] = overrides
+    parameters |= {"overrides": overrides, "ranks": options.ranks}
     try:
         reason = _execute(folder, parameters)
     except KeyboardInterrupt:

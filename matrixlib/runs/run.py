@@ -64,6 +64,7 @@ class Run:
     update_seconds: float | None = None  # of an update in the trial before it began, if there was one
     start: Start | None = None
     ranks: Ranks | None = None
+    processes: int = 1  # above 1: ranks that train in processes of their own, which this one starts and follows
     _trainer: Trainer | None = None
 
     @property
@@ -164,6 +165,8 @@ class Run:
             return
         if isinstance(self.data.teacher, AbsentTeacher):  # before anything is written
             raise RunError(self.data.teacher.problem)
+        if self.processes > 1:
+            return (yield from self._follow({"trace": trace, "tensorboard": tensorboard}))
         waiting = contextlib.ExitStack()
         if self.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
@@ -201,6 +204,17 @@ class Run:
             waiting.close()
             self.close()
 
+    def _follow(self, options: Mapping[str, Any]) -> Generator[Stats]:
+        """Train in processes of their own, the first of which holds the lock and writes."""
+        from matrixlib.engine.memory import clear_cache
+        from matrixlib.runs import elastic
+
+        self.close()
+        self._trainer = None  # it knows of what was before
+        clear_cache(self.runtime.torch_device)  # of the trials: the first rank has the same GPU
+        request = {"preset": self.preset, "run": self.name, "overrides": configuration.dump(self.requested), **options}
+        yield from elastic.follow(self.folder, self.processes, request, self._say)
+
     def _events(self) -> Events:
         from matrixlib.runs.tensorboard import Events
 
@@ -227,6 +241,9 @@ class Run:
         """Rows of metrics.jsonl up to where the run goes on; of a long run, rows by interval (`history.read`)."""
         from matrixlib.engine import history
 
+        if self.processes > 1:  # the ranks cut it back, and this process has no model
+            log = self.folder / "metrics.jsonl"
+            return history.read(log) if log.exists() else []
         return history.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
 
     def times(self) -> str:
@@ -277,13 +294,15 @@ def open_run(
     kind: str = "train",
     init: str = "",
     task: str = "",
+    ranks: int = 1,
 ) -> Run:
     """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
 
     preset: name in params/ or path of a YAML file. device, seed, steps: stand over the preset where given
     (``auto``, -1, 0 leave it). overrides: nested mapping, checked by the schema. init: stands over `train.init` where
     given. kind: what the run is for; another kind than "train" stands in its name, and evaluation does not pick it up
-    by itself. task: the one that the caller is for; a preset of another is refused.
+    by itself. task: the one that the caller is for; a preset of another is refused. ranks: above 1, `train` starts so
+    many processes, which train together, and follows them.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
     from matrixlib.engine import parallel
@@ -291,19 +310,21 @@ def open_run(
     requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
-    ranks = parallel.join(requested.runtime.rank_timeout)
-    name = ranks.same(_folder(preset, run, requested, kind).name if ranks.first else "")
+    if ranks < 1:
+        raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
+    own = parallel.join(requested.runtime.rank_timeout)
+    name = own.same(_folder(preset, run, requested, kind).name if own.first else "")
     folder = files.reports_root() / name
-    ranks.wait_for_first(name)  # the others open what it has written down
+    own.wait_for_first(name)  # the others open what it has written down
     lock = FileLock(folder / "lock")
     with files.writing(folder.parent):
         folder.mkdir(parents=True, exist_ok=True)
-        if ranks.first:
+        if own.first:
             _hold(lock, folder.name)
     try:
         with files.writing(folder):
-            opened = _open(folder, preset, requested, lock, kind, ranks)
-        ranks.go_on(name)
+            opened = _open(folder, preset, requested, lock, kind, own, ranks)
+        own.go_on(name)
         return opened
     except BaseException:
         lock.release()
@@ -410,7 +431,8 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
     return next(root / name for name in names if not (root / name).exists())
 
 
-def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks) -> Run:
+def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks, processes: int) -> Run:
+    """processes: that this one is to start; it opens the run as their first."""
     from matrixlib.data.catalogue import Catalogue
 
     spec = get_task(requested.task)
@@ -422,15 +444,17 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         config = resume_config(folder, requested, record, messages)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
-        runtime = runtimes.reuse(record["runtime"])
+        runtime = runtimes.reuse(record["runtime"], ranks=processes)
     else:
-        runtime = runtimes.resolve(requested.runtime, requested.train, requested.data)
+        runtime = runtimes.resolve(requested.runtime, requested.train, requested.data, processes)
         config = runtime_config(requested, runtime)
     runtime.apply()
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder, spec, config, runtime, record)
-    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, Share(ranks.rank, ranks.size))
+    data = RunData(
+        config, runtime, spec, task, catalogue, messages, teacher, Share(ranks.rank, max(ranks.size, processes))
+    )
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:
@@ -455,8 +479,8 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         write_record(folder, preset, requested, config, data, kind, update_seconds, start)
     messages += autotune.start_notes(runtime, clocks)
     resumed = bool(record)
-    if ranks.size > 1:
-        messages.append(f"trained by {ranks.size} ranks, each with its own rows of every batch")
+    if (size := max(ranks.size, processes)) > 1:
+        messages.append(f"trained by {size} ranks, each with its own rows of every batch")
     return Run(
         folder,
         preset,
@@ -472,4 +496,5 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         update_seconds,
         start,
         ranks,
+        processes,
     )

@@ -70,9 +70,15 @@ def build_trainer(
     if ranks.size > 1 and norms_by_rank(trainer.model):
         trainer.messages.append("batch normalisation: each rank uses its own rows, and the averages kept are rank 0's")
     if not trainer.resume() and config.train.init:
-        if ranks.first and start is not None and not trainer.checkpoints.steps():
-            trainer.start_from(start.tensors)
-            trainer.save()  # so that a resumed run needs the source no more
-        averages = trainer.ema.state_dict() if trainer.ema is not None else {}
-        ranks.broadcast([*trainer.model.state_dict().values(), *averages.values()])
+        begin(trainer, start)
     return trainer
+
+
+def begin(trainer: Trainer, start: Start | None) -> None:
+    """Before the first update, with the weights that rank 0 has read."""
+    ranks = trainer.ranks
+    if ranks.first and start is not None and not trainer.checkpoints.steps():
+        trainer.start_from(start.tensors)
+        trainer.save()  # so that a resumed run needs the source no more
+    averages = trainer.ema.state_dict() if trainer.ema is not None else {}
+    ranks.broadcast([*trainer.model.state_dict().values(), *averages.values()])
