@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: bench bench-gpu film gpu help train train-quick train-full train-resume hw-report generate-data cycle test soak e2e lint
+.PHONY: bench bench-gpu film gpu help train train-quick train-full train-resume hw-report generate-data cycle test unit soak e2e lint
 .PHONY: lab report refresh lock install clean stale
 
 help:
@@ -55,7 +55,8 @@ ifdef TORCH_INDEX
 	$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) torch==$(TORCH)
 	@echo '$(TORCH_INDEX)' > $(VENV)/.torch-index
 endif
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.lock
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would do it on one core; some files are no Python
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
@@ -86,9 +87,13 @@ cycle: $(STAMP)
 	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick --no-progress-bar \
 		--stdout-file - --stderr-file -
 
-# Two processes, a file of tests in one of them: the tests compute on one thread each.
-test: lint
-	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 2 --dist loadfile --no-loadscope-reorder
+# mypy beside the tests, which are three processes for two cores, as many tests wait for something. Each file of tests is
+# in one of them, and computes on one thread.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 lint unit
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 3 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests -ra -m soak

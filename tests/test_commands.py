@@ -55,7 +55,8 @@ WORDS = {
 }
 # What a command begins with that other tests run, or none can
 ELSEWHERE = ("make", "pre-commit", ".", "caffeinate", "python")
-LONG = {f"notebooks/{name}.ipynb" for name in ("bench", "compare", "cycle", "melee", "sample")}
+DONE: set[str] = set()
+"""What the commands so far have shown."""
 TINY: dict[str, Any] = {  # over the demo
     "data": {"limit": 1024},
     "model": {"channels": 16, "blocks": 1, "ssl": ["threat", "control"]},
@@ -188,35 +189,18 @@ def keys(mapping: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-ELSEWHERE_SHOWN = {  # what test_notebooks.py and test_own_task.py run in the same way
-    *(f"train.ipynb{rest}" for rest in ("", " steps", " preset", " device", " seed")),
-    *("train.ipynb overrides.optim.learning_rate", "overfit.ipynb", "overfit.ipynb preset", "eval.ipynb"),
-    *(f"eval.ipynb {name}" for name in ("run", "puzzles", "games", "simulations", "suites", "onnx", "int8")),
-}
-DONE = {True: set[str](), False: ELSEWHERE_SHOWN}
-FIRST_READ = ("play.md",)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page, whole",
-    [
-        *((page, False) for page in PAGES if page.name in FIRST_READ),
-        *(pytest.param(page, True, marks=pytest.mark.soak) for page in PAGES),
-    ],
-    ids=lambda value: value.stem if isinstance(value, Path) else str(value),
-)
-def test_the_commands_of_a_page_run(page: Path, place: Path, whole: bool) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page: Path, place: Path) -> None:
     """One after the other, as a reader would; one that shows nothing beyond those before it is left out.
 
-    whole: every page, and the LONG notebooks too. In `make test` test_docs.py checks names and parameters of the rest,
-    and the notebooks' own tests run them.
+    In `make test` test_docs.py checks names and parameters, and the notebooks' own tests run them.
     """
     for line in lines([page]):
-        if line.split()[0] in ELSEWHERE or not (whole or LONG.isdisjoint(line.split())):
+        if line.split()[0] in ELSEWHERE:
             continue
         command = smaller(line)
-        if shows(command) <= DONE[whole]:
+        if shows(command) <= DONE:
             continue
         if "sample.ipynb" in command or "engine_elo" in command:
             try:
@@ -229,14 +213,15 @@ def test_the_commands_of_a_page_run(page: Path, place: Path, whole: bool) -> Non
             assert re.search(r"^bestmove [a-h][1-8]", output, re.MULTILINE)
         else:
             run(command.replace("tiny.yaml", str(place / "tiny.yaml")), place)
-        DONE[whole].update(shows(command))
+        DONE.update(shows(command))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", [page])], ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs(page: Path, place: Path) -> None:
+def test_the_python_of_a_page_runs(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (place / "data" / "mine").exists():  # unless the commands have made it
         shutil.copytree(place / "made" / "shards", place / "data" / "mine")
-    for i, body in enumerate(blocks("python", [page])):
-        (place / f"{page.stem}_{i}.py").write_text(replaced(body))
-        run(f"python {page.stem}_{i}.py", place)
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(place / "reports"))
+    monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
+    for body in blocks("python", [page]):
+        exec(compile(replaced(body), page.name, "exec"), {"__name__": "__main__"})

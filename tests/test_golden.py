@@ -9,7 +9,7 @@ from typing import Any
 import golden_runs
 import pytest
 
-FIRST = 30  # updates of the trainings that every test run looks at; `make soak` sees all
+FIRST = 15  # updates of the trainings that every test run looks at; `make soak` sees all
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -14,22 +13,8 @@ from survivor import STEPS, survive
 
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.runs.injection_job import PRELOAD
 
 CLOCKS = {"time", "seconds", "times", "throughput", "share_of_peak", "memory", "messages"}
-
-
-@pytest.fixture(scope="module")
-def forkserver() -> Any:
-    """Processes that start in no time, as torch is imported once."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        pytest.skip("processes are started by forkserver, which this system lacks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["survivor", *PRELOAD])
-    ready = context.Process(target=int)
-    ready.start()
-    ready.join()  # what follows measures how long a run takes
-    return context
 
 
 def without_clocks(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -258,8 +257,16 @@ def test_error_in_prepare_surfaces_with_its_cause(folder: Path, workers: int) ->
     assert "in prepare" in str(error.value.__cause__)
 
 
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks twice a second whether its workers are alive."""
+    monkeypatch.setattr(loader_module, "WAIT_SECONDS", 0.5)
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "with batches that it has made ahead"])
-def test_killed_workers_are_started_again_and_no_batch_changes(folder: Path, tmp_path: Path, ahead: bool) -> None:
+def test_killed_workers_are_started_again_and_no_batch_changes(
+    folder: Path, tmp_path: Path, short_waits: None, ahead: bool
+) -> None:
     """Batches that were made ahead lie in memory that only the worker could have handed over."""
     pid_file, said = tmp_path / "pid", list[str]()
     loader = open_loader(
@@ -284,7 +291,7 @@ def test_killed_workers_are_started_again_and_no_batch_changes(folder: Path, tmp
 
 
 def test_workers_that_are_killed_again_and_again_are_an_error_not_a_hang(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, short_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_module, "RESTARTS", 1)
     pid_file, said = tmp_path / "pid", list[str]()
@@ -584,77 +591,61 @@ def test_a_file_that_changes_after_its_check_is_replaced_and_no_wild_pointer(tmp
     assert got.min() >= 300
 
 
-LIMITED = """
-import resource, sys
-from toy_shards import LAYOUT, Toy
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import Loader
+def read_epoch(folder: Path, soft: int, hard: int, answer: Path) -> None:
+    """In a process of its own, with these limits of open files: the different rows of an epoch, or its error."""
+    import resource  # Windows has none, and no forkserver
 
-rows = Catalogue(sys.argv[1]).shards("train")
-soft, hard = int(sys.argv[2]), int(sys.argv[3]) or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-damage = []
-loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda *facts: damage.append(facts))
-seen = {int(row) for i in range(loader.per_epoch) for row in loader.batch(i)["row"]}
-print(len(seen), len(damage))
-"""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    damage: list[Any] = []
+    try:
+        rows = Catalogue(folder).shards("train")
+        loader = Loader(rows, LAYOUT, 100, 0, Toy().prepare, on_damage=lambda *facts: damage.append(facts))
+        answer.write_text(f"{len(np.unique(rows_of(loader, range(loader.per_epoch))))} rows, {len(damage)} damaged")
+    except LoaderError as error:
+        answer.write_text(str(error))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of open files to set")
-def test_too_few_open_files_are_no_damage(tmp_path: Path) -> None:
+def test_too_few_open_files_are_no_damage(tmp_path: Path, forkserver: Any) -> None:
     """Each open shard holds a file: a soft limit is raised, and under a hard one it is said before training."""
     for i in range(150):
         write_shard(tmp_path / f"{i:03d}.npz", LAYOUT, toy_batch(4, 4 * i), META)
 
-    def limited(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
-        here = str(Path(__file__).parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
-        command = [sys.executable, "-c", LIMITED, str(tmp_path), str(soft), str(hard)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    def limited(soft: int, hard: int) -> str:
+        process = forkserver.Process(target=read_epoch, args=(tmp_path, soft, hard, tmp_path / "answer"))
+        process.start()
+        process.join()
+        return (tmp_path / "answer").read_text()
 
-    assert limited(100, 0).stdout.split() == ["600", "0"]
-    refused = limited(100, 120)
-    assert refused.returncode == 1
-    assert "LoaderError: 150 shards, but the system lets a process open 120 files" in refused.stderr
+    assert limited(100, 0) == "600 rows, 0 damaged"
+    assert "150 shards, but the system lets a process open 120 files" in limited(100, 120)
 
 
-MEMORY = """
-import sys
-import psutil
-from toy_shards import LAYOUT, Toy
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import Loader
-
-loader = Loader(Catalogue(sys.argv[1]).shards("train"), LAYOUT, 128, 0, Toy().prepare)
-for i in range(30):
-    loader.batch(i)
-print(loader.count, psutil.Process().memory_info().rss)
-"""
+def read_much(folders: list[Path], answer: Path) -> None:
+    """In a process of its own: the rows and the memory after 30 batches of each folder, one after the other."""
+    lines = []
+    for folder in folders:
+        loader = Loader(Catalogue(folder).shards("train"), LAYOUT, 128, 0, Toy().prepare)
+        rows_of(loader, range(30))
+        lines.append(f"{loader.count} {psutil.Process().memory_info().rss}")
+    answer.write_text("\n".join(lines))
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_data(tmp_path: Path, forkserver: Any) -> None:
     """A hundred million rows take less than 200 MB more than a thousand, pages of the files included."""
     if shutil.disk_usage(tmp_path).free < 2**31:
         pytest.skip("needs 2 GiB of free disk for sparse files")
-    resident = []
     for name, shards, count in (("small", 1, 1000), ("large", 100, 1_000_000)):
         (folder := tmp_path / name).mkdir()
         catalogue = Catalogue(folder)
         for i in range(shards):
             catalogue.add(sparse_shard(folder / f"{i:03d}.npz", count), "train", "made")
-        here = str(Path(__file__).parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
-        done = subprocess.run(
-            [sys.executable, "-c", MEMORY, str(folder)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rows, memory = map(int, done.stdout.split())
-        assert rows == shards * count
-        resident.append(memory)
-    assert resident[1] - resident[0] < 200e6
+    process = forkserver.Process(target=read_much, args=([tmp_path / "small", tmp_path / "large"], tmp_path / "answer"))
+    process.start()
+    process.join()
+    small, large = (map(int, line.split()) for line in (tmp_path / "answer").read_text().splitlines())
+    (few, before), (many, after) = small, large
+    assert (few, many) == (1000, 100_000_000)
+    assert after - before < 200e6
 
 
 # Validation

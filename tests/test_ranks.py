@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,14 +42,10 @@ PRESET = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[dict[str, Any]]:
     """What ranks 0 and 1 of three report; rank 2 ends itself in the last check of all, rank 0 in that of two."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        pytest.skip("processes are started by forkserver, which this system lacks")
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_runs"])
-    processes = [context.Process(target=member, args=(rank, SIZE, folder)) for rank in range(SIZE)]
+    processes = [forkserver.Process(target=member, args=(rank, SIZE, folder)) for rank in range(SIZE)]
     for process in processes:
         process.start()
     for process in processes:
@@ -127,6 +122,7 @@ def test_the_others_end_and_name_a_rank_that_is_gone(results: list[dict[str, Any
     assert "goes on from the checkpoint of update 7" in results[0]["lost"][3][0], "rank 0 keeps what was whole"
 
 
+@pytest.mark.soak
 def test_under_torchrun_a_rank_is_killed_and_the_restart_ends_with_the_weights_of_one_process(
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -506,17 +505,16 @@ def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> N
 
 
 TWO = {"space": {RATE: [0.001, 0.01], "optim.optimiser": ["muon"]}}
-PROGRAM = f"""
-from matrixlib.runs import sweep
-for trial in sweep.open_sweep("demo", "cpu", "", {TWO}).train():
-    pass
-"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def sweep_two(reports: Path) -> None:
+    """In a process of its own: a sweep of two trials."""
+    os.environ["MATRIXLIB_REPORTS"] = str(reports)
+    list(sweep.open_sweep("demo", "cpu", "", TWO).train())
+
+
 def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
-    reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Path, tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = sweep.open_sweep("demo", "cpu", "", TWO)
     list(whole.train())
@@ -525,11 +523,12 @@ def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(other))
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
-    while process.poll() is None and not list(other.glob("sweep-demo-001-s0/checkpoints/step_00000005")):
+    process = forkserver.Process(target=sweep_two, args=(other,))
+    process.start()
+    while process.is_alive() and not list(other.glob("sweep-demo-001-s0/checkpoints/step_00000005")):
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     killed = sweep.open_sweep("demo", "cpu", "", TWO)
     assert [row.state for row in killed.trials.values()] == ["complete", "running"]
     first = (other / "sweep-demo-000-s0" / "summary.json").read_bytes()
