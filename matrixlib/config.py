@@ -71,12 +71,10 @@ def _as_tuple(value: Any) -> Any:
 class DataConfig(Section):
     source: str = Field(default="", description="a folder of shards with a catalogue, or a name that the task knows")
     limit: CountOrZero = Field(
-        default=0,
-        description="use only N training positions, the first of each source, of all the same share; 0 = all",
+        default=0, description="use only N training positions, the first of each source, of all the same share; 0 = all"
     )
     window_blocks: CountOrZero = Field(
-        default=0,
-        description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)",
+        default=0, description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
     )
     suspicious: Literal["use", "quarantine"] = Field(
         default="use", description="shards that an import found far from the others of their source: use or leave out"
@@ -95,17 +93,7 @@ class DataConfig(Section):
 
 class OptimConfig(Section):
     optimiser: Literal[
-        "adamw",
-        "adam",
-        "sgd",
-        "rmsprop",
-        "radam",
-        "nadam",
-        "lamb",
-        "adafactor",
-        "muon",
-        "schedule_free",
-        "adamw_8bit",
+        "adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor", "muon", "schedule_free", "adamw_8bit"
     ] = Field(
         default="adamw",
         description="`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers; `schedule_free`: "
@@ -146,23 +134,27 @@ class OptimConfig(Section):
         default=0.5, description="what the schedule's rate is multiplied by then"
     )
     ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.999,
-        description="exponential moving average of the weights, evaluated and exported; 0 = off",
+        default=0.999, description="exponential moving average of the weights, evaluated and exported; 0 = off"
     )
+    swa: Fraction = Field(
+        default=0.0,
+        description="share of the updates, the last ones, over which a plain mean of the weights is made in place of "
+        "that average (SWA); 0 = off",
+    )
+    swa_interval: Count = Field(default=10, description="updates between two weights that go into this mean")
 
     @model_validator(mode="after")
     def _free_of_a_schedule(self) -> OptimConfig:
-        if self.optimiser == "schedule_free" and (self.schedule != "constant" or not self.beta1):
+        if self.optimiser == "schedule_free" and (self.schedule != "constant" or not self.beta1 or self.swa):
             raise ValueError(
-                "schedule_free averages in place of a decay: set optim.schedule to constant, beta1 above 0"
+                "schedule_free averages in place of a decay: set optim.schedule to constant, beta1 above 0 and swa to 0"
             )
         return self
 
 
 class TrainConfig(Section):
     steps: Count | Auto = Field(
-        default="auto",
-        description="updates; `auto` = as many as fit in `minutes`, by a trial and once more early on",
+        default="auto", description="updates; `auto` = as many as fit in `minutes`, by a trial and once more early on"
     )
     minutes: Positive = Field(default=10.0, description="training time aimed at where steps is `auto`")
     on_time: bool = Field(
@@ -178,6 +170,12 @@ class TrainConfig(Section):
     )
     batch_size: Rows = Field(default=128, description="positions of one update")
     micro_batch: Count | Auto = Field(default="auto", description="positions of one forward pass; gradients are summed")
+    dropout_stages: tuple[Fraction, ...] = Field(
+        default=(),
+        max_length=5,
+        description="factors on the network's dropout, in equal parts of the run, such as [1, 0.75, 0.5, 0.25, 0] to "
+        "take it away by and by; empty = as it is",
+    )
     statistics_interval: Count = Field(default=500, description="updates between output and gradient statistics")
     targets_interval: CountOrZero = Field(default=0, description="updates between rows of targets.jsonl; 0 = off")
     heartbeat_seconds: Positive = Field(default=5.0, description="seconds between heartbeat.json writes")
@@ -203,15 +201,13 @@ class ValidationConfig(Section):
     )
     min_delta: NonNegative = Field(default=0.001, description="what counts as an improvement of the validation loss")
     target_loss: NonNegative = Field(
-        default=0.0,
-        description="stop at this full validation loss (0 = off); refused below the attainable floor",
+        default=0.0, description="stop at this full validation loss (0 = off); refused below the attainable floor"
     )
 
 
 class HealthConfig(Section):
     window: Annotated[int, Field(ge=8)] = Field(
-        default=50,
-        description="accepted updates that the running band of loss and gradient norm looks back on",
+        default=50, description="accepted updates that the running band of loss and gradient norm looks back on"
     )
     band: Positive = Field(default=10.0, description="robust standard deviations above the median that make an outlier")
     patience: Count = Field(default=5, description="outliers in a row after which the run is rolled back")
@@ -225,8 +221,7 @@ class HealthConfig(Section):
         default=0.1, description="share of clipped gradients after the warm-up above which there is a warning"
     )
     hooks: bool = Field(
-        default=True,
-        description="replay a non-finite update to name the module where a value first stops being finite",
+        default=True, description="replay a non-finite update to name the module where a value first stops being finite"
     )
 
 
@@ -235,8 +230,7 @@ class GatingConfig(Section):
         default=0, description="updates over which self-supervised weights rise to their value"
     )
     freeze_steps: CountOrZero = Field(
-        default=0,
-        description="updates without the self-supervised terms after an unstable one; 0 = never frozen",
+        default=0, description="updates without the self-supervised terms after an unstable one; 0 = never frozen"
     )
     seconds: NonNegative = Field(
         default=0.0,
@@ -268,8 +262,7 @@ class CheckpointConfig(Section):
         default=0, description="updates between checkpoints that are written and kept for good; 0 = none"
     )
     compress: Annotated[int, Field(ge=0, le=19)] = Field(
-        default=0,
-        description="zstd level of the tensor files; 0 = not compressed (weights shrink by a tenth only)",
+        default=0, description="zstd level of the tensor files; 0 = not compressed (weights shrink by a tenth only)"
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from toy_task import toy_runtime
 
 from matrixlib.config import dump, merge
-from matrixlib.engine.step import place
+from matrixlib.engine.compiler import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig

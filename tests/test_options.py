@@ -55,6 +55,7 @@ LATIN: dict[str, Any] = {
     "curriculum": {"kind": "adaptive", "metric": "cell/accuracy", "patience": 1, "dwell": 1},
 }
 MELEE: dict[str, Any] = {
+    "optim": {"swa": 0.5},
     "data": {"delay": [0, 4]},
     "model": {"trunk": "transformer", "width": 16, "layers": 1, "heads": 2},
 }

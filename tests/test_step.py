@@ -18,9 +18,10 @@ from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.engine import optim
+from matrixlib.engine.compiler import place
 from matrixlib.engine.diagnostics import gradient_report
 from matrixlib.engine.stats import Action
-from matrixlib.engine.step import Step, place, throwaway
+from matrixlib.engine.step import Step, throwaway
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import load_config

@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from matrixlib import config
-from matrixlib.config import ConfigError
+from matrixlib.config import ConfigError, read_yaml_file
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, read_json, write_json
+from matrixlib.hardware import machine
 from matrixlib.runs import proposals, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
 from matrixlib.runs import run as runs
 from matrixlib.runs.fleet import Processes
@@ -255,18 +256,25 @@ def test_a_trial_whose_run_is_gone_has_failed_and_the_others_go_on(reports: Path
     assert current.results()[0].trial.reason == "its run is gone"
     assert (current.told([0])[0].state, current.told([0])[0].losses) == ("failed", ())
     assert [len(job.limits[1]) for job in backend.jobs] == [8], "by the four that are left"
+    (reports / "s-001-s0" / "summary.json").write_text("{")
+    current, _ = fake_sweep(reports, lambda *_: 1.0, **options, trials=6)
+    assert "summary.json is damaged" in current.results()[1].trial.reason
 
 
 @pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
-def test_the_threads_of_a_run_that_resumes_are_what_they_were(reports: Path, workers: tuple[int, int]) -> None:
-    backends = []
+def test_threads_are_divided_anew_but_for_a_run_that_has_begun(reports: Path, workers: tuple[int, int]) -> None:
+    threads: list[int | str] = []
     for count in workers:
-        options = {"space": {RATE: [0.001, 0.003]}, "steps": 12, "workers": count}
-        backends.append(Fake(reports, by_rate))
-        assert next(sweep.open_sweep("demo", "cpu", "s", options).train(backends[-1])).ended
-    first, second = (backend.jobs[0].overrides["runtime"] for backend in backends)
-    assert first == second
-    assert ("threads" in first) == (workers[0] > 1)
+        options = {"space": {RATE: [0.001, 0.003, 0.01]}, "steps": 12, "workers": count}
+        current = sweep.open_sweep("demo", "cpu", "s", options)
+        trials = [current._next(set(range(number))) for number in range(3)]
+        jobs = [current._job(trial) for trial in trials if trial is not None]
+        threads += [load_config(job.preset, job.overrides).runtime.threads for job in jobs]
+        if not (reports / jobs[0].names[0]).exists():
+            Fake(reports, by_rate).submit(jobs[0])  # which the sweep has not heard of: its process was killed
+    part = {1: "auto", 2: max(1, machine.facts().threads // 2)}
+    first, second = (part[count] for count in workers)
+    assert threads == [first] * 3 + [first, second, second]
 
 
 def test_a_misspelt_measure_is_told_and_can_be_mended(reports: Path) -> None:
@@ -541,6 +549,10 @@ def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
 
     best = killed.best()
     assert best is not None
+    pages = {path.parent.name for path in other.glob("*/report.html")}
+    assert pages == set(killed.run_names(best.trial.number).values()), "only they are looked at as the sweep ends"
+    preset = read_yaml_file(killed.folder / "best.yaml", "best")
+    assert preset["train"] == {"steps": 15, "minutes": 1.0, "batch_size": 32, "statistics_interval": 20}, "no default"
     record = read_json(other / killed.run_names(best.trial.number)[0] / "run.json")["requested"]
     requested = config.dump(load_config(str(killed.folder / "best.yaml")))
     assert requested == record

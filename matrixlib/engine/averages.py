@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from matrixlib.config import OptimConfig
 from matrixlib.engine.optim import copy_tensors, load_tensors, named_tensors, unwrap
+from matrixlib.engine.schedule import Schedule
 
 
 class Average:
-    """What is evaluated and exported in place of a model's weights. averages: updates that it has averaged in."""
+    """What is evaluated and exported in place of a model's weights.
+
+    averages: updates that it has averaged in. lacks_statistics: the statistics of batch norms are not averaged with the
+    weights, so those that were gathered for the raw weights do not fit. statistics: what was made in their place for
+    the average as it stands (`engine.candidate`), by the names of `named_tensors`; empty until then.
+    """
 
     averages: int
+    lacks_statistics = True
+    statistics: Mapping[str, Tensor] = {}
 
     def update(self) -> None:
-        """Call once per optimiser step, after it."""
+        """Average the model's present weights in."""
         raise NotImplementedError
+
+    def after(self, schedule: Schedule, update: int) -> None:
+        """Call after each update that moved the weights, with its index: they are averaged in if they are to be."""
+        self.update()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
@@ -49,6 +62,8 @@ class EMA(Average):
     so that the start does not weigh in for long. Averaged only after updates that moved the weights.
     """
 
+    lacks_statistics = False
+
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Start from the model's present weights; `decay` in [0, 1). The model's tensors are changed in place from then
         on, never replaced: they are looked up once, since a large model's state dict takes longer than its average.
@@ -65,7 +80,7 @@ class EMA(Average):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the model's present weights in; call once per optimiser step."""
+        """Average the model's present weights in."""
         decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
         self.averages += 1
         average, present = zip(*self._floating, strict=True)
@@ -80,11 +95,50 @@ class EMA(Average):
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
         """Restore; `averages` is the number of averages so far. ValueError when the names differ."""
-        if odd := sorted(set(tensors) ^ set(self._tensors)):
-            raise ValueError(f"EMA: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
-        for name, value in self._tensors.items():
-            value.copy_(tensors[name])
+        _copy(self._tensors, tensors, set(tensors), "EMA")
         self.averages = averages
+
+
+class SWA(Average):
+    """The plain mean of weights over the last part of a run (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407).
+
+    The weights after the last update are in it and, counted back from there, those of every `interval`-th update within
+    the last `share` of the run as it was planned: a schedule that is bent to end early goes through its last part too.
+    Until the first of them it is the raw weights.
+    """
+
+    def __init__(self, model: nn.Module, share: float, interval: int) -> None:
+        self.share, self.interval, self.averages = share, interval, 0
+        self._model = model
+        names = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
+        self._means = {name: value.clone() for name, value in named_tensors(model).items() if name in names}
+
+    def after(self, schedule: Schedule, update: int) -> None:
+        left, before = (schedule.steps - 1 - schedule.place(index) for index in (update, update - 1))
+        if left >= self.share * schedule.steps:
+            self.averages = 0  # of a run that was complete and is to be longer now
+        elif math.ceil(left / self.interval) < math.ceil(before / self.interval):
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        present = named_tensors(self._model)
+        own, new = list(self._means.values()), [present[name] for name in self._means]
+        if self.averages:
+            get_swa_multi_avg_fn()(own, new, self.averages)
+        else:
+            copy_tensors(own, new)
+        self.averages, self.statistics = self.averages + 1, {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        means = {**self._means, **self.statistics} if self.averages else {}
+        return {**named_tensors(self._model), **means}
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
+        buffers = named_tensors(self._model).keys() - self._means.keys()
+        _copy(self._means, tensors, set(tensors) - buffers, "SWA")
+        self.averages, self.statistics = averages, {}
 
 
 class FreePoint(Average):
@@ -100,7 +154,7 @@ class FreePoint(Average):
         self._model, self._optimiser = model, optimiser
 
     def update(self) -> None:
-        self.averages += 1
+        self.averages, self.statistics = self.averages + 1, {}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
@@ -111,14 +165,24 @@ class FreePoint(Average):
                 if "z" in self._optimiser.state[parameter]:
                     z = self._optimiser.state[parameter]["z"]
                     tensors[names[id(parameter)]] = parameter.detach().lerp(z, 1 - 1 / group["betas"][0])
-        return tensors
+        return {**tensors, **self.statistics}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
-        self.averages = averages  # the rest is in the weights and in the optimiser's state
+        self.averages, self.statistics = averages, {}  # the rest is in the weights and in the optimiser's state
 
 
 def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimConfig) -> Average | None:
     """The average that is evaluated; None: the raw weights are."""
     if config.optimiser == "schedule_free":
         return FreePoint(model, optimiser)
+    if config.swa:
+        return SWA(model, config.swa, config.swa_interval)
     return EMA(model, config.ema_decay) if config.ema_decay else None
+
+
+def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: set[str], what: str) -> None:
+    """The tensors of these names into their own; ValueError where the names differ."""
+    if odd := sorted(names ^ set(own)):
+        raise ValueError(f"{what}: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
+    for name, value in own.items():
+        value.copy_(tensors[name])

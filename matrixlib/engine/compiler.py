@@ -1,16 +1,21 @@
-"""torch.compile: where its code lies, what its modes ask of training, what broke its graphs."""
+"""A network on its device; torch.compile: where its code lies, what its modes ask of training, what breaks graphs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
+from matrixlib.engine.optim import unwrap
 from matrixlib.files import cache_root
+
+if TYPE_CHECKING:
+    from matrixlib.hardware.runtime import Runtime
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
@@ -18,6 +23,23 @@ GRAPHS = frozenset({"reduce-overhead", "max-autotune"})
 ON_CPU = {"cpp_wrapper": True}
 """Kernels are called from C++. oneDNN makes the convolutions in any case, and the width of vectors is the compiler's
 choice: half of AVX-512's was as fast."""
+
+
+def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
+    """(plain module, module to train with): on the device, in its memory format, compiled where it pays.
+
+    Evaluation and state dicts use the plain one: no `_orig_mod.` in names, no recompiling in eval mode.
+    """
+    plain = unwrap(model).to(runtime.torch_device)
+    if runtime.channels_last:
+        # Kernels alone: an attention bias (1, H, 64, 64) in this format keeps every fused attention of CUDA away, which
+        # want its last stride to be 1, and torch says nothing of it.
+        convert_conv2d_weight_memory_format(plain, torch.channels_last)
+    if plain is not model:
+        return plain, model
+    if not runtime.compile:
+        return plain, plain
+    return plain, compiled(plain, runtime.compile)
 
 
 def keep_code() -> Path:
@@ -45,6 +67,13 @@ def compiled(model: nn.Module, mode: str = "default", dynamic: bool | None = Non
     options = list_mode_options(mode) | (ON_CPU if on_cpu and model.training else {})
     forward: Any = torch.compile(model, dynamic=dynamic, options=options or None)  # takes no mode beside options
     return forward
+
+
+def forget() -> None:
+    """Drop every graph of this process: to be called where a number has changed that graphs hold as a constant, such as
+    a rate of dropout. Of a function torch keeps eight, and runs it without them from then on, without a word.
+    """
+    torch.compiler.reset()
 
 
 def begin_pass(mode: str) -> None:

@@ -11,13 +11,26 @@ from torch import Tensor
 from matrixlib.engine import diagnostics
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.stats import norm_quantiles
+from matrixlib.engine.stats import Stats, norm_quantiles
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, rows, slice_batch
+from matrixlib.engine.task import Batch, Task, rows, slice_batch
 from matrixlib.engine.validation import HeldOut
 
 COLLAPSE = 1e-4
 """Deviation between the rows of an output, in logits, below which it says the same for every input."""
+
+
+def first_update(
+    task: Task, step: Step, batch: Batch, stats: Stats, fresh: bool
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Of the first update: its losses beside chance level (`Stats.initial`), and messages about gradients that look
+    wrong and, of a fresh network, about losses far from chance.
+    """
+    initial, messages = diagnostics.compare_with_chance(task, step.taught(batch), stats)
+    messages = messages if fresh else []  # weights of another run have learned something
+    model = unwrap(step.model)
+    report = diagnostics.without_idle_heads(step.gradients, task, model, batch, stats, step.runtime)
+    return initial, [f"first update: {report}", *messages] if any(report) else messages
 
 
 def inspect(

@@ -54,8 +54,7 @@ class Network:
         runtime: runtimes.Runtime,
         serving: runtimes.Serving | None = None,
     ) -> None:
-        from matrixlib.engine.compiler import compiled
-        from matrixlib.engine.step import place
+        from matrixlib.engine.compiler import compiled, place
 
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
         self.task = task

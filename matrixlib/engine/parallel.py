@@ -248,7 +248,7 @@ def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) ->
     return checkpoint
 
 
-def norms_by_rank(model: nn.Module) -> list[nn.Module]:
+def norms_by_rank(model: nn.Module) -> list[_BatchNorm]:
     """Modules whose statistics come from the rows of a rank alone. Ranks may cut their rows into different numbers of
     passes, so no pass can wait for one of another rank.
     """

@@ -36,7 +36,8 @@ class Stats:
     times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late. loader: how its
     workers keep up, where there are any (`Source.supply`). throughput:
     rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known. gate:
-    factor on the weights of the self-supervised terms, where there are any. left_out: rows without these terms, for
+    factor on the weights of the self-supervised terms, where there are any. dropout: factor on the rates of dropout,
+    where they change. left_out: rows without these terms, for
     `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`, where there was one. memory: use
     since the last row that has it, and how busy the GPU is. statistics: "outputs",
     "gradient_norm", "blocks" and "dead_units", at their interval. initial: at the first update, by term "loss",
@@ -69,6 +70,7 @@ class Stats:
     loader: dict[str, float] | None = None
     share_of_peak: float | None = None
     gate: float | None = None
+    dropout: float | None = None
     left_out: int | None = None
     phase: int | None = None
     validation: dict[str, Any] | None = None

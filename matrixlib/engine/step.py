@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import (
-    clip_grad_norm_,
-    clip_grads_with_norm_,
-    convert_conv2d_weight_memory_format,
-    get_total_norm,
-)
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from matrixlib.config import Config
 from matrixlib.engine import averages, compiler, noise, optim, rng
 from matrixlib.engine.buckets import Buckets
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
+from matrixlib.engine.dropout import Dropout
 from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import out_of_memory
@@ -38,23 +34,6 @@ from matrixlib.hardware.speed import synchronize
 
 if TYPE_CHECKING:
     from matrixlib.hardware.runtime import Runtime
-
-
-def place(model: nn.Module, runtime: Runtime) -> tuple[nn.Module, nn.Module]:
-    """(plain module, module to train with): on the device, in its memory format, compiled where it pays.
-
-    Evaluation and state dicts use the plain one: no `_orig_mod.` in names, no recompiling in eval mode.
-    """
-    plain = unwrap(model).to(runtime.torch_device)
-    if runtime.channels_last:
-        # Kernels alone: an attention bias (1, H, 64, 64) in this format keeps every fused attention of CUDA away, which
-        # want its last stride to be 1, and torch says nothing of it.
-        convert_conv2d_weight_memory_format(plain, torch.channels_last)
-    if plain is not model:
-        return plain, model
-    if not runtime.compile:
-        return plain, plain
-    return plain, compiler.compiled(plain, runtime.compile)
 
 
 @contextlib.contextmanager
@@ -92,7 +71,7 @@ class Step:
 
         teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
         """
-        plain, self.model = place(model, runtime)
+        plain, self.model = compiler.place(model, runtime)
         plain.train()
         low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
         if low:
@@ -106,7 +85,7 @@ class Step:
         self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
-        self.plateau = Plateau(config.optim)
+        self.plateau, self.dropout = Plateau(config.optim), Dropout(plain, config.train.dropout_stages)
         self._left_out = LeftOut(config.train.statistics_interval)
         self.active = active_terms(task)
         if not self.active:
@@ -137,6 +116,8 @@ class Step:
         the gradient. report: also look at every gradient (a second host read). Raises ValueError
         when no parameter receives a gradient. After any error while `whole` the state is as before.
         """
+        if self.dropout.enter(self.schedule.place(self.update) / self.schedule.steps) and self.runtime.compile:
+            compiler.forget()
         optim.copy_tensors(self._before, self._buffers)
         try:
             plan, sums, messages = self._forward_backward(batch)
@@ -328,6 +309,7 @@ class Step:
             passes=-(-rows(batch) // self.micro_batch),
             rows=plan.totals[""],
             gate=self.gate.factor(self.update) if self.gated else None,
+            dropout=self.dropout.factor if self.config.train.dropout_stages else None,
             left_out=rows(batch) - plan.until if self.gated and self.gate.config.seconds else None,
         )
         self.whole = False
@@ -465,7 +447,7 @@ class Step:
             else:
                 self.scaler.step(optimiser)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.after(self.schedule, self.update)
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """Those that have something to do: a plain descent may have had no part in the losses."""

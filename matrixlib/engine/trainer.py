@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +15,12 @@ from torch import Tensor, nn
 
 from matrixlib.config import Config
 from matrixlib.engine import diagnostics, evidence, optim
+from matrixlib.engine.candidate import Candidate
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, Saving
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.inspection import inspect, tighten
+from matrixlib.engine.inspection import first_update, inspect, tighten
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.messages import Messages
 from matrixlib.engine.metrics import MetricsLog
@@ -85,7 +84,7 @@ class Trainer:
         self.messages: list[str] = [limit] if limit else []
         self._step = Step(task, model, runtime, config, steps, teacher, ranks)
         self.model = optim.unwrap(self._step.model)
-        self.ema = self._step.ema
+        self.ema, self._candidate = self._step.ema, Candidate(self._step)
         self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
         self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
         self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
@@ -231,14 +230,16 @@ class Trainer:
         self.checkpoints.require_room(size, self.steps, self.config.checkpoint.interval)
         return self._updates(stop)
 
-    def save(self, best: float | None = None) -> Path:
+    def save(self, best: float | None = None, renew: bool = True) -> Path:
         """Write a checkpoint of the present state, which must lie between two updates, in the background. best: the
-        validation loss that makes it the best one.
+        validation loss that makes it the best one. renew: make what belongs to the averaged weights anew.
         """
         assert self._between_updates, "a half-made update cannot be saved"
         if not self.ranks.first:
             self._saving.done(self.step)
             return self.checkpoints.folder
+        if renew:
+            self._candidate.renew(self._source)
         tensors, state = self._step.state_dict()
         state |= {
             "micro_step": self.micro_step,
@@ -258,11 +259,8 @@ class Trainer:
         return path
 
     def evaluation_model(self) -> nn.Module:
-        """A copy of the model with the averaged weights (the raw ones without EMA), frozen, in eval mode."""
-        model = copy.deepcopy(self.model)
-        if self.ema is not None:
-            optim.load_tensors(model, self.ema.state_dict(), "EMA")
-        return model.requires_grad_(False).eval()
+        """A copy of the model with the averaged weights (the raw ones without), frozen, in eval mode."""
+        return self._candidate.network(self._source)
 
     def _updates(self, stop: int | None) -> Generator[Stats]:
         if not self._between_updates and not self.resume() and not self._between_updates:  # broken off half-way
@@ -322,7 +320,7 @@ class Trainer:
             error.add_note(str(failed))
             self._saving.done(-1)
         try:
-            self._save_if_new()
+            self._save_if_new(renew=not isinstance(error, Exception))  # data or device may be what failed
             self.checkpoints.join()
         except (CheckpointError, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
             error.add_note(str(failed))
@@ -352,7 +350,8 @@ class Trainer:
         ]
         self._empty = stats.empty
         if self.step == 1 and self.ranks.first:
-            messages += self._first(batch, stats)
+            self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
+            messages += first
         action, target = self._decide(stats.action)
         ended = action not in (Action.OK, Action.SKIP)
         figures: dict[str, Any] | None = None
@@ -466,8 +465,7 @@ class Trainer:
         if kind is None:
             return None
         active, beat = self._step.active - self._step.aids, partial(self.beat, "validation")
-        weights = self.ema.applied(self.model) if self.ema is not None else nullcontext()
-        with self._step.clock.phase("validation"), weights:
+        with self._step.clock.phase("validation"), self._candidate.applied(self._source):
             validation = self._held_out.measure(kind, self.model, active, beat)
             phase = self._held_out.measure_phase(self.model, active) if validation is not None else None
         if validation is None:
@@ -483,16 +481,9 @@ class Trainer:
             messages.append(cut)
         return validation
 
-    def _first(self, batch: Batch, stats: Stats) -> list[str]:
-        """At the first update: gradients that look wrong, losses far from chance level."""
-        self.initial, messages = diagnostics.compare_with_chance(self.task, self._step.taught(batch), stats)
-        messages = messages if self._fresh else []  # weights of another run have learned something
-        report = diagnostics.without_idle_heads(self.gradients, self.task, self.model, batch, stats, self.runtime)
-        return [f"first update: {report}", *messages] if any(report) else messages
-
-    def _save_if_new(self) -> None:
+    def _save_if_new(self, renew: bool = True) -> None:
         if self._between_updates and self.step and self._saving.step != self.step:
-            self.save()
+            self.save(renew=renew)
 
     def beat(self, phase: str, force: bool = False) -> None:
         """Write heartbeat.json, unless it was written just now. phase: training, validation, evaluation or stopped."""

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from matrixlib.runs.data import RunData
 
 
+UNDRAWN = frozenset({"sweep"})
+"""Kinds of run of which there are many and few are looked at: their pictures and pages, which take seconds, are made by
+`python -m matrixlib.runs.report RUN`, of a sweep's best ones as it ends."""
+
+
 def finish(folder: Path, preset: str, data: RunData, trainer: Trainer) -> None:
     """Of a run that has reached its end: evaluate it on the held-out data and write everything down."""
     from matrixlib.engine import history
@@ -78,11 +83,11 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
             "steps": rows[-1]["step"] if rows else 0,
             "runtime": runtime.to_dict(),
         }
-        report = _write(folder, summary, rows)
+        where = _write(folder, summary, rows)
     except (OSError, ValueError) as failed:  # such as a full disk, which may well be what ended the run
         error.add_note(f"no report could be written: {failed}")
     else:
-        error.add_note(f"curves and report: {report}")
+        error.add_note(f"{'curves and report' if where.suffix == '.html' else 'summary'}: {where}")
 
 
 def share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -92,10 +97,12 @@ def share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """summary.json, training.png, report.html and the index; path of the report."""
+    """summary.json, training.png, report.html and the index; path of the report, or of the summary without one."""
     from matrixlib.runs import figures, report
 
     write_json(folder / "summary.json", {**summary, "ended": files.utc_now()})
+    if read_json(folder / "run.json").get("kind") in UNDRAWN:
+        return folder / "summary.json"
     curves = figures.png(figures.training_figure(rows, folder.name))
     files.write_bytes(folder / "training.png", curves)
     path = report.write_report(folder, curves)

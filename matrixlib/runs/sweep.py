@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
@@ -128,9 +128,8 @@ class Sweep:
         self.propose, self.planned = method(config)
         self._results: dict[int, Result] = {}
         self._lock = FileLock(folder / "lock")
-        state = files.read_json(folder / "trials.json")
-        self.threads: int = state.get("threads", 0)
-        self.trials = {row["number"]: Trial(**row) for row in state.get("trials", [])}
+        rows = files.read_json(folder / "trials.json").get("trials", [])
+        self.trials = {row["number"]: Trial(**row) for row in rows}
 
     @property
     def name(self) -> str:
@@ -224,8 +223,6 @@ class Sweep:
         except Timeout:
             raise SweepError(f"sweep '{self.name}' is being worked on by another process; wait for it") from None
         try:
-            if not self.trials and self.config.workers > 1:  # for good: a run that resumes keeps its threads
-                self.threads = max(1, machine.facts().threads // self.config.workers)
             yield
         finally:
             self._lock.release()
@@ -237,7 +234,7 @@ class Sweep:
         self.trials[trial.number] = trial
         rows = [asdict(row) for _, row in sorted(self.trials.items())]
         with files.writing(self.folder):
-            files.write_json(self.folder / "trials.json", {"threads": self.threads, "trials": rows})
+            files.write_json(self.folder / "trials.json", {"trials": rows})
         return trial
 
     def _next(self, running: set[int]) -> Trial | None:
@@ -259,11 +256,21 @@ class Sweep:
 
     def _job(self, trial: Trial) -> Job:
         preset, overrides = request(self.config, trial.values)
-        if self.threads:
-            overrides = merge({"runtime": {"threads": self.threads}}, overrides)
         names = self.run_names(trial.number)
+        if threads := self._threads(names.values()):
+            overrides = merge({"runtime": {"threads": threads}}, overrides)
         limits = {seed: self._limits(trial, seed) for seed in names} if self.config.prune else {}
         return Job(trial.number, names, preset, overrides, limits)
+
+    def _threads(self, names: Iterable[str]) -> int | str | None:
+        """Of each run of a trial: what its first one that has begun was asked to take, which it has to keep, else its
+        part of the machine; None: as the configuration says.
+        """
+        for name in names:
+            if record := files.read_json(files.reports_root() / name / "run.json"):
+                return cast(int | str, record["requested"]["runtime"]["threads"])
+        workers = self.config.workers
+        return max(1, machine.facts().threads // workers) if workers > 1 else None
 
     def _limits(self, trial: Trial, seed: int) -> dict[int, float]:
         """Update -> median validation loss, with this seed, of the complete trials that this one may know of."""
@@ -284,16 +291,16 @@ class Sweep:
         trial = self._write(replace(self.trials[number], state=outcome.state, reason=outcome.reason))
         return self.result(trial).trial
 
-    def _read(self, name: str) -> RunResult | None:
-        """A run that has made an update; None for another, of a trial that failed."""
+    def _read(self, name: str) -> RunResult | str:
+        """A run that has made an update; of another, as a trial that failed may have, why there is none."""
         folder = files.reports_root() / name
         try:
             return read_result(folder)
-        except (ValueError, OSError):
-            return None
+        except (ValueError, OSError) as error:
+            return in_a_line(error) if folder.exists() else "its run is gone"
 
-    def _summarise(self, trial: Trial, read: Mapping[int, RunResult | None]) -> Result:
-        runs = {seed: run for seed, run in read.items() if run is not None}
+    def _summarise(self, trial: Trial, read: Mapping[int, RunResult | str]) -> Result:
+        runs = {seed: run for seed, run in read.items() if not isinstance(run, str)}
         curves = {
             seed: {row["step"]: float(row["validation"]["loss"]) for row in run.rows if "validation" in row}
             for seed, run in runs.items()
@@ -303,7 +310,8 @@ class Sweep:
         summary = first.summary if first is not None else {}
         measures: tuple[float, ...] = ()
         if trial.state == "complete":
-            measures, problem = self._measures(runs)
+            unread = [run for run in read.values() if isinstance(run, str)]
+            measures, problem = ((), unread[0]) if unread else self._measures(runs)
             trial = replace(trial, state="failed", reason=problem) if problem else trial
         return Result(
             trial,
@@ -319,8 +327,6 @@ class Sweep:
     def _measures(self, runs: Mapping[int, RunResult]) -> tuple[tuple[float, ...], str]:
         """(the measure of each run of a trial that was trained to its end, ""), or ((), why there is none)."""
         name = self.config.measure
-        if len(runs) < len(self.seeds):
-            return (), "its run is gone"
         try:
             values = [run.losses[LOSS] if name == "loss" else known_figure(name, run.held_out) for run in runs.values()]
         except ConfigError as error:

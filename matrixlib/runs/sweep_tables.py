@@ -12,11 +12,13 @@ import numpy as np
 import yaml
 
 from matrixlib import files
-from matrixlib.config import merge, read_yaml_file
+from matrixlib.config import difference
+from matrixlib.runs import report
 from matrixlib.runs.compare import t_interval
 from matrixlib.runs.proposals import write_journal
 from matrixlib.runs.sweep import EARLIEST, Result, Sweep
-from matrixlib.runs.sweep_config import dimensions, request
+from matrixlib.runs.sweep_config import dimensions, nest, request
+from matrixlib.tasks import load_config, validate_config
 from matrixlib.tasks.spec import Check
 
 if TYPE_CHECKING:
@@ -121,9 +123,9 @@ def best_preset(sweep: Sweep) -> Path:
     best = sweep.best()
     if best is None:
         raise ValueError(f"no trial of sweep '{sweep.name}' is complete: there is no best one")
-    preset, overrides = request(sweep.config, best.trial.values)
-    path = Path(preset) if preset.endswith((".yaml", ".yml")) else files.PARAMS / f"{preset}.yaml"
-    data = merge(read_yaml_file(path, path.name), overrides)
+    config = load_config(*request(sweep.config, best.trial.values))
+    plain = validate_config({"task": config.task}, "the defaults")
+    data = {"task": config.task} | nest({key: value for key, (_, value) in difference(config, plain).items()})
     measure = f"{sweep.config.measure} {best.mean:.4g}"
     text = f"# The best of {len(sweep.results())} trials of {sweep.name}: trial {best.trial.number}, {measure}.\n"
     out = sweep.folder / "best.yaml"
@@ -152,14 +154,17 @@ def checks(sweep: Sweep) -> list[Check]:
 
 def write_report(sweep: Sweep) -> Path:
     """Write table.csv and table.json, best.yaml where a trial is complete, and Optuna's journal of a `tpe` sweep beside
-    each other; the folder."""
+    each other; the folder. Pages: those of the best trial's runs, and the index of all."""
     frame = table(sweep)
     with files.writing(sweep.folder):
         files.write_text(sweep.folder / "table.csv", frame.to_csv(index=False))
         files.write_text(sweep.folder / "table.json", frame.to_json(orient="records", indent=1, double_precision=15))
-        if sweep.best() is not None:
+        if (best := sweep.best()) is not None:
             best_preset(sweep)
+            for name in sweep.run_names(best.trial.number).values():
+                report.write_report(files.reports_root() / name)
         if sweep.config.method == "tpe":
             numbers = [number for number, trial in sorted(sweep.trials.items()) if trial.ended]
             write_journal(sweep.folder / "optuna.log", sweep.config, sweep.told(numbers))
+        report.write_index()
     return sweep.folder

@@ -2,9 +2,11 @@
 
 Run from the repository root: ``python tests/bench/bench_verdicts.py --options muon lamb [--preset quick] [--seeds 3]
 [--updates 2000]``. The base and every option are trained with the same seeds for the same updates, in turns; then each
-option whose updates take longer or shorter once more, for as many as fit into the base's time. Runs go to the reports
-folder (MATRIXLIB_REPORTS) and are resumed where they were stopped. The table is Markdown, a row an option, with 95 %
-intervals of the differences by pairs of one seed; it is printed after every option.
+option whose updates take longer or shorter once more, for as many as fit into the base's time. What an update takes is
+measured apart from the trainings: those of option and base alternate, and the medians count, so that a busy machine
+meets both alike. Runs and times go to the reports folder (MATRIXLIB_REPORTS): stopped and started again, it goes on.
+The table is Markdown, a row an option, with 95 % intervals of the differences by pairs of one seed; it is printed after
+every option. The sentence at its end is what the intervals say, no more.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bottleneck": {"model": {"block": "bottleneck"}},
     "squeeze_excite": {"model": {"se_ratio": 0.25}},
     "attention_3": {"model": {"attention": {"every": 3}}},
+    "swa": {"optim": {"swa": 0.25}},
+    "swa_constant": {"optim": {"swa": 0.25, "schedule": "constant"}},
+    "dropout": {"model": {"dropout": 0.1}},
+    "dropout_schedule": {"model": {"dropout": 0.1}, "train": {"dropout_stages": [1, 0.75, 0.5, 0.25, 0]}},
 }
 """Option -> what it changes of the preset. Rates other than AdamW's were not searched for."""
 
@@ -51,25 +57,40 @@ def train(arms: dict[str, dict[str, Any]], steps: int, run: str, options: argpar
     return train_arms(presets, "auto", 0, options.seeds, steps, run, lambda text: print(text, flush=True))
 
 
-def gains(option: list[Path], base: list[Path]) -> list[str]:
-    """Differences with their intervals, a text for each of FIGURES."""
+def gains(option: list[Path], base: list[Path]) -> tuple[list[str], str]:
+    """Differences with their intervals, a text for each of FIGURES; and what that of the KL says of the option."""
     from matrixlib.runs.compare import read_result, t_interval
 
-    own, other = ([read_result(folder).held_out for folder in side] for side in (option, base))
-    texts = []
+    own, other = ([read_result(folder) for folder in side] for side in (option, base))
+    if bad := [result.name for result in (*own, *other) if not result.complete]:
+        return ["-"] * len(FIGURES), f"{', '.join(bad)} did not reach the end"
+    texts, word = [], "shows nothing"
     for name, factor, unit in FIGURES.values():
-        pairs = [factor * (a[name] - b[name]) for a, b in zip(own, other, strict=True)]
+        pairs = [factor * (a.held_out[name] - b.held_out[name]) for a, b in zip(own, other, strict=True)]
         interval = t_interval(pairs)
         ends = f" ({interval[0]:+.3g} to {interval[1]:+.3g})" if interval else ""
         texts.append(f"{statistics.fmean(pairs):+.3g}{unit}{ends}")
-    return texts
+        if name == "policy kl" and interval and interval[0] * interval[1] > 0:
+            word = "helps" if interval[1] < 0 else "hurts"
+    return texts, word
 
 
-def seconds(folders: list[Path]) -> float:
-    """Of a median update, the mean over the seeds."""
-    from matrixlib.runs.compare import read_result
+def time_ratio(name: str, stem: str, options: argparse.Namespace) -> float:
+    """Seconds of the option's update in those of the base, measured once and kept with the runs."""
+    from matrixlib import files
+    from matrixlib.bench.workloads import Update
+    from matrixlib.hardware.benchmark import make_plan
+    from matrixlib.hardware.speed import turns
+    from matrixlib.tasks import load_config
 
-    return statistics.fmean(1 / read_result(folder).speeds["updates/s"] for folder in folders)
+    kept = files.reports_root() / f"{stem}-times.json"
+    times = files.read_json(kept)
+    if name not in times:
+        plan, rows = make_plan(), load_config(options.preset).train.batch_size
+        works = {arm: Update(plan, options.preset, OPTIONS.get(arm, {}), rows) for arm in ("base", name)}
+        times[name] = turns(works, options.seconds)
+        files.write_json(kept, times)
+    return float(times[name][name] / times[name]["base"])
 
 
 def state(folder: Path) -> float:
@@ -82,25 +103,36 @@ def state(folder: Path) -> float:
 
 
 def main() -> None:
+    from matrixlib.engine.optim import optimiser_kind
+    from matrixlib.tasks import load_config
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--options", nargs="+", default=list(OPTIONS), choices=list(OPTIONS))
     parser.add_argument("--preset", default="quick")
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of the turns that time an option's update")
     options = parser.parse_args()
+    for name in options.options:  # a library that is missing is told before anything is trained
+        config = load_config(options.preset, OPTIONS[name]).optim
+        if optimiser_kind(config) != config.optimiser:
+            raise SystemExit(f"{name}: its library is not installed: pip install 'matrixlib[optimisers]'")
     stem = f"verdicts-{options.preset}-{options.updates}"
     columns = [f"{figure}, equal {what}" for what in ("updates", "minutes") for figure in FIGURES]
-    table = [f"| option | {' | '.join(columns)} | time of an update | optimiser |", "|---" * (len(columns) + 3) + "|"]
+    table = [f"| option | {' | '.join(columns)} | cost | in a sentence |", "|---" * (len(columns) + 3) + "|"]
     for name in options.options:
         folders = train({"base": {}, name: OPTIONS[name]}, options.updates, stem, options)
-        ratio = seconds(folders[name]) / seconds(folders["base"])
+        ratio = time_ratio(name, stem, options)
         fair = folders[name]
         if abs(ratio - 1) > SLACK:
             fit = max(1, round(options.updates / ratio))
             fair = train({name: OPTIONS[name]}, fit, f"{stem}-minutes-{fit}", options)[name]
-        cells = [*gains(folders[name], folders["base"]), *gains(fair, folders["base"])]
-        memory = f"{state(folders[name][0]):.2f} MiB ({state(folders['base'][0]):.2f})"
-        table.append(f"| `{name}` | {' | '.join(cells)} | {ratio:.2f} times | {memory} |")
+        (updates, one), (minutes, other) = gains(folders[name], folders["base"]), gains(fair, folders["base"])
+        cost = (
+            f"{ratio:.2f} times the time; optimiser {state(folders[name][0]):.2f} MiB ({state(folders['base'][0]):.2f})"
+        )
+        sentence = f"{one} at equal updates, {other} at equal minutes"
+        table.append(f"| `{name}` | {' | '.join([*updates, *minutes])} | {cost} | {sentence} |")
         print("\n".join(table), flush=True)
 
 

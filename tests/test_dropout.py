@@ -1,0 +1,85 @@
+"""Dropout that changes in stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trainer import build, equal, history, settings, weights
+from torch import nn
+from toy_task import ToyTask, toy_batch, toy_runtime
+
+from matrixlib.engine import compiler
+from matrixlib.engine.dropout import Dropout
+from matrixlib.engine.step import Step
+from matrixlib.tasks import get_task, load_config
+
+STAGES = [1.0, 0.5, 0.0]
+NETWORKS: dict[str, dict[str, Any]] = {
+    "demo": {"channels": 16, "blocks": 2, "attention": {"every": 1, "heads": 2}},
+    "latin_demo": {"width": 16, "layers": 1, "heads": 2},
+    "melee_demo": {"trunk": "transformer", "width": 16, "layers": 2, "heads": 2},
+    "recurrent": {"trunk": "gru", "width": 16, "layers": 2},
+}
+
+
+def rates(model: nn.Module) -> set[float]:
+    own = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    return own | {m.dropout for m in model.modules() if isinstance(getattr(m, "dropout", None), float)}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_dropout_of_a_network_follows(name: str) -> None:
+    preset = "melee_demo" if name == "recurrent" else name
+    config = load_config(preset, {"model": {**NETWORKS[name], "dropout": 0.4}})
+    model = get_task(config.task).task(config).build_model()
+    dropout = Dropout(model, STAGES)
+    seen = []
+    for progress in (0.0, 0.3, 0.34, 0.6, 0.67, 0.999, 1.5):
+        seen.append((dropout.enter(progress), rates(model)))
+    assert [changed for changed, _ in seen] == [False, False, True, False, True, False, False]
+    assert [rate for _, rate in seen] == [{0.4}] * 2 + [{0.2}] * 2 + [{0.0}] * 3
+
+
+def test_it_resumes_bit_for_bit(tmp_path: Path) -> None:
+    config = settings(train={"dropout_stages": STAGES})
+    whole = build(tmp_path / "whole", config=config)
+    assert [stats.dropout for stats in whole.train()] == [1.0] * 4 + [0.5] * 4 + [0.0] * 4
+    list(build(tmp_path / "part", config=config).train(6))
+    part = build(tmp_path / "part", config=config)
+    part.resume()
+    list(part.train())
+    assert equal(weights(part), weights(whole))
+    assert history(tmp_path / "part") == history(tmp_path / "whole")
+    plain = build(tmp_path / "plain")
+    assert [stats.dropout for stats in plain.train()] == [None] * 12
+    assert not equal(weights(plain), weights(whole))
+
+
+def test_a_compiled_network_is_compiled_once_for_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And drops what the stage says."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    monkeypatch.setattr(compiler, "compiled", lambda model, mode: torch.compile(model, backend=backend))
+    config = settings(train={"dropout_stages": [1.0, 0.8, 0.6, 0.4, 0.0]})
+    step = Step(
+        ToyTask(dropout=0.5), ToyTask(dropout=0.5).build_model(), toy_runtime(20, compile="default"), config, 10
+    )
+    counts = []
+    for i in range(10):
+        step(toy_batch(20, seed=i))
+        counts.append(len(graphs))
+    assert counts == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    batch = toy_batch(20)
+    assert torch.equal(step.model(batch["x"])["plane"], step.model(batch["x"])["plane"])
+
+
+def test_a_network_without_dropout_is_told() -> None:
+    with pytest.warns(RuntimeWarning, match="has no dropout"):
+        Dropout(ToyTask().build_model(), STAGES)
