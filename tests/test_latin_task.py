@@ -18,7 +18,7 @@ from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, pool, squares
 from matrixlib.tasks.latin.model import LatinNet, cell_relations
 from matrixlib.tasks.latin.task import LatinTask
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digit_of, digits
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token
 
 SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
 
@@ -131,7 +131,7 @@ def test_tokens_show_the_revealed_digits_of_the_mode(mode: str) -> None:
                 elif found["hidden"][i, row, column]:
                     assert shown == EMPTY
                 else:
-                    assert digit_of(shown) == names[value]
+                    assert shown == token(names[value])
 
 
 # Losses

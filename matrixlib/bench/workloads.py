@@ -1,7 +1,7 @@
 """What benchmarks measure: updates, options, scaling, data, checkpoints, start-up, and what the tasks add.
 
 Each figure is a median of calls that take turns with the others of its group, after a warm-up, beside the limit that
-this machine sets it, measured in the same minute. torch is imported inside functions.
+this machine sets it, measured in the same minute.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from matrixlib import config as configuration
 from matrixlib import files
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.optim import parameter_groups
+from matrixlib.engine.step import Step
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.benchmark import Figure, Plan, Workload
 from matrixlib.hardware.speed import FEWEST, copy_rate, synchronize, turns
 from matrixlib.tasks import TASKS, changed, get_task, load_config
-
-if TYPE_CHECKING:
-    from matrixlib.data.loader import Loader
 
 UPDATE_FLOPS = {"cpu": 1.3e12, "mps": 1.3e13, "cuda": 6e13}
 """Work of a timed update: seconds at most on a small CPU, and enough rows to fill a GPU."""
@@ -48,11 +51,6 @@ class Update:
     def __init__(
         self, plan: Plan, preset: str, changes: Mapping[str, Any], rows: int = 0, foreach: bool = False
     ) -> None:
-        import torch
-
-        from matrixlib.engine.optim import parameter_groups
-        from matrixlib.engine.step import Step
-
         runtime = plan.runtime
         base = {
             "runtime": {
@@ -151,10 +149,6 @@ def loader_rate(batch_size: int = 1024) -> dict[str, float]:
 
 def checkpoint(plan: Plan) -> Iterator[Figure]:
     """Seconds to save weights, their average and the optimiser's moments, durably."""
-    import torch
-
-    from matrixlib.engine.checkpoint import Checkpoints
-
     preset = "demo" if plan.brief else LARGE
     config = load_config(preset)
     network = get_task(config.task).task(config).build_model()
@@ -279,9 +273,6 @@ def _batches_per_second(stream: Iterator[Any], first: int, seconds: float) -> fl
 
 def open_loader(config: configuration.Config, rows: int, workers: int = 0, pin: bool = False) -> Loader:
     """The training data of a configuration."""
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-
     spec = get_task(config.task)
     shards = Catalogue(spec.folder(config)).shards("train")
     prepare = spec.task(config).prepare

@@ -103,6 +103,15 @@ class Task(Protocol):
         ...
 
 
+class Ungated:
+    """A task none of whose terms may be left out."""
+
+    gated: frozenset[str] = frozenset()
+
+    def set_chunk(self, model: nn.Module, rows: int) -> int:
+        return 0
+
+
 class Source(Protocol):
     """Where the trainer's updates come from: batch i is a pure function of i and the skipped ranges."""
 

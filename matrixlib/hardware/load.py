@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import psutil
+
 from matrixlib.hardware import machine
 
 NOTICED = 0.05
@@ -31,8 +33,6 @@ class Clocks:
     def now(cls, children: bool = False, held_back: bool = True) -> Clocks:
         """Read them; children: count living child processes as this one; held_back: read throttled and hot, which are 0
         without. Each takes some milliseconds."""
-        import psutil
-
         every = psutil.cpu_times(percpu=True)
         used = [every[n] for n in machine.usable_processors() if n < len(every)] or every
         stolen = sum(getattr(times, "steal", 0.0) for times in used)
@@ -108,14 +108,10 @@ class Usage:
 
 def load_average() -> float | None:
     """Processes that ran or wanted to, a mean over the last minute; None where the system does not count them."""
-    import psutil
-
     return float(psutil.getloadavg()[0]) if hasattr(psutil, "getloadavg") else None
 
 
 def _own(children: bool) -> float:
-    import psutil
-
     process = psutil.Process()
     times = process.cpu_times()
     seconds = float(times.user + times.system)

@@ -6,16 +6,15 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.hardware import machine, speed
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Only ratios matter to the policy. Those of processors were measured, in GFLOP/s a core; those of Apple's GPUs are
 # what is published of them: no units for bf16 before the M5.
@@ -110,14 +109,12 @@ def main() -> int:
     return 0
 
 
-def policy_table(preset: str = "small") -> pd.DataFrame:
-    """What the policy decides for the machines of `MACHINES` with a preset, a row each; the same on every machine.
+def policy_table() -> pd.DataFrame:
+    """What the policy decides for `MACHINES` with the preset `small`, a row each; the same on every machine.
 
     The last column is a fact, not a choice: whether the hardware multiplies FP8, which nothing here uses.
     """
-    import pandas as pd
-
-    settings = configuration.load_shared(preset)
+    settings = configuration.load_shared("small")
     rows = {}
     for name, facts in MACHINES.items():
         runtime = runtimes.policy(facts, settings.runtime, settings.train, settings.data)

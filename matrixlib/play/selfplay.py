@@ -6,7 +6,7 @@ of how many are played at once. So work that was killed goes on at the next numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -26,17 +26,13 @@ def play_games(
     options: SelfPlayOptions,
     search_options: SearchOptions | None = None,
     seed: int = 0,
-    until: Callable[[], bool] | None = None,
 ) -> Iterator[Trace]:
-    """Play the games of these numbers and yield each when it is finished.
-
-    until: called before every move, whether to stop, leaving the running games unfinished.
-    """
+    """Play the games of these numbers and yield each when it is finished."""
     search = Search(game, evaluate, search_options, options.parallel, seed)
     waiting = iter(numbers)
     running: dict[int, _GameInProgress] = {}
     free = list(range(options.parallel))
-    while until is None or not until():
+    while True:
         while free and (number := next(waiting, None)) is not None:
             rng = _stream(seed, number, 0, 1)
             state, history = _opening(game, rng, options)

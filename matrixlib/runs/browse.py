@@ -12,6 +12,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas
+from matplotlib.figure import Figure
+from pandas import DataFrame
+
 from matrixlib import files, progress
 from matrixlib.config import Config
 from matrixlib.engine import history
@@ -21,9 +25,6 @@ from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load, load_config, parse_config
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
-
     from matrixlib.engine.network import Network
     from matrixlib.tasks.spec import Check, Viewer
 
@@ -159,8 +160,6 @@ def checkpoints(run: str) -> tuple[str, ...]:
 
 def table(names: Sequence[str]) -> DataFrame:
     """A row a run: verdict, updates and result."""
-    import pandas
-
     rows = {}
     for name in names:
         summary = read_run(_folder(name)).summary
@@ -256,7 +255,6 @@ def _stepper(slider: Any, by: int, text: str) -> Any:
 def _image(figure: Any) -> Any:
     """What is displayed: of a figure its picture, a widget as it is."""
     from IPython.display import Image
-    from matplotlib.figure import Figure
 
     if not isinstance(figure, Figure):
         return figure

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from matrixlib import files, progress
 from matrixlib.config import merge
@@ -26,10 +30,6 @@ from matrixlib.engine.rows import flatten
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load_config
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 LOSS = "validation loss"
 ORDER = ("task", "data.", "curriculum.", "train.batch_size")
@@ -105,8 +105,6 @@ def arms_table(figures: Mapping[str, Sequence[Mapping[str, float]]], base: str) 
     """A row for each figure of several arms (of each seed its figures, in one order): mean and standard deviation over
     the seeds, and for every arm but `base` the difference to it, with its 95 % interval where there are pairs of seeds.
     """
-    import pandas
-
     rows: dict[str, dict[str, str]] = {name: {} for name in figures[base][0]}
     for name, row in rows.items():
         values = {arm: [of_seed[name] for of_seed in seeds] for arm, seeds in figures.items()}
@@ -362,8 +360,6 @@ class Comparison:
 
     def table(self) -> DataFrame:
         """A row for each figure: mean and standard deviation over the seeds, difference and its interval, as text."""
-        import pandas
-
         rows = {}
         for figure in self.figures:
             digits = 1 if figure.name.endswith("/s") else 4
@@ -376,8 +372,6 @@ class Comparison:
 
     def stability(self) -> DataFrame:
         """What disturbed training, a row for each run; the warnings themselves stand in its metrics.jsonl."""
-        import pandas
-
         rows = {}
         for label, side in self.sides.items():
             for result in side:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.config import Config
+from matrixlib.data.reader import WHOLE, Sidecars, kept_rows
+from matrixlib.data.shards import concat, write_shard
 from matrixlib.data.share import Share
 from matrixlib.hardware.runtime import Runtime
 
 if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue, ShardRow
     from matrixlib.data.loader import Loader, Tensors
-    from matrixlib.data.reader import Sidecars
     from matrixlib.engine.curriculum import Phase
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.tasks.spec import TaskSpec
@@ -113,8 +114,6 @@ class RunData:
 
     def records(self, source: Any, batches: Sequence[int], folder: Path) -> None:
         """Write the records of these raw batch numbers of a loader as one shard, `records.npz`, in `folder`."""
-        from matrixlib.data.shards import concat, write_shard
-
         layout, batches = self.spec.layout, list(batches)
         meta = {"source": "evidence", "generator": "training", "seed": self.config.seed, "split": "train"}
         rows = concat([source.records(raw) for raw in batches], layout)
@@ -195,8 +194,6 @@ class RunData:
                 )
 
     def _damaged(self, split: str, name: str, block: int, reason: str) -> None:
-        from matrixlib.data.reader import WHOLE
-
         self._lost[split].add((name, block))
         share = self.lost(split)
         rows = f"of the {'training' if split == 'train' else 'held-out'} rows"
@@ -218,8 +215,6 @@ class RunData:
 
     def lost(self, split: str) -> float:
         """Share of the rows of "train" or "validation" that were damaged, of what has been read so far."""
-        from matrixlib.data.reader import WHOLE
-
         loader = self.training if split == "train" else self.validation
         whole = {name for name, block in self._lost[split] if block == WHOLE}
         counted = [part for part in self._lost[split] if part[1] == WHOLE or part[0] not in whole]
@@ -260,8 +255,6 @@ def rows_of(catalogue: Catalogue, split: str, config: Config, sources: Iterable[
 
 def shards_in_use(spec: TaskSpec[Any], config: Config, catalogue: Catalogue) -> list[ShardRow]:
     """The shards of which a run reads any row: limits keep the first of each source."""
-    from matrixlib.data.reader import kept_rows
-
     used = []
     for split, limit in (("train", config.data.limit), ("validation", config.validation.limit)):
         rows = rows_of(catalogue, split, config)

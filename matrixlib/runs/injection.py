@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
 
 from matrixlib import config as configuration
 from matrixlib import files
@@ -31,10 +33,6 @@ from matrixlib.runs.injection_job import Job, Outcome, run_job
 from matrixlib.runs.record import runtime_config
 from matrixlib.tasks import changed, get_task, load_config
 from matrixlib.tasks.spec import Check
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 STEPS = 24
 SEEDS = 3
@@ -139,8 +137,6 @@ class Trials:
 
     def table(self) -> pd.DataFrame:
         """A row for each fault: what the run counted, what was lost, how it ended."""
-        import pandas as pd
-
         likeness = {"": "-", "bits": "equal bits", "float error": "equal within float error"}
         rows = {
             row.fault.title: {
@@ -156,8 +152,6 @@ class Trials:
 
     def final_losses(self) -> pd.DataFrame:
         """Final validation losses: of the clean runs, and of each fault beside that of the clean run of its seed."""
-        import pandas as pd
-
         clean = {run.job.name: (run.loss, run.loss - self.clean[0].loss) for run in self.clean}
         rows = clean | {row.fault.title: (row.outcome.loss, row.difference) for row in self.rows}
         return pd.DataFrame.from_dict(rows, orient="index", columns=["loss", "difference"])

@@ -12,16 +12,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas
 from IPython import get_ipython
+from pandas import DataFrame
 
 from matrixlib import files
 from matrixlib.config import nearest
 from matrixlib.runs.report import add_verdict, figure_rows
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 PAPERMILL = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
 _DEFAULT_FORMAT = warnings.formatwarning
@@ -89,8 +88,6 @@ def clean_errors() -> None:
     still reach the traceback. Warnings of this package and of cells are shortened likewise, and tables are shown whole.
     Outside IPython nothing happens.
     """
-    import pandas
-
     shell = get_ipython()
     if shell is not None:
         for option in ("max_rows", "max_columns", "max_colwidth"):
@@ -147,8 +144,6 @@ class Verdict:
 
 def figures_table(figures: Mapping[str, Any]) -> DataFrame:
     """An evaluation as a table: each figure beside its baselines, as text (see `report.figure_rows`)."""
-    import pandas
-
     rows = {name: (value, baselines) for name, value, baselines in figure_rows(figures)}
     return pandas.DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 

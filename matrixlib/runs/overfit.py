@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from matrixlib.config import merge
 from matrixlib.engine.health import TrainingHalted
@@ -153,8 +154,6 @@ def _digest(batch: dict[str, np.ndarray], names: Sequence[str], row: int) -> byt
 
 def _bounds(run: Run, terms: Sequence[str]) -> dict[str, tuple[float, float]]:
     """(chance, floor) of each term's mean loss over the whole subset (one batch holds it)."""
-    import torch
-
     batch = {name: torch.from_numpy(array) for name, array in run.training.batch(0).items()}
     counts = run.task.counts(batch)
     if missing := [term for term in terms if not counts[term]]:
@@ -182,8 +181,6 @@ def _learning_rate(
     failure: str,
 ) -> list[str]:
     """A learning rate of zero moves nothing; one far too large moves weights by more than their own size."""
-    import torch
-
     rate = run.config.optim.learning_rate
     if failure:
         return [f"learning rate far too large ({rate:g}) or a broken loss: {failure}"]

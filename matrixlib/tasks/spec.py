@@ -6,6 +6,7 @@ A task's folder holds its configuration, its engine task, its data and all that 
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -405,6 +406,11 @@ def spoil_output(value: float, when: Callable[[], bool]) -> Callable[..., None]:
                 tensor[0] = value  # in place, so that it is what is trained on
 
     return hook
+
+
+def nan_output(model: nn.Module, when: Callable[[], bool]) -> None:
+    """Plant a NaN in what a network makes of the first row of a batch."""
+    model.register_forward_hook(spoil_output(math.nan, when))
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:

@@ -1,7 +1,4 @@
-"""What `make bench` measures of chess: inference, self-supervised targets, search.
-
-torch is imported inside functions.
-"""
+"""What `make bench` measures of chess: inference, self-supervised targets, search."""
 
 from __future__ import annotations
 
@@ -13,19 +10,26 @@ from pathlib import Path
 import numpy as np
 
 from matrixlib import config as configuration
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.hardware.benchmark import Figure, Plan, Workload
 from matrixlib.hardware.speed import copy_rate, turns
+from matrixlib.play.game import uniform
+from matrixlib.play.search import Search, SearchOptions
+from matrixlib.tasks.chess import ssl_targets
 from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.chess.evaluate import onnx, throughput
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.sample_set import unpack_sample
+from matrixlib.tasks.chess.task import ChessTask
 
 LARGE = "matrix0_53m"
 
 
 def inference(plan: Plan) -> Iterator[Figure]:
     """Positions a second that a network evaluates for searches and matches, by what evaluates it and by batch."""
-    from matrixlib.tasks.chess.evaluate import onnx, throughput
-    from matrixlib.tasks.chess.evaluate.net import Net
-    from matrixlib.tasks.chess.task import ChessTask
-
     presets = (
         {"demo": (1, 16)}
         if plan.brief
@@ -46,8 +50,6 @@ def inference(plan: Plan) -> Iterator[Figure]:
 
 def targets(plan: Plan) -> Iterator[Figure]:
     """Positions a second whose self-supervised targets one core makes, all heads together."""
-    from matrixlib.tasks.chess import ssl_targets
-
     records = _records(32_768)
     seconds = turns({"targets": lambda: ssl_targets.targets(records)}, plan.seconds / 4)["targets"]
     size = records["pieces"][0].nbytes + 40  # 40 bytes of maps come out
@@ -57,10 +59,6 @@ def targets(plan: Plan) -> Iterator[Figure]:
 
 def search(plan: Plan) -> Iterator[Figure]:
     """Simulations a second of one core with an evaluator that costs nothing."""
-    from matrixlib.play.game import uniform
-    from matrixlib.play.search import Search, SearchOptions
-    from matrixlib.tasks.chess.game import ChessGame
-
     game = ChessGame()
     trees = 64 if plan.brief else 256
     states = _records(1024)
@@ -91,12 +89,6 @@ def _config(preset: str) -> ChessConfig:
 
 def _records(rows: int) -> np.ndarray:
     """Positions of the sample set, in the order in which a training of the quick preset has them."""
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.records import LAYOUT
-    from matrixlib.tasks.chess.sample_set import unpack_sample
-    from matrixlib.tasks.chess.task import ChessTask
-
     config = _config("quick")
     shards = Catalogue(unpack_sample()).shards("train")
     records: np.ndarray = Loader(shards, LAYOUT, rows, config.seed, ChessTask(config).prepare).records(0)["records"]

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from matrixlib.engine.task import Batch
 from matrixlib.tasks.latin.augment import inside
 from matrixlib.tasks.latin.losses import digit_log_probabilities
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from matrixlib.engine.task import Batch
-    from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.latin.task import LatinTask
 
 NEVER = -1e9
 Predict = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ import numpy as np
 
 from matrixlib.files import cache_root
 from matrixlib.tasks.latin.config import LatinConfig
-from matrixlib.tasks.spec import Check, Overfit, Spoiler, Stage, TaskSpec, given_folder, spoil_output
+from matrixlib.tasks.spec import Check, Overfit, Spoiler, Stage, TaskSpec, given_folder, nan_output, spoil_output
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
 BLOCK = 4096
-
-
-def _nan_output(model: nn.Module, when: Any) -> None:
-    model.register_forward_hook(spoil_output(math.nan, when))
 
 
 def _infinite_embedding(model: nn.Module, when: Any) -> None:
@@ -69,7 +65,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
         exact=("cell/accuracy",),
     )
     spoilers = {
-        "nan_target": Spoiler("NaN in an output", hook=_nan_output),
+        "nan_target": Spoiler("NaN in an output", hook=nan_output),
         "inf_input": Spoiler("Inf in an embedding", hook=_infinite_embedding),
         "no_policies": Spoiler("no cell hidden", lambda batch: batch["hidden"].zero_()),
     }

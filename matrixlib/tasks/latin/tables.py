@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from torch import nn
 
+from matrixlib.tasks.latin import decode, plots, pool
+from matrixlib.tasks.latin.rates import Rate
+from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.latin.vocabulary import MODES
 from matrixlib.tasks.spec import Check
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import pandas as pd
-    from matplotlib.figure import Figure
-    from torch import nn
-
-    from matrixlib.tasks.latin.rates import Rate
-    from matrixlib.tasks.latin.task import LatinTask
 
 ONE_PASS = {4: 0.9, 5: 0.7}
 """Size -> share of the exact probabilities' valid grids that is demanded in one pass."""
@@ -26,15 +24,11 @@ ONE_PASS = {4: 0.9, 5: 0.7}
 
 def rates(figures: Mapping[str, Any]) -> list[Rate]:
     """The rates by size, mode and fill of a run's evaluation."""
-    from matrixlib.tasks.latin.rates import Rate
-
     return [Rate(**{**row, "fill": tuple(row["fill"])}) for row in figures["rates"]]
 
 
 def table(figures: Mapping[str, Any]) -> pd.DataFrame:
     """The rates, a row for each kind of puzzle; what decodes without a network stands beside each decoder."""
-    import pandas as pd
-
     rows = {}
     for rate in rates(figures):
         low, high = rate.fill
@@ -88,11 +82,6 @@ def filling(
     shards: of the held-out squares. revealed: share of the cells that are given. Raises ValueError for a size or mode
     that the task does not know.
     """
-    import torch
-
-    from matrixlib.tasks.latin import decode, plots, pool
-    from matrixlib.tasks.latin.vocabulary import MODES
-
     if size not in task.every_size or mode not in task.modes:
         raise ValueError(f"size {size}, mode '{mode}': the run knows sizes {task.every_size}, modes {list(task.modes)}")
     squares = pool.read(shards)[size]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.engine.stages import StagesConfig
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, Ungated
 from matrixlib.tasks.latin import augment, losses, pool
 from matrixlib.tasks.latin.augment import inside
 from matrixlib.tasks.latin.config import LatinConfig
@@ -27,7 +27,7 @@ from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, SIDE, token_tabl
 
 
 @dataclass(frozen=True)
-class LatinTask:
+class LatinTask(Ungated):
     """Completing Latin squares as `config` describes it. Frozen and picklable, as the workers get a copy.
 
     stage: the curriculum's values in force, dimension -> stage; None, for validation, is the last stage of size
@@ -95,11 +95,6 @@ class LatinTask:
         """Weight of each term."""
         return {"cell": self.config.loss.cell, "constraint": self.config.loss.constraint}
 
-    @property
-    def gated(self) -> frozenset[str]:
-        """No term may be left out."""
-        return frozenset()
-
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored squares to puzzles of this stage, all with leading dimension B; N is the stage's largest size.
 
@@ -145,10 +140,6 @@ class LatinTask:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return LatinNet(self.config.model)
-
-    def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Nothing: no term is gated."""
-        return 0
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Hidden cells; grids with a hidden cell."""

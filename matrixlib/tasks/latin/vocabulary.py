@@ -21,13 +21,6 @@ def token(digit: int) -> int:
     return 2 + digit if digit >= 0 else TOKENS + digit
 
 
-def digit_of(token: int) -> int:
-    """Inverse of `token`. Raises ValueError for PAD, EMPTY and what is no token."""
-    if not 2 <= token < TOKENS:
-        raise ValueError(f"token {token} is no digit's")
-    return token - 2 if token <= 18 else token - TOKENS
-
-
 def digits(mode: str, size: int) -> list[int]:
     """The `size` digits of a mode, rising: 1..n, 0..n-1, or -(n//2)..n//2 with 0 for odd n alone."""
     if mode == "standard":

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from matrixlib.engine.network import Network
 from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.controller import HEADS, LOGITS, STICK_CLASSES, Head, centre
 from matrixlib.tasks.melee.heads import gumbel
 from matrixlib.tasks.melee.losses import Objective, log_likelihood
-
-if TYPE_CHECKING:
-    from matrixlib.engine.network import Network
 
 DECISIONS = ("sampled", "likeliest", "repeated")
 ATTACKS = [BUTTONS.index(name) for name in ("A", "B", "X", "Y", "Z")]

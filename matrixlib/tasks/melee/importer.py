@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -37,12 +38,8 @@ LARGEST = 1 << 28  # bytes of a replay; a game of eight minutes has some five mi
 class Slippi:
     """Reader of replays. held_out: those whose SHA-256 (hex) is at most this."""
 
+    source: ClassVar[str] = "slippi"
     held_out: str = ""
-
-    @property
-    def source(self) -> str:
-        """The catalogue's source."""
-        return "slippi"
 
     def parts(self, path: Path) -> Iterator[Part]:
         """A replay is one part; other files of a folder are none."""
@@ -129,7 +126,7 @@ def _games(folder: Path) -> tuple[set[int], bool]:
     """Ids of the games in a folder, and whether any of them is held out."""
     if not (folder / FOLDER).is_dir():
         return set(), False
-    rows = [row for row in quiet_catalogue(folder).shards() if row.source == Slippi().source]
+    rows = [row for row in quiet_catalogue(folder).shards() if row.source == Slippi.source]
     records = [Shard(row.path, LAYOUT).arrays["records"] for row in rows]
     ids = {game for part in records for game in np.unique(part["game"]).tolist()}
     return ids, any(_is_held_out(part).any() for part in records)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.tasks.melee.config import MeleeConfig
-from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, spoil_output
+from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, nan_output
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.tasks.melee.player import MeleeNetwork
     from matrixlib.tasks.melee.task import MeleeTask
-
-
-def _nan_output(model: nn.Module, when: Any) -> None:
-    model.register_forward_hook(spoil_output(math.nan, when))
 
 
 class MeleeSpec(TaskSpec[MeleeConfig]):
@@ -46,7 +42,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         labels=("choices",),
     )
     spoilers = {
-        "nan_target": Spoiler("NaN in an output", hook=_nan_output),
+        "nan_target": Spoiler("NaN in an output", hook=nan_output),
         "inf_input": Spoiler("Inf in an input", lambda batch: batch["numeric"][0].fill_(math.inf)),
         "no_policies": Spoiler("no frame with a target", lambda batch: batch["valid"].zero_()),
     }

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
 
+from matrixlib.data.shards import Batch, Shard, select
+from matrixlib.tasks.melee import plots, windows
+from matrixlib.tasks.melee.columns import LAYOUT, OWN
+from matrixlib.tasks.melee.controller import choices_of
+from matrixlib.tasks.melee.player import MeleeNetwork
 from matrixlib.tasks.spec import Check
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
-    from matrixlib.data.shards import Batch
-    from matrixlib.tasks.melee.player import MeleeNetwork
 
 LEAK = 3.0
 """Times that an action may have changed more often where a button is about to go down: with a state that is one after
@@ -82,8 +82,6 @@ def whole(figures: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _table(rows: dict[Any, Any]) -> pd.DataFrame:
-    import pandas as pd
-
     frame = pd.DataFrame.from_dict(rows, orient="index").round(3)
     return frame.rename(columns=lambda name: name.replace("_", " "))
 
@@ -144,10 +142,6 @@ def strip(net: MeleeNetwork, shards: Iterable[Path], seconds: int = 10, seed: in
     """The first stretch of a held-out game that is `seconds` long, played by a network beside the player whom it sees:
     what it held before is its own decision, the game goes on as recorded. ValueError where none is that long.
     """
-    from matrixlib.data.shards import Shard, select
-    from matrixlib.tasks.melee import plots
-    from matrixlib.tasks.melee.columns import LAYOUT
-
     for path in shards:
         stored = Shard(path, LAYOUT).arrays
         if len(rows := _consecutive(stored["records"], seconds)):
@@ -158,11 +152,6 @@ def strip(net: MeleeNetwork, shards: Iterable[Path], seconds: int = 10, seed: in
 
 def play_along(net: MeleeNetwork, rows: Batch, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(recorded, played) choices (n, 13) over the own frames of rows that follow each other."""
-    from matrixlib.data.shards import select
-    from matrixlib.tasks.melee import windows
-    from matrixlib.tasks.melee.columns import LAYOUT
-    from matrixlib.tasks.melee.controller import choices_of
-
     player, delay = net.player(seed), np.array([net.delays[0]])
     recorded, played = [], []
     for number, own in enumerate(rows["records"]["own"].tolist()):
@@ -176,8 +165,6 @@ def play_along(net: MeleeNetwork, rows: Batch, seed: int = 0) -> tuple[np.ndarra
 
 def _consecutive(records: np.ndarray, seconds: int) -> np.ndarray:
     """The first `seconds` rows that follow each other in one game and hold a second each; none: empty."""
-    from matrixlib.tasks.melee.columns import OWN
-
     same = (records["game"][1:] == records["game"][:-1]) & (records["port"][1:] == records["port"][:-1])
     whole = records["own"] == OWN
     joined = np.append(False, same & (np.diff(records["first"]) == OWN) & whole[1:] & whole[:-1])

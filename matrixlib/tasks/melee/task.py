@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, Ungated
 from matrixlib.tasks.melee import losses, windows
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.config import MeleeConfig
@@ -25,7 +25,7 @@ from matrixlib.tasks.melee.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class MeleeTask:
+class MeleeTask(Ungated):
     """Imitating players as `config` describes it. Frozen and picklable, as the workers get a copy.
 
     statistics: of the training set; None where there is none, as for a network that is only used.
@@ -46,11 +46,6 @@ class MeleeTask:
         loss = self.config.loss
         axes = dict(zip(AXES, (loss.main, loss.main, loss.c, loss.c), strict=True))
         return {"buttons": loss.buttons, **axes, "shoulder": loss.shoulder}
-
-    @property
-    def gated(self) -> frozenset[str]:
-        """No term may be left out."""
-        return frozenset()
 
     @property
     def button_weights(self) -> list[float]:
@@ -80,10 +75,6 @@ class MeleeTask:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return MeleeNet(self.config.model, self.config.data.window, self.prior, self.button_weights)
-
-    def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Nothing: no term is gated."""
-        return 0
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid frames, of every term the same."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine.task import Batch
+from matrixlib.engine.task import Batch, Ungated
 from matrixlib.tasks.tictactoe import losses
 from matrixlib.tasks.tictactoe.config import TicTacToeConfig
 from matrixlib.tasks.tictactoe.game import SQUARES
@@ -21,7 +21,7 @@ SYMMETRIES = np.array([np.rot90(b, k).ravel() for b in (BOARD, BOARD.T) for k in
 
 
 @dataclass(frozen=True)
-class TicTacToeTask:
+class TicTacToeTask(Ungated):
     """Tic-tac-toe as `config` describes it. Frozen and picklable, as the loader's workers get a copy."""
 
     config: TicTacToeConfig
@@ -30,11 +30,6 @@ class TicTacToeTask:
     def weights(self) -> dict[str, float]:
         """Weight of each term."""
         return {"policy": self.config.loss.policy, "value": self.config.loss.value}
-
-    @property
-    def gated(self) -> frozenset[str]:
-        """No term may be left out."""
-        return frozenset()
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """As `prepare_plain`; with `data.augment` each board is turned by a random one of its symmetries."""
@@ -69,10 +64,6 @@ class TicTacToeTask:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return TicTacToeNet(self.config.model)
-
-    def set_chunk(self, model: nn.Module, rows: int) -> int:
-        """Nothing: no term is gated."""
-        return 0
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Rows with a policy, rows with a known result."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import nn
 
+from matrixlib.data.loader import Loader
+from matrixlib.engine.task import Batch
 from matrixlib.tasks.chess.evaluate.held_out import held_out
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from matrixlib.data.loader import Loader
-    from matrixlib.engine.task import Batch
-    from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import Net
 
 INPUTS = ("pieces", "state", "policy_index")
 """Of a batch of `prepare`: what networks are asked with. One that looks at history fills it up by its own rule."""

@@ -11,21 +11,20 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from filelock import FileLock
 
+from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.reader import Sidecars
 from matrixlib.data.shards import BLOCK, DamagedBlock, Shard, ShardError, file_hash, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.distill.outputs import LAYOUT, RECORD, packed
-
-if TYPE_CHECKING:
-    from matrixlib.data.catalogue import ShardRow
-    from matrixlib.tasks.chess.distill.teacher import ChessTeacher
-    from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+from matrixlib.tasks.chess.task import ChessTask
 
 ROWS = 256
 """That are asked about at once, from the beginning of a block on, so that a file's bytes hang on nothing else."""
@@ -119,8 +118,6 @@ def _whole_blocks(file: BinaryIO, count: int) -> Iterator[np.ndarray]:
 
 def _asked(shard: Shard, rows: np.ndarray, teacher: ChessTeacher, task: ChessTask) -> np.ndarray:
     """RECORD rows of one block of a shard; zeros of one that is damaged, which no loader gives."""
-    import torch
-
     try:
         batch = shard.gather(rows)
     except DamagedBlock:

@@ -6,13 +6,11 @@ Shapes: B rows, C and D channels of the two networks, S squares of a row: 64, or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.config import TeacherConfig
+from matrixlib.tasks.chess.config import TeacherConfig
 
 LEAST = 1e-12
 """Norm of features below which they are taken as none."""

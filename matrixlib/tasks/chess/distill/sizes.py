@@ -6,17 +6,14 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from matrixlib.engine import onnx as files
 from matrixlib.hardware import speed
 from matrixlib.tasks.chess.evaluate import throughput
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.onnx import export
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.tasks.chess.evaluate.net import Net
 
 ROWS = (1, 256)
 """Positions evaluated at once."""
@@ -29,8 +26,6 @@ def side_by_side(nets: Mapping[str, Net], onnx: bool = True, seconds: float = 1.
     nan for a file that cannot be written: of a network that is no network of ours, or without the extra `onnx`.
     seconds: of the timed calls for each number of rows.
     """
-    import pandas as pd
-
     batches = {name: throughput.positions(net, max(ROWS)) for name, net in nets.items()}
     rows = {
         name: {"parameters": float(net.parameters), **(_megabytes(net) if onnx else {})} for name, net in nets.items()

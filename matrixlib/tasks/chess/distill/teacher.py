@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from matrixlib.engine.task import rows, slice_batch, to_device
+from matrixlib.engine.task import Batch, rows, slice_batch, to_device
+from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
 from matrixlib.tasks.chess.distill import features
 from matrixlib.tasks.chess.distill.agreement import INPUTS
 from matrixlib.tasks.chess.distill.temperature import reversal, scheduled
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.losses import FILL
 from matrixlib.tasks.chess.model import depth
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from matrixlib.engine.task import Batch
-    from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-    from matrixlib.tasks.chess.evaluate.net import Net
 
 
 @dataclass(frozen=True)

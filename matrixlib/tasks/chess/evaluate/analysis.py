@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import chess
 import chess.pgn
@@ -16,13 +15,10 @@ from numpy.typing import NDArray
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
 from matrixlib.tasks.chess import plots
-from matrixlib.tasks.chess.evaluate.net import Evaluation
+from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.records import before, from_boards, move_from_index, reversible
 from matrixlib.tasks.chess.uci.protocol import read_position, score_text
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.evaluate.net import Net
 
 SHOWN = 5  # moves
 

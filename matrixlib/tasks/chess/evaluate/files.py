@@ -11,6 +11,9 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.lc0.task import open_weights
+from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
+from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
 
 
@@ -30,8 +33,6 @@ def open_file(path: Path, device: str | Runtime = "auto", compile: bool | str = 
 
 def open_lc0(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net:
     """A network of Lc0, in fp32: its half-move clock is a plane of up to 100, and the rounding of bf16 shows."""
-    from matrixlib.tasks.chess.lc0.task import open_weights
-
     task, model = open_weights(path)
     runtime = runtime_for_use(task.config, device, "fp32")
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
@@ -39,9 +40,6 @@ def open_lc0(path: Path, device: str | Runtime = "auto", compile: bool | str = "
 
 def open_matrix0(path: Path, device: str | Runtime = "auto", compile: bool | str = "auto") -> Net:
     """A network of Matrix0; what its file does not say of it is warned of. ValueError names a file that cannot be."""
-    from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
-    from matrixlib.tasks.chess.task import ChessTask
-
     data = read_checkpoint(path)
     try:
         model_config, assumed = config_of(data)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from matrixlib.data.loader import Loader
+from matrixlib.engine.task import Batch, Task
+from matrixlib.engine.validation import validate
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.losses import value_target
+from matrixlib.tasks.chess.plots import Points
 from matrixlib.tasks.chess.records import captured_value
-
-if TYPE_CHECKING:
-    from matrixlib.data.loader import Loader
-    from matrixlib.engine.task import Batch, Task
-    from matrixlib.tasks.chess.evaluate.net import Net
-    from matrixlib.tasks.chess.plots import Points
 
 
 def held_out(
@@ -26,8 +26,6 @@ def held_out(
     over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
     class. sample: 0 = all positions. task: that scores in the place of the network's.
     """
-    from matrixlib.engine.validation import validate
-
     base: dict[str, float] = {"rows": 0}
 
     def batches() -> Iterator[Batch]:
@@ -96,8 +94,6 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
 
     For `win`, `draw` and `loss`, or for the `score` in [0, 1] of a head with one value; targets are those of the loss.
     """
-    from matrixlib.tasks.chess.losses import value_target
-
     outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
     for batch in loader.sequential(batch_size, sample=sample):
         target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)

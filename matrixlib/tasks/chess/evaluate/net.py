@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import chess
 import numpy as np
 
 from matrixlib.engine.network import Network
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess.records import move_from_index
+from matrixlib.tasks.chess.task import ChessTask
+from matrixlib.tasks.chess.uci.protocol import read_position
 
 BATCH = 512  # boards turned into arrays at a time
 
@@ -51,15 +51,11 @@ class Net(Network):
 
         The moves matter to networks that look at what came before. ValueError names a bad FEN or move.
         """
-        from matrixlib.tasks.chess.uci.protocol import read_position
-
         texts = [positions] if isinstance(positions, str) else list(positions)
         return list(self.evaluate_boards([read_position(text) for text in texts]))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards, with the moves that led to them, in batches of 512."""
-        from matrixlib.tasks.chess.records import move_from_index
-
         heads: frozenset[str] = frozenset(self.task.config.model.ssl)
         for start in range(0, len(boards), BATCH):
             part = boards[start : start + BATCH]
@@ -86,8 +82,6 @@ class Net(Network):
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
-        from matrixlib.tasks.chess import records
-
         rows = records.from_boards(list(boards))
         past = (records.past_of(boards, self.task.history),) if self.task.history else ()
         return self.task.inputs(rows, *records.legal_indices(rows), *past)

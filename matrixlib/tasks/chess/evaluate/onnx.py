@@ -9,12 +9,13 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from matrixlib.data.loader import Loader
 from matrixlib.engine import onnx
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.tasks.chess import bitboard
@@ -25,11 +26,6 @@ from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.data.loader import Loader
 
 COMPARED = 2048  # positions on which files are compared with their network, beyond those of `export`
 ROWS = (1, 3, 32)  # of the batches that `export` compares
@@ -199,8 +195,6 @@ def compare(net: Net, path: str, int8: str, loader: Loader, sample: int = 0) -> 
     Megabytes; figures on `sample` held-out positions (0: all); how often its best move is the network's, and how its
     value goes with the network's; positions a second. Errors as of `export`.
     """
-    import pandas as pd
-
     nets = {f"torch {net.runtime.dtype}": net, "ONNX fp32": load(net, path)}
     paths = {"ONNX fp32": path}
     if int8:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import chess
 import numpy as np
 
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import Choice, Player, Turn, random_player, search_player
-from matrixlib.play.search import SearchOptions
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import captured_value, policy_index, to_board
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.evaluate.net import Net
-    from matrixlib.tasks.chess.stockfish.client import Stockfish
+from matrixlib.tasks.chess.stockfish.client import Stockfish
 
 
-def network_player(
-    net: Net, simulations: int, options: SearchOptions | None = None, game: ChessGame | None = None
-) -> Player:
-    """Plays the best move of a search with the network, without noise; 0 simulations: the most probable move.
-
-    game: with endgame tables, or the rules alone.
-    """
-    return search_player(game or ChessGame(), Evaluator(net), simulations, options)
+def network_player(net: Net, simulations: int) -> Player:
+    """Plays the best move of a search with the network, without noise; 0 simulations: the most probable move."""
+    return search_player(ChessGame(), Evaluator(net), simulations)
 
 
 def capture_player(seed: int) -> Player:

@@ -12,20 +12,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from torch.nn import functional as F
 
+from matrixlib.data.loader import Loader
+from matrixlib.engine import history
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate import oracle
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.ssl_outputs import Classes, HeadOutput, HeadOutputs, Nats, head_outputs
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.spec import load
 
 Word = Literal["learning", "trivial", "dead", "harmful", "undecided"]
 
@@ -246,9 +249,6 @@ def calibrated(output: HeadOutput) -> HeadOutput:
     """The head with its log-probabilities times a slope, not negative, plus an offset for each class, fitted for each
     half of the positions on the other half (Platt 1999).
     """
-    import torch
-    from torch.nn import functional as F
-
     log_p, truth = torch.from_numpy(output.log_p).double(), torch.from_numpy(output.truth).long()
     squares = torch.from_numpy(output.squares)
     anew = torch.empty_like(log_p)
@@ -326,8 +326,6 @@ def calibration(output: HeadOutput) -> tuple[float, list[tuple[float, float, int
 
 def table(diagnoses: Sequence[Diagnosis]) -> pd.DataFrame:
     """A row a head: its loss beside its lines of chance, and how it finds what is rare."""
-    import pandas as pd
-
     frame = pd.DataFrame([asdict(one) for one in diagnoses]).set_index("head").rename_axis(None)
     for name, title in (("gain", "saves [%]"), ("beyond", "beyond [%]")):
         frame[title] = 100 * frame[name].str[0]
@@ -342,11 +340,6 @@ def progress(folder: Path, loader: Loader, device: str, positions: int = 512) ->
     """A row for each checkpoint that a run has kept, a column a head: how much of the prior entropy it saved, in
     percent.
     """
-    import pandas as pd
-
-    from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.tasks.chess.spec import load
-
     rows = {}
     for step in Checkpoints(folder / "checkpoints", keep=2).steps():
         outputs = head_outputs(load(folder, f"step_{step:08d}", device), loader, positions)
@@ -356,17 +349,12 @@ def progress(folder: Path, loader: Loader, device: str, positions: int = 512) ->
 
 def curves_figure(folder: Path, diagnoses: Sequence[Diagnosis]) -> Figure:
     """Learning curves of the heads of a run, with the factor on their weights."""
-    from matrixlib.engine import history
-    from matrixlib.tasks.chess import plots
-
     rows = history.read(folder / "metrics.jsonl")
     return plots.curves_figure(rows, {one.head: one.prior for one in diagnoses})
 
 
 def calibration_figure(outputs: HeadOutputs) -> Figure:
     """Reliability of each head, and the confusion of those with several classes."""
-    from matrixlib.tasks.chess import plots
-
     counted = {head: output for head, output in outputs.heads.items() if output.squares.any()}
     return plots.calibration_figure(
         {head: calibration(output)[1] for head, output in counted.items()},

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
+import torch
 from numpy.typing import NDArray
 
+from matrixlib.data.loader import Loader
+from matrixlib.engine.task import to_device
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.ssl_outputs import batches as held_out_batches
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.model import PolicyValueNet
 
 MAIN = ("policy", "value")
 BATCH = 256  # positions of one measured gradient
@@ -46,11 +45,6 @@ def conflicts(net: Net, loader: Loader, batches: int = 16, seed: int = 0) -> dic
     (jackknife). In fp32 and evaluation mode; all gradients are held on the host, 4 bytes for each batch, term and
     parameter of the trunk. Empty where no head's gradient reaches the trunk. ValueError for fewer than 4 batches.
     """
-    import torch
-
-    from matrixlib.engine.task import to_device
-    from matrixlib.tasks.chess.model import PolicyValueNet
-
     task, device = net.task, net.runtime.torch_device
     known = {*MAIN, *task.gated}  # a teacher is not asked here
     terms = sorted(term for term, weight in task.weights.items() if weight > 0 and term in known)
@@ -102,7 +96,6 @@ def table(conflicts: Mapping[str, Conflict]) -> pd.DataFrame:
     """A row a head: the cosine of its gradient with those of policy and value, and what it does to their steps; empty
     where no head's gradient reaches the trunk (model.ssl_trunk, loss.ssl).
     """
-    import pandas as pd
 
     def text(estimate: Estimate | None, form: str) -> str:
         return f"{estimate[0]:+{form}} +- {estimate[1]:{form}}" if estimate else "not to be told"

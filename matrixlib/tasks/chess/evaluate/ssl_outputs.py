@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Any
 
+import chess
 import numpy as np
+import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from matrixlib.data.loader import Loader
+from matrixlib.engine.task import Batch
+from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.config import SSL_CHANNELS
 from matrixlib.tasks.chess.evaluate import oracle
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    import chess
-    from matplotlib.figure import Figure
-
-    from matrixlib.data.loader import Loader
-    from matrixlib.engine.task import Batch
-    from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.planes import unpack_maps
+from matrixlib.tasks.chess.ssl_targets import hide, target
+from matrixlib.tasks.chess.task import boards_of
 
 Classes = NDArray[np.uint8]
 Nats = NDArray[np.float64]
@@ -85,8 +84,6 @@ class HeadOutputs:
 
     def figure(self, count: int = 3) -> Figure:
         """The first positions with what each head says beside what is true."""
-        from matrixlib.tasks.chess import plots
-
         maps = {
             head: (
                 np.exp(output.log_p[:count, 1]) if output.classes == 2 else output.likeliest[:count],
@@ -108,8 +105,6 @@ def head_outputs(net: Net, loader: Loader, positions: int = 2048, seed: int = 0)
 
     The piece head says it of squares that are hidden from it, as in training. ValueError for a network without heads.
     """
-    from matrixlib.tasks.chess.task import boards_of
-
     heads = net.task.config.model.ssl
     if not heads:
         raise ValueError("the network has no self-supervised heads: name some in model.ssl and train it")
@@ -131,10 +126,6 @@ def head_outputs(net: Net, loader: Loader, positions: int = 2048, seed: int = 0)
 
 def batches(net: Net, loader: Loader, positions: int, size: int, seed: int) -> Iterator[tuple[Batch, Batch]]:
     """Held-out batches, whole and with squares hidden in every row."""
-    import torch
-
-    from matrixlib.tasks.chess.ssl_targets import hide
-
     share = net.task.config.data.hidden_squares
     rng = np.random.default_rng(seed)
     for batch in loader.sequential(size, sample=positions):
@@ -143,9 +134,6 @@ def batches(net: Net, loader: Loader, positions: int, size: int, seed: int) -> I
 
 
 def _head_output(head: str, probability: np.ndarray, batch: Batch) -> HeadOutput:
-    from matrixlib.tasks.chess.planes import unpack_maps
-    from matrixlib.tasks.chess.ssl_targets import target
-
     if probability.shape[1] == 1:
         probability = np.concatenate([1 - probability, probability], axis=1)
     truth, content = (target(batch, name).numpy().astype(np.uint8) for name in (head, "piece"))

@@ -6,20 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+import pandas as pd
 
 from matrixlib.play.elo import Rating, rating, rating_table
 from matrixlib.play.match import Match, Player, play_pairs, random_openings, random_player
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.players import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.stockfish.client import Stockfish
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.tasks.chess.evaluate.net import Net
 
 Names: TypeAlias = tuple[str, str]
 OPENING_PLIES = 6
@@ -32,8 +30,6 @@ def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]
 
     ValueError for a path that stands twice, and where there is no network of chess.
     """
-    from matrixlib.tasks.chess.spec import load
-
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise ValueError(f"opponents: '{twice[0]}' stands there twice")
     last = [Path(path).name for path in paths]
@@ -101,8 +97,6 @@ def duel(first: Sequence[Net], second: Sequence[Net], games: int, simulations: i
 
 def match_table(matches: Mapping[Names, Match]) -> pd.DataFrame:
     """A row a match: Elo of the first player against the second, with its 95 % interval."""
-    import pandas as pd
-
     rows = []
     for (one, other), match in matches.items():
         result = rating(match.pairs())

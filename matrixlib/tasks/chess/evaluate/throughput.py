@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
 from matrixlib.hardware import speed
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.model import forward_flops
+from matrixlib.tasks.chess.records import LAYOUT
+from matrixlib.tasks.chess.sample_set import unpack_sample
 
 SIZES = (1, 32, 256, 1024)
 
@@ -41,8 +42,6 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: floa
 
     seconds: of each engine and size. The matrix rate is measured in the same minute.
     """
-    from matrixlib.tasks.chess.model import forward_flops
-
     first = next(iter(nets.values()))
     runtime, work = first.runtime, forward_flops(first.model, first.task.input_planes) / 1e9
     batch = positions(first, max(sizes))
@@ -61,11 +60,6 @@ def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: floa
 
 def positions(net: Net, count: int) -> dict[str, np.ndarray]:
     """What `Net.predict` takes, of held-out positions of the sample set."""
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.records import LAYOUT
-    from matrixlib.tasks.chess.sample_set import unpack_sample
-
     loader = Loader(Catalogue(unpack_sample()).shards("validation"), LAYOUT, count, 0, net.task.prepare_plain)
     batch = next(iter(loader.sequential(count, sample=count)))
     return {name: batch[name].numpy() for name in ("pieces", "state", "policy_index")}
@@ -73,8 +67,6 @@ def positions(net: Net, count: int) -> dict[str, np.ndarray]:
 
 def table(speeds: Sequence[Speed]) -> pd.DataFrame:
     """A row for each engine, a column for each batch; last the limit and the best share of it, where one is known."""
-    import pandas as pd
-
     frame = pd.DataFrame(speeds)
     rates = frame.pivot_table(index="engine", columns="rows", values="rate", sort=False).round()
     limit = frame.groupby("engine")["limit"].first().replace(0, float("nan"))

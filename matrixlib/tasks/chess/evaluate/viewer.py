@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chess
+from matplotlib.figure import Figure
 
+from matrixlib.data.loader import Loader
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate import analysis
+from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.task import boards_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from matrixlib.data.loader import Loader
-    from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
-    from matrixlib.tasks.spec import Check
+from matrixlib.tasks.spec import Check
 
 MOVES = 4  # named in a title
 

@@ -6,20 +6,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chess
 import numpy as np
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from matrixlib.data.shards import SPLITS, select
+from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.importers.audit import FAR, Audit, Suspect, columns
 from matrixlib.tasks.chess.importers.notation import classes_of
 from matrixlib.tasks.chess.keys import hashes_of
 from matrixlib.tasks.chess.records import LAYOUT, move_from_index, to_board
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 ENDGAME = 8  # phase up to which a position counts as an endgame
 SHOWN = 3  # examples of each kind
@@ -32,8 +31,6 @@ Suspects = Mapping[str, Sequence[Suspect]]
 
 def _table(rows: Sequence[Any], columns: Sequence[str]) -> DataFrame:
     """The first column names the rows."""
-    from pandas import DataFrame
-
     return DataFrame(rows, columns=list(columns)).set_index(columns[0])
 
 
@@ -116,8 +113,6 @@ def distributions(audit: Audit) -> DataFrame:
             "policy known": _share(~np.isnan(part["entropy"])),
             "entropy of the policy, nats": _spread(part["entropy"], 2),
         }
-    from pandas import DataFrame
-
     return DataFrame(table)
 
 
@@ -234,22 +229,16 @@ def doubtful_records(audit: Audit, suspects: Suspects) -> DataFrame:
 
 def distributions_figure(audit: Audit) -> Figure:
     """Material, length, result, value and policy of the sample, by source."""
-    from matrixlib.tasks.chess import plots
-
     return plots.distributions_figure(_by_source(audit))
 
 
 def shards_figure(distances: Distances) -> Figure:
     """How far each shard's figures are from those of the others of its source and split."""
-    from matrixlib.tasks.chess import plots
-
     return plots.distances_figure(distances, FAR)
 
 
 def openings_figure(those: Sequence[Opening]) -> Figure:
     """The commonest position of each of the first structures."""
-    from matrixlib.tasks.chess import plots
-
     none: dict[str, float] = {}
     shown = [(one.board, none, f"{one.name}: {one.records:,} records ({one.share:.1%})") for one in those]
     return plots.boards_figure({"": shown[:BOARDS]}, columns=BOARDS)
@@ -257,8 +246,6 @@ def openings_figure(those: Sequence[Opening]) -> Figure:
 
 def boards_figure(audit: Audit, suspects: Suspects, seed: int = 0) -> Figure:
     """Boards of random records, and of the most suspicious ones of each kind in turn, with the policy as arrows."""
-    from matrixlib.tasks.chess import plots
-
     rng = np.random.default_rng(seed)
     some = np.sort(rng.permutation(len(audit.shard))[:BOARDS])
     turns = chain.from_iterable(zip_longest(*suspects.values()))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import chess
 import numpy as np
@@ -120,9 +121,7 @@ def score_from(operations: Mapping[str, Sequence[str]]) -> int | None:
 class Epd:
     """No options."""
 
-    @property
-    def source(self) -> str:
-        return "epd"
+    source: ClassVar[str] = "epd"
 
     def parts(self, path: Path) -> Iterator[Part]:
         with opened(path) as file:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,11 +61,8 @@ def white_score(pv: dict[str, Any]) -> int:
 class Evaluations:
     """min_depth: shallower positions are left out (and counted)."""
 
+    source: ClassVar[str] = "evaluations"
     min_depth: int = 0
-
-    @property
-    def source(self) -> str:
-        return "evaluations"
 
     def parts(self, path: Path) -> Iterator[Part]:
         with opened(path) as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import chess
 import numpy as np
@@ -37,13 +38,10 @@ PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
 class Labelled:
     """stockfish: path or name of the engine, None: the one on PATH. The depths are those of games.Parameters."""
 
+    source: ClassVar[str] = "labelled"
     stockfish: str | None = None
     shallow_depth: int = Parameters.shallow_depth
     deep_depth: int = Parameters.deep_depth
-
-    @property
-    def source(self) -> str:
-        return "labelled"
 
     def parts(self, path: Path) -> Iterator[Part]:
         """EngineError, which says how to install it, where there is no Stockfish."""

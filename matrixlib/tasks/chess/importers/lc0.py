@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,11 +95,8 @@ def games_of(path: Path) -> Iterator[bytes]:
 class Lc0:
     """value: the search's value of the root, or that of its best move."""
 
+    source: ClassVar[str] = "lc0"
     value: Literal["root", "best"] = "root"
-
-    @property
-    def source(self) -> str:
-        return "lc0"
 
     def parts(self, path: Path) -> Iterator[Part]:
         first = 0

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -158,9 +158,7 @@ def passed_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[
 class Matrix0Data:
     """No options."""
 
-    @property
-    def source(self) -> str:
-        return "matrix0"
+    source: ClassVar[str] = "matrix0"
 
     def parts(self, path: Path) -> Iterator[Part]:
         with open(path, "rb") as file:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import ClassVar
 
 import chess
 import numpy as np
@@ -298,11 +299,8 @@ class Pgn:
     """Reads PGN. `repair`: a game whose header contradicts its last position is stored with the board's result,
     and counted among the warnings; else it is refused."""
 
+    source: ClassVar[str] = "pgn"
     repair: bool = False
-
-    @property
-    def source(self) -> str:
-        return "pgn"
 
     def parts(self, path: Path) -> Iterator[Part]:
         """See `parsing.Reader`."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -52,13 +53,10 @@ def fields_of(line: str) -> list[str]:
 class Puzzles:
     """min_rating, max_rating: both inclusive. themes: a puzzle must have one of them; none = every puzzle."""
 
+    source: ClassVar[str] = "puzzles"
     min_rating: int = 0
     max_rating: int = 9999
     themes: tuple[str, ...] = ()
-
-    @property
-    def source(self) -> str:
-        return "puzzles"
 
     @property
     def needed(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.lc0 import planes as inputs
 from matrixlib.tasks.chess.lc0 import weights
 from matrixlib.tasks.chess.lc0.network import Lc0Network
+from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask, packed_state
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.model import PolicyValueNet
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pandas import DataFrame
 
 from matrixlib import files
 from matrixlib.data.account import quiet_catalogue
@@ -13,9 +14,6 @@ from matrixlib.data.shards import Shard, read_info
 from matrixlib.tasks.chess.importers.audit import unlike_legal
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.stockfish import generator, packing
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 def make_set(
@@ -59,8 +57,6 @@ def make_set(
 
 def summary(figures: dict[str, Any]) -> DataFrame:
     """What `make_set` made; without the machine's speed."""
-    from pandas import DataFrame
-
     rows = {
         "engine": figures["engine"],
         "games": figures["games_in_all"],
