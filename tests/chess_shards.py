@@ -12,13 +12,7 @@ import numpy as np
 from matrixlib.data.shards import Batch, ShardInfo, write_shard
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, legal_indices
 
-META = {
-    "source": "pgn",
-    "generator": "a test",
-    "seed": 0,
-    "split": "train",
-    "created": "2026-01-02T03:04:05Z",
-}
+META = {"source": "pgn", "generator": "a test", "seed": 0, "split": "train", "created": "2026-01-02T03:04:05Z"}
 QUEEN_UP = "6k1/5ppp/8/8/8/8/5PPP/Q5K1 w - - 0 30"
 BARE = "8/8/4k3/8/8/4K3/4P3/8 b - - 0 60"
 

@@ -49,10 +49,7 @@ def test_arrows_point_on_the_real_board() -> None:
     men = {
         (text.get_position(), text.get_text(), text.get_color()) for text in figure.axes[0].texts if text is not arrow
     }
-    white, black = (
-        [((3, 0), "♛", "white"), ((4, 0), "♚", "white")],
-        [((4, 7), "♚", "black"), ((2, 2), "♞", "black")],
-    )
+    white, black = ([((3, 0), "♛", "white"), ((4, 0), "♚", "white")], [((4, 7), "♚", "black"), ((2, 2), "♞", "black")])
     assert men == {*white, *black}
 
 

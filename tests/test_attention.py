@@ -49,9 +49,7 @@ def test_values_and_gradients_are_those_of_two_softmaxes(
     leaves = [scores, bias] if biased else [scores]
     weights = torch.randn_like(expected)
     for new, old in zip(
-        torch.autograd.grad(result, leaves, weights),
-        torch.autograd.grad(expected, leaves, weights),
-        strict=True,
+        torch.autograd.grad(result, leaves, weights), torch.autograd.grad(expected, leaves, weights), strict=True
     ):
         torch.testing.assert_close(new, old)
 

@@ -88,9 +88,7 @@ def test_dropped_shares_follow_the_seed_and_have_no_gradient() -> None:
     torch.testing.assert_close(result, other)
     weights = torch.randn_like(other)
     for new, old in zip(
-        torch.autograd.grad(result, [qkv, bias], weights),
-        torch.autograd.grad(other, [qkv, bias], weights),
-        strict=True,
+        torch.autograd.grad(result, [qkv, bias], weights), torch.autograd.grad(other, [qkv, bias], weights), strict=True
     ):
         torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-5 * float(old.abs().max()))
 

@@ -49,11 +49,7 @@ def test_everything_healthy_is_looked_at_with_its_place(tmp_path: Path) -> None:
     for record, (at, row) in enumerate(zip(found.shard, found.row, strict=True)):
         stored = Shard(found.rows[at].path, LAYOUT).arrays["records"][row]
         assert stored.tobytes() == found.batch["records"][record].tobytes()
-    assert {name: ids.tolist() for name, ids in found.games.items()} == {
-        "a.npz": [7],
-        "b.npz": [8, 9],
-        "c.npz": [10],
-    }
+    assert {name: ids.tolist() for name, ids in found.games.items()} == {"a.npz": [7], "b.npz": [8, 9], "c.npz": [10]}
     assert sorted(found.openings["ply"].tolist()) == [4, 5, 6, 7, 8]
     assert (found.accounts, found.remarks, found.damage) == ([], [], [])
 
@@ -61,11 +57,7 @@ def test_everything_healthy_is_looked_at_with_its_place(tmp_path: Path) -> None:
 def test_at_most_so_many_records_of_each_source_and_the_same_for_a_seed(tmp_path: Path) -> None:
     write(tmp_path, "a", batch_of([chess.STARTING_FEN] * 9000, ply=np.arange(9000)))
     write(tmp_path, "b", batch_of([BARE] * 30), source="puzzles")
-    one, same, other = (
-        audit_folder(tmp_path, 50),
-        audit_folder(tmp_path, 50),
-        audit_folder(tmp_path, 50, seed=1),
-    )
+    one, same, other = (audit_folder(tmp_path, 50), audit_folder(tmp_path, 50), audit_folder(tmp_path, 50, seed=1))
     assert (one.sources() == "pgn").sum() == 50
     assert (one.sources() == "puzzles").sum() == 30
     assert one.row.tolist() == same.row.tolist() != other.row.tolist()
@@ -112,12 +104,7 @@ def test_a_folder_without_healthy_shards_says_why(tmp_path: Path) -> None:
 
 
 def test_figures_by_hand() -> None:
-    batch = batch_of(
-        FENS,
-        result=[2, 1, -1],
-        wdl=[(0, 0, 0), WON, (13107, 26214, 26214)],
-        ply=[0, 58, 119],
-    )
+    batch = batch_of(FENS, result=[2, 1, -1], wdl=[(0, 0, 0), WON, (13107, 26214, 26214)], ply=[0, 58, 119])
     found = columns(batch)
     assert found["men"].tolist() == [32, 9, 3]
     assert found["phase"].tolist() == [24, 4, 0]
@@ -149,9 +136,7 @@ def test_duplicates_count_mirror_images_and_say_what_is_in_both_splits(tmp_path:
 
 def test_suspicious_records_are_found_the_worst_first() -> None:
     batch = batch_of(
-        [QUEEN_UP] * 5 + [BARE],
-        result=[1, -1, -1, 2, -1, 1],
-        wdl=[WON, WON, (52428, 13107, 0), LOST, (0, 0, 0), WON],
+        [QUEEN_UP] * 5 + [BARE], result=[1, -1, -1, 2, -1, 1], wdl=[WON, WON, (52428, 13107, 0), LOST, (0, 0, 0), WON]
     )
     found = suspects(batch)
     assert list(found) == ["value against result", "material against value"]

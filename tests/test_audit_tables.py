@@ -68,10 +68,7 @@ def test_imports_and_quarantine_are_listed(tmp_path: Path) -> None:
     import_files(tmp_path / "in.pgn", tmp_path / "f", workers=1, progress=False)
     report = audit_folder(tmp_path / "f")
     assert tables.imports(report).reset_index().to_numpy().tolist() == [["in.pgn", "pgn", 7, 1, 6, 0, 2]]
-    assert tables.quarantine(report)["entries"].to_dict() == {
-        "result contradicts the board": 5,
-        "illegal move": 1,
-    }
+    assert tables.quarantine(report)["entries"].to_dict() == {"result contradicts the board": 5, "illegal move": 1}
     entries = tables.quarantined_entries(report)
     assert entries["entry"].tolist() == [0, 1, 2, 6], "the first three of a reason"
     assert entries["text"].iloc[0] == '[Event "0"] [Result "1-0"] 1. f3 e5 2. g4 Qh4# 1-0'

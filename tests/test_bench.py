@@ -141,11 +141,7 @@ def test_each_workload_starts_with_nothing_compiled(reports: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     "error",
-    [
-        RuntimeError("no room\nat all"),
-        OSError("no room\nat all"),
-        subprocess.CalledProcessError(1, ["no room"]),
-    ],
+    [RuntimeError("no room\nat all"), OSError("no room\nat all"), subprocess.CalledProcessError(1, ["no room"])],
 )
 def test_what_was_measured_before_a_failure_is_kept(
     reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
@@ -194,10 +190,7 @@ def test_the_picture_has_a_panel_for_each_sweep() -> None:
         Figure(f"{what} {n}, 128 rows", 10.0 * n, "positions/s", 5000) for what in ("batch", "blocks") for n in (1, 2)
     ]
     entry = record() | {
-        "figures": {
-            "scaling": list(map(vars, scaling)),
-            "loader": [vars(Figure("no workers", 5, "positions/s"))],
-        }
+        "figures": {"scaling": list(map(vars, scaling)), "loader": [vars(Figure("no workers", 5, "positions/s"))]}
     }
     panels = bench.scaling_figure(entry).axes
     assert [axes.get_xlabel() for axes in panels] == ["batch", "blocks", "loader workers"]

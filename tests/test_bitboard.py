@@ -215,11 +215,7 @@ def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None
     replayed = bitboard.replay(*[*columns, reference, np.array([0, 2, 3, 5])])
     assert replayed.failed.tolist() == [-1, -1, 0]
     assert replayed.matches.tolist()[2] == 2
-    assert replayed.moves.tolist() == [
-        chess.E2 | chess.E4 << 6,
-        chess.E2 | chess.E4 << 6,
-        chess.E2 | chess.E4 << 6,
-    ]
+    assert replayed.moves.tolist() == [chess.E2 | chess.E4 << 6, chess.E2 | chess.E4 << 6, chess.E2 | chess.E4 << 6]
     assert replayed.offsets.tolist() == [0, 20, 40, 60]
     assert (replayed.indices[replayed.choice] == [bitboard.POLICY_INDEX[chess.E2, chess.E4]] * 3).all()
     assert replayed.ends[:2].tolist() == [[15, -1, 0, 0], [15, -1, 0, 0]]

@@ -104,11 +104,7 @@ def test_levels_that_zstd_does_not_have_are_refused(tmp_path: Path, compress: in
 def test_compression_may_change_in_a_run(tmp_path: Path) -> None:
     save(Checkpoints(tmp_path, 3), 100)
     save(Checkpoints(tmp_path, 3, 3), 200)
-    assert names(tmp_path / "step_00000200") == [
-        "model.safetensors.zst",
-        "optimiser.safetensors.zst",
-        "state.json",
-    ]
+    assert names(tmp_path / "step_00000200") == ["model.safetensors.zst", "optimiser.safetensors.zst", "state.json"]
     assert newest_step(tmp_path) == 200
     save(Checkpoints(tmp_path, 3), 200)
     assert names(tmp_path / "step_00000200") == ["model.safetensors", "optimiser.safetensors", "state.json"]

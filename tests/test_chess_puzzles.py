@@ -224,10 +224,7 @@ def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
     path = tmp_path / "puzzles.csv"
     path.write_text(f"FEN,Moves,Rating,Themes\n{chess.STARTING_FEN},e2e4 e7e5 g1f3 b8c6,1500,opening short\n")
     (result,) = puzzles.read_puzzles(path)
-    assert ([move.uci() for move in result.line], result.themes) == (
-        ["e7e5", "g1f3", "b8c6"],
-        ("opening", "short"),
-    )
+    assert ([move.uci() for move in result.line], result.themes) == (["e7e5", "g1f3", "b8c6"], ("opening", "short"))
     path.write_text(f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4,1500\n")
     with pytest.raises(ValueError, match="no move to find"):
         puzzles.read_puzzles(path)

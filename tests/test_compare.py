@@ -51,12 +51,7 @@ def fake(
             row |= {"skipped": 0, "overflows": 0, "seconds": 5.0 if step == 1 else 0.1}
             log.write(row | ({"validation": validation} | (last or {}) if step == 10 else {}))
     if complete:
-        evaluation = {
-            "positions": 100,
-            "top1": 0.2,
-            "policy_kl": loss / 3,
-            "baselines": {"uniform_top1": 0.1},
-        }
+        evaluation = {"positions": 100, "top1": 0.2, "policy_kl": loss / 3, "baselines": {"uniform_top1": 0.1}}
         write_json(folder / "summary.json", {"complete": True, "steps": 10, "evaluation": evaluation})
     return folder
 
@@ -137,8 +132,7 @@ def test_a_rollback_changes_the_order_of_the_data(reports: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{"loss": {"value": 2.0}}, {"model": {"value": {"kind": "scalar"}}}, {"model": {"ssl": ["piece"]}}],
+    "overrides", [{"loss": {"value": 2.0}}, {"model": {"value": {"kind": "scalar"}}}, {"model": {"ssl": ["piece"]}}]
 )
 def test_losses_of_other_weights_are_not_compared(reports: Path, overrides: dict[str, Any]) -> None:
     comparison = sides(reports, [3.0], [2.0], overrides)
@@ -166,18 +160,8 @@ def test_a_run_that_did_not_end_gives_no_conclusion_on_the_loss(reports: Path) -
     ("a", "b", "conclusion", "interval"),
     [
         ([3.0, 3.1], [2.9, 3.1], "no difference can be told from chance", "-0.6853 to +0.5853"),
-        (
-            [3.0, 3.1, math.nan],
-            [math.nan, 2.9, 2.8],
-            "No conclusion: the validation loss is not fin",
-            "+nan to +nan",
-        ),
-        (
-            [3.0, 3.1, math.inf],
-            [math.inf, 2.9, 2.8],
-            "No conclusion: the validation loss is not fin",
-            "+nan to +nan",
-        ),
+        ([3.0, 3.1, math.nan], [math.nan, 2.9, 2.8], "No conclusion: the validation loss is not fin", "+nan to +nan"),
+        ([3.0, 3.1, math.inf], [math.inf, 2.9, 2.8], "No conclusion: the validation loss is not fin", "+nan to +nan"),
     ],
 )
 def test_what_proves_nothing_is_shown_and_concludes_nothing(
@@ -300,10 +284,7 @@ def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:
 
 
 def test_arms_beside_their_base() -> None:
-    figures = {
-        "base": [{"kl": 1.0}, {"kl": 2.0}, {"kl": 3.0}],
-        "other": [{"kl": 0.9}, {"kl": 1.8}, {"kl": 2.7}],
-    }
+    figures = {"base": [{"kl": 1.0}, {"kl": 2.0}, {"kl": 3.0}], "other": [{"kl": 0.9}, {"kl": 1.8}, {"kl": 2.7}]}
     low, high = compare.arms_interval(figures["other"], figures["base"], "kl")
     assert (low, high) == pytest.approx((-0.2 - 0.2484, -0.2 + 0.2484), abs=1e-3), "4.303 * 0.1 / sqrt 3"
     row = compare.arms_table(figures, "base").loc["kl"]

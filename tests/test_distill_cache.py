@@ -224,13 +224,7 @@ def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None
     damage = []
     sidecars, rows = Sidecars(outputs.LAYOUT, paths), Catalogue(folder).shards("train")
     loader = Loader(
-        rows,
-        records.LAYOUT,
-        64,
-        0,
-        TASK.prepare_plain,
-        on_damage=lambda *what: damage.append(what),
-        sidecars=sidecars,
+        rows, records.LAYOUT, 64, 0, TASK.prepare_plain, on_damage=lambda *what: damage.append(what), sidecars=sidecars
     )
     batches = [batch["pieces"].numpy() for batch in loader.sequential(5000)]
     ((name, block, reason),) = damage

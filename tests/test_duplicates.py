@@ -111,11 +111,7 @@ def test_results_that_agree_are_kept(tmp_path: Path) -> None:
 
 
 def test_mirror_images_are_one_and_their_moves_are_turned(tmp_path: Path) -> None:
-    fens = (
-        "4k3/8/8/8/8/8/P7/4K3 w - - 0 1",
-        "3k4/8/8/8/8/8/7P/3K4 w - - 0 1",
-        "4k3/p7/8/8/8/8/8/4K3 b - - 0 1",
-    )
+    fens = ("4k3/8/8/8/8/8/P7/4K3 w - - 0 1", "3k4/8/8/8/8/8/7P/3K4 w - - 0 1", "4k3/p7/8/8/8/8/8/4K3 b - - 0 1")
     moves = ("Kd2", "Ke2", "Kd7")
     games = [f'[FEN "{fen}"]\n\n{move} *\n\n' for fen, move in zip(fens, moves, strict=True)]
     add(tmp_path / "f", "".join(games))
@@ -172,12 +168,7 @@ def same_position(entries: list[Entry]) -> Batch:
                 target[row] = wdl_of_shares(np.array([parts]) / sum(parts))[0]
     index = np.tile(np.arange(3, dtype="<u2"), len(entries))
     offset = 3 * np.arange(len(entries) + 1)
-    return {
-        "records": records,
-        "policy_offset": offset,
-        "policy_index": index,
-        "policy_weight": weight.ravel(),
-    }
+    return {"records": records, "policy_offset": offset, "policy_index": index, "policy_weight": weight.ravel()}
 
 
 def merged(parts: list[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
@@ -208,11 +199,7 @@ def test_merging_in_several_goes_gives_what_merging_at_once_gives(goes: list[lis
 
 
 def test_only_entries_that_have_a_target_weigh_in_it() -> None:
-    draw, win, silent = (
-        (UNKNOWN, (0, 1, 0), (0, 1, 0)),
-        (UNKNOWN, (1, 0, 0), (1, 0, 0)),
-        (1, (0, 0, 0), (0, 0, 0)),
-    )
+    draw, win, silent = ((UNKNOWN, (0, 1, 0), (0, 1, 0)), (UNKNOWN, (1, 0, 0), (1, 0, 0)), (1, (0, 0, 0), (0, 0, 0)))
     first, second = same_position([draw, *[silent] * 9]), same_position([win])
     batch, count = merged([merged([(first, single_counts(first))]), (second, single_counts(second))])
     assert count.tolist() == [(11, 2, 2, 9, False)]

@@ -21,10 +21,7 @@ CONDA_ALONE = {"python", "pip", "make", "git"}
 def declared() -> dict[str, Requirement]:
     """Every requirement of pyproject.toml, extras included, by normalised name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [
-        *project["dependencies"],
-        *(line for extra in project["optional-dependencies"].values() for line in extra),
-    ]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     requirements = [Requirement(line) for line in lines]
     return {canonicalize_name(item.name): item for item in requirements}
 
@@ -69,12 +66,7 @@ def test_lock_drags_in_no_cuda_and_no_index() -> None:
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "VENV"))}
     return subprocess.run(
-        ["make", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**inherited, **environment},
-        check=False,
+        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, env={**inherited, **environment}, check=False
     )
 
 

@@ -90,13 +90,7 @@ def test_figure_has_axes_with_units_and_is_a_picture() -> None:
     rows = [row(step, validation={"policy": 2.0, "policy/top1": 0.1} if step % 2 else None) for step in range(1, 9)]
     figure = training_figure(rows)
     labels = {axes.get_ylabel() for axes in figure.axes}
-    assert labels == {
-        "loss [nat]",
-        "accuracy [%]",
-        "learning rate",
-        "gradient norm before clipping",
-        "positions/s",
-    }
+    assert labels == {"loss [nat]", "accuracy [%]", "learning rate", "gradient norm before clipping", "positions/s"}
     assert {axes.get_xlabel() for axes in figure.axes} == {"update step"}
     assert size(figure, 50) == (500, 280)
 

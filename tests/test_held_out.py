@@ -21,11 +21,7 @@ FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"
 
 
 def test_captured_value_agrees_with_python_chess() -> None:
-    for fen in (
-        FREE_QUEEN,
-        MATE_IN_ONE,
-        "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1",
-    ):
+    for fen in (FREE_QUEEN, MATE_IN_ONE, "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1"):
         board = chess.Board(fen)
         rows = records.from_boards([board])
         index, _ = records.legal_indices(rows)
@@ -103,10 +99,7 @@ def test_reliability_counts_known_results_alone() -> None:
     assert held_out.calibration_error(actual["win"]) == pytest.approx(1 - outputs)
     scalar = random_net(**MATRIX0)
     points = held_out.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
-    assert [(share, count) for _, share, count in points] in (
-        [(1.0, 45)],
-        [(1.0, points[0][2]), (1.0, points[1][2])],
-    )
+    assert [(share, count) for _, share, count in points] in ([(1.0, 45)], [(1.0, points[0][2]), (1.0, points[1][2])])
     assert np.isnan(held_out.calibration_error([]))
 
 

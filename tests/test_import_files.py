@@ -278,11 +278,7 @@ def test_a_damaged_account_is_done_again(tmp_path: Path, small: None) -> None:
     before, told = shards(tmp_path / "f"), accounts(tmp_path / "f")
     files = sorted((tmp_path / "f").glob("imports/*/part_*.json"))
     assert len(files) > 2
-    for damage in (
-        b"",
-        files[1].read_bytes()[:-20],
-        files[1].read_bytes().replace(b'"stored": ', b'"stored": 1'),
-    ):
+    for damage in (b"", files[1].read_bytes()[:-20], files[1].read_bytes().replace(b'"stored": ', b'"stored": 1')):
         files[1].write_bytes(damage)
         report = run(tmp_path / "a.pgn", tmp_path / "f")
         assert report.entries == 300

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.latin import augment, pool, squares
-from matrixlib.tasks.latin.vocabulary import (
-    MODES,
-    PAD,
-    SIDE,
-    TOKENS,
-    digits,
-    token,
-    token_table,
-)
+from matrixlib.tasks.latin.vocabulary import MODES, PAD, SIDE, TOKENS, digits, token, token_table
 
 # Squares
 

@@ -27,11 +27,7 @@ def figures(*rates: Rate) -> dict[str, Any]:
         (replace(RATE, size=5, valid=0.59), "size 5 in one pass", False),
         (EMPTY, "size 4 from the empty grid", True),
         (replace(EMPTY, iterative=0.95), "size 4 from the empty grid", False),  # no better than without
-        (
-            replace(EMPTY, iterative=1.0, iterative_baseline=1.0),
-            "size 4 from the empty grid",
-            True,
-        ),  # no room
+        (replace(EMPTY, iterative=1.0, iterative_baseline=1.0), "size 4 from the empty grid", True),  # no room
     ],
 )
 def test_targets(rate: Rate, name: str, passed: bool) -> None:

@@ -371,11 +371,7 @@ def test_a_record_that_cannot_be_used_is_refused(tmp_path, fault):
 @given(st.lists(st.sampled_from(["good", "deleted", *BROKEN]), min_size=1, max_size=8), st.integers(0, SIZE - 1))
 def test_every_record_is_accounted_for(tmp_path_factory, kinds, rest):
     good = pack([chess.Board()], 1, {"e2e4": 1.0})
-    records = {
-        "good": good,
-        "deleted": good[: 8 + 7432 + 832 + 6] + b"\x40" + good[8 + 7432 + 832 + 7 :],
-        **BROKEN,
-    }
+    records = {"good": good, "deleted": good[: 8 + 7432 + 832 + 6] + b"\x40" + good[8 + 7432 + 832 + 7 :], **BROKEN}
     data = good + b"".join(records[kind] for kind in kinds) + good[:rest]
     whole = read_file(Lc0(), write(tmp_path_factory.mktemp("mixed"), data))
     assert whole.entries == 1 + len(kinds) + (rest > 0)
@@ -451,13 +447,7 @@ def test_a_tar_holds_games(tmp_path):
     one, boards, _ = game(chess.STARTING_FEN, 30, 5, 1)
     two, more, _ = game(KIWIPETE, 30, 6, 4)
     old = gzip.compress(struct.pack("<I", 5) + bytes(8304))
-    members = {
-        "1.gz": gzip.compress(one),
-        "LICENSE": b"free",
-        "2.gz": old,
-        "3.gz": gzip.compress(two),
-        "4.gz": b"junk",
-    }
+    members = {"1.gz": gzip.compress(one), "LICENSE": b"free", "2.gz": old, "3.gz": gzip.compress(two), "4.gz": b"junk"}
     whole = read_file(Lc0(), tarred(tmp_path / "games.tar", members))
     assert whole.entries == len(boards) + 1 + 1 + len(more) + 1
     assert whole.skipped == {"not a game": 1}

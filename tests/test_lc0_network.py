@@ -175,10 +175,7 @@ def bad_files() -> dict[str, tuple[bytes, str]]:
         "another input": (gzip.compress(lc0_files.network(inputs=3)), "canonical planes"),
         "another activation": (gzip.compress(lc0_files.network(activation=1)), "Mish"),
         "another encoding": (gzip.compress(lc0_files.network(encoding=2)), "encoding 2"),
-        "blocks of two widths": (
-            gzip.compress(lc0_files.network(further=(3,))),
-            "3 outputs of tower.1.reduce",
-        ),
+        "blocks of two widths": (gzip.compress(lc0_files.network(further=(3,))), "3 outputs of tower.1.reduce"),
         "odd filters": (
             gzip.compress(lc0_files.network(parts={1: lc0_files.message((1, np.ones(1009)))})),
             "no multiple",

@@ -161,11 +161,7 @@ def test_rows_without_target_or_moves_are_skipped_with_zero_gradient() -> None:
 def test_no_valid_row_gives_a_differentiable_zero() -> None:
     logits = torch.randn(2, MOVES, requires_grad=True)
     loss, _ = losses.policy_loss(
-        logits,
-        torch.full((2, 4), -1, dtype=torch.int16),
-        torch.zeros(2, 4),
-        torch.ones(2, dtype=torch.bool),
-        0.1,
+        logits, torch.full((2, 4), -1, dtype=torch.int16), torch.zeros(2, 4), torch.ones(2, dtype=torch.bool), 0.1
     )
     value = torch.randn(2, 3, requires_grad=True)
     more, _ = losses.wdl_loss(value, torch.zeros(2, 3), torch.zeros(2, dtype=torch.bool))
@@ -231,11 +227,7 @@ def test_results_map_to_win_draw_loss() -> None:
 def value_case(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     target = rng.dirichlet([0.5] * 3, 8).astype(np.float32)
-    return {
-        "logits": rng.normal(0, 2, (8, 3)).astype(np.float32),
-        "target": target,
-        "rows": rng.random(8) < 0.7,
-    }
+    return {"logits": rng.normal(0, 2, (8, 3)).astype(np.float32), "target": target, "rows": rng.random(8) < 0.7}
 
 
 @settings(max_examples=40, deadline=None)

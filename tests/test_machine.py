@@ -36,11 +36,7 @@ def cpu_tree(root: Path, l3: list[tuple[str, str]], siblings: list[str]) -> Path
     """A made-up /sys/devices/system/cpu: (size, shared list) of each processor's L3 and its hyper-threads."""
     for number, ((size, shared), twins) in enumerate(zip(l3, siblings, strict=True)):
         texts = {"cache/index3/size": size, "cache/index3/shared_cpu_list": shared, "cache/index3/level": "3"}
-        texts |= {
-            "cache/index2/size": "1024K",
-            "cache/index2/level": "2",
-            "topology/thread_siblings_list": twins,
-        }
+        texts |= {"cache/index2/size": "1024K", "cache/index2/level": "2", "topology/thread_siblings_list": twins}
         for name, text in texts.items():
             path = root / f"cpu{number}" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,11 +75,7 @@ def test_cores_are_physical_and_within_affinity_and_quota(tmp_path: Path) -> Non
         ({"cpu.max": "350000 100000"}, "0::/\n", 3.5),
         ({"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 2.0),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "1:cpu:/\n", 0.0),
-        (
-            {"cpu/j/cpu.cfs_quota_us": "150000", "cpu/j/cpu.cfs_period_us": "100000"},
-            "1:cpu,cpuacct:/j\n",
-            1.5,
-        ),
+        ({"cpu/j/cpu.cfs_quota_us": "150000", "cpu/j/cpu.cfs_period_us": "100000"}, "1:cpu,cpuacct:/j\n", 1.5),
         ({"cpu.max": "100000 100000"}, "0::/not/in/this/container\n", 1.0),
     ],
 )

@@ -11,15 +11,7 @@ import pytest
 
 from matrixlib.play.elo import rating
 from matrixlib.play.game import GameRecord, uniform
-from matrixlib.play.match import (
-    Choice,
-    Match,
-    Turn,
-    play_pairs,
-    random_openings,
-    random_player,
-    search_player,
-)
+from matrixlib.play.match import Choice, Match, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, policy_index
 from matrixlib.tasks.tictactoe.game import TicTacToe
@@ -133,11 +125,7 @@ def test_chess_games_are_read_back_with_the_same_result() -> None:
     """Random games to their natural end, against python-chess's idea of it."""
     game = ChessGame()
     starts = from_boards(
-        [
-            chess.Board(),
-            chess.Board("8/8/8/4k3/8/8/3QK3/8 b - - 90 100"),
-            chess.Board("8/7k/8/8/8/8/8/K5R1 w - - 0 1"),
-        ]
+        [chess.Board(), chess.Board("8/8/8/4k3/8/8/3QK3/8 b - - 90 100"), chess.Board("8/7k/8/8/8/8/8/K5R1 w - - 0 1")]
     )
     match = play_pairs(game, random_player(game, 5), random_player(game, 6), starts, plies=600)
     for record in match.games:

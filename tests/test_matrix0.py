@@ -15,13 +15,7 @@ from torch import Tensor
 
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.evaluate.files import open_matrix0
-from matrixlib.tasks.chess.matrix0 import (
-    load_matrix0,
-    matrix0_config,
-    matrix0_name,
-    matrix0_state,
-    read_checkpoint,
-)
+from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, matrix0_state, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 
 SMALL: dict[str, Any] = {

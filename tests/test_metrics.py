@@ -63,14 +63,7 @@ def test_numbers_that_are_not_finite_are_standard_json_and_come_back(tmp_path: P
 def test_scalars_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "m.jsonl") as log:
         log.write({"step": np.int64(1), "a": np.float32(0.5), "b": torch.tensor(2.0), "c": torch.tensor([3])})
-    assert read(log.path)[0] | {"time": 0} == {
-        "time": 0,
-        "step": 1,
-        "micro_step": None,
-        "a": 0.5,
-        "b": 2.0,
-        "c": 3,
-    }
+    assert read(log.path)[0] | {"time": 0} == {"time": 0, "step": 1, "micro_step": None, "a": 0.5, "b": 2.0, "c": 3}
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(2), {1: 2}, {"x": object()}, np.zeros(0)])

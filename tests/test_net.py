@@ -174,9 +174,7 @@ def test_more_sizes_than_torch_compiles_by_itself_are_all_compiled(monkeypatch: 
     assert len(graphs) == len(net.serving.sizes) > 8
 
 
-def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, net, graphs = traced(monkeypatch, (2, 3, 4))
     monkeypatch.setattr("matrixlib.engine.network.RECOMPILES", 2)
     for size in (2, 3):

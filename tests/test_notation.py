@@ -116,10 +116,7 @@ def test_a_queen_promotes_only_where_it_is_said():
 
 
 def test_castling_as_king_takes_rook():
-    boards = [
-        chess.Board("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"),
-        chess.Board("r3k2r/8/8/8/8/8/8/R3K2R b KQkq - 0 1"),
-    ]
+    boards = [chess.Board("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"), chess.Board("r3k2r/8/8/8/8/8/8/R3K2R b KQkq - 0 1")]
     records = from_boards(boards)
     for row, (short, long) in enumerate((("e1h1", "e1a1"), ("e8h8", "e8a8"))):
         pieces = records["pieces"][[row, row]]

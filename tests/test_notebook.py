@@ -43,13 +43,7 @@ def check(history: list[str]) -> dict[str, Any]:
 
 
 def test_valid_parameters_are_returned_with_the_defaults() -> None:
-    lines = (
-        "device = 'mps'",
-        "rate = 1",
-        "limit = None",
-        "overrides = {'optim': {'beta1': 0.5}}",
-        "free = [1]",
-    )
+    lines = ("device = 'mps'", "rate = 1", "limit = None", "overrides = {'optim': {'beta1': 0.5}}", "free = [1]")
     assert check(injected(*lines)) == {
         "preset": "demo",
         "device": "mps",
@@ -67,10 +61,7 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "devcie = 'mps'",
-            "unknown parameter 'devcie', did you mean 'device'? (parameters: preset, device, ",
-        ),
+        ("devcie = 'mps'", "unknown parameter 'devcie', did you mean 'device'? (parameters: preset, device, "),
         ("zzz = 1", "unknown parameter 'zzz' (parameters: "),
         ("seed = '5'", "parameter 'seed' must be int, got str '5'"),
         ("seed = True", "parameter 'seed' must be int, got bool True"),
@@ -82,10 +73,7 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
         ("limit = 'x'", "parameter 'limit' must be int or None, got str 'x'"),
         ("preset = 123", "parameter 'preset' must be str, got int 123; -r preset 123 keeps it as text"),
         ("plain = 1", "parameter 'plain' must be str, got int 1"),
-        (
-            "overrides = '{}'",
-            "parameter 'overrides' must be dict, got str '{}'; pass it as YAML: -y 'overrides: {",
-        ),
+        ("overrides = '{}'", "parameter 'overrides' must be dict, got str '{}'; pass it as YAML: -y 'overrides: {"),
         ("overrides = [1]", "parameter 'overrides' must be dict, got list [1]"),
         (
             "suites = '[]'",
@@ -167,12 +155,7 @@ def test_figures_stand_beside_their_baselines() -> None:
         "top1": 0.2712,
         "policy_kl": 1.16,
         "wdl_accuracy": 0.82,
-        "baselines": {
-            "uniform_top1": 0.057,
-            "best_capture_top1": 0.171,
-            "uniform_kl": 2.5,
-            "majority_wdl": 0.4,
-        },
+        "baselines": {"uniform_top1": 0.057, "best_capture_top1": 0.171, "uniform_kl": 2.5, "majority_wdl": 0.4},
     }
     table = figures_table(figures)
     assert table.to_dict("index") == {
@@ -198,16 +181,7 @@ def papermill(folder: Path, cells: list[str], *arguments: str) -> tuple[int, lis
     """Exit code, code cells of the saved notebook, standard error; by the command line, as people do."""
     book = notebook_of(cells)
     nbformat.write(book, folder / "in.ipynb")
-    command = [
-        sys.executable,
-        "-m",
-        "papermill",
-        "in.ipynb",
-        "out.ipynb",
-        "-k",
-        "python3",
-        "--no-progress-bar",
-    ]
+    command = [sys.executable, "-m", "papermill", "in.ipynb", "out.ipynb", "-k", "python3", "--no-progress-bar"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False, env=environment

@@ -342,20 +342,14 @@ def moves_of(text: str | bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "games"),
     [
-        (
-            '[Event "a"]\r\n\r\n1. e4 e5\r\n2. d4 *\r\n\r\n[Event "b"]\r\n\r\n1. d4 *\r\n',
-            ["e2e4 e7e5 d2d4", "d2d4"],
-        ),
+        ('[Event "a"]\r\n\r\n1. e4 e5\r\n2. d4 *\r\n\r\n[Event "b"]\r\n\r\n1. d4 *\r\n', ["e2e4 e7e5 d2d4", "d2d4"]),
         ('\ufeff[Event "a"]\n\n1. e4 *\n\n\ufeff[Event "b"]\n\n1. d4 *\n', ["e2e4", "d2d4"]),
         ("1. e4 e5 1-0\n\n1. d4 d5 0-1\n\n1. c4 *\n", ["e2e4 e7e5", "d2d4 d7d5", "c2c4"]),
         ("1. e4\n\ne5\n\n2. d4 *", ["e2e4 e7e5 d2d4"]),
         ("%escape\n; remark\n1. e4 ; rest } ( {\n%1. a4\ne5 *\n", ["e2e4 e7e5"]),
         ('1. e4 {\n[Event "x"]\n\n[Site "y"]\n1. d4 1-0\n\n} e5 *\n', ["e2e4 e7e5"]),
         (f"{'1.' * 5000}e4 {'1.' * 5000}1... e5 *", ["e2e4 e7e5"]),
-        (
-            '1. e4 {; not a remark} e5 ; {not a comment\n2. d4 *\n[Event "b"]\n\n1. c4 *',
-            ["e2e4 e7e5 d2d4", "c2c4"],
-        ),
+        ('1. e4 {; not a remark} e5 ; {not a comment\n2. d4 *\n[Event "b"]\n\n1. c4 *', ["e2e4 e7e5 d2d4", "c2c4"]),
         ("1.e4 e5 *", ["e2e4 e7e5"]),
         ("1.e4 1...e5 2.Nf3$1 $2 Nc6!? 3. Bb5 a6?! 4.Bxc6 = dxc6 5.O-O *", None),
         ("1. e4 d5 2. e5 f5 3. exf6e.p. *", None),
@@ -501,8 +495,7 @@ def test_the_id_of_a_game_follows_from_its_start_and_its_moves_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"PuzzleId,FEN,Moves\n0000D,5rk1,d3d6\n", b"\xff\xfe1\x00.\x00 \x00e\x004\x00", b"\0\1\2" * 50],
+    "content", [b"PuzzleId,FEN,Moves\n0000D,5rk1,d3d6\n", b"\xff\xfe1\x00.\x00 \x00e\x004\x00", b"\0\1\2" * 50]
 )
 def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.pgn").write_bytes(content)

@@ -146,10 +146,7 @@ def test_stockfish_as_a_player(engine: Stockfish) -> None:
     player = engine_player(engine, 50)
     boards = [chess.Board(MATES[0]), chess.Board(MATES[0]).mirror(), chess.Board()]
     moves = player(turn(boards)).moves
-    assert [move_from_index(int(m), b).uci() for m, b in zip(moves[:2], boards, strict=False)] == [
-        "d1d8",
-        "d8d1",
-    ]
+    assert [move_from_index(int(m), b).uci() for m, b in zip(moves[:2], boards, strict=False)] == ["d1d8", "d8d1"]
     match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=10)
     assert len(match.games) == 2
 

@@ -14,9 +14,7 @@ from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.protocol import Go, parse_go, parse_position, seconds_for, simulations_for
 
 LINE = "searchmoves infinite ponder startpos fen moves e2e4 e7e8q 0000 -5 0 w KQkq - 8/8/8/8/8/8/8/8"
-WORDS = [
-    *(*protocol.NUMBERS, *LINE.split(), 20 * "9", "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR"),
-]
+WORDS = [*(*protocol.NUMBERS, *LINE.split(), 20 * "9", "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR")]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +192,7 @@ def test_options_are_listed_and_read() -> None:
     assert "option name SyzygyPath type string default <empty>" in listed
     for option, line in zip(protocol.OPTIONS, listed, strict=True):
         text = line.split(" default ")[1].split(" min ")[0]
-        assert protocol.parse_option(f"name {option.name.lower()} value {text}") == (
-            option.name,
-            option.default,
-        )
+        assert protocol.parse_option(f"name {option.name.lower()} value {text}") == (option.name, option.default)
     for name, text in (("MultiPV", "0"), ("MultiPV", "many"), ("Hash", "9" * 30), ("UCI_ShowWDL", "yes")):
         with pytest.raises(ValueError, match=name):
             protocol.parse_option(f"name {name} value {text}")

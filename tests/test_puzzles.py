@@ -85,12 +85,7 @@ def test_the_solver_moves_after_the_set_up_move(tmp_path):
     check(whole, legal_lines())
     assert (whole.entries, whole.stored) == (6, 5)
     refused = whole.refused[0]
-    assert (refused.entry, refused.reason, refused.positions, refused.text) == (
-        4,
-        "illegal move",
-        2,
-        LINES[4],
-    )
+    assert (refused.entry, refused.reason, refused.positions, refused.text) == (4, "illegal move", 2, LINES[4])
     assert "move 4, 'f7b3'" in refused.detail
 
 

@@ -69,11 +69,7 @@ def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00
         "parameters": 53161185,
         "evaluation": {"top1": 0.271, "baselines": {"best_capture_top1": 0.171}, "bands": [1]},
         "runtime": {"device": "cpu", "dtype": "bf16", "reasons": ["dtype bf16: measured 1.6 x as fast as fp32"]},
-        "verdict": {
-            "passed": True,
-            "demo": False,
-            "checks": [{"name": "ended", "passed": True, "detail": "500"}],
-        },
+        "verdict": {"passed": True, "demo": False, "checks": [{"name": "ended", "passed": True, "detail": "500"}]},
     }
     write_json(folder / "summary.json", summary)
     write_json(folder / "run.json", {"started": started, "commit": "abc123", "versions": {"torch": "2.13.0"}})

@@ -74,9 +74,7 @@ REFUSED = [
 ]
 
 
-def sections(
-    **options: Any,
-) -> tuple[configuration.RuntimeConfig, configuration.TrainConfig, configuration.DataConfig]:
+def sections(**options: Any) -> tuple[configuration.RuntimeConfig, configuration.TrainConfig, configuration.DataConfig]:
     """The three sections that the policy reads: the demo preset's, all on auto, with these options."""
     auto = dict.fromkeys(("device", "precision", "threads", "channels_last", "compile"), "auto")
     values = {

@@ -494,9 +494,7 @@ def test_gumbel_golden_root() -> None:
 def test_gumbel_completes_the_value_of_untried_moves() -> None:
     """v_mix = (v + visits * sum(prior * q) / sum(prior)) / (1 + visits), sums over tried moves."""
     game = Graph(
-        {0: [1, 2, 3], 1: [4], 2: [4], 3: [4]},
-        priors={0: [0.5, 0.3, 0.2]},
-        values={0: 0.1, 1: -0.2, 2: 0.1, 3: 0.9},
+        {0: [1, 2, 3], 1: [4], 2: [4], 3: [4]}, priors={0: [0.5, 0.3, 0.2]}, values={0: 0.1, 1: -0.2, 2: 0.1, 3: 0.9}
     )
     result = search(game, plain(max_num_considered_actions=2, maxvisit_init=1.0)).run(2)[0]
     assert result.visits.tolist() == [1, 1, 0]

@@ -127,12 +127,7 @@ def test_maps_mirror_with_the_board() -> None:
     boards = [b for b in random_positions(400, seed=33) if not b.clean_castling_rights()]
     rows = records.from_boards(boards)
     index, offset = records.legal_indices(rows)
-    batch = {
-        "records": rows,
-        "policy_index": index,
-        "policy_weight": np.ones_like(index),
-        "policy_offset": offset,
-    }
+    batch = {"records": rows, "policy_index": index, "policy_weight": np.ones_like(index), "policy_offset": offset}
     mirrored = records.mirror(batch, np.ones(len(rows), bool))["records"]
     a = np.unpackbits(ssl.targets(rows), axis=2, bitorder="little").reshape(-1, 5, 8, 8)
     b = np.unpackbits(ssl.targets(mirrored), axis=2, bitorder="little").reshape(-1, 5, 8, 8)

@@ -31,12 +31,7 @@ def write(folder: Path, tensors: Any, state: Any, compress: int = 0, **more: Any
     storage.check(tensors)
     folder.mkdir(parents=True)
     storage.write(
-        folder,
-        7,
-        storage.host_copies(tensors, {}),
-        storage.encode(state, "state"),
-        compress=compress,
-        **more,
+        folder, 7, storage.host_copies(tensors, {}), storage.encode(state, "state"), compress=compress, **more
     )
     return folder
 
@@ -80,8 +75,7 @@ def make(spec: tuple[torch.dtype, list[int], int, bool]) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     specs=st.dictionaries(
-        st.sampled_from(["model", "ema", "optimiser"]),
-        st.dictionaries(st.text(min_size=1), TENSOR, max_size=3),
+        st.sampled_from(["model", "ema", "optimiser"]), st.dictionaries(st.text(min_size=1), TENSOR, max_size=3)
     ),
     state=st.dictionaries(st.text(), JSON, max_size=3),
     compress=st.sampled_from([0, 1, 3]),
@@ -98,11 +92,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, specs: Any, state:
 
 
 def test_random_states_and_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
-    numpy_rng, python_rng, torch_rng = (
-        np.random.default_rng(5),
-        random.Random(5),
-        torch.Generator().manual_seed(5),
-    )
+    numpy_rng, python_rng, torch_rng = (np.random.default_rng(5), random.Random(5), torch.Generator().manual_seed(5))
     state = {
         "numpy": numpy_rng.bit_generator.state,
         "python": python_rng.getstate(),

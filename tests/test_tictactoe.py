@@ -196,11 +196,7 @@ def test_it_learns_a_few_positions_by_heart(tmp_path: Path, reports: Path) -> No
         meta = {"source": "games", "generator": "test", "seed": 0, "split": split}
         write_shard(tmp_path / f"{split}.npz", LAYOUT, batch, meta)
     Catalogue(tmp_path)
-    preset = {
-        "task": "tictactoe",
-        "data": {"source": str(tmp_path)},
-        "runtime": {"precision": "fp32", "threads": 1},
-    }
+    preset = {"task": "tictactoe", "data": {"source": str(tmp_path)}, "runtime": {"precision": "fp32", "threads": 1}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
     current = overfit.open_run(str(tmp_path / "mine.yaml"), "cpu", 0, "", 0, {})
     diagnosis = overfit.check(current)

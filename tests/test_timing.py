@@ -14,25 +14,12 @@ from matplotlib.patches import StepPatch
 
 from matrixlib.engine import timing
 from matrixlib.engine.stats import Stats
-from matrixlib.engine.timing import (
-    STARVED_UPDATES,
-    TRACED,
-    Clock,
-    Starvation,
-    Throughput,
-    table,
-    totals,
-    traced,
-)
+from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Starvation, Throughput, table, totals, traced
 from matrixlib.runs import figures
 
 ROWS = [
     {"step": 1, "seconds": 0.010, "times": {"wait": 0.002, "forward": 0.003, "backward": 0.004}},
-    {
-        "step": 2,
-        "seconds": 0.020,
-        "times": {"wait": 0.001, "forward": 0.005, "backward": 0.010, "validation": 0.5},
-    },
+    {"step": 2, "seconds": 0.020, "times": {"wait": 0.001, "forward": 0.005, "backward": 0.010, "validation": 0.5}},
     {"step": 3, "seconds": 0.030},  # of a run from before there were phases
 ]
 
@@ -79,14 +66,8 @@ def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
             {"wait": 0.02, "forward": 0.03, "backward": 0.05, "read": 0.07},
             {"wait": 0.02, "forward": 0.03, "backward": 0.05, "read": 0.0, "other": 0.01},
         ),
-        (
-            {"wait": 0.02, "forward": 0.03, "read": 0.09},
-            {"wait": 0.02, "forward": 0.03, "read": 0.06, "other": 0},
-        ),
-        (
-            {"wait": 0.08, "optimiser": 0.12, "read": 0.0},
-            {"wait": 0.044, "optimiser": 0.066, "read": 0, "other": 0},
-        ),
+        ({"wait": 0.02, "forward": 0.03, "read": 0.09}, {"wait": 0.02, "forward": 0.03, "read": 0.06, "other": 0}),
+        ({"wait": 0.08, "optimiser": 0.12, "read": 0.0}, {"wait": 0.044, "optimiser": 0.066, "read": 0, "other": 0}),
     ],
     ids=["the wait for the device", "more than that", "the update before"],
 )

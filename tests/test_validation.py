@@ -16,14 +16,7 @@ from matrixlib.config import ValidationConfig
 from matrixlib.engine import validation
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.task import Batch, slice_batch
-from matrixlib.engine.validation import (
-    Cadence,
-    attainable_floor,
-    evaluating,
-    refuse_below_floor,
-    validate,
-    with_bar,
-)
+from matrixlib.engine.validation import Cadence, attainable_floor, evaluating, refuse_below_floor, validate, with_bar
 from matrixlib.tasks import load_config
 
 BOTH = frozenset({"class", "plane"})
@@ -31,14 +24,7 @@ NAN = math.nan
 
 
 def settings(**changes: object) -> ValidationConfig:
-    base = {
-        "interval": 10,
-        "full_every": 3,
-        "plateau": 0,
-        "plateau_factor": 4,
-        "patience": 0,
-        "min_delta": 0.1,
-    }
+    base = {"interval": 10, "full_every": 3, "plateau": 0, "plateau_factor": 4, "patience": 0, "min_delta": 0.1}
     return load_config("demo").validation.model_copy(update={**base, "target_loss": 0.0, **changes})
 
 
@@ -137,12 +123,7 @@ def test_a_long_pass_has_a_bar_and_a_short_one_none(monkeypatch: pytest.MonkeyPa
 def test_kinds_are_compared_with_their_own_kind() -> None:
     """A full loss above the sample's is no sign of a plateau."""
     cadence = Cadence(settings(plateau=2))
-    for update, kind, loss in [
-        (10, "sample", 1.0),
-        (20, "full", 3.0),
-        (30, "sample", 0.8),
-        (40, "full", 2.5),
-    ]:
+    for update, kind, loss in [(10, "sample", 1.0), (20, "full", 3.0), (30, "sample", 0.8), (40, "full", 2.5)]:
         cadence.record(update, kind, loss)
     assert cadence.stale == 0
     assert cadence.due_at == 50

@@ -60,9 +60,7 @@ def test_what_a_process_started_in_a_session_of_its_own_ends_with_it() -> None:
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_notebook_that_fails_at_once_is_named_whatever_is_left_to_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_notebook_that_fails_at_once_is_named_whatever_is_left_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     popen = subprocess.Popen
 
     def fails(words: list[str], **options: object) -> subprocess.Popen[bytes]:

@@ -141,10 +141,7 @@ def loader(plan: Plan) -> Iterator[Figure]:
 def loader_rate(batch_size: int = 1024) -> dict[str, float]:
     """Rows a second that one process gathers and prepares for the demo preset, after a warm-up; and rows a batch."""
     stream = open_loader(load_config("demo"), batch_size).batches(0)
-    return {
-        "rows_per_second": batch_size * _batches_per_second(stream, 5, 0.1),
-        "batch_size": batch_size,
-    }
+    return {"rows_per_second": batch_size * _batches_per_second(stream, 5, 0.1), "batch_size": batch_size}
 
 
 def checkpoint(plan: Plan) -> Iterator[Figure]:

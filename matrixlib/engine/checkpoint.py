@@ -84,14 +84,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        compress: int = 0,
-        *,
-        best: int = 1,
-        every: int = 0,
-        largest: int | None = None,
+        self, folder: Path, keep: int, compress: int = 0, *, best: int = 1, every: int = 0, largest: int | None = None
     ) -> None:
         if keep < 2:
             raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")

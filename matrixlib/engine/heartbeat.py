@@ -22,11 +22,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        path: Path,
-        seconds: float,
-        device: torch.device,
-        clock: Callable[[], float] = time.monotonic,
+        self, path: Path, seconds: float, device: torch.device, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """seconds: least time between two writes."""
         self._path, self._seconds, self._device, self._clock = path, seconds, device, clock

@@ -52,11 +52,7 @@ def usage(device: torch.device) -> Figures:
     `reserved_mib` (tensors and the allocator's cache).
     """
     info = psutil.Process().memory_info()
-    figures = {
-        "rss_mib": info.rss,
-        "rss_peak_mib": max(info.rss, _rss_peak(info)),
-        "total_mib": machine.memory(),
-    }
+    figures = {"rss_mib": info.rss, "rss_peak_mib": max(info.rss, _rss_peak(info)), "total_mib": machine.memory()}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         figures |= {

@@ -48,11 +48,7 @@ class Network:
     """Record of the teacher that it learned from (`engine.task.Teacher`); empty without one."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: GameTask,
-        runtime: runtimes.Runtime,
-        serving: runtimes.Serving | None = None,
+        self, model: nn.Module, task: GameTask, runtime: runtimes.Runtime, serving: runtimes.Serving | None = None
     ) -> None:
         from matrixlib.engine.compiler import compiled, place
 

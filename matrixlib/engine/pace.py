@@ -109,11 +109,7 @@ class Pace:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        runtime: Runtime,
-        clock: Callable[[], float] = time.monotonic,
+        self, plan: Plan, schedule: Schedule, runtime: Runtime, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Nothing has been trained yet."""
         self.plan, self.schedule, self.slow = plan, schedule, ""

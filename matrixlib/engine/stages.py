@@ -17,8 +17,7 @@ class CurriculumConfig(Section):
     """
 
     kind: Literal["fractions", "adaptive"] = Field(
-        default="fractions",
-        description="stages end at shares of the updates, or when `metric` is good enough",
+        default="fractions", description="stages end at shares of the updates, or when `metric` is good enough"
     )
     metric: str = Field(default="", description="what `adaptive` looks at: " + VALIDATED)
     up: Real = Field(default=0.4, description="`adaptive`: go on when a metric is at least this, a loss at most, ...")

@@ -131,12 +131,7 @@ def _empty(like: torch.Tensor, pin: bool) -> torch.Tensor:
 
 
 def write(
-    folder: Path,
-    step: int,
-    tensors: Tensors,
-    state: Any,
-    mark: Mapping[str, Any] | None = None,
-    compress: int = 0,
+    folder: Path, step: int, tensors: Tensors, state: Any, mark: Mapping[str, Any] | None = None, compress: int = 0
 ) -> None:
     """Fill the empty `folder`; durable on return. `tensors` from host_copies, `state` from encode.
 
@@ -269,11 +264,7 @@ def _safetensors(members: Mapping[str, torch.Tensor]) -> Iterator[bytes | memory
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text

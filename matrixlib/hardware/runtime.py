@@ -295,12 +295,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
         micro_batch = (MICRO_BATCH[device], "a start; each run looks for the best by trying")
     if facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
         micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
-    return {
-        "threads": (facts.threads, threads),
-        "workers": workers,
-        "prefetch": prefetch,
-        "micro_batch": micro_batch,
-    }
+    return {"threads": (facts.threads, threads), "workers": workers, "prefetch": prefetch, "micro_batch": micro_batch}
 
 
 def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:

@@ -113,12 +113,7 @@ class Search:
     """
 
     def __init__(
-        self,
-        game: Game,
-        evaluate: Evaluate,
-        options: SearchOptions | None = None,
-        trees: int = 1,
-        seed: int = 0,
+        self, game: Game, evaluate: Evaluate, options: SearchOptions | None = None, trees: int = 1, seed: int = 0
     ) -> None:
         self.game, self.evaluate, self.options, self.seed = game, evaluate, options or SearchOptions(), seed
         self.trees = trees

@@ -147,8 +147,7 @@ class SelfPlayOptions(Section):
         default=1.0, description="share of the moves with a full search"
     )
     temperature: NonNegative = Field(
-        default=1.0,
-        description="of the draw among visits^(1 / temperature) in the first plies; 0 = the best move",
+        default=1.0, description="of the draw among visits^(1 / temperature) in the first plies; 0 = the best move"
     )
     temperature_plies: CountOrZero = Field(default=30, description="plies until which that holds")
     late_temperature: NonNegative = Field(default=0.0, description="temperature after them")

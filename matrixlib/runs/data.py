@@ -226,12 +226,7 @@ class RunData:
 
 
 def held_out_loader(
-    spec: TaskSpec[Any],
-    config: Config,
-    catalogue: Catalogue,
-    task: Task,
-    sources: Iterable[str] = (),
-    **options: Any,
+    spec: TaskSpec[Any], config: Config, catalogue: Catalogue, task: Task, sources: Iterable[str] = (), **options: Any
 ) -> Loader:
     """The held-out rows of these sources (all without any), prepared by `task`."""
     from matrixlib.data.loader import Loader

@@ -190,10 +190,7 @@ FAULTS = {
     "overflow": Fault("fp16 overflow", "overflows", overflow),
     "sigterm": Fault("SIGTERM", "run restarted", partial(signalled, number=signal.SIGTERM), "bits"),
     "kill": Fault(
-        "kill -9",
-        "run restarted",
-        partial(signalled, number=getattr(signal, "SIGKILL", signal.SIGTERM)),
-        "bits",
+        "kill -9", "run restarted", partial(signalled, number=getattr(signal, "SIGKILL", signal.SIGTERM)), "bits"
     ),
     "full_disk": Fault("full disk", "run restarted", full_disk, "bits"),
 }

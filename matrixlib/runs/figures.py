@@ -26,11 +26,7 @@ AXES = 3  # of losses, at most
 TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
 SHARES = ("top1", "top3", "accuracy", "valid")  # a metric whose last name starts so is drawn as a share
-SINGLE = {
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm before clipping",
-    "throughput": "positions/s",
-}
+SINGLE = {"learning_rate": "learning rate", "grad_norm": "gradient norm before clipping", "throughput": "positions/s"}
 """Quantities with a picture of their own, and its label."""
 Rows = Sequence[Mapping[str, Any]]
 

@@ -28,10 +28,7 @@ from matrixlib.runs import watch
 from matrixlib.runs.start import write_base
 from matrixlib.tasks import get_task, load_config
 
-SIGNALS = {
-    "KeyboardInterrupt": ("interrupted", signal.SIGINT),
-    "Terminated": ("ended by SIGTERM", signal.SIGTERM),
-}
+SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
 """Name of the error that a signal ends a notebook with -> it in words, and the signal."""
 TRAINING, SLOW = "training", "training slowly"
 

@@ -239,11 +239,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _show_error(
-    shell: Any,
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType,
-    tb_offset: int | None = None,
+    shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
 ) -> list[str] | None:
     """IPython's handler: must publish the error itself, else the notebook would hold none."""
     if not _ours(error, trace):

@@ -30,13 +30,7 @@ VISITS = 8  # batches in which labels are compared between visits
 
 OVERRIDES: dict[str, Any] = {
     "data": {"limit": ROWS, "workers": 0},
-    "optim": {
-        "schedule": "linear",
-        "final_fraction": 0.1,
-        "warmup_steps": 5,
-        "weight_decay": 0.0,
-        "ema_decay": 0.0,
-    },
+    "optim": {"schedule": "linear", "final_fraction": 0.1, "warmup_steps": 5, "weight_decay": 0.0, "ema_decay": 0.0},
     "train": {"steps": STEPS, "batch_size": ROWS, "micro_batch": ROWS, "statistics_interval": 20},
     "validation": {"interval": STEPS, "sample": ROWS, "patience": 0, "plateau": 0, "target_loss": 0.0},
     "checkpoint": {"interval": STEPS},
@@ -174,11 +168,7 @@ def _gradients(run: Run) -> list[str]:
 
 
 def _learning_rate(
-    run: Run,
-    before: dict[str, Any],
-    curve: Sequence[Progress],
-    start: Mapping[str, float],
-    failure: str,
+    run: Run, before: dict[str, Any], curve: Sequence[Progress], start: Mapping[str, float], failure: str
 ) -> list[str]:
     """A learning rate of zero moves nothing; one far too large moves weights by more than their own size."""
     rate = run.config.optim.learning_rate

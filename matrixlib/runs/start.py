@@ -45,12 +45,7 @@ class Start:
 
     def record(self) -> dict[str, Any]:
         """What run.json keeps of it."""
-        return {
-            "source": self.source,
-            "sha256": self.sha256,
-            "new": list(self.new),
-            "left_out": list(self.left_out),
-        }
+        return {"source": self.source, "sha256": self.sha256, "new": list(self.new), "left_out": list(self.left_out)}
 
     def messages(self) -> list[str]:
         """What a person should know."""

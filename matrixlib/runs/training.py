@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def build_trainer(
-    data: RunData,
-    config: Config,
-    folder: Path,
-    ranks: Ranks | None,
-    plan: Plan,
-    start: Start | None,
-    runtime: Runtime,
+    data: RunData, config: Config, folder: Path, ranks: Ranks | None, plan: Plan, start: Start | None, runtime: Runtime
 ) -> Trainer:
     """Ready to train; start: weights to begin with, where there is no checkpoint yet."""
     from matrixlib.engine import storage

@@ -247,11 +247,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """What must hold of any network that has learned something."""
         chance = figures["baselines"]
         return [
-            (
-                f"held-out {name} below chance",
-                figures[name] < chance[f"chance_{name}"],
-                "the loss of a fresh network",
-            )
+            (f"held-out {name} below chance", figures[name] < chance[f"chance_{name}"], "the loss of a fresh network")
             for name in figures
             if f"chance_{name}" in chance
         ]
@@ -372,13 +368,7 @@ def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: s
 
     if isinstance(device, runtimes.Runtime):
         return device
-    settings = {
-        "device": device,
-        "precision": precision,
-        "threads": "auto",
-        "channels_last": "auto",
-        "compile": False,
-    }
+    settings = {"device": device, "precision": precision, "threads": "auto", "channels_last": "auto", "compile": False}
     return runtimes.resolve(config.runtime.model_copy(update=settings), config.train, config.data)
 
 

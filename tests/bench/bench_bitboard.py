@@ -65,13 +65,7 @@ def main() -> None:
     start = chess.Board()
     row = records.from_boards([start])[0]
     table = (
-        (
-            "legal policy indices",
-            lambda: bitboard.legal_policy_indices(pieces, castling, file),
-            n,
-            indices,
-            len(few),
-        ),
+        ("legal policy indices", lambda: bitboard.legal_policy_indices(pieces, castling, file), n, indices, len(few)),
         ("make move", lambda: bitboard.make_moves(*state, first), len(first), push, len(movable)),
         ("ssl maps", lambda: bitboard.ssl_maps(pieces), n, targets, len(few)),
         ("records from boards", lambda: records.from_boards(boards), n, None, 0),

@@ -82,10 +82,7 @@ def with_workers(loader: Loader, batches: int = 400) -> float:
 def dense_rate() -> float:
     """Rows per second of torch's own loader over dense float rows in memory, one process."""
     data = TensorDataset(
-        torch.zeros(DENSE, 19, 8, 8),
-        torch.zeros(DENSE, 4672),
-        torch.zeros(DENSE, 4672),
-        torch.zeros(DENSE, 3),
+        torch.zeros(DENSE, 19, 8, 8), torch.zeros(DENSE, 4672), torch.zeros(DENSE, 4672), torch.zeros(DENSE, 3)
     )
     stream = DataLoader(data, batch_size=SIZE, shuffle=True)
     return rate(lambda _: list(stream), DENSE, 3)

@@ -50,10 +50,7 @@ def main(names: list[str]) -> None:
         done = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True)
         record["presets"][name] = json.loads(done.stdout.splitlines()[-1])
         print(name, record["presets"][name], flush=True)
-    record["machine"], record["date"] = (
-        bench.machine_name(),
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-    )
+    record["machine"], record["date"] = (bench.machine_name(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
     TARGET.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

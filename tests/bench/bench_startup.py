@@ -23,13 +23,7 @@ from pathlib import Path
 from matrixlib.bench.workloads import end
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTS = (
-    "pass",
-    "import matrixlib",
-    "import numpy",
-    "import torch",
-    "from matrixlib.runs import run, notebook",
-)
+IMPORTS = ("pass", "import matrixlib", "import numpy", "import torch", "from matrixlib.runs import run, notebook")
 
 
 def seconds(command: Sequence[str]) -> float:
@@ -41,15 +35,7 @@ def seconds(command: Sequence[str]) -> float:
 def uciok(run: Path) -> float:
     """Until the engine has said what it is."""
     start = time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "matrixlib.tasks.chess.uci",
-        "--checkpoint",
-        str(run),
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "matrixlib.tasks.chess.uci", "--checkpoint", str(run), "--device", "cpu"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdin is not None
         assert engine.stdout is not None

@@ -41,14 +41,7 @@ def attend(
 class _Attend(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        bias: Tensor | None,
-        mask: Tensor,
-        scale: float,
-        mix: float,
-        limit: float,
-        dropout: float,
+        ctx: Any, qkv: Tensor, bias: Tensor | None, mask: Tensor, scale: float, mix: float, limit: float, dropout: float
     ) -> Tensor:
         batch, squares, _, heads, width = qkv.shape
         out = qkv.new_empty(batch, squares, heads * width)

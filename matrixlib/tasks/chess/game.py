@@ -114,11 +114,7 @@ class ChessGame:
         near = np.flatnonzero(_TOUCHES[moves] & _checking_squares(states)[owner])
         rows = states[owner[near]]
         pieces, castling, file, _ = bitboard.make_moves(
-            rows["pieces"],
-            rows["castling"],
-            rows["en_passant"],
-            rows["halfmove"],
-            move_codes(rows, moves[near]),
+            rows["pieces"], rows["castling"], rows["en_passant"], rows["halfmove"], move_codes(rows, moves[near])
         )
         checks = np.flatnonzero(bitboard.in_check(pieces))
         _, replies = bitboard.legal_policy_indices(pieces[checks], castling[checks], file[checks])

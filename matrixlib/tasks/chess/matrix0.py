@@ -20,13 +20,7 @@ import torch
 from torch import Tensor
 
 from matrixlib.tasks.chess.blocks import SQUARES
-from matrixlib.tasks.chess.config import (
-    AttentionConfig,
-    ModelConfig,
-    NormConfig,
-    PolicyHeadConfig,
-    ValueHeadConfig,
-)
+from matrixlib.tasks.chess.config import AttentionConfig, ModelConfig, NormConfig, PolicyHeadConfig, ValueHeadConfig
 from matrixlib.tasks.chess.model import MOVES, PLANES, PolicyValueNet
 
 DEFAULTS: dict[str, Any] = {  # of Matrix0's NetConfig
@@ -139,11 +133,7 @@ def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"options of Matrix0's network that are not supported: {', '.join(bad)}")
     if options["aux_policy_from_square"] != options["aux_policy_move_type"]:
         raise ValueError("aux_policy_from_square and aux_policy_move_type must both be on or both off")
-    mix, rank, channels = (
-        options["attention_unmasked_mix"],
-        options["policy_factor_rank"],
-        options["channels"],
-    )
+    mix, rank, channels = (options["attention_unmasked_mix"], options["policy_factor_rank"], options["channels"])
     return ModelConfig(
         encoding="matrix0",
         channels=channels,

@@ -21,11 +21,7 @@ from matrixlib.tasks.chess import bitboard
 
 RECORD = np.dtype(
     [
-        (
-            "pieces",
-            "u1",
-            32,
-        ),  # square s in nibble s & 1 (low first) of byte s >> 1; 0-5 ours, 6-11 theirs, 12 empty
+        ("pieces", "u1", 32),  # square s in nibble s & 1 (low first) of byte s >> 1; 0-5 ours, 6-11 theirs, 12 empty
         ("castling", "u1"),  # 1 our king's side, 2 our queen's side, 4 and 8 theirs
         ("en_passant", "i1"),  # file 0-7 where a capture is legal, else -1
         ("halfmove", "u1"),  # half moves since a capture or pawn move, at most 255
@@ -103,8 +99,7 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     if not boards:
         return records
     masks = np.array(
-        [(b.pawns, b.knights, b.bishops, b.rooks, b.queens, b.kings, *b.occupied_co) for b in boards],
-        np.uint64,
+        [(b.pawns, b.knights, b.bishops, b.rooks, b.queens, b.kings, *b.occupied_co) for b in boards], np.uint64
     )
     black = np.array([not b.turn for b in boards])
     own, other = np.where(black, (masks[:, 6], masks[:, 7]), (masks[:, 7], masks[:, 6]))

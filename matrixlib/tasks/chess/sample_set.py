@@ -80,10 +80,7 @@ def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
     data = encode(positions)
     with tempfile.TemporaryDirectory() as scratch:
         infos = packing.write_splits(Path(scratch), assemble(decode(data)), meta)
-    facts = {
-        "positions": len(positions.records),
-        "games": len(np.unique(positions.records["game"])),
-    }
+    facts = {"positions": len(positions.records), "games": len(np.unique(positions.records["game"]))}
     return write_shipped(folder, DATA, data, facts, meta, infos)
 
 

@@ -118,12 +118,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         "no_policies": Spoiler("no policy in a batch", lambda batch: batch["policy_weight"].zero_()),
     }
     small = {
-        "model": {
-            "channels": 8,
-            "blocks": 1,
-            "policy": {"channels": 8},
-            "value": {"channels": 8, "hidden": 16},
-        },
+        "model": {"channels": 8, "blocks": 1, "policy": {"channels": 8}, "value": {"channels": 8, "hidden": 16}},
         "optim": {"learning_rate": 0.01},
         "train": {"batch_size": 64},
         "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},

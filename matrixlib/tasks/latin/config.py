@@ -6,15 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import (
-    Config,
-    Count,
-    DataConfig,
-    Fraction,
-    NonNegative,
-    Real,
-    Section,
-)
+from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section
 from matrixlib.engine.stages import CurriculumConfig, StagesConfig
 
 LatinMode = Literal["standard", "zero_inclusive", "negative"]
@@ -66,8 +58,7 @@ class FillStages(StagesConfig):
 
 class LatinCurriculumConfig(CurriculumConfig):
     metric: str = Field(
-        default="constraint/valid",
-        description="what `adaptive` looks at, as validation names it (`term/name`)",
+        default="constraint/valid", description="what `adaptive` looks at, as validation names it (`term/name`)"
     )
     up: Real = Field(default=0.8, description="`adaptive`: go on when the metric is at least this ...")
     down: Real = Field(default=0.4, description="`adaptive`: go back below this, as often in a row; must be below `up`")
@@ -98,8 +89,7 @@ class LatinModelConfig(Section):
     repeats: Count = Field(default=1, description="times that the stack of blocks is run over its own output")
     dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout in attention and blocks")
     causal: bool = Field(
-        default=False,
-        description="a cell sees only cells before it, as in the specification; worse, for comparison",
+        default=False, description="a cell sees only cells before it, as in the specification; worse, for comparison"
     )
     relations: bool = Field(
         default=True, description="learned attention bias for cells of the same row and the same column"

@@ -70,11 +70,7 @@ def one_pass(cells: Tensor, size: Tensor, predict: Predict) -> Tensor:
 
 
 def iterative(
-    cells: Tensor,
-    size: Tensor,
-    predict: Predict | None,
-    generator: torch.Generator,
-    keep_steps: bool = False,
+    cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, keep_steps: bool = False
 ) -> Decoded:
     """Fill the cell with the fewest candidates with the best of them, again and again.
 

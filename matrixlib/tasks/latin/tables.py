@@ -69,13 +69,7 @@ def targets(figures: Mapping[str, Any]) -> list[Check]:
 
 
 def filling(
-    task: LatinTask,
-    model: nn.Module,
-    shards: Iterable[Path],
-    size: int,
-    mode: str,
-    revealed: float,
-    seed: int = 0,
+    task: LatinTask, model: nn.Module, shards: Iterable[Path], size: int, mode: str, revealed: float, seed: int = 0
 ) -> tuple[Figure, bool]:
     """A held-out puzzle filled cell by cell with the network's help: the picture, and whether it came out valid.
 

@@ -77,8 +77,5 @@ RECORD = np.dtype(
     ]
 )
 LAYOUT = Layout(
-    "melee",
-    1,
-    RECORD,
-    {"frame": {"state": FRAME}, "follower": {"state": FOLLOWER}, "item": {"state": ITEM}},
+    "melee", 1, RECORD, {"frame": {"state": FRAME}, "follower": {"state": FOLLOWER}, "item": {"state": ITEM}}
 )

@@ -37,8 +37,7 @@ class MeleeDataConfig(DataConfig):
 
 class MeleeModelConfig(Section):
     trunk: Literal["mlp", "residual", "gru", "lstm", "transformer"] = Field(
-        default="gru",
-        description="what sees the frames: each for itself (`mlp`, `residual`), or with those before it",
+        default="gru", description="what sees the frames: each for itself (`mlp`, `residual`), or with those before it"
     )
     width: Count = Field(default=256, description="width of the trunk")
     layers: Count = Field(default=2, description="layers of the trunk; of `residual` and `transformer`, blocks")

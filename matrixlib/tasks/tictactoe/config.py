@@ -6,14 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from matrixlib.config import (
-    Config,
-    Count,
-    CountOrZero,
-    DataConfig,
-    NonNegative,
-    Section,
-)
+from matrixlib.config import Config, Count, CountOrZero, DataConfig, NonNegative, Section
 from matrixlib.engine.stages import SourceCurriculumConfig
 
 

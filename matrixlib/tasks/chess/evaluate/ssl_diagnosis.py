@@ -149,10 +149,7 @@ def _word(output: HeadOutput, one: Diagnosis, mistakes: Mapping[str, Classes]) -
         return "dead", f"it saves {gain:.1%} +- {error:.1%} of the prior entropy"
     if beyond + SURE * error_beyond < LEAST and gain - SURE * error > 0:
         return "trivial", f"a table of what stands on which square does as well: {one.table:.4f} nat"
-    return (
-        "undecided",
-        f"it saves {gain:.1%} +- {error:.1%}, {beyond:.1%} +- {error_beyond:.1%} more than a table",
-    )
+    return ("undecided", f"it saves {gain:.1%} +- {error:.1%}, {beyond:.1%} +- {error_beyond:.1%} more than a table")
 
 
 def mistaken(output: HeadOutput, mistakes: Mapping[str, Classes]) -> tuple[str, float, int] | None:
@@ -283,11 +280,7 @@ def detection(output: HeadOutput) -> tuple[float, float, float]:
     counts = confusion(output)
     present = [1] if output.classes == 2 else np.flatnonzero(counts.sum(1))
     hit, predicted, true = np.diag(counts).astype(float), counts.sum(0), counts.sum(1)
-    scores = (
-        hit / np.maximum(predicted, 1),
-        hit / np.maximum(true, 1),
-        2 * hit / np.maximum(predicted + true, 1),
-    )
+    scores = (hit / np.maximum(predicted, 1), hit / np.maximum(true, 1), 2 * hit / np.maximum(predicted + true, 1))
     precision, recall, f1 = (float(score[present].mean()) for score in scores)
     return precision, recall, f1
 

@@ -60,10 +60,7 @@ def gauntlet(
     networks = {f"network {count}": network_player(net, count) for count in sorted(set(simulations))}
     openings = random_openings(game, (games + 1) // 2, seed, OPENING_PLIES)
     with ExitStack() as engines:
-        others: dict[str, Player] = {
-            "random": random_player(game, seed),
-            "best capture": capture_player(seed),
-        }
+        others: dict[str, Player] = {"random": random_player(game, seed), "best capture": capture_player(seed)}
         for elo in engine_elo:
             options = {"UCI_LimitStrength": True, "UCI_Elo": elo}
             engine = engines.enter_context(Stockfish(hash_mb=HASH_MB, options=options))

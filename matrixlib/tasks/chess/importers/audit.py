@@ -370,8 +370,7 @@ def suspects(batch: Batch) -> dict[str, list[Suspect]]:
     against = np.nan_to_num(-points * np.sign(balance))
     out["material against value"] = [
         Suspect(
-            row,
-            f"material {balance[row]:+d} pawns, {'result' if np.isnan(value[row]) else 'value'} {points[row]:+.2f}",
+            row, f"material {balance[row]:+d} pawns, {'result' if np.isnan(value[row]) else 'value'} {points[row]:+.2f}"
         )
         for row in _greatest(against * np.abs(balance), (np.abs(balance) >= AHEAD) & (against >= -LOST))
     ]

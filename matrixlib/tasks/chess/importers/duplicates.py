@@ -315,11 +315,7 @@ def _write(folder: Path, rows: Sequence[ShardRow], merged: _Merge) -> int:
         counts[place] = merged.counts[at]
         _overwrite(batch, place, select(merged.batch, at, LAYOUT))
         meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
-        meta["generator"] = {
-            "merging": VERSION,
-            "of": rows[i].sha256,
-            "generator": shard.meta["generator"],
-        }
+        meta["generator"] = {"merging": VERSION, "of": rows[i].sha256, "generator": shard.meta["generator"]}
         more = {"replaces": sorted(replaces[i]), "quality": audit.figures(batch)}
         target = folder / UNFINISHED / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -21,15 +21,7 @@ from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish
 from matrixlib.tasks.chess.stockfish.games import Parameters
-from matrixlib.tasks.chess.stockfish.labels import (
-    BOARD,
-    Positions,
-    assemble,
-    label,
-    label_columns,
-    levels,
-    ordered,
-)
+from matrixlib.tasks.chess.stockfish.labels import BOARD, Positions, assemble, label, label_columns, levels, ordered
 
 PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
 

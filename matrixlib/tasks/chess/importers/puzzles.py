@@ -23,17 +23,7 @@ from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, op
 from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
 
-COLUMNS = (
-    "PuzzleId",
-    "FEN",
-    "Moves",
-    "Rating",
-    "RatingDeviation",
-    "Popularity",
-    "NbPlays",
-    "Themes",
-    "GameUrl",
-)
+COLUMNS = ("PuzzleId", "FEN", "Moves", "Rating", "RatingDeviation", "Popularity", "NbPlays", "Themes", "GameUrl")
 GAME = re.compile(r"lichess\.org/(\w{8})")
 PART = 1 << 18  # bytes, about 1,500 puzzles
 

@@ -97,11 +97,7 @@ class Stockfish:
         self._closed = threading.Event()
         try:
             self._process = subprocess.Popen(
-                [str(self.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
+                [str(self.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
             )
         except OSError as error:
             raise EngineError(f"{self.path} cannot be started: {error}") from error
@@ -228,9 +224,6 @@ class Stockfish:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()

@@ -13,15 +13,7 @@ from matrixlib.data.shards import SPLITS, Batch, ShardInfo, select, write_shard
 from matrixlib.tasks.chess.keys import SOURCES, is_validation, keys_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, UNKNOWN
 from matrixlib.tasks.chess.stockfish.generator import chunks
-from matrixlib.tasks.chess.stockfish.labels import (
-    MARGIN,
-    STEP,
-    TEMPERATURE,
-    Positions,
-    assemble,
-    levels,
-    ordered,
-)
+from matrixlib.tasks.chess.stockfish.labels import MARGIN, STEP, TEMPERATURE, Positions, assemble, levels, ordered
 
 PACKING = 1  # version of the rules in this file
 SHARD = 32768  # records in a shard

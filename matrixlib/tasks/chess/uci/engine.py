@@ -120,12 +120,7 @@ class Engine:
     answers go."""
 
     def __init__(
-        self,
-        name: str,
-        load: Callable[[], Net],
-        lines: Lines,
-        say: Callable[[str], None],
-        simulations: int = 0,
+        self, name: str, load: Callable[[], Net], lines: Lines, say: Callable[[str], None], simulations: int = 0
     ) -> None:
         self.name, self.load, self.lines, self.say = name, load, lines, say
         self.options = {option.name: option.default for option in protocol.OPTIONS}
