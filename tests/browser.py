@@ -1,7 +1,5 @@
 """JupyterLab in the system's Chromium: a server of its own, notebooks opened, run and looked at as a person would."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

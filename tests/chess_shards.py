@@ -1,7 +1,5 @@
 """Chess shards made by hand, for the tests of the audit and its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ The person's moves are the policy's of the same network; from the fourth on its 
 at last a map of a self-supervised head.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Weight files of Lc0 made up for tests: messages, and small networks whose parts can be given."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Batches of Melee as `prepare` gives them, made up: for tests that need no replay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

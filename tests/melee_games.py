@@ -1,7 +1,5 @@
 """Games of Melee for tests: random states, in which every number says where it is from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

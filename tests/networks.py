@@ -1,7 +1,5 @@
 """Networks for tests: random ones, one that counts material, and runs made of them without training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The options of a configuration as rows, read from the schema: the documents' tables are made of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """The documents: README, CONTRIBUTING, CHANGELOG and the guides, and what can be read off them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Positions for tests: random playouts and hand-picked hard ones. Nothing here knows matrixlib."""
 
-from __future__ import annotations
-
 import random
 
 import chess

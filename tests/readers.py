@@ -1,7 +1,5 @@
 """What every reader of foreign data must do, for the tests of each of them; python-chess is the oracle."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 dropout.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -1,7 +1,5 @@
 """What is said of one position or game: by the network, by a search, in text and as pictures."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

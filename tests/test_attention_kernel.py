@@ -1,7 +1,5 @@
 """Matrix0's attention as a kernel, run by Triton's interpreter: the values and gradients of separate operations."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

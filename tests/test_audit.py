@@ -1,7 +1,5 @@
 """The audit: counts of a folder of shards, figures by hand, doubtful records, faults named."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audit as tables and pictures: every number of a small set, openings by their pawns, the quarantine by reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import chess

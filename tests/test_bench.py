@@ -1,7 +1,5 @@
 """Records of benchmarks: kept for each machine, compared with the last time, shown."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

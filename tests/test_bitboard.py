@@ -1,7 +1,5 @@
 """The bitboard core against python-chess."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import chess

@@ -1,8 +1,6 @@
 """A game against a network: the rules (python-chess is the oracle), taking back, what a page is told, thinking that can
 be ended."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +129,6 @@ def test_promotions_are_asked_for(net: Any) -> None:
 def test_the_best_move_is_played_and_shown() -> None:
     game = session(material_net(), start="6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1", side="black")
     thought = game.think()
-    assert thought is not None
     assert thought.line == "1. Rd8#"
     assert next(iter(thought.visits)) == "d1d8"
     assert game.answer() == chess.Move.from_uci("d1d8")

@@ -1,7 +1,5 @@
 """Looking through runs: what is listed, what a menu shows, and that nothing but pictures is made headless."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

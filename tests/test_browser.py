@@ -3,8 +3,6 @@
 `make e2e` runs it and keeps the screenshots in reports/e2e/.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

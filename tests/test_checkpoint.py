@@ -1,7 +1,5 @@
 """Checkpoints of a run: saving in the background, crashes at every point, fallback, retention, full disks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -51,7 +49,6 @@ def names(folder: Path) -> list[str]:
 def newest_step(folder: Path) -> int:
     """As a fresh process would find it."""
     found = Checkpoints(folder, 2).newest()
-    assert found is not None
     assert torch.equal(found.tensors["model"]["weight"], tensors(found.step)["model"]["weight"])
     assert found.state == {"cursor": found.step}
     return found.step
@@ -59,7 +56,6 @@ def newest_step(folder: Path) -> int:
 
 def best_of(folder: Path) -> tuple[int, float, str]:
     found = Checkpoints(folder, 2).best
-    assert found is not None
     assert torch.equal(storage.read(found.path).tensors["model"]["weight"], tensors(found.step)["model"]["weight"])
     return found.step, found.value, found.path.name
 
@@ -70,7 +66,6 @@ def test_shared_memory_is_stored_for_each_name(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, 2)
     store.save(1, {"model": members}, {})
     found = store.newest()
-    assert found is not None
     assert set(found.tensors["model"]) == set(members)
     assert all(torch.equal(found.tensors["model"][name], tensor) for name, tensor in members.items())
 
@@ -143,7 +138,6 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
     state["cursor"] = 2
     slow.go.set()
     found = store.newest()  # waits for it
-    assert found is not None
     assert found.path == path
     assert found.state == {"cursor": 1, "list": [1, {"a": 2}]}
     for group, members in tensors(1).items():
@@ -201,7 +195,6 @@ def test_an_error_of_the_thread_comes_once_at_the_next_save_or_join(
         patch.setattr(storage, "write", fail)
         store.save(2, tensors(2), {"cursor": 2})
         found = store.newest()  # a reader can do with what there is
-        assert found is not None
         assert found.step == 1
         with pytest.raises(CheckpointError, match=r"step_00000002 .* step_00000001 is untouched") as caught:
             _ = store.join() if where == "join" else store.save(3, tensors(3), {"cursor": 3})
@@ -223,7 +216,6 @@ def test_a_process_that_ends_with_a_save_in_flight_finishes_it(tmp_path: Path) -
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
     found = Checkpoints(tmp_path, 2).newest()
-    assert found is not None
     assert found.tensors["model"]["w"].tolist() == [1, 1, 1]
 
 
@@ -407,7 +399,6 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, c
     file.write_bytes(raw)
     with pytest.warns(CheckpointWarning, match=f"using step_00000100 instead: step_00000200: {name}"):
         found = store.newest()
-    assert found is not None
     assert found.step == 100
     assert name in store.messages[0]
 
@@ -419,7 +410,6 @@ def test_a_missing_file_and_a_wrong_name_are_found(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, 2)
     with pytest.warns(CheckpointWarning) as caught:
         found = store.newest()
-    assert found is not None
     assert found.step == 100
     assert "step_00000300: optimiser.safetensors is missing" in str(caught[0].message)
     assert "step_00000250: its state.json is of step 200" in str(caught[0].message)
@@ -486,7 +476,6 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     save(store, 600)
     assert names(tmp_path) == ["step_00000500", "step_00000600"]
     again = Checkpoints(tmp_path, 2)  # a resumed run knows the best value
-    assert again.best is not None
     assert (again.best.step, again.best.value) == (500, 1.25)
     assert again.pick("best").step == 500
     assert again.pick("newest").step == 600

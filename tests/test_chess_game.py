@@ -1,7 +1,5 @@
 """Chess as a Game against python-chess, and the search on chess: endings, repetition, fifty moves, tables, mates."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path
@@ -227,7 +225,6 @@ def test_written_games_are_read_back() -> None:
         board.push(move)
     text = GAME.write(GameRecord(start, moves, -1, {"Round": "3.1"}, ["", "+0.9", "", ""], ("best", "next")))
     read = chess.pgn.read_game(io.StringIO(text))
-    assert read is not None
     assert read.end().board().fen() == board.fen()
     assert (read.headers["White"], read.headers["Black"], read.headers["Result"]) == ("best", "next", "1-0")
     assert read.headers["Round"] == "3.1"

@@ -1,7 +1,5 @@
 """Chess networks as ONNX: every option says the same in the file, which explains itself; nothing wrong is written."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Puzzles and EPD suites: files, baselines, whole lines, intervals; python-chess is the oracle."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Sequence
 from pathlib import Path

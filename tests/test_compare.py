@@ -1,7 +1,5 @@
 """A/B comparison: fair order, pairs of seeds, intervals, and a conclusion that claims no more than the numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

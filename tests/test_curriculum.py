@@ -1,7 +1,5 @@
 """Curricula: the specification's table, boundaries, thresholds with hysteresis, state, any dimensions."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

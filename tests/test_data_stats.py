@@ -1,7 +1,5 @@
 """Quality figures against the slow, obvious way."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

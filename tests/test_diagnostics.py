@@ -1,7 +1,5 @@
 """Blocks with their gradients and updates; outputs; dead units, planted and found exactly; what went bad first."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator

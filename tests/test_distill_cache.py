@@ -1,7 +1,5 @@
 """The teacher's outputs beside the shards: what comes back, what they are of, and what survives kills and damage."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

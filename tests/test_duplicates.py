@@ -1,7 +1,5 @@
 """Positions that are there more than once become one; shards are replaced without a moment in which any is lost."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Elo, intervals and the sequential test against simulation and plain formulas."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """pyproject.toml, environment.yml and requirements.lock name the same things; the front door starts where it says."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

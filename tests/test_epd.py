@@ -1,7 +1,5 @@
 """EPD suites: operations, SAN, what is not said; the real suites, lines without a semicolon included."""
 
-from __future__ import annotations
-
 import contextlib
 
 import chess

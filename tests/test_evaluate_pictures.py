@@ -1,7 +1,5 @@
 """Pictures of scores: bars and points with their intervals, none where there is nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """Lichess evaluations: White's scores seen from the mover, castling as king takes rook, every line accounted for."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

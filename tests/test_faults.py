@@ -1,7 +1,5 @@
 """Faults planted on purpose, each by itself; test_injection.py trains with them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

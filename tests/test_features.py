@@ -1,7 +1,5 @@
 """The table of features: every row of the specification is there, and what it names exists."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Pictures of runs: curves in bounded memory, little or nothing to draw, rollbacks and phases, two sides."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs as folders: damaged neighbours are named once and in nobody's way; a damaged run of one's own is named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Where the memory of an update goes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

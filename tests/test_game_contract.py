@@ -1,7 +1,5 @@
 """What search relies on, for every game: random games played through the Game and its batches."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Games and labels: every ending is right, and labels are functions of the position alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

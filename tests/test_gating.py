@@ -1,7 +1,5 @@
 """When the self-supervised terms take part."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Chunks: games are legal and their results right, positions are theirs, and killed work goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

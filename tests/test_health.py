@@ -1,7 +1,5 @@
 """Actions on updates from numbers alone; the warnings about them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """heartbeat.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

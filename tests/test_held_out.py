@@ -1,7 +1,5 @@
 """Figures of a network on held-out positions: baselines, reliability; python-chess is the oracle."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import chess

@@ -1,7 +1,5 @@
 """The history of a long run: the right means of each interval after any cut or reopening; no log is read whole."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

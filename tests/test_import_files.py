@@ -1,7 +1,5 @@
 """Imports: counts that add up, nothing twice, nothing lost by kill -9, and a quarantine to look at."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Positions labelled by Stockfish; skipped with the reason where there is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import chess

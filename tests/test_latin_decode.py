@@ -1,7 +1,5 @@
 """Decoding, rates and their baselines, pictures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

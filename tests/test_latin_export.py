@@ -1,7 +1,5 @@
 """ONNX: the file says what the network says, for every size and batches of 1 and 3."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Squares, vocabulary and pool: uniform, valid, exactly counted, split without overlap."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The latin notebook's targets, by made-up rates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

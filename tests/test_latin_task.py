@@ -1,7 +1,5 @@
 """The Latin-square task: puzzles, losses, bounds, network; the mistakes of its specification."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from pathlib import Path

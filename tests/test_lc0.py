@@ -1,7 +1,5 @@
 """Leela's training data, written here from its published description; python-chess is the oracle."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random

@@ -1,7 +1,5 @@
 """Networks of Lc0: what Lc0 itself says of 44 positions, their files, and the history that search and UCI hand over."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import queue

@@ -1,7 +1,5 @@
 """Live panel: throttled, no widget headless, one static picture at the end."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """How busy the machine is: counters told apart, causes in words, a start that says so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

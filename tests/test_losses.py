@@ -1,7 +1,5 @@
 """Losses as sums: against a slow reference in float64, and their traps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -173,7 +171,6 @@ def test_no_valid_row_gives_a_differentiable_zero() -> None:
     assert float(total) == 0.0
     total.backward()
     for tensor in (logits, value, maps):
-        assert tensor.grad is not None
         assert not tensor.grad.any()
 
 

@@ -1,7 +1,5 @@
 """Facts of machines, read from the files that the operating system shows of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

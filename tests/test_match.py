@@ -1,7 +1,5 @@
 """Matches of tic-tac-toe and chess: results, sides and rounds against the games replayed."""
 
-from __future__ import annotations
-
 import io
 
 import chess
@@ -130,12 +128,10 @@ def test_chess_games_are_read_back_with_the_same_result() -> None:
     match = play_pairs(game, random_player(game, 5), random_player(game, 6), starts, plies=600)
     for record in match.games:
         read = chess.pgn.read_game(io.StringIO(game.write(record)))
-        assert read is not None
         assert not read.errors
         board = read.end().board()
         if record.tags["Termination"] == "normal":
             outcome = board.outcome(claim_draw=True)
-            assert outcome is not None
             assert outcome.result() == read.headers["Result"]
             white = {"1-0": 1, "0-1": -1, "1/2-1/2": 0}[outcome.result()]
             assert record.result == (white if read.board().turn == chess.WHITE else -white)

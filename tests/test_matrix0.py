@@ -1,7 +1,5 @@
 """Reading Matrix0's networks: every key accounted for, outputs as its own code gave them."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Mapping

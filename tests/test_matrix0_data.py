@@ -1,7 +1,5 @@
 """Matrix0's NPZ files: planes and policies as its encoder makes them (parity data, and our own `encoding: matrix0`)."""
 
-from __future__ import annotations
-
 import io
 import random
 import zipfile

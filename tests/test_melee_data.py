@@ -1,7 +1,5 @@
 """Data of Melee: what ships, how rare each button is in the rows in use, and training on it; bad input is refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,7 +91,6 @@ def test_rates_are_made_again_where_the_split_changes(folder: Path, tmp_path: Pa
         _move(folder / f"sample_{name}.npz", other / f"sample_{split}.npz", split)
     after = statistics(config(source=str(other)))
     assert before is not None
-    assert after is not None
     assert (before.frames, after.frames) == (112572, 23904)
     Catalogue(other).quarantine("sample_train.npz", "by hand")
     assert statistics(config(source=str(other))) is None

@@ -1,7 +1,5 @@
 """Held-out figures of Melee by hand, and the mistakes that they have to show."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

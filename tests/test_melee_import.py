@@ -1,7 +1,5 @@
 """Replays of Melee: read as they were played, imported with accounts that add up, and damaged ones refused."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

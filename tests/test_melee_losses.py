@@ -1,7 +1,5 @@
 """Losses of Melee: the focal loss and its correction, smoothing, rare buttons, chance."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict
@@ -89,7 +87,6 @@ def test_huge_logits_stay_finite() -> None:
             loss.backward()
             assert loss.dtype == torch.float32
             assert loss.isfinite()
-            assert logits.grad is not None
             assert logits.grad.isfinite().all()
             assert objective.correct(head, logits.detach()).isfinite().all()
 

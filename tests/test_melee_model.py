@@ -1,7 +1,5 @@
 """Melee's networks: frame by frame as over whole windows, causal, the parts decided in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from melee_batches import melee_batch, melee_task

@@ -1,7 +1,5 @@
 """A network that plays Melee: frame by frame as over whole games, its delay, its samples, its ONNX file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

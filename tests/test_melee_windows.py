@@ -1,7 +1,5 @@
 """Windows of Melee: no label leaks, none crosses a game, left and right change places exactly, live as in training."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

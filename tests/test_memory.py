@@ -1,7 +1,5 @@
 """Memory: figures, thresholds, the cache, and what running out of it looks like."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Messages of a training: each kind once in an interval, with its count, the same after a resume."""
 
-from __future__ import annotations
-
 from matrixlib.engine.messages import Messages, is_decision
 
 

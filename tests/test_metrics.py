@@ -1,7 +1,5 @@
 """Metrics log: standard JSON, torn lines, resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

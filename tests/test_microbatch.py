@@ -1,7 +1,5 @@
 """The micro-batch tuner: the search by tables over made-up memories, the driving by a made-up device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A trained network for use: loading a run, evaluating positions, Black's perspective, errors."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

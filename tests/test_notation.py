@@ -1,7 +1,5 @@
 """FENs and UCI moves in bulk; python-chess is the oracle."""
 
-from __future__ import annotations
-
 import chess
 import numpy as np
 import pytest

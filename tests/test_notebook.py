@@ -1,7 +1,5 @@
 """The bridge to notebooks, with real papermill runs of small notebooks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Waiting: threads sleep at barriers while others compute, and spin again afterwards; people's own choice is obeyed."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Mistaken targets are what their names say; test_ssl_targets.py holds the exact ones against the fast core."""
 
-from __future__ import annotations
-
 import chess
 import numpy as np
 

@@ -1,7 +1,5 @@
 """The order of rows: permutations that keep no list, and mixtures whose every batch has its shares."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """The pace of a run: a trial that a busy moment does not fool, words about slow updates, an end moved exactly."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

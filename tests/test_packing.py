@@ -1,7 +1,5 @@
 """From chunks to records, without an engine: targets, splits, duplicates; python-chess is the oracle."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """PGN as python-chess understands it, and every trap of the format."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -62,7 +60,6 @@ def assert_like_python_chess(result: ParseResult, games: list[chess.pgn.Game]) -
             legal.append(sorted(policy_index(other, board.turn) for other in board.legal_moves))
             board.push(move)
     records = result.batch["records"]
-    assert result.rows is not None
     assert result.rows.tolist() == lengths
     expected = from_boards(boards)
     for name in BOARD:

@@ -1,7 +1,5 @@
 """Input planes of both encodings against slow, independent constructions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import chess

@@ -1,7 +1,5 @@
 """A network in a search: the same opinion as `Net.evaluate`, for any batch; players made of it, and fixed ones."""
 
-from __future__ import annotations
-
 import chess
 import numpy as np
 import pytest
@@ -114,7 +112,6 @@ def test_a_search_with_material_takes_the_queen() -> None:
     choice = network_player(material_net(), 100)(turn([free, free.mirror()]))
     for board, move in zip((free, free.mirror()), choice.moves, strict=True):
         captured = board.piece_at(move_from_index(int(move), board).to_square)
-        assert captured is not None
         assert captured.piece_type == chess.QUEEN
 
 

@@ -1,7 +1,5 @@
 """What the probe notebook shows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Progress of long work: durations in words, where a panel or bar is shown, and what is left of a bar."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

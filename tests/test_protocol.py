@@ -1,7 +1,5 @@
 """UCI as text: limits, positions, time for a move, scores; nothing that comes in breaks the readers."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 

@@ -1,7 +1,5 @@
 """Lichess puzzles: the solver's positions, nothing lost between the lines; python-chess plays them as the oracle."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

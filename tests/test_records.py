@@ -1,7 +1,5 @@
 """Chess records: boards to records and back, policy indices, the mirror."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

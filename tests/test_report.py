@@ -1,7 +1,5 @@
 """Offline report: whole, escaped, nothing to fetch, and useful after a crash."""
 
-from __future__ import annotations
-
 import json
 import math
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """What an evaluation is asked for is looked at before it begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random streams: captured, saved as tensors and JSON, restored."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """The policy for machines that nobody has, as a table; the resolution on this one; what torch is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

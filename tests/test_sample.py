@@ -1,7 +1,5 @@
 """A set made again after more games, and folders that hold what others made; engine and labels are stand-ins."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

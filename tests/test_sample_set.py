@@ -1,7 +1,5 @@
 """The shipped sample set: exact, verified, repaired, and safe when two processes unpack it at once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -147,10 +145,8 @@ def test_two_processes_unpack_at_once(package, tmp_path):
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     for process in processes:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     for process in processes:
-        assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
     assert [process.wait(60) for process in processes] == [0, 0]

@@ -1,7 +1,5 @@
 """Win-draw-loss of centipawns: the formula, its limits, and Stockfish itself where it is installed."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

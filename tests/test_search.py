@@ -1,7 +1,5 @@
 """The search on trees small enough to follow by hand, on solvable ones, and on tic-tac-toe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM at the end of a block."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Generator

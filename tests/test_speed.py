@@ -1,7 +1,5 @@
 """What times and measures the machine: calls in turns, matrices of the right size, threads left as they were."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Diagnoses of made-up heads: each mistake is named, and a head that is fine or merely young is not accused."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

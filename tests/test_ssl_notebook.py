@@ -1,7 +1,5 @@
 """Heads of real runs: planted faults are named by the notebook; conflicts are those of the true gradients."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Self-supervised targets of the numba core against definitions written out with python-chess (oracle.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import chess

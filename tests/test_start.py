@@ -1,7 +1,5 @@
 """What a run begins with: the weights of a run, a checkpoint or a file; and a complete checkpoint before any update."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from itertools import islice

@@ -1,7 +1,5 @@
 """One update's stats as a row of metrics.jsonl; quantiles of gradient norms."""
 
-from __future__ import annotations
-
 import json
 
 from matrixlib.engine.stats import Action, Stats, norm_quantiles

@@ -1,7 +1,5 @@
 """The UCI client: what it reads, and that every way of failing is said."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,7 +1,5 @@
 """The format of one checkpoint: round trip, compression, and every kind of damage."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Elo of a network: openings, matches with fixed players and with itself, tables."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

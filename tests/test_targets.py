@@ -1,7 +1,5 @@
 """Figures of self-supervised targets: dtypes, ranges, histograms, at the updates that were asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

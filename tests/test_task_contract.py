@@ -1,7 +1,5 @@
 """The contract every task keeps. Other test files call `check_task` with their task and stored rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TensorBoard events: what metrics.jsonl says, no update twice after a resume, and a clear word without the package."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tic-tac-toe: its solution, its records, symmetries, and a network as an evaluator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Where the time goes: phases add up, the loader's lateness is told once and with its remedy, a trace is a trace."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 whether the compiler pays.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

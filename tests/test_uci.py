@@ -1,7 +1,5 @@
 """The UCI engine: in this process line by line, and as a program under python-chess's client."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -119,7 +117,6 @@ def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dial
     shown = [pattern.fullmatch(line) for line in infos(lines)]
     assert [match and int(match[2]) for match in shown] == [16, 32, 64, 100]
     assert [match and int(match[1]) for match in shown] == [1, 2, 3, 3]
-    assert shown[-1] is not None
     line = shown[-1][3].split()
     assert lines[-1] == f"bestmove {line[0]}"
     board = chess.Board()
@@ -142,7 +139,6 @@ def test_win_draw_and_loss_are_shown_where_the_network_says_them(engine: Dialogu
     assert " wdl " not in plain[-1]
     shown = infos(engine.ask("setoption name UCI_ShowWDL value true", "go nodes 20", until="bestmove"))
     wdl = re.search(r" wdl (\d+) (\d+) (\d+) ", shown[-1])
-    assert wdl is not None
     assert sum(map(int, wdl.groups())) == 1000
     scalar = Dialogue(random_net(**MATRIX0))
     silent = scalar.ask("setoption name UCI_ShowWDL value true", "go nodes 20", until="bestmove")

@@ -1,7 +1,5 @@
 """When validation is due, what it measures and what follows from it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -193,7 +191,6 @@ def test_running_sums_weigh_by_items_not_by_batches() -> None:
     found = validate(task, model, parts(batch, 16), toy_runtime(), BOTH, "full")
     losses, metrics = task.losses(model, batch, BOTH)
     counts = task.counts(batch)
-    assert found is not None
     assert found.counts == counts
     for term in BOTH:
         assert found.losses[term] == pytest.approx(losses[term].item() / counts[term], rel=1e-5)
@@ -229,7 +226,6 @@ def test_a_term_without_items_is_left_out_and_no_batches_give_none() -> None:
     task, batch = ToyTask(), toy_batch(20)
     batch["known"].zero_()
     found = validate(task, task.build_model(), [batch], toy_runtime(), BOTH, "sample")
-    assert found is not None
     assert set(found.losses) == {"class"}
     assert found.counts["plane"] == 0
     assert validate(task, task.build_model(), [], toy_runtime(), BOTH, "full") is None
@@ -245,7 +241,6 @@ def test_evaluation_leaves_the_model_and_random_streams_as_they_were() -> None:
     one = validate(task, model, [toy_batch(20)], toy_runtime(), BOTH, "full", lambda: beats.append(1))
     two = validate(task, model, [toy_batch(20)], toy_runtime(), BOTH, "full")
     assert one is not None
-    assert two is not None
     assert one.losses == two.losses
     assert beats == [1]
     assert torch.equal(stream, torch.get_rng_state())

@@ -1,7 +1,5 @@
 """Boards to look through: a game with its moves, held-out positions with the teacher's, and what a network says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import chess

@@ -1,7 +1,5 @@
 """How a run stands, by its heartbeat: training, validating, stalled, gone, ended how."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """The built wheel, installed without a checkout: presets, notebooks, sample set and commands come along."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """What benchmarks measure: figures with limits that make sense. How fast anything is stands in no test."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -53,7 +51,6 @@ def test_what_a_process_started_in_a_session_of_its_own_ends_with_it() -> None:
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True, "
     child += "stdin=subprocess.PIPE); print(p.pid, flush=True); p.wait()"
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         grandchild = int(process.stdout.readline())
         assert psutil.pid_exists(grandchild)
         workloads.end(process)

@@ -1,7 +1,5 @@
 """A toy layout with no game in it, and shards of it, for the tests of the data package."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

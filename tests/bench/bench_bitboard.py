@@ -5,8 +5,6 @@
 Each figure is the median of several runs after a warm-up; the ratio is to python-chess on the same positions.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

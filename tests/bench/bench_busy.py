@@ -5,8 +5,6 @@ seed take turns, so that a change in the machine's speed meets both alike. It pr
 ratio, what the remedy costs when the machine is quiet, and whether the weights are the same after as many updates.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

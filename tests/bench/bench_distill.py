@@ -6,8 +6,6 @@ the sample set. Also what making the batch takes a loader worker, the bytes of a
 row of the cache is from what the teacher says of the mirrored position.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

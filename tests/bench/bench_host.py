@@ -5,8 +5,6 @@ Run from the repository root: ``python tests/bench/bench_host.py``. Medians of c
 the arithmetic hardly counts.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -7,8 +7,6 @@ The import ends with shards on disk: records, legal lists, checks, quality figur
 after a warm-up; both are measured in the same run, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -6,8 +6,6 @@ Through `Net.predict`, from packed positions to probabilities on the host; rando
 of calls in turns. "limit" is the measured matrix rate over the network's operations, "share" the best rate over it.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -9,8 +9,6 @@ fill), and valid completions of the empty grid (cell by cell; without a network 
 the network of `latin_full` on sizes 3 to 9 for so many minutes, in smaller updates, and prints the rates by size.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

@@ -4,8 +4,6 @@ Run from the repository root: ``python tests/bench/bench_loader.py [--huge]``. M
 `--huge` adds opening a data set of 100 million rows, in files that take no room on the disk.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

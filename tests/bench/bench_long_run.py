@@ -7,8 +7,6 @@ Each task runs in a fresh process: seconds without its imports, and the most mem
 that only imports. A folder that holds such a run already is used again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -83,7 +81,6 @@ def resume(folder: Path) -> None:
     from matrixlib.engine.metrics import MetricsLog
 
     newest = metric_rows.last(folder / "metrics.jsonl")
-    assert newest is not None
     late = metric_rows.after(folder / "metrics.jsonl", newest["step"] - BACK)
     with MetricsLog(folder / "metrics.jsonl") as log:
         assert log.truncate_to(newest["step"] - BACK) == BACK

@@ -5,8 +5,6 @@ Run from the repository root: ``python tests/bench/bench_melee.py``. Medians aft
 set; the update is that of the preset `melee_demo`, decisions are those of fresh networks of width 256.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

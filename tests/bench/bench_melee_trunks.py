@@ -7,8 +7,6 @@ first, in turns: that minute wants a quiet machine, the trainings do not mind a 
 (MATRIXLIB_REPORTS) and are resumed where they were stopped; the table is printed after each.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ a few updates of its batch, of at most ROWS rows (a larger batch goes through th
 process's peak, torch included. The figures go to `tests/golden/presets.json`; then ``python tests/test_docs.py``.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import subprocess

@@ -8,8 +8,6 @@ outside, to a tenth of a second: the run's folder is there once the notebook's f
 read, config.yaml once the data was checked and the number of updates timed, metrics.jsonl after the first update.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -9,8 +9,6 @@ The table is Markdown, a row an option, with 95 % intervals of the differences b
 every option. The sentence at its end is what the intervals say, no more.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -52,7 +52,6 @@ def learning(plan: Plan) -> Iterator[Figure | str]:
             run = open_run("demo", run=f"learning-{last}", steps=30, overrides=overrides)
             updates = list(run.trainer.train())
             validation = updates[-1].validation
-            assert validation is not None
             losses.append(validation["loss"])
             check_that(losses[-1] < updates[0].loss, f"the loss went from {updates[0].loss:.3f} to {losses[-1]:.3f}")
         words = f"held-out losses after 30 updates: {losses[0]:.4f}, and {losses[1]:.4f} in the other layout"

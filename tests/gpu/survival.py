@@ -83,7 +83,6 @@ def half_precision(plan: Plan) -> Iterator[Figure | str]:
 def scale_of(run: Run) -> float:
     """The loss scale now."""
     scaler = run.trainer._step.scaler
-    assert scaler is not None
     return float(scaler.get_scale())
 
 
