@@ -97,12 +97,9 @@ class Reader(Protocol):
     @property
     def source(self) -> str:
         """The catalogue's source; the task knows which there are."""
-        ...
 
     def parts(self, path: Path) -> Iterator[Part]:
         """The file in parts, in order, one at a time in memory. ValueError names a file that is not of the format."""
-        ...
 
     def read(self, part: Part) -> ParseResult:
         """The positions of a part. A pure function of the options and the part."""
-        ...

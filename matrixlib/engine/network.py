@@ -29,11 +29,9 @@ class GameTask(Protocol):
 
         Among them `policy_index` (B, L): those moves in their order, -1 in other places.
         """
-        ...
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = ...) -> dict[str, torch.Tensor]:
         """`policy` (B, L), log-probabilities of `policy_index`; `value` (B,), the expected result in -1..1."""
-        ...
 
 
 class Network:

@@ -32,12 +32,10 @@ class Task(Protocol):
         """Weight of each term's mean in the total loss, one per term, >= 0; a term of weight 0 is not
         computed.
         """
-        ...
 
     @property
     def gated(self) -> frozenset[str]:
         """Self-supervised terms: the engine may ramp them up and leave them out for a while (`gating`)."""
-        ...
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored rows to training arrays, augmented; runs in the loader's workers.
@@ -48,28 +46,23 @@ class Task(Protocol):
         arrays. The leading size of each draw (random, integers, normal, standard_normal, uniform) is B: of several
         ranks, each gets the numbers of its own rows.
         """
-        ...
 
     def prepare_plain(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """The same without augmentation, for validation; `prepare` itself where nothing is augmented."""
-        ...
 
     def build_model(self) -> nn.Module:
         """A freshly initialised fp32 model on the CPU; the same for the same configuration and seed."""
-        ...
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
         """Let the layers of the gated terms alone work on `rows` rows at once, 0: all. It takes less memory and
         changes the losses by rounding at most. Returns what is in force: 0 where the task cannot.
         """
-        ...
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of every term in `batch`. `batch` is on the host, so this waits for no device.
 
         All terms of `weights` are keys, 0 where no row has a target. Additive: the counts of slices add up.
         """
-        ...
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
@@ -83,7 +76,6 @@ class Task(Protocol):
         computed in fp32 whatever the autocast dtype. Nothing here reads from the device (no .item(), no
         boolean indexing of device tensors).
         """
-        ...
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor), both SUMS over the items that `counts` counts, of a batch on the host.
@@ -93,14 +85,12 @@ class Task(Protocol):
         compares the first with the first update's losses and refuses a target loss below the second. Of a
         teacher's `aids` nothing is known.
         """
-        ...
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Raw outputs for statistics (name -> tensor of any shape); masked-out entries removed or NaN.
 
         A masked logit of -1e9 would drown mean and deviation, so it must not be in here.
         """
-        ...
 
 
 class Ungated:
@@ -117,21 +107,17 @@ class Source(Protocol):
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Host batches of updates start..stop-1; closing the iterator gives its resources back."""
-        ...
 
     def raw(self, i: int) -> int:
         """Number of batch i in the stream with nothing skipped."""
-        ...
 
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> Source:
         """The same stream without the batches of these raw ranges (start, stop)."""
-        ...
 
     def supply(self) -> dict[str, float]:
         """Of the batch that came last: seconds that a worker took to `prepare` it, how many lay `ready` behind it; {}
         where batches are not made ahead.
         """
-        ...
 
 
 class Data(Protocol):
@@ -139,15 +125,12 @@ class Data(Protocol):
 
     def batches(self, phase: Phase | None = None) -> tuple[Task, Source]:
         """The task that prepares and scores the training batches, and where these come from."""
-        ...
 
     def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Batch]:
         """Host batches of the fixed "sample" of the held-out rows or of the "full" set; empty where there are none."""
-        ...
 
     def records(self, source: Source, batches: Sequence[int], folder: Path) -> None:
         """Keep the stored rows of these raw batch numbers in `folder`, after a blow-up."""
-        ...
 
 
 class Teacher(Protocol):
@@ -160,21 +143,18 @@ class Teacher(Protocol):
         """Its `name`, the `sha256` of the file that it is from and the `runtime` that it computes in, as plain data,
         which run.json and every checkpoint of a student hold.
         """
-        ...
 
     @property
     def aids(self) -> frozenset[str]:
         """Terms that are to help a training and are no aim of it: no held-out loss has them, and where it becomes
         clearly worse they are switched off for good.
         """
-        ...
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
         """The batch with what the network says of its rows, as tensors beside the others.
 
         progress: share of the training that is done, 0 to 1; None of held-out rows, which are always scored alike.
         """
-        ...
 
 
 def rows(batch: Mapping[str, Any]) -> int:

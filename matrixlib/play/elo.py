@@ -157,8 +157,7 @@ def _strengths(points: NDArray[np.float64]) -> NDArray[np.float64]:
         strength = update
         if done:
             break
-    elo: NDArray[np.float64] = 400 * np.log10(strength)
-    return elo
+    return 400 * np.log10(strength)
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,13 @@ class Network(Protocol):
         A task whose networks look at what came before a state says at how many plies by `history`; its `inputs` then
         take a `Past`, too.
         """
-        ...
 
     @property
     def training(self) -> bool:
         """Whether a part of it is in training mode, in which what it says depends on chance."""
-        ...
 
     def predict(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """`policy` (B, L), log-probabilities; `value` (B,), the expected result in -1..1."""
-        ...
 
 
 class Evaluator:

@@ -93,50 +93,39 @@ class Game(Protocol):
     @property
     def actions(self) -> int:
         """Number of different moves: the size of a policy."""
-        ...
 
     def initial(self, n: int) -> States:
         """n times the state in which a game starts."""
-        ...
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
         """Legal moves (K,), ascending in each state, and offsets (N + 1,): state i owns [o[i]:o[i + 1]]."""
-        ...
 
     def play(self, states: States, moves: Moves) -> States:
         """The states after one legal move (N,) in each; none of them counts as a repetition yet."""
-        ...
 
     def terminal(self, states: States, counts: NDArray[np.int64]) -> Values:
         """(N,) the value for the side to move where the game is over, else NaN; counts: legal moves of each."""
-        ...
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
         """(N,) 0 where the side that starts the game is to move, 1 where the other is."""
-        ...
 
     def key(self, states: States) -> NDArray[np.uint64]:
         """(N,) a hash equal for states that count as a repetition of each other, else different."""
-        ...
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
         """The states, told how often each has occurred before in its game; `terminal` then goes by it."""
-        ...
 
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
         """(K,) the value for the mover of each legal move that ends the game, NaN where it goes on.
 
         A move whose ending is dear to recognise may be NaN too; it is then recognised when the move is tried.
         """
-        ...
 
     def proven(self, states: States) -> Values:
         """(N,) values known from elsewhere (endgame tables), exact with best play, NaN where unknown."""
-        ...
 
     def write(self, game: GameRecord) -> str:
         """The game as text, in the form that people and programs of that game read."""
-        ...
 
 
 def endings(game: Game, states: States, moves: Moves, offsets: Offsets) -> Values:

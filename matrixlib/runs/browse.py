@@ -296,6 +296,5 @@ def _viewer(run: str, file: str, count: int, device: str) -> Viewer | None:
 
 def _config(run: str, device: str) -> Config:
     if is_file(run):
-        config: Config = _network(run, "best", device).task.config  # type: ignore[attr-defined]
-        return config
+        return _network(run, "best", device).task.config  # type: ignore[attr-defined]
     return parse_config(*read_run_config(_folder(run)))

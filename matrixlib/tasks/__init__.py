@@ -87,8 +87,7 @@ def validate_config(data: Mapping[str, Any], name: str, prefix: str = "") -> Con
 
     name, prefix: stand in messages, before all and before each key.
     """
-    config: Config = configuration.validated(task_of(data, name, prefix).config, data, name, prefix)
-    return config
+    return configuration.validated(task_of(data, name, prefix).config, data, name, prefix)
 
 
 def task_of(data: Mapping[str, Any], name: str, prefix: str = "") -> TaskSpec[Any]:

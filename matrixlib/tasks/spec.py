@@ -89,33 +89,26 @@ class GameSpec(Protocol):
     @property
     def game(self) -> Game:
         """The rules."""
-        ...
 
     @property
     def ending(self) -> str:
         """Of the name of a file that holds what `Game.write` gives."""
-        ...
 
     def batch(self, traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
         """What there is to learn from games; ids: number of a game -> its id."""
-        ...
 
     def keys(self, records: np.ndarray) -> np.ndarray:
         """(N,) u8, equal for those of N records that are one position to a network."""
-        ...
 
     @property
     def solved(self) -> bool:
         """Whether perfect play is known."""
-        ...
 
     def perfection(self, evaluate: Evaluate, player: Player) -> dict[str, float]:
         """A network, and a player with it, beside perfect play: shares by name. Only of a game that is solved."""
-        ...
 
     def checks(self, perfection: Mapping[str, float]) -> list[Check]:
         """What must hold of the best network, by these figures."""
-        ...
 
 
 class Viewer(Protocol):
@@ -125,15 +118,12 @@ class Viewer(Protocol):
 
     def figure(self, net: Any, item: int) -> Figure:
         """What a network makes of one row."""
-        ...
 
     def board(self, net: Any, item: int, widget: Any = None) -> Any:
         """The same as a widget for a front end: `widget`, changed, where there is one already."""
-        ...
 
     def check(self, net: Any) -> Check:
         """What must hold of all that it makes of them."""
-        ...
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -147,8 +147,7 @@ def blended(
     is that over the mask's. limit: at most 80, so that exp stays finite in fp32. dropout: probability that a share is
     left out, the others growing by as much; exact to 2^-17. Differentiable once. Nothing waits for a GPU.
     """
-    shares: Tensor = _Blend.apply(scores, bias, mask, scale, mix, limit, dropout, dtype)
-    return shares
+    return _Blend.apply(scores, bias, mask, scale, mix, limit, dropout, dtype)
 
 
 class _Blend(Function):

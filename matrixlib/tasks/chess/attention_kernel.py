@@ -34,8 +34,7 @@ def attend(
 
     Arguments as `attention.blended`'s; products in the precision of `qkv`, the rest in fp32. Differentiable once.
     """
-    out: Tensor = _Attend.apply(qkv, bias, mask, scale, mix, limit, dropout)
-    return out
+    return _Attend.apply(qkv, bias, mask, scale, mix, limit, dropout)
 
 
 class _Attend(Function):

@@ -91,5 +91,4 @@ def _records(rows: int) -> np.ndarray:
     """Positions of the sample set, in the order in which a training of the quick preset has them."""
     config = _config("quick")
     shards = Catalogue(unpack_sample()).shards("train")
-    records: np.ndarray = Loader(shards, LAYOUT, rows, config.seed, ChessTask(config).prepare).records(0)["records"]
-    return records
+    return Loader(shards, LAYOUT, rows, config.seed, ChessTask(config).prepare).records(0)["records"]

@@ -94,8 +94,7 @@ class ChessGame:
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
         """(N,) 0 White, 1 Black."""
-        side: NDArray[np.uint8] = states["side"]
-        return side
+        return states["side"]
 
     def key(self, states: States) -> NDArray[np.uint64]:
         """(N,) hashes of pieces, side, castling rights and legal en passant: of what a repetition repeats."""

@@ -87,5 +87,4 @@ def game_id(*facts: str | bytes) -> int:
 
 def is_validation(game: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Which games, by id (n,) u8, itself a hash, are held out."""
-    held_out: NDArray[np.bool_] = game // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
-    return held_out
+    return game // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION

@@ -186,8 +186,7 @@ def playable(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
     pieces = np.bitwise_count(boards).sum(1, dtype=np.int64)
     good &= pieces == np.bitwise_count(np.bitwise_or.reduce(boards, axis=1))
     turned = np.concatenate([boards[:, 6:], boards[:, :6]], axis=1).byteswap()
-    result: NDArray[np.bool_] = good & ~bitboard.in_check(bitboard.pieces_of(turned))
-    return result
+    return good & ~bitboard.in_check(bitboard.pieces_of(turned))
 
 
 def _check(boards: Sequence[chess.Board], oriented: NDArray[np.uint64]) -> None:

@@ -36,16 +36,14 @@ CREATED = "2026-01-01T00:00:00Z"
 def hash_weights() -> np.ndarray:
     """(16, 16) int64 random weights below 2**31 of the hash that splits; part of the format."""
     state = np.random.SeedSequence(1).generate_state(SIDE * SIDE, np.uint32)
-    weights: np.ndarray = (state >> np.uint32(1)).astype(np.int64).reshape(SIDE, SIDE)
-    return weights
+    return (state >> np.uint32(1)).astype(np.int64).reshape(SIDE, SIDE)
 
 
 def held_out(squares: np.ndarray) -> np.ndarray:
     """(count,) bool: which squares (count, n, n) are held out; zeros around a square change nothing."""
     n = squares.shape[-1]
     total = (squares.astype(np.int64) * hash_weights()[:n, :n]).sum((1, 2))
-    out: np.ndarray = total % PRIME % HELD_OUT == 0
-    return out
+    return total % PRIME % HELD_OUT == 0
 
 
 def pack(squares: np.ndarray) -> np.ndarray:

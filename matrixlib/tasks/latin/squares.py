@@ -116,8 +116,7 @@ def is_latin(squares: np.ndarray) -> np.ndarray:
     n = squares.shape[-1]
     digits = np.arange(n)
     rows, columns = (np.sort(squares, axis=axis) for axis in (2, 1))
-    good: np.ndarray = (rows == digits).all((1, 2)) & (columns == digits[:, None]).all((1, 2))
-    return good
+    return (rows == digits).all((1, 2)) & (columns == digits[:, None]).all((1, 2))
 
 
 @njit(cache=True, nogil=True)

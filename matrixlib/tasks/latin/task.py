@@ -50,8 +50,7 @@ class LatinTask(Ungated):
     @property
     def modes(self) -> tuple[str, ...]:
         """Modes of the puzzles in this stage."""
-        modes: tuple[str, ...] = self._stage("mode")
-        return modes
+        return self._stage("mode")
 
     @property
     def every_size(self) -> list[int]:

@@ -173,8 +173,7 @@ def classes(head: Head) -> int:
 def _shares(values: np.ndarray, count: int) -> np.ndarray:
     """(count,) of whole numbers; one that never comes counts as half a time."""
     number = np.maximum(np.bincount(values, minlength=count), 0.5)
-    shares: np.ndarray = number / number.sum()
-    return shares
+    return number / number.sum()
 
 
 def _button(frames: Frames, place: int) -> dict[str, Any]:

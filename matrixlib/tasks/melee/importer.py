@@ -143,8 +143,7 @@ def _replays(path: Path) -> list[Path]:
 
 
 def _is_held_out(records: np.ndarray) -> np.ndarray:
-    held_out: np.ndarray = records["held_out"] > 0
-    return held_out
+    return records["held_out"] > 0
 
 
 def _faults(batch: Batch) -> dict[str, np.ndarray]:

@@ -29,8 +29,7 @@ class MeleeNetwork(Network):
     def delays(self) -> tuple[int, int]:
         """The least and the greatest delay that it was trained with."""
         task: Any = self.task
-        delays: tuple[int, int] = task.config.data.delay
-        return delays
+        return task.config.data.delay
 
     def player(self, seed: int = 0, temperature: float = 1.0, delay: int | None = None) -> Player:
         """One that plays a game of its own; see `Player`."""

@@ -112,8 +112,7 @@ def last_rows(number: np.ndarray) -> np.ndarray:
     """Rows (n,) to keep of frame numbers (rows,), by number: where a frame was played again after a rollback, only its
     last row is what happened."""
     _, last = np.unique(number[::-1], return_index=True)
-    rows: np.ndarray = len(number) - 1 - last
-    return rows
+    return len(number) - 1 - last
 
 
 def _parse(path: Path | str) -> tuple[dict[str, Any], Any]:
@@ -148,8 +147,7 @@ def _short(error: BaseException) -> str:
 
 
 def _numbers(values: Any) -> np.ndarray:
-    array: np.ndarray = values.to_numpy(zero_copy_only=False)
-    return array
+    return values.to_numpy(zero_copy_only=False)
 
 
 def _names(struct: Any) -> set[str]:
@@ -179,8 +177,7 @@ def _player(post: Any, keep: np.ndarray) -> np.ndarray:
         return _numbers(values)[keep]
 
     def half(values: np.ndarray) -> np.ndarray:
-        limited: np.ndarray = np.clip(values, -LARGEST, LARGEST).astype(np.float16)
-        return limited
+        return np.clip(values, -LARGEST, LARGEST).astype(np.float16)
 
     out["action"], out["character"], out["stocks"] = column("state"), column("character"), column("stocks")
     for name in ("percent", "shield"):
@@ -221,8 +218,7 @@ def _controller(pre: Any, keep: np.ndarray) -> np.ndarray:
 def _steps(values: Any, keep: np.ndarray, least: float, steps: int) -> np.ndarray:
     """An axis in whole steps; what is no number is at rest."""
     steady = np.nan_to_num(_numbers(values)[keep], nan=0.0, posinf=0.0, neginf=0.0)
-    rounded: np.ndarray = np.rint(np.clip(steady, least, 1.0) * steps)
-    return rounded
+    return np.rint(np.clip(steady, least, 1.0) * steps)
 
 
 def _follower(port: Any, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

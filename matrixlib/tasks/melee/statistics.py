@@ -40,8 +40,7 @@ class Statistics:
     def weights(self) -> list[float]:
         """(8,) weight of a pressed button in the loss, sqrt((1 - r) / r) of its rate r, from 1 to 30."""
         rate = self._rates()
-        weights: list[float] = np.clip(np.sqrt((1 - rate) / rate), LEAST, MOST).tolist()
-        return weights
+        return np.clip(np.sqrt((1 - rate) / rate), LEAST, MOST).tolist()
 
     def logits(self) -> list[float]:
         """(81,) what a network would have to say always to give each class its rate."""
@@ -51,12 +50,10 @@ class Statistics:
 
     def _rates(self) -> np.ndarray:
         """(8,) above 0 and below 1."""
-        rate: np.ndarray = (np.asarray(self.buttons) + 0.5) / (self.frames + 1)
-        return rate
+        return (np.asarray(self.buttons) + 0.5) / (self.frames + 1)
 
 
 def _log_shares(counts: Sequence[int]) -> np.ndarray:
     """A class that was never held counts as half a time."""
     shares = np.maximum(counts, 0.5)
-    log: np.ndarray = np.log(shares / shares.sum())
-    return log
+    return np.log(shares / shares.sum())

@@ -98,11 +98,10 @@ class MeleeTask(Ungated):
         return {head.name: logits[..., head.logits] for head in HEADS}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(
+        return model(
             batch["numeric"],
             batch["action"].long(),
             batch["character"].long(),
             batch["previous"].long(),
             batch["choices"].long(),
         )
-        return logits

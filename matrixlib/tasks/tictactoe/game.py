@@ -43,14 +43,12 @@ class TicTacToe:
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
         """(N,) 0 X, 1 O."""
-        side: NDArray[np.uint8] = states["side"]
-        return side
+        return states["side"]
 
     def key(self, states: States) -> NDArray[np.uint64]:
         """(N,) the state itself in 19 bits."""
         high = states["theirs"].astype(np.uint64) | states["side"].astype(np.uint64) << np.uint64(SQUARES)
-        key: NDArray[np.uint64] = states["ours"].astype(np.uint64) | high << np.uint64(SQUARES)
-        return key
+        return states["ours"].astype(np.uint64) | high << np.uint64(SQUARES)
 
     def repeat(self, states: States, counts: NDArray[np.int32]) -> States:
         """The states: every move fills a square, so nothing is repeated."""
@@ -78,5 +76,4 @@ class TicTacToe:
 
 def _won(states: States) -> NDArray[np.bool_]:
     """Whether the side that has just moved has three in a row."""
-    lost: NDArray[np.bool_] = ((states["theirs"][:, None] & LINES) == LINES).any(1)
-    return lost
+    return ((states["theirs"][:, None] & LINES) == LINES).any(1)

@@ -81,8 +81,7 @@ def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) 
     x, y = (np.where(among, side - (side.sum(1) / np.maximum(count, 1))[:, None], 0) for side in (x, y))
     spread = np.sqrt((x * x).sum(1) * (y * y).sum(1))
     known = (count >= FEWEST) & (spread > 1e-12)
-    result: np.ndarray = np.where(known, (x * y).sum(1) / np.where(known, spread, 1), np.nan)
-    return result
+    return np.where(known, (x * y).sum(1) / np.where(known, spread, 1), np.nan)
 
 
 def _of_rows(

@@ -193,15 +193,13 @@ def _followed(output: HeadOutput, mistake: Classes, ahead: Nats, kind: NDArray[n
 def prior_nats(output: HeadOutput, classes: Classes) -> Nats:
     """(N, 8, 8) minus log of the share of these classes (N, 8, 8) among the squares that count."""
     counts = np.bincount(classes[output.squares], minlength=output.classes)
-    nats: Nats = -np.log(np.maximum(counts / counts.sum(), 1e-12))[classes]
-    return nats
+    return -np.log(np.maximum(counts / counts.sum(), 1e-12))[classes]
 
 
 def table_nats(output: HeadOutput, classes: Classes) -> Nats:
     """(N, 8, 8) nats that these classes (N, 8, 8) cost a table of what stands on which square."""
     probability = square_table(output, classes)
-    nats: Nats = -np.log(np.take_along_axis(probability, classes[:, None].astype(np.int64), 1)[:, 0])
-    return nats
+    return -np.log(np.take_along_axis(probability, classes[:, None].astype(np.int64), 1)[:, 0])
 
 
 def square_table(output: HeadOutput, classes: Classes) -> NDArray[np.float64]:
@@ -225,8 +223,7 @@ def square_table(output: HeadOutput, classes: Classes) -> NDArray[np.float64]:
 
 
 def _smoothed(counts: NDArray[np.float64], towards: NDArray[np.float64]) -> NDArray[np.float64]:
-    shares: NDArray[np.float64] = (counts + STRENGTH * towards) / (counts.sum(-1, keepdims=True) + STRENGTH)
-    return shares
+    return (counts + STRENGTH * towards) / (counts.sum(-1, keepdims=True) + STRENGTH)
 
 
 def mean_and_error(values: NDArray[Any], squares: NDArray[np.bool_]) -> tuple[float, float]:

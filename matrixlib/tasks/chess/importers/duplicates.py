@@ -118,8 +118,7 @@ def counts_of(folder: Path, row: ShardRow, rows: np.ndarray, batch: Batch) -> np
     counts = np.load(path, allow_pickle=False)
     if counts.dtype != COUNT or len(counts) != row.count:
         raise ValueError(f"{path} does not fit the {row.count} positions of its shard: delete it, and each counts once")
-    own: np.ndarray = counts[rows]
-    return own
+    return counts[rows]
 
 
 def single_counts(batch: Batch) -> np.ndarray:

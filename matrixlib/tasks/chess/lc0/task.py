@@ -44,8 +44,7 @@ class Lc0Task(ChessTask):
         raise ValueError("networks of Lc0 come from their weight files: they are not trained here")
 
     def network_outputs(self, model: nn.Module, batch: Batch, heads: frozenset[str]) -> dict[str, Any]:
-        out: dict[str, Any] = model(inputs.planes(batch), heads)
-        return out
+        return model(inputs.planes(batch), heads)
 
     def network_index(self, batch: Batch) -> Tensor:
         return torch.where(batch["policy_index"] != losses.PAD, inputs.slots(batch), losses.PAD)

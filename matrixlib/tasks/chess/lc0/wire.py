@@ -51,8 +51,7 @@ def integer(message: Fields, number: int) -> int:
 def real(message: Fields, number: int) -> float:
     """A field of 32 bits as a floating-point number; errors as of `integer`."""
     bits = integer(message, number)
-    value: float = struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0]
-    return value
+    return struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0]
 
 
 def chunk(message: Fields, number: int) -> memoryview:
