@@ -44,9 +44,8 @@ SMOOTH = frozenset({"silu", "gelu", "mish", "elu", "leaky_relu"})
 class GradientReport(NamedTuple):
     """Parameters whose gradient looks wrong, by name.
 
-    missing: no gradient at all (cut off from every active loss). nonfinite: NaN or infinity in it. zero: all
-    zero. Some are rightly so: heads of inactive terms are missing, a layer behind one that starts at zero is
-    zero.
+    missing: no gradient at all (cut off from every active loss). nonfinite: NaN or infinity in it. zero: all zero. Some
+    are rightly so: heads of inactive terms are missing, a layer behind one that starts at zero is zero.
     """
 
     missing: tuple[str, ...] = ()
@@ -112,9 +111,8 @@ def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runti
 
     across: root mean square of what sets a row apart from the mean of the rows; 0 where all rows are alike.
 
-    batch: host tensors of one micro-batch. NaN marks entries that the task has masked out: they count
-    nowhere. An output with no entry left is left out. Eval mode, so BatchNorm and random streams stay as they
-    are.
+    batch: host tensors of one micro-batch. NaN marks entries that the task has masked out: they count nowhere. An
+    output with no entry left is left out. Eval mode, so BatchNorm and random streams stay as they are.
     """
     table: dict[str, Tensor] = {}
     with evaluating(model):
@@ -269,11 +267,10 @@ def dead_units(
 ) -> DeadUnits:
     """Look at every activation function that `task.outputs` runs, over the first `minimum` rows or more.
 
-    A unit is a channel, over rows and places: dimension 1 of a tensor with four or more (B, C, H, W), the
-    last one of a smaller tensor (B, C) or (B, tokens, C). It is dead if it is never above 0 (ReLU), or if
-    its standard deviation is below 1e-4 (SiLU, GELU, Mish). Functions are known by the operations they run,
-    so they need not be modules. batches: host tensors. Eval mode; one host read; all hooks are gone
-    afterwards. passes: as in `validate`.
+    A unit is a channel, over rows and places: dimension 1 of a tensor with four or more (B, C, H, W), the last one of a
+    smaller tensor (B, C) or (B, tokens, C). It is dead if it is never above 0 (ReLU), or if its standard deviation is
+    below 1e-4 (SiLU, GELU, Mish). Functions are known by the operations they run, so they need not be modules. batches:
+    host tensors. Eval mode; one host read; all hooks are gone afterwards. passes: as in `validate`.
     """
     model, count, passes = unwrap(model), 0, passes or Passes()
     units: dict[str, _Units] = {}
@@ -380,11 +377,10 @@ class FiniteChecks:
     def first(self) -> str | None:
         """The first that made a non-finite value of finite ones; None if none did. One host read.
 
-        "value_head.fc2 (forward output)", with "its weight is not finite" where that is so;
-        "value_head (gradient, SqrtBackward0)": a backward operation of the innermost module that ran it;
-        "the input ..."; "the loss ...": it gave the network a non-finite gradient. None says that all is
-        finite up to the loss and back from it. A module that makes infinities on purpose is named, too. Raises
-        ValueError when the model was not called.
+        "value_head.fc2 (forward output)", with "its weight is not finite" where that is so; "value_head (gradient,
+        SqrtBackward0)": a backward operation of the innermost module that ran it; "the input ..."; "the loss ...": it
+        gave the network a non-finite gradient. None says that all is finite up to the loss and back from it. A module
+        that makes infinities on purpose is named, too. Raises ValueError when the model was not called.
         """
         if not self.events:
             raise ValueError("the model that is checked was never called; call the plain module, not torch.compile's")

@@ -43,13 +43,12 @@ Result = TypeVar("Result")
 def usage(device: torch.device) -> Figures:
     """What this process holds now, in MiB; waits for no device.
 
-    Everywhere: `rss_mib` (resident memory, memory-mapped shards included), `rss_peak_mib` (of the process's whole
-    life: the system never lets it fall, and Linux starts it at the parent's), `total_mib` (what the process may
-    use: the machine's memory, or the cgroup's limit).
-    On an accelerator: `allocated_mib` (in tensors), `driver_mib` (as the driver counts it: caches, contexts and,
-    on CUDA, other processes) and `device_total_mib` (on MPS what Metal recommends as the most, which is less than
-    the machine's memory). CUDA also has `allocated_peak_mib` (since `Monitor.interval` last reset it) and
-    `reserved_mib` (tensors and the allocator's cache).
+    Everywhere: `rss_mib` (resident memory, memory-mapped shards included), `rss_peak_mib` (of the process's whole life:
+    the system never lets it fall, and Linux starts it at the parent's), `total_mib` (what the process may use: the
+    machine's memory, or the cgroup's limit). On an accelerator: `allocated_mib` (in tensors), `driver_mib` (as the
+    driver counts it: caches, contexts and, on CUDA, other processes) and `device_total_mib` (on MPS what Metal
+    recommends as the most, which is less than the machine's memory). CUDA also has `allocated_peak_mib` (since
+    `Monitor.interval` last reset it) and `reserved_mib` (tensors and the allocator's cache).
     """
     info = psutil.Process().memory_info()
     figures = {"rss_mib": info.rss, "rss_peak_mib": max(info.rss, _rss_peak(info)), "total_mib": machine.memory()}

@@ -1,6 +1,4 @@
-"""Random streams of a process, captured and restored: Python, NumPy's global one, torch's CPU and device
-ones.
-"""
+"""Random streams of a process, captured and restored: Python, NumPy's global one, torch's CPU and device ones."""
 
 from __future__ import annotations
 

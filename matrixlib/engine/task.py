@@ -20,18 +20,15 @@ Batch = dict[str, Tensor]
 class Task(Protocol):
     """What the engine trains. One contract test (tests/test_task_contract.py) runs over every task.
 
-    A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or pixels,
-    tokens) with a usable target. Losses and metrics leave the task as SUMS over items, never as means: the
-    engine cuts an update into micro-batches, adds the sums and divides once, by the item counts of the whole
-    update. So the gradient is that of the big batch, however rows with missing targets fall into the
-    micro-batches.
+    A *term* is one part of the loss ("policy", "value", ...). A term has *items*: the rows (or pixels, tokens) with a
+    usable target. Losses and metrics leave the task as SUMS over items, never as means: the engine cuts an update into
+    micro-batches, adds the sums and divides once, by the item counts of the whole update. So the gradient is that of
+    the big batch, however rows with missing targets fall into the micro-batches.
     """
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weight of each term's mean in the total loss, one per term, >= 0; a term of weight 0 is not
-        computed.
-        """
+        """Weight of each term's mean in the total loss, one per term, >= 0; a term of weight 0 is not computed."""
 
     @property
     def gated(self) -> frozenset[str]:
@@ -69,21 +66,19 @@ class Task(Protocol):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Forward pass of the terms in `active` over one micro-batch on the model's device.
 
-        Returns (losses, metrics). `losses`: term -> 0-d fp32 tensor, the SUM over that term's valid items,
-        with a gradient; exactly the terms of `active`; a differentiable zero where the micro-batch has no
-        valid item. `metrics`: "term/name" -> 0-d tensor without gradient, the SUM over the same items (a
-        count of hits, an entropy, ...), which the engine divides by counts[term]. Softmax and losses are
-        computed in fp32 whatever the autocast dtype. Nothing here reads from the device (no .item(), no
-        boolean indexing of device tensors).
+        Returns (losses, metrics). `losses`: term -> 0-d fp32 tensor, the SUM over that term's valid items, with a
+        gradient; exactly the terms of `active`; a differentiable zero where the micro-batch has no valid item.
+        `metrics`: "term/name" -> 0-d tensor without gradient, the SUM over the same items (a count of hits, an entropy,
+        ...), which the engine divides by counts[term]. Softmax and losses are computed in fp32 whatever the autocast
+        dtype. Nothing here reads from the device (no .item(), no boolean indexing of device tensors).
         """
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Per term (chance, floor), both SUMS over the items that `counts` counts, of a batch on the host.
 
-        `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`:
-        the least loss that any network can reach, e.g. the entropy of the (smoothed) targets. The engine
-        compares the first with the first update's losses and refuses a target loss below the second. Of a
-        teacher's `aids` nothing is known.
+        `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`: the least loss
+        that any network can reach, e.g. the entropy of the (smoothed) targets. The engine compares the first with the
+        first update's losses and refuses a target loss below the second. Of a teacher's `aids` nothing is known.
         """
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -38,8 +38,7 @@ FIRST_AUTO = 20
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation. kind: "sample" or "full". loss: weighted total of `losses`, the means over items by
-    term.
+    """One validation. kind: "sample" or "full". loss: weighted total of `losses`, the means over items by term.
 
     metrics: means by "term/name". counts: items by term. Terms without items stand in counts alone.
     """

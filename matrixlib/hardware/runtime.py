@@ -1,8 +1,7 @@
 """The device and precision policy: every choice that depends on the machine is made here, with its reason.
 
-`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine.
-Nothing else in the package asks which device there is.
-torch is imported inside functions: the module is light.
+`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine. Nothing else
+in the package asks which device there is. torch is imported inside functions: the module is light.
 """
 
 from __future__ import annotations

@@ -47,14 +47,12 @@ class VerdictFailed(Exception):
 def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Compare what papermill injected with the `parameters` cell; returns the parameters in force.
 
-    papermill only warns about a name that no cell declares and converts values by guesswork. Each parameter's
-    type is its annotation (`seed: int = 0`), else the type of its default; an int may stand for a float, None
-    only where it is declared. Without an injected cell (JupyterLab, nbval) there is nothing to check and {}
-    comes back.
+    papermill only warns about a name that no cell declares and converts values by guesswork. Each parameter's type is
+    its annotation (`seed: int = 0`), else the type of its default; an int may stand for a float, None only where it is
+    declared. Without an injected cell (JupyterLab, nbval) there is nothing to check and {} comes back.
 
-    history: sources of the cells run so far, values: name -> value; both are IPython's by default.
-    Raises ParameterError, one line naming each unknown parameter with the nearest known one, and each wrong
-    type.
+    history: sources of the cells run so far, values: name -> value; both are IPython's by default. Raises
+    ParameterError, one line naming each unknown parameter with the nearest known one, and each wrong type.
     """
     if history is None or values is None:
         shell = get_ipython()
@@ -100,9 +98,8 @@ def clean_errors() -> None:
 class Verdict:
     """Named checks of a notebook: collected, shown as a table, stored, and raised when one failed.
 
-    folder: the run's folder; the verdict goes into its summary.json, and its report is written again. None
-    keeps the verdict in the notebook. demo: the run was too short to say anything about strength; the table
-    says so.
+    folder: the run's folder; the verdict goes into its summary.json, and its report is written again. None keeps the
+    verdict in the notebook. demo: the run was too short to say anything about strength; the table says so.
     """
 
     def __init__(self, folder: Path | None = None, *, demo: bool = False) -> None:

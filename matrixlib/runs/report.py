@@ -133,9 +133,8 @@ def outcome(folder: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
 def figure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(figure, value, its baselines) as text, for an evaluation such as a run's summary.json holds.
 
-    A baseline belongs to the figures with its last word in their names: `uniform_top1` to `top1`,
-    `majority_wdl` to `wdl_accuracy`. Shares (top..., ...accuracy) are shown in percent. What is neither a number nor
-    text is left out.
+    A baseline belongs to the figures with its last word in their names: `uniform_top1` to `top1`, `majority_wdl` to
+    `wdl_accuracy`. Shares (top..., ...accuracy) are shown in percent. What is neither a number nor text is left out.
     """
     rows = []
     for name, value in figures.items():

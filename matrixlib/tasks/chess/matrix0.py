@@ -116,9 +116,8 @@ class LoadReport:
 def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
     """Our options for a NetConfig of Matrix0 (missing fields have its defaults).
 
-    Its blocks never read `norm` (BatchNorm always) and use momentum 0.9; its mix of 1 or more means masked
-    attention alone, 0 or less unmasked alone. Raises ValueError naming unknown fields and options that we do
-    not have.
+    Its blocks never read `norm` (BatchNorm always) and use momentum 0.9; its mix of 1 or more means masked attention
+    alone, 0 or less unmasked alone. Raises ValueError naming unknown fields and options that we do not have.
     """
     if unknown := sorted(set(netconfig) - set(DEFAULTS) - IGNORED):
         raise ValueError(f"unknown fields of Matrix0's NetConfig: {', '.join(unknown)}")
@@ -192,11 +191,10 @@ def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
 def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> LoadReport:
     """Fill `model` in place from a checkpoint of Matrix0: a file, or the dict that it holds.
 
-    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged
-    weights (`model_ema`) lack BatchNorm's batch counters, which then come from the raw weights beside them.
-    Files are read with `weights_only=True`: nothing in them is executed. Raises ValueError naming missing,
-    surplus, misshapen and non-finite keys, aliases that differ, and files that hold no weights; the model is
-    untouched then.
+    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged weights
+    (`model_ema`) lack BatchNorm's batch counters, which then come from the raw weights beside them. Files are read with
+    `weights_only=True`: nothing in them is executed. Raises ValueError naming missing, surplus, misshapen and
+    non-finite keys, aliases that differ, and files that hold no weights; the model is untouched then.
     """
     data = source if isinstance(source, Mapping) else read_checkpoint(source)
     schema, state, messages = _choose(data)

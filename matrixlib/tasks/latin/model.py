@@ -98,9 +98,7 @@ class LatinNet(nn.Module):
         return logits.unflatten(1, (side, side))
 
     def _mask(self, tokens: Tensor) -> Tensor:
-        """(B, 1, L, L) fp32: 0 where a cell may look, -inf at cells outside the grid, and, if causal, at later
-        ones.
-        """
+        """(B, 1, L, L) fp32: 0 where a cell may look, -inf at cells outside the grid, and, if causal, at later ones."""
         length = tokens.shape[1]
         hidden = (tokens == PAD)[:, None, None, :].expand(-1, 1, length, length)
         if self.config.causal:

@@ -23,11 +23,10 @@ EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size and from this fill on, all co
 class Rate:
     """Figures of `grids` held-out puzzles of one size, mode and range of fill; shares lie in 0..1.
 
-    valid: completed by the best digits of one pass. exact: the same with the exact probabilities in the
-    network's place, which no network can beat by much; None where they cannot be counted. accuracy: hidden
-    cells whose best digit is the square's (1 cannot be reached where a puzzle has several completions).
-    violations: repeated digits a grid after one pass. iterative, beam: valid by decoding; *_baseline: the same
-    without a network.
+    valid: completed by the best digits of one pass. exact: the same with the exact probabilities in the network's
+    place, which no network can beat by much; None where they cannot be counted. accuracy: hidden cells whose best digit
+    is the square's (1 cannot be reached where a puzzle has several completions). violations: repeated digits a grid
+    after one pass. iterative, beam: valid by decoding; *_baseline: the same without a network.
     """
 
     size: int

@@ -98,10 +98,9 @@ def _chain(n: Int, count: Int, state: U64, out: U8) -> None:
 def generate(size: int, count: int, seed: int) -> np.ndarray:
     """(count, size, size) uint8 random Latin squares, uniform over all of that order; repeats are possible.
 
-    The chain of Jacobson and Matthews, "Generating uniformly distributed random Latin squares" (1996), whose
-    moves pass through improper squares (one cell of the incidence cube at -1). Its stationary distribution is
-    uniform; only proper squares are counted and taken. The same arguments give the same squares.
-    Raises ValueError for a size outside 2..16.
+    The chain of Jacobson and Matthews, "Generating uniformly distributed random Latin squares" (1996), whose moves pass
+    through improper squares (one cell of the incidence cube at -1). Its stationary distribution is uniform; only proper
+    squares are counted and taken. The same arguments give the same squares. Raises ValueError for a size outside 2..16.
     """
     if not 2 <= size <= 16:
         raise ValueError(f"size must lie in 2..16, not {size}")

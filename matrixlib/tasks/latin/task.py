@@ -133,9 +133,7 @@ class LatinTask(Ungated):
         }
 
     def build_model(self) -> LatinNet:
-        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left
-        untouched.
-        """
+        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return LatinNet(self.config.model)

@@ -58,9 +58,7 @@ class TicTacToeTask(Ungated):
         return {"squares": _squares(rows), "policy_index": moves}
 
     def build_model(self) -> TicTacToeNet:
-        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left
-        untouched.
-        """
+        """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
             return TicTacToeNet(self.config.model)

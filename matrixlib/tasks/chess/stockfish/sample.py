@@ -27,9 +27,8 @@ def make_set(
 ) -> dict[str, Any]:
     """Play and label games, then pack them into shards with a catalogue; resumable, see generator.py.
 
-    out: folder, empty = reports/sample. nodes: fewest and most nodes of a playing engine.
-    Returns the figures of both stages. Raises EngineError without a working Stockfish, ValueError for a folder with
-    other shards.
+    out: folder, empty = reports/sample. nodes: fewest and most nodes of a playing engine. Returns the figures of both
+    stages. Raises EngineError without a working Stockfish, ValueError for a folder with other shards.
     """
     if games < 1 or workers < 1 or seed < 0:
         raise ValueError(f"games is {games}, workers {workers}, seed {seed}; give whole numbers from 1, 1 and 0")
