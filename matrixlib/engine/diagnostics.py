@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.optim import unwrap, weights
+from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
-
-if TYPE_CHECKING:
-    from matrixlib.engine.stats import Stats
-    from matrixlib.hardware.runtime import Runtime
+from matrixlib.hardware.runtime import Runtime
 
 INITIAL_TOLERANCE = 0.15
 """Relative difference between the first losses and chance level that is worth a warning."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 
 from matrixlib.engine.diagnostics import hooked
 from matrixlib.engine.memory import MEBI
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def by_part(update: Callable[[], object], model: nn.Module, optimiser: torch.optim.Optimizer) -> pd.DataFrame:
@@ -21,7 +19,6 @@ def by_part(update: Callable[[], object], model: nn.Module, optimiser: torch.opt
     update: makes one with the model and optimiser; it is called twice, the first time to warm up. What is kept is
     there until the backward pass. Weights, gradients and the optimiser's state are a row each.
     """
-    import pandas as pd
     from torch.profiler import ProfilerActivity, profile, record_function
 
     on_device = next(model.parameters()).is_cuda

@@ -12,18 +12,15 @@ import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from matrixlib.config import Config
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.step import throwaway
+from matrixlib.engine.task import Batch, Task
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.hardware.speed import seconds_of
-
-if TYPE_CHECKING:
-    from matrixlib.config import Config
-    from matrixlib.engine.task import Batch, Task
-    from matrixlib.hardware.runtime import Runtime
 
 WARM, TIMED = 3, 7
 """Updates of a trial: the first ones allocate memory and look for algorithms."""

@@ -11,19 +11,14 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 
 from matrixlib.engine import memory
-from matrixlib.engine.task import rows
+from matrixlib.engine.step import Step
+from matrixlib.engine.task import Batch, rows
 from matrixlib.hardware.speed import seconds_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.engine.step import Step
-    from matrixlib.engine.task import Batch
 
 TOLERANCE = 0.03  # sizes this near to the best rate are as good: the smallest of them leaves most memory
 REPEATS = 2  # timed updates of a trial, after one that warms up
@@ -49,8 +44,6 @@ class Tuning:
 
     def table(self) -> pd.DataFrame:
         """A row a size, smallest first: rows, rows/s, peak MiB, and what came of it."""
-        import pandas as pd
-
         table = [
             {
                 "rows": f"{trial.size:,}",

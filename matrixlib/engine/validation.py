@@ -9,23 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from matrixlib.config import ValidationConfig
+from matrixlib.engine.curriculum import Phase
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.parallel import Ranks
 from matrixlib.engine.state import State
-from matrixlib.engine.task import Batch, Task, to_device
+from matrixlib.engine.task import Batch, Data, Task, to_device
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.progress import live_bar
-
-if TYPE_CHECKING:
-    from matrixlib.engine.curriculum import Phase
-    from matrixlib.engine.task import Data
-    from matrixlib.hardware.runtime import Runtime
-
 
 BAR_SECONDS = 5.0
 """A pass over held-out data that takes longer shows how far it is."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import chess.pgn
 from matplotlib.figure import Figure
@@ -12,9 +11,7 @@ from matplotlib.figure import Figure
 from matrixlib import progress
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.board.session import Session
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.spec import Check
+from matrixlib.tasks.spec import Check
 
 
 def play(session: Session, moves: Sequence[str] = ()) -> None:

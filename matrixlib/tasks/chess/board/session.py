@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import chess
 import chess.pgn
@@ -18,12 +17,10 @@ from numpy.typing import NDArray
 
 from matrixlib.play.search import SearchResult
 from matrixlib.tasks.chess.evaluate import analysis
+from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import from_boards, move_from_index
 from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.thinker import Thinker
-
-if TYPE_CHECKING:
-    from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 
 SIDES = {"white": chess.WHITE, "black": chess.BLACK}
 Chances = tuple[float, float, float]
