@@ -10,7 +10,6 @@ The exit code is 1 where a run is stalled.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -132,10 +131,9 @@ def _time(text: object) -> datetime | None:
 def _object(path: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none that can be read: a watcher looks at what may be half there."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return files.read_json(path)
+    except ValueError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
 def main(arguments: Sequence[str]) -> int:
