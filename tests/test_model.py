@@ -91,6 +91,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "dense policy": ({"policy": {"kind": "dense"}}, FLAT * MOVES + MOVES - CONV_HEAD),
     "factored policy": ({"policy": {"kind": "factored"}}, 5 * (FLAT + 1) + MOVES * (5 + 1) - CONV_HEAD),
+    "attention policy": (
+        {"policy": {"kind": "attention"}},
+        2 * 5 * (32 + 1) + 3 * 5 + 64 * (64 + 24) - CONV_HEAD,
+    ),
     "logit norm and clamp": ({"policy": {"clamp": 5.0, "logit_norm": True}}, 2 * MOVES),
     "value by attention": ({"value": {"pool": "attention"}}, 16),
     "flat value": ({"value": {"pool": "flatten"}}, 63 * 16 * HIDDEN),
@@ -237,7 +241,8 @@ def test_heads_are_computed_only_when_asked_for() -> None:
 
 
 def test_outputs_start_near_zero() -> None:
-    for changes in ({}, {"policy": {"kind": "dense"}}, {"policy": {"kind": "factored", "logit_norm": True}}):
+    kinds = ({"kind": "attention"}, {"kind": "dense"}, {"kind": "factored", "logit_norm": True})
+    for changes in ({}, *({"policy": kind} for kind in kinds)):
         net = build(ssl=ALL_SSL, **changes).eval()
         with torch.no_grad():
             out = net(planes(16), every_head(net))
@@ -267,7 +272,24 @@ def test_convolutional_policy_keeps_squares_in_order(encoding: str) -> None:
         assert logits[square].tolist() == [plane * 64.0 + row * 8 + square % 8 for plane in range(73)]
 
 
-@pytest.mark.parametrize("kind", ["conv", "dense", "factored"])
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_attention_policy_compares_squares(encoding: str) -> None:
+    """Square s has the row of rank s // 8 as above; 48 to 57 is a queen's, king's or pawn's step, 48 * 73 + 64 + 3 + 2
+    a pawn's that becomes a bishop."""
+    head = build(encoding=encoding, policy={"kind": "attention"}).policy_head.eval()
+    randomise(head)
+    head.input = nn.Identity()
+    marks = torch.randn(1, 32, 8, 8, generator=torch.Generator().manual_seed(4))
+    squares = (marks if encoding == "oriented" else marks.flip(2)).flatten(2)[0].T
+    query, key = squares[48] @ head.pairs.query.weight.T + head.pairs.query.bias, squares[57] @ head.pairs.key.weight.T
+    key = key + head.pairs.key.bias
+    logits, ends = head(marks)[0], len(head.pairs.ends)
+    torch.testing.assert_close(logits[48 * 73 + 28], query @ key / 5**0.5 + head.pairs.bias[48, 57])
+    promoted = query @ (key + head.pairs.piece[1, 0]) / 5**0.5 + head.pairs.bias[48, 64 + ends + 1]
+    torch.testing.assert_close(logits[48 * 73 + 64 + 3 + 2], promoted)
+
+
+@pytest.mark.parametrize("kind", ["conv", "attention", "dense", "factored"])
 def test_clamp_only_where_asked(kind: str) -> None:
     for clamp in (0.0, 5.0):
         net = build(policy={"kind": kind, "clamp": clamp}).eval()

@@ -183,3 +183,25 @@ def test_unknown_encodings_are_refused(encoding: str) -> None:
         planes.planes(packed(records.from_boards([chess.Board()])), encoding)
     with pytest.raises(ValueError, match="oriented, matrix0"):
         planes.move_map(encoding)
+
+
+@pytest.mark.parametrize("encoding", planes.ENCODINGS)
+def test_move_keys_are_from_and_to_squares_and_pieces_of_under_promotions(encoding: str) -> None:
+    ends, place = planes.move_keys(encoding)
+    table, width = planes.move_map(encoding), 64 + 3 * len(ends)
+    promotions = set()
+    for board in boards():
+        side = int(not board.turn)
+        flip = 56 if side and encoding == "oriented" else 0
+        for move in board.legal_moves:
+            index = int(table[side, records.policy_index(move, board.turn)])
+            origin, key = divmod(int(place[index]), width)
+            assert origin == move.from_square ^ flip
+            if move.promotion in (None, chess.QUEEN):
+                assert key == move.to_square ^ flip
+            else:
+                piece, end = divmod(key - 64, len(ends))
+                assert (piece, int(ends[end])) == (move.promotion - 2, move.to_square ^ flip)
+                promotions.add((side, move.promotion))
+    assert len(promotions) == 6
+    assert len(place[place > 0].unique()) == 1792 + 66 * (len(ends) // 8)

@@ -48,9 +48,14 @@ class AttentionConfig(Section):
 
 
 class PolicyHeadConfig(Section):
-    kind: Literal["conv", "factored", "dense"] = Field(default="conv", description="how 4,672 move logits are made")
+    kind: Literal["conv", "attention", "factored", "dense"] = Field(
+        default="conv",
+        description="how 4,672 move logits are made; `attention` by queries of from-squares and keys of to-squares",
+    )
     channels: Count = Field(default=48, description="channels before the logits")
-    rank: Count = Field(default=96, description="inner width of the `factored` head")
+    rank: Count = Field(
+        default=96, description="inner width of the `factored` head, width of queries and keys of `attention`"
+    )
     clamp: NonNegative = Field(default=0.0, description="clamp of Matrix0's head (5.0); 0 = none")
     logit_norm: bool = Field(default=False, description="Matrix0's LayerNorm over all logits")
 

@@ -10,6 +10,7 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from matrixlib.tasks.chess.blocks import (
     recomputed,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
+from matrixlib.tasks.chess.planes import move_keys
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -91,10 +93,37 @@ def _counted() -> Iterator[FlopCounterMode]:
         yield counter
 
 
+class MovePairs(nn.Module):
+    """Squares (B, 64, C) -> (B, 4672) fp32 logits: the product of a query of the from-square with a key of the
+    to-square, plus a learned number of the pair, as Leela's attention policy has it. An under-promotion's key is that
+    of its to-square plus one of the piece. Indices that are no move get the number of some other pair.
+    """
+
+    ends: Tensor
+    place: Tensor
+
+    def __init__(self, channels: int, width: int, encoding: str) -> None:
+        super().__init__()
+        ends, place = move_keys(encoding)
+        self.query, self.key = nn.Linear(channels, width), nn.Linear(channels, width)
+        self.piece = nn.Parameter(torch.zeros(3, 1, width))
+        self.bias = nn.Parameter(torch.zeros(SQUARES, SQUARES + 3 * len(ends)))
+        self.register_buffer("ends", ends, persistent=False)
+        self.register_buffer("place", place, persistent=False)
+
+    def forward(self, squares: Tensor) -> Tensor:
+        query, key = self.query(squares), self.key(squares).float()
+        keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
+        product = functools.partial(torch.baddbmm, alpha=key.shape[2] ** -0.5)
+        pairs = in_fp32(product, self.bias, query, keys.transpose(1, 2))
+        return pairs.flatten(1).gather(1, self.place.expand(len(pairs), -1))
+
+
 class PolicyHead(nn.Module):
     """(B, C, 8, 8) -> (B, 4672) logits, index = from-square * 73 + plane; illegal moves are not masked here.
 
-    `conv` gives each square its 73 planes; `dense` and `factored` (through `rank` numbers) mix all squares.
+    `conv` gives each square its 73 planes; `attention` compares from- and to-squares (`MovePairs`, `rank` wide);
+    `dense` and `factored` (through `rank` numbers) mix all squares.
     With `clamp` c the inputs and logits are clamped to +-c and the inner values to +-2c, as Matrix0 does;
     this is the only place where logits are clamped. The last layer computes in fp32: in bf16 logits of 1 to 2 would be
     rounded to steps of 1/128, and moves that differ would tie in a search.
@@ -110,6 +139,8 @@ class PolicyHead(nn.Module):
         flat = options.channels * SQUARES
         if options.kind == "conv":
             self.planes = nn.Conv2d(options.channels, MOVE_PLANES, 1)
+        elif options.kind == "attention":
+            self.pairs = MovePairs(options.channels, options.rank, config.encoding)
         elif options.kind == "dense":
             self.dense = nn.Linear(flat, MOVES)
         else:
@@ -120,7 +151,8 @@ class PolicyHead(nn.Module):
     @property
     def last(self) -> nn.Module:
         """The layer that gives the logits."""
-        return self.get_submodule({"conv": "planes", "dense": "dense", "factored": "expand"}[self.kind])
+        names = {"conv": "planes", "attention": "pairs.key", "dense": "dense", "factored": "expand"}
+        return self.get_submodule(names[self.kind])
 
     def initialise(self) -> None:
         shrink(self.last if self.logit_norm is None else self.logit_norm)
@@ -133,6 +165,8 @@ class PolicyHead(nn.Module):
         if self.kind == "conv":
             planes = in_fp32(self.planes, x)
             logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
+        elif self.kind == "attention":
+            logits = self.pairs((x.flip(2) if self.flip else x).flatten(2).transpose(1, 2))
         elif self.kind == "dense":
             logits = self.limit(in_fp32(self.dense, x.flatten(1)), 2)
         else:

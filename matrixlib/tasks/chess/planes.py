@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matrixlib.tasks.chess import records
+from matrixlib.tasks.chess import bitboard, records
 
 PLANES = 19
 ENCODINGS = ("oriented", "matrix0")
@@ -91,3 +91,24 @@ def move_map(encoding: str) -> Tensor:
     identity = np.arange(records.POLICY_SIZE)
     black = records.absolute_index.astype(np.int64) if encoding == "matrix0" else identity
     return torch.from_numpy(np.stack([identity, black]))
+
+
+def move_keys(encoding: str) -> tuple[Tensor, Tensor]:
+    """Moves as pairs of a from-square and a key: (`ends` (E,), `place` (4672,)), int64.
+
+    Keys are the 64 to-squares, then for each piece of an under-promotion (knight, bishop, rook) the E squares `ends`
+    where one can stand. place: of each policy index in a flat table (64, 64 + 3 E); 0 where there is no such move.
+    """
+    if encoding not in ENCODINGS:
+        raise ValueError(f"unknown encoding '{encoding}'; there are {', '.join(ENCODINGS)}")
+    boards = [(np.arange(records.POLICY_SIZE), 0)]  # White's: indices, and what turns a square
+    if encoding == "matrix0":
+        boards.append((records.absolute_index.astype(np.int64), 56))
+    ends = np.concatenate([np.arange(56, 64) ^ turn for _, turn in boards])
+    code = bitboard.POLICY_MOVE.astype(np.int64)
+    known, piece, place = code != bitboard.NO_MOVE, code >> 12, np.zeros(len(code), np.int64)
+    for number, (index, turn) in enumerate(boards):
+        origin, target = code & 63 ^ turn, code >> 6 & 63 ^ turn
+        key = np.where(piece > 0, 64 + (piece - 1) * len(ends) + 8 * number + target % 8, target)
+        place[index[known]] = (origin * (64 + 3 * len(ends)) + key)[known]
+    return torch.from_numpy(ends), torch.from_numpy(place)
