@@ -42,6 +42,7 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Rows = Annotated[int, Field(ge=1, le=1 << 24)]
 Auto = Literal["auto"]
+Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
 
 
 class Section(BaseModel):
@@ -92,12 +93,11 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    optimiser: Literal[
-        "adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor", "muon", "schedule_free", "adamw_8bit"
-    ] = Field(
+    optimiser: Literal[Elementwise, "muon", "normuon", "schedule_free", "adamw_8bit"] = Field(
         default="adamw",
-        description="`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers; `schedule_free`: "
-        "AdamW with an average of its own in place of decay and ema_decay; `adamw_8bit` keeps small moments",
+        description="`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers, `normuon` with all "
+        "outputs moved alike; `schedule_free`: AdamW with an average of its own in place of decay and ema_decay; "
+        "`adamw_8bit` keeps small moments",
     )
     learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate")
     rate_batch: CountOrZero = Field(
@@ -106,6 +106,9 @@ class OptimConfig(Section):
         "0 = as it stands",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
+    decay_share: Annotated[Real, Field(gt=0, le=1)] = Field(
+        default=1.0, description="last part of the updates after the warm-up in which the rate decays, from the peak"
+    )
     restarts: CountOrZero = Field(default=0, description="times that the decay begins anew at the peak (warm restarts)")
     final_fraction: Fraction = Field(
         default=0.05, description="learning rate at the last update as a share of the peak"

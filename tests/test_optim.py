@@ -121,6 +121,16 @@ def test_warm_restarts_begin_at_the_peak_and_the_last_ends_at_the_floor(kind: st
     assert rates[41:70] == sorted(rates[41:70], reverse=True)
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_the_rate_stays_at_the_peak_until_the_last_part(kind: str) -> None:
+    config = settings(learning_rate=1.0, schedule=kind, warmup_steps=11, final_fraction=0.0, decay_share=0.3)
+    rates = [Schedule.of(config, 111)(update) for update in range(111)]
+    assert set(rates[10:81]) == {1.0}
+    assert rates[81:] == sorted(set(rates[81:]), reverse=True)
+    assert rates[95] == pytest.approx(0.5)
+    assert rates[-1] == 0
+
+
 def test_the_rate_grows_with_the_root_of_the_batch_where_that_is_asked_for() -> None:
     config = settings(learning_rate=0.01, warmup_steps=0, rate_batch=128)
     assert [Schedule.of(config, 10, rows)(0) for rows in (128, 512, 32)] == pytest.approx([0.01, 0.02, 0.005])

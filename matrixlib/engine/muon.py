@@ -13,6 +13,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Newton and Schulz's iteration of the fifth degree, as torch has them: https://kellerjordan.github.io/posts/muon/."""
 RMS = 0.2
 """Root mean square of an update of AdamW in units of its rate (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+ROWS_DECAY = 0.95
+"""Of the mean squares of rows (Li et al. 2025, https://arxiv.org/abs/2510.05491)."""
 
 
 class Muon(torch.optim.AdamW):
@@ -23,10 +25,14 @@ class Muon(torch.optim.AdamW):
     size of AdamW's (torch's `match_rms_adamw`), so that rate and decay carry over from there.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **options: Any) -> None:
-        """groups: of AdamW, each with the key `orthogonal`. momentum: of the matrices, with Nesterov's look ahead."""
+    def __init__(
+        self, groups: list[dict[str, Any]], *, momentum: float, even_rows: bool = False, **options: Any
+    ) -> None:
+        """groups: of AdamW, each with the key `orthogonal`. momentum: of the matrices, with Nesterov's look ahead.
+        even_rows: NorMuon, in which each output is moved about as far as the others.
+        """
         super().__init__(groups, **options)
-        self.momentum = momentum
+        self.momentum, self.even_rows = momentum, even_rows
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -56,8 +62,26 @@ class Muon(torch.optim.AdamW):
         for places in _by_shape(directions):
             matrices = torch.stack([directions[place].flatten(1) for place in places])
             size = RMS * max(matrices.shape[1:]) ** 0.5
-            for place, update in zip(places, orthogonal(matrices), strict=True):
+            updates = orthogonal(matrices)
+            if self.even_rows:
+                updates = self._evened([moved[place] for place in places], updates)
+            for place, update in zip(places, updates, strict=True):
                 moved[place].add_(update.view(moved[place].shape), alpha=-group["lr"] * size)
+
+    def _evened(self, parameters: Sequence[Tensor], updates: Tensor) -> Tensor:
+        """Orthogonal updates (N, R, C) with rows divided by the root of their mean squares of late; as large as before
+        all together.
+        """
+        squares = updates.square().mean(2)
+        for parameter, square in zip(parameters, squares, strict=True):
+            state = self.state[parameter]
+            if "row_squares" not in state:  # of as many dimensions as the parameter, as checkpoints want it
+                state["row_squares"] = parameter.new_zeros(len(parameter), *[1] * (parameter.ndim - 1))
+            late = state["row_squares"].view(-1)
+            late.lerp_(square, 1 - ROWS_DECAY)
+            square.copy_(late)
+        even = updates / (squares.sqrt() + 1e-8).unsqueeze(2)
+        return even * (updates.square().mean((1, 2), True) / even.square().mean((1, 2), True).clamp(min=1e-30)).sqrt()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

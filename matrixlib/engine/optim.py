@@ -133,7 +133,7 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
     The step sets the learning rate of each update. Without its library 8-bit AdamW is plain AdamW, with a warning.
     Raises ValueError when no parameter can be trained, or when the library of an optimiser is not installed.
     """
-    groups = parameter_groups(model, config.weight_decay, config.optimiser == "muon")
+    groups = parameter_groups(model, config.weight_decay, config.optimiser in ("muon", "normuon"))
     if not groups:
         raise ValueError("the model has no trainable parameter; every requires_grad is False")
     fused = device.type in FUSED
@@ -141,8 +141,8 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
     fast: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}
     moments: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
     match optimiser_kind(config):
-        case "muon":
-            return Muon(groups, momentum=config.momentum, **fast, **moments)
+        case "muon" | "normuon" as kind:
+            return Muon(groups, momentum=config.momentum, even_rows=kind == "normuon", **fast, **moments)
         case "adam":
             return torch.optim.Adam(groups, **fast, **moments)
         case "sgd":

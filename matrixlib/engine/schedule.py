@@ -17,6 +17,8 @@ class Schedule:
     Skipped updates count: rate and data stay aligned. A warm-up longer than half the run is cut to half of it
     (smoke runs).
 
+    decay_share: the last part of what follows the warm-up (of each cycle, with restarts), in which `kind` runs; before
+    it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395).
     restarts: times that the curve begins anew at the peak, in cycles of equal length (Loshchilov and Hutter 2016,
     https://arxiv.org/abs/1608.03983); the last one ends as the curve does.
     bends: (update, end) of each change of plan: from that update on what is left of the curve is gone through faster or
@@ -30,6 +32,7 @@ class Schedule:
     steps: int
     bends: tuple[tuple[int, int], ...] = ()
     restarts: int = 0
+    decay_share: float = 1.0
 
     @classmethod
     def of(cls, config: OptimConfig, steps: int, batch_size: int = 0) -> Schedule:
@@ -42,8 +45,8 @@ class Schedule:
             raise ValueError(f"a run needs at least one update, got {steps}")
         warmup = min(config.warmup_steps, steps // 2)
         scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
-        peak, restarts = config.learning_rate * scale, config.restarts
-        return cls(peak, config.schedule, config.final_fraction, warmup, steps, restarts=restarts)
+        peak, shape = config.learning_rate * scale, {"restarts": config.restarts, "decay_share": config.decay_share}
+        return cls(peak, config.schedule, config.final_fraction, warmup, steps, **shape)
 
     @property
     def end(self) -> int:
@@ -82,6 +85,7 @@ class Schedule:
         progress = min((place - first) / span, 1.0) if span > 0 else 0.0
         if progress < 1:
             progress = progress * (self.restarts + 1) % 1
+        progress = max(0.0, 1 - (1 - progress) / self.decay_share) if self.decay_share < 1 else progress
         shape = 1 - progress if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
 

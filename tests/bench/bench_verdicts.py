@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"optim": {"optimiser": "muon"}},
     "muon_half_rate": {"optim": {"optimiser": "muon", "learning_rate": 0.0025}},
     "muon_double_rate": {"optim": {"optimiser": "muon", "learning_rate": 0.01}},
+    "normuon": {"optim": {"optimiser": "normuon"}},
     "schedule_free": {"optim": {"optimiser": "schedule_free", "schedule": "constant"}},
     "lamb": {"optim": {"optimiser": "lamb"}},
     "nadam": {"optim": {"optimiser": "nadam"}},
@@ -44,6 +45,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "swa_constant": {"optim": {"swa": 0.25, "schedule": "constant"}},
     "dropout": {"model": {"dropout": 0.1}},
     "dropout_schedule": {"model": {"dropout": 0.1}, "train": {"dropout_stages": [1, 0.75, 0.5, 0.25, 0]}},
+    "attention_6": {"model": {"attention": {"every": 6}}},
+    "policy_attention": {"model": {"policy": {"kind": "attention", "rank": 32}}},
+    "channels_64": {"model": {"channels": 64}},
+    "channels_64_blocks_5": {"model": {"channels": 64, "blocks": 5}},
+    "channels_96_blocks_4": {"model": {"channels": 96, "blocks": 4}},
+    "batch_norm": {"model": {"norm": {"blocks": "batch", "stem_heads": "batch"}}},
+    "relu": {"model": {"activation": "relu"}},
+    "without_ssl": {"model": {"ssl": []}},
+    "ssl_third": {"loss": {"ssl": {"threat": 0.5, "control": 0.5}}},
+    "best_move": {"loss": {"best_move": True}},
+    "decay_last_third": {"optim": {"decay_share": 0.35}},
+    "linear": {"optim": {"schedule": "linear", "final_fraction": 0.0}},
+    "ema_0998": {"optim": {"ema_decay": 0.998}},
+    "batch_64": {"train": {"batch_size": 64}, "optim": {"learning_rate": 0.0035}},
+    "batch_256": {"train": {"batch_size": 256}, "optim": {"learning_rate": 0.007}},
+    "muon_wide_attention": {
+        "optim": {"optimiser": "muon"},
+        "model": {"channels": 64, "policy": {"kind": "attention", "rank": 32}},
+    },
 }
 """Option -> what it changes of the preset. Rates other than AdamW's were not searched for."""
 
