@@ -16,7 +16,7 @@ from toy_task import ToyNet, ToySource, toy_runtime
 from matrixlib.config import Config, ConfigError, OptimConfig
 from matrixlib.engine import noise, optim
 from matrixlib.engine.checkpoint import CheckpointError
-from matrixlib.engine.muon import Muon, orthogonal
+from matrixlib.engine.muon import Muon, _by_steps, orthogonal
 from matrixlib.tasks import get_task, load_config
 
 CPU = torch.device("cpu")
@@ -228,9 +228,21 @@ def test_a_network_that_does_not_name_its_edges_is_told() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 16, 40), (2, 40, 16)])
 def test_orthogonal_matrices(shape: tuple[int, ...]) -> None:
-    values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(1))))
+    generator = torch.Generator().manual_seed(1)
+    matrices = torch.randn(shape, generator=generator)
+    values = torch.linalg.svdvals(orthogonal(matrices))
     assert values.min() > 0.5
     assert values.max() < 1.3
+    wide = matrices if shape[1] < shape[2] else matrices.mT
+    steps = _by_steps((wide / torch.linalg.matrix_norm(wide, keepdim=True)).bfloat16()).float()
+    torch.testing.assert_close(orthogonal(wide), steps, rtol=0, atol=0.02)  # in bf16
+    thin = torch.randn(shape[0], shape[1], 3, generator=generator) @ torch.randn(
+        shape[0], 3, shape[2], generator=generator
+    )
+    values = torch.linalg.svdvals(orthogonal(thin))
+    assert values[:, 2].min() > 0.5
+    assert values[:, 0].max() < 1.3
+    assert values[:, 3].max() < 0.01, "what is nothing but rounding is not blown up"
 
 
 def test_a_kernel_is_a_matrix_of_its_outputs_in_any_memory_format() -> None:

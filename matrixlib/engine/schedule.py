@@ -45,8 +45,15 @@ class Schedule:
             raise ValueError(f"a run needs at least one update, got {steps}")
         warmup = min(config.warmup_steps, steps // 2)
         scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
-        peak, shape = config.learning_rate * scale, {"restarts": config.restarts, "decay_share": config.decay_share}
-        return cls(peak, config.schedule, config.final_fraction, warmup, steps, **shape)
+        return cls(
+            config.learning_rate * scale,
+            config.schedule,
+            config.final_fraction,
+            warmup,
+            steps,
+            restarts=config.restarts,
+            decay_share=config.decay_share,
+        )
 
     @property
     def end(self) -> int:

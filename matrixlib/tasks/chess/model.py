@@ -116,7 +116,7 @@ class MovePairs(nn.Module):
         keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
         product = functools.partial(torch.baddbmm, alpha=key.shape[2] ** -0.5)
         pairs = in_fp32(product, self.bias, query, keys.transpose(1, 2))
-        return pairs.flatten(1).gather(1, self.place.expand(len(pairs), -1))
+        return pairs.flatten(1).index_select(1, self.place)
 
 
 class PolicyHead(nn.Module):
