@@ -10,7 +10,6 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,8 +113,8 @@ class MovePairs(nn.Module):
     def forward(self, squares: Tensor) -> Tensor:
         query, key = self.query(squares), self.key(squares).float()
         keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
-        product = functools.partial(torch.baddbmm, alpha=key.shape[2] ** -0.5)
-        pairs = in_fp32(product, self.bias, query, keys.transpose(1, 2))
+        # products and bias apart: torch's one operation for both is a quarter slower on a CPU, and so is a gather
+        pairs = in_fp32(torch.matmul, query * key.shape[2] ** -0.5, keys.transpose(1, 2)) + self.bias
         return pairs.flatten(1).index_select(1, self.place)
 
 
