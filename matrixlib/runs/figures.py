@@ -450,6 +450,6 @@ def scores_figure(scores: Mapping[str, tuple[float, Mapping[str, float]]], count
             colour = f"C{1 + baselines.index(baseline)}"
             axes.plot(100 * value, line, "|", markersize=12, markeredgewidth=2, color=colour, label=baseline)
     axes.set_yticks(range(len(scores)), list(scores))
-    axes.set(xlim=(0, 100), ylim=(len(scores) - 0.4, -0.6), xlabel="[%]")
+    axes.set(xlim=(-1, 101), ylim=(len(scores) - 0.4, -0.6), xlabel="[%]")
     beside(figure)
     return figure
