@@ -126,7 +126,7 @@ def updates(reports: Path) -> int:
 
 @pytest.mark.slow
 def test_ended_and_interrupted_the_same_command_goes_on(reports: Path) -> None:
-    """What a signal ends says how, and loses no update; killed: test_run.py."""
+    """What a signal ends says how, and loses no update; killed: test_run.py, to the end: test_wheel.py."""
     ends = [
         (signal.SIGTERM, 143, "ended by SIGTERM"),
         (signal.SIGINT, 130, "interrupted; the same command goes on from the last checkpoint"),
@@ -141,16 +141,14 @@ def test_ended_and_interrupted_the_same_command_goes_on(reports: Path) -> None:
         assert process.returncode == code
         assert words in text
         assert "\r" not in text
+        assert updates(reports) >= rows, "it went on"
         rows = updates(reports)
         assert (reports / "mine" / "checkpoints" / f"step_{rows:08d}").is_dir(), "no update is lost"
         rows += 1
-    last = start(reports, 60)
-    assert last.wait() == 0
-    assert [row["step"] for row in metrics.read(reports / "mine" / "metrics.jsonl")] == list(range(1, 61))
-    assert json.loads((reports / "mine" / "summary.json").read_text())["complete"] is True
+    steps = [row["step"] for row in metrics.read(reports / "mine" / "metrics.jsonl")]
+    assert steps == list(range(1, rows))
 
 
-@pytest.mark.slow
 def test_where_no_signal_reaches_the_kernel_the_launcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.sys, "platform", "win32")
     monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["the kernel"]))
