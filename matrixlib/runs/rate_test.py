@@ -17,6 +17,7 @@ from matrixlib.engine import rng
 from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
+from matrixlib.plotting import beside, log, panels
 
 if TYPE_CHECKING:
     from matrixlib.runs.run import Run
@@ -70,19 +71,17 @@ class RateTest:
 
     def figure(self) -> Figure:
         """Loss over the rate, each update and their smooth curve; the suggested rate and the run's own."""
-        figure = Figure(figsize=(7, 3.5), layout="constrained")
-        axes = figure.subplots()
+        figure, (axes,) = panels()
         axes.plot(self.rates, self.losses, ".", color="C0", alpha=0.35, label="each update")
         axes.plot(self.rates, self.smooth, color="C0", label="mean of neighbours")
         if self.suggestion is not None:
             axes.axvline(self.suggestion, color="C3", label=f"suggested: {self.suggestion:g}")
         axes.axvline(self.own, color="0.4", linestyle="--", label=f"as configured: {self.own:g}")
-        axes.set_xscale("log")
+        log(axes, self.rates, "x")
         axes.set_ylim(top=max(self.smooth) + 0.05 * (max(self.smooth) - min(self.smooth)))
         axes.set_xlabel("learning rate")
         axes.set_ylabel("training loss [nat]")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        beside(figure)
         return figure
 
 
