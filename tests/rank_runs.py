@@ -95,8 +95,9 @@ def build(
     )
 
 
-def run(trainer: Trainer, stop: int | None = None) -> Trainer:
-    trainer.resume()
+def run(trainer: Trainer, stop: int | None = None, resume: bool = True) -> Trainer:
+    if resume:
+        trainer.resume()
     for _ in trainer.train(stop):
         pass
     return trainer
@@ -248,7 +249,9 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 if name == "init":
                     tensors = {key: tensor / 2 for key, tensor in trainer.model.state_dict().items()}
                     begin(trainer, Start("somewhere", "0", tensors if ranks.first else {}, (), (), (), {}))
-                out[f"{name} {size}"] = [float(value.sum()) for value in weights(run(trainer)).values()]
+                out[f"{name} {size}"] = [
+                    float(value.sum()) for value in weights(run(trainer, resume=name != "init")).values()
+                ]
                 if name == "branch":
                     out[f"idle {size}"] = trainer.model.idle.weight.grad is None
     if (ranks := worlds[2]) is not None:
