@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,25 +52,21 @@ TINY: dict[str, Any] = {
         "runtime": {"precision": "fp32", "threads": 1, "channels_last": False},
     },
 }
-PROGRAM = """
-import json, sys
-from matrixlib.runs import cycle
-for generation in cycle.open_cycle("demo", "cpu", "c", json.loads(sys.argv[1])).train():
-    print("decided", generation.number, flush=True)
-"""
 
 
-def run(reports: Path, **changes: Any) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "MATRIXLIB_REPORTS": str(reports)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(TINY | changes)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def play_cycle(reports: Path, changes: dict[str, Any]) -> None:
+    """In a process of its own: the cycle "c", or what is left of it."""
+    os.environ["MATRIXLIB_REPORTS"] = str(reports)
+    list(cycle.open_cycle("demo", "cpu", "c", TINY | changes).train())
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reports root of a cycle of two generations that nothing interrupted."""
     root = tmp_path_factory.mktemp("whole")
-    assert run(root).wait(300) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MATRIXLIB_REPORTS", str(root))
+        play_cycle(root, {})
     return root
 
 
@@ -205,7 +198,18 @@ def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) ->
 STAGES = [(n, part) for n in (1, 2) for part in ("chunks", "lesson", "checkpoint", "match", "anchor", "decision")]
 
 
-def kill_at(stage: tuple[int, str], process: subprocess.Popen[bytes], root: Path) -> None:
+def run(forkserver: Any, reports: Path, **changes: Any) -> Any:
+    process = forkserver.Process(target=play_cycle, args=(reports, changes))
+    process.start()
+    return process
+
+
+def end(process: Any) -> None:
+    process.join(300)
+    assert process.exitcode == 0
+
+
+def kill_at(stage: tuple[int, str], process: Any, root: Path) -> None:
     """Kill a cycle as soon as a generation has come so far."""
     number, part = stage
     while not (
@@ -213,19 +217,19 @@ def kill_at(stage: tuple[int, str], process: subprocess.Popen[bytes], root: Path
         if part == "checkpoint"
         else getattr(read_generations(root / "c").get(number), part, None)
     ):
-        assert process.poll() is None, f"it ended before {stage}"
+        assert process.is_alive(), f"it ended before {stage}"
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize("stages", [STAGES[:1], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["one", "all"])
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
-    whole: Path, tmp_path: Path, stages: list[tuple[int, str]]
+    whole: Path, tmp_path: Path, forkserver: Any, stages: list[tuple[int, str]]
 ) -> None:
     for stage in stages:
-        kill_at(stage, run(tmp_path), tmp_path)
-    assert run(tmp_path).wait(300) == 0
+        kill_at(stage, run(forkserver, tmp_path), tmp_path)
+    end(run(forkserver, tmp_path))
     assert positions(tmp_path).tobytes() == positions(whole).tobytes()
     for generation in (1, 2):
         ours, theirs = weights(tmp_path, generation), weights(whole, generation)
@@ -236,10 +240,12 @@ def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
 
 
 @pytest.mark.soak
-def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(whole: Path, tmp_path: Path) -> None:
-    kill_at((1, "chunks"), run(tmp_path, workers=2, generations=1), tmp_path)
+def test_killed_with_several_processes_it_ends_with_the_same_games_and_weights(
+    whole: Path, tmp_path: Path, forkserver: Any
+) -> None:
+    kill_at((1, "chunks"), run(forkserver, tmp_path, workers=2, generations=1), tmp_path)
     assert len(read_generations(tmp_path / "c")[1].chunks) < 4, "it was killed amid self-play"
-    assert run(tmp_path, workers=2, generations=1).wait(300) == 0
+    end(run(forkserver, tmp_path, workers=2, generations=1))
     assert positions(tmp_path).tobytes() == positions(whole, "selfplay_001").tobytes()
     ours, theirs = weights(tmp_path, 1), weights(whole, 1)
     assert all((ours[name] == theirs[name]).all() for name in theirs)
