@@ -70,7 +70,11 @@ def _as_tuple(value: Any) -> Any:
 
 
 class DataConfig(Section):
-    source: str = Field(default="", description="a folder of shards with a catalogue, or a name that the task knows")
+    source: str = Field(default="", description="a folder of shards, its URL (s3://...), or a name that the task knows")
+    cache: Positive = Field(
+        default=20.0,
+        description="GiB that blocks of data sets with a URL may take on this machine, all of them together",
+    )
     limit: CountOrZero = Field(
         default=0, description="use only N training positions, the first of each source, of all the same share; 0 = all"
     )

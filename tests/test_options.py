@@ -22,7 +22,7 @@ from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
 from matrixlib.tasks.latin.spec import TASK as LATIN_TASK
 from matrixlib.tasks.melee.spec import TASK as MELEE_TASK
-from matrixlib.tasks.spec import spoil_output
+from matrixlib.tasks.spec import given_folder, spoil_output
 from matrixlib.tasks.tictactoe.spec import TASK as TICTACTOE
 
 Keys = set[tuple[str, str]]
@@ -126,5 +126,7 @@ def test_every_key_is_read(read: Keys, reports: Path, monkeypatch: pytest.Monkey
     train("melee_demo", MELEE)
     for _ in open_cycle("tictactoe", "cpu", "", CYCLE).train():
         pass
+    for task in (CHESS_TASK, LATIN_TASK, MELEE_TASK, TICTACTOE):
+        given_folder(task.config.model_fields["data"].annotation(source=f"file://{unpack_sample()}"))
     for schema in (CHESS_TASK.config, LATIN_TASK.config, MELEE_TASK.config, TICTACTOE.config, CycleConfig):
         assert sorted(keys_of(schema) - read) == [], schema.__name__

@@ -18,8 +18,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from matrixlib.data.catalogue import NAME, Catalogue, ShardRow, reason_file, replaced_by
+from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow, reason_file, replaced_by
 from matrixlib.data.entries import Refused
+from matrixlib.data.remote import whole
 from matrixlib.data.shards import Layout, Shard, is_shard
 from matrixlib.files import write_text, writing
 
@@ -166,7 +167,7 @@ def replaced_shards(folder: Path, rows: Iterable[ShardRow], layout: Layout) -> s
     names: set[str] = set()
     for row in rows:
         if row.state == "healthy" and row.name.startswith(MERGED):
-            names.update(replaced_by(Shard(row.path, layout).meta, row.name))
+            names.update(replaced_by(Shard(whole(row), layout).meta, row.name))
     for note in folder.rglob(reason_file(Path("*.npz")).name):  # of merges by older versions
         if note.read_text(encoding="utf-8", errors="replace").startswith(OLD_NOTE):
             names.add(note.relative_to(folder).as_posix().removesuffix(".quarantined"))
@@ -202,6 +203,8 @@ def locked(folder: Path) -> Iterator[Catalogue]:
     ImportStopped where one does, ValueError where the folder cannot be written, where its accounts lie elsewhere, or a
     merge by an older version was cut off.
     """
+    if (folder / REMOTE).exists():
+        raise ValueError("shards that lie elsewhere are only read: import and merge where they are")
     with writing(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     check_inside(folder / FOLDER, folder)

@@ -4,7 +4,8 @@ The shards are the truth and the catalogue an index of them: a missing or damage
 are added, rows whose file is gone are quarantined, shards that others say they replace are put aside; ``messages`` has
 each. Why a shard was quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild
 uses it again. A connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory, and
-so is one without shards until the first is added: to look at a folder of something else leaves it as it was.
+so is one without shards until the first is added: to look at a folder of something else leaves it as it was. That of a
+data set elsewhere is believed as it is, or refused: the shards are not here to be asked.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import os
 import shutil
 import sqlite3
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
-from matrixlib.files import remove_leftovers, write_text
+from matrixlib.files import read_json, remove_leftovers, write_text
 
 NAME = "catalogue.sqlite"
+REMOTE = "remote.json"  # beside the catalogue of a data set that lies elsewhere: where, see `matrixlib.data.remote`
+LARGEST = 2**36  # bytes of a shard elsewhere: more is nonsense, and would have arrays made of that size
 SCHEMA = 1
 COLUMNS = ("name", "split", "source", "count", "bytes", "sha256", "state", "reason", "quality")
 CREATE = """CREATE TABLE IF NOT EXISTS shards (
@@ -48,7 +51,9 @@ class CatalogueError(ValueError):
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One shard: `name` is its path inside the folder (with /), `path` the file, `bytes` its size."""
+    """One shard: `name` is its path inside the folder (with /), `path` the file, `bytes` its size. `remote`: the folder
+    of its catalogue, where the shard itself lies elsewhere and `path` is where it would be brought to.
+    """
 
     name: str
     path: Path
@@ -60,6 +65,7 @@ class ShardRow:
     state: State
     reason: str
     quality: Mapping[str, Any]
+    remote: Path | None = None
 
 
 def _values(row: ShardRow) -> list[Any]:
@@ -85,7 +91,10 @@ class Catalogue:
             raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it away, and one is made anew")
         self.messages: list[str] = []
         present = self.path.is_file()
-        self.writable = os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
+        self.remote = (self.folder / REMOTE).is_file()
+        self.writable = (
+            not self.remote and os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
+        )
         self._image = b""  # the database itself, where the folder cannot be written, or has no shards yet
         self._replaced: set[str] = set()
         problem = self._problem() if present else "there is no catalogue"
@@ -94,7 +103,8 @@ class Catalogue:
         elif not self.writable:
             with closing(sqlite3.connect(_read_only(self.path), uri=True)) as db:
                 self._image = _image(db.execute("SELECT * FROM shards").fetchall())
-        self._reconcile()
+        if not self.remote:
+            self._reconcile()
 
     # Reading and writing rows
 
@@ -165,10 +175,16 @@ class Catalogue:
         facts = [[r.name, r.split, r.source, r.count, r.sha256] for r in self.shards()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def verify(self) -> dict[str, str]:
-        """Healthy shards that are not the bytes that were catalogued: name -> reason. Reads every file."""
-        checked = ((row.name, self._check(row)) for row in self.shards())
-        return {name: problem for name, problem in checked if problem}
+    def verify(self, bring: Callable[[ShardRow], Path] | None = None) -> dict[str, str]:
+        """Healthy shards that are not the bytes that were catalogued: name -> reason. Reads every file. bring: has one
+        of a set elsewhere brought here (`matrixlib.data.remote.whole`)."""
+        problems = {}
+        for row in self.shards():
+            try:
+                problems[row.name] = self._check(row if bring is None else replace(row, path=bring(row)))
+            except ShardError as error:
+                problems[row.name] = str(error)
+        return {name: problem for name, problem in problems.items() if problem}
 
     def backup(self, path: Path | str) -> None:
         """Copy the database to `path`, whole or not at all, also while others write to it. CatalogueError where that
@@ -230,6 +246,11 @@ class Catalogue:
 
     def _rebuild(self, problem: str, whole: Iterable[ShardRow] = ()) -> None:
         """Make the database anew from the rows that are `whole`, and from the files of all other shards."""
+        if self.remote:
+            url = read_json(self.folder / REMOTE)["url"]
+            raise CatalogueError(
+                f"{url}/{NAME}: {problem}; open the catalogue where the shards are, and copy it there again"
+            )
         known = {row.name: row for row in whole}
         rows = self._read_files(name for name in self._files() if name not in known)
         rows += [row for name, row in known.items() if name not in self._replaced]
@@ -348,7 +369,9 @@ class Catalogue:
         rows = []
         for *columns, digest in stored:
             if digest == _digest(columns) and (row := _row_of(columns, self.folder)):
-                rows.append(row)
+                if self.remote and not (row.name.endswith(".npz") and 0 < row.count <= row.bytes <= LARGEST):
+                    continue
+                rows.append(replace(row, remote=self.folder) if self.remote else row)
         if len(rows) == len(stored):
             return rows
         self._rebuild("a row was changed or damaged", rows)

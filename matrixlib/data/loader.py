@@ -14,7 +14,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from matrixlib.data.ahead import check_cache, with_blocks_ahead
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.order import (
     PREPARE,
@@ -36,7 +37,7 @@ from matrixlib.data.order import (
     permute,
     places_of,
 )
-from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars, allow_files, grouped_by_source
+from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars, grouped_by_source
 from matrixlib.data.shards import Batch, Layout, Shard
 from matrixlib.data.share import Share
 
@@ -127,6 +128,14 @@ class Numbered(Dataset[Item]):
         """Batch i."""
         raise NotImplementedError
 
+    def members(self, i: int) -> np.ndarray:
+        """(B,) row numbers of batch i, those of all ranks."""
+        raise NotImplementedError
+
+    def own(self, i: int) -> np.ndarray:
+        """Those that are read here."""
+        return self.share.of(self.members(i))
+
     def made(self, rows: np.ndarray, stream: np.random.Generator) -> Arrays:
         """The share of these rows (B,), prepared with that of the stream."""
         own = self.share.of(rows)
@@ -155,8 +164,10 @@ class Rows(Numbered):
         return whole + (rest > self.share.rank)
 
     def arrays(self, i: int) -> Arrays:
-        members = self.rows[i * self.size : (i + 1) * self.size]
-        return self.made(members, generator(SEQUENTIAL, self.seed, i))
+        return self.made(self.members(i), generator(SEQUENTIAL, self.seed, i))
+
+    def members(self, i: int) -> np.ndarray:
+        return self.rows[i * self.size : (i + 1) * self.size]
 
 
 class Batches(Numbered):
@@ -186,6 +197,9 @@ class Batches(Numbered):
         epoch = raw * self.size // self.reader.count
         stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, raw)
         return self.made(self.rows(raw), stream)
+
+    def members(self, i: int) -> np.ndarray:
+        return self.rows(self.raw(i))
 
     def rows(self, raw: int) -> np.ndarray:
         """(B,) row numbers of the batch with this raw number."""
@@ -264,8 +278,11 @@ class Loader:
         paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
         sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
         counts = [item.count if isinstance(item, ShardRow) else len(Shard(item, layout)) for item in shards]
-        allow_files(len(paths) * (1 + (sidecars is not None)))
-        self._reader = Reader(names, paths, sources, counts, layout, limit, bool(weights), sidecars)
+        elsewhere = [item for item in shards if isinstance(item, ShardRow) and item.remote]
+        self._window = window_blocks * len(weights or (0,))  # blocks from which rows come at a time
+        keep = 2 * self._window
+        self._reader = Reader(names, paths, sources, counts, layout, limit, bool(weights), sidecars, elsewhere, keep)
+        self._reader.allow_files()
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._batches = Batches(self._reader, order, batch_size, prepare, share, skip)
@@ -345,7 +362,18 @@ class Loader:
             return str(error)
         return ""
 
+    def check_cache(self) -> None:
+        """See `matrixlib.data.ahead.check_cache`, for the training batches."""
+        check_cache(self._reader, self._window)
+
     def _made(self, dataset: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
+        """The batches of these numbers; what they read of a data set elsewhere is brought here before."""
+        batches = self._given(dataset, numbers, workers)
+        if self._reader.remote is None:
+            return batches
+        return with_blocks_ahead(batches, numbers, self._reader, dataset.own, self._window)
+
+    def _given(self, dataset: Numbered, numbers: range, workers: int) -> Generator[Tensors, None, None]:
         """The batches of these numbers, by the workers or, without any, here."""
         if not workers:
             for i in numbers:

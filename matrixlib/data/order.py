@@ -111,13 +111,15 @@ class Order:
 
     def _permuted_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Blocks in the order of an epoch, and the position where each starts; the latest are kept."""
-        if epoch not in self._blocks:
+        known = self._blocks.get(epoch)
+        if known is None:
             blocks = len(self.first) - 1
             order = permute(np.arange(blocks), blocks, make_key(ORDER, self.seed, self.phase, epoch))
-            if len(self._blocks) > 1:
+            if len(self._blocks) > 1:  # another thread may do so at any time
                 self._blocks.clear()
-            self._blocks[epoch] = order, np.concatenate([[0], np.cumsum(np.diff(self.first)[order])])
-        return self._blocks[epoch]
+            known = order, np.concatenate([[0], np.cumsum(np.diff(self.first)[order])])
+            self._blocks[epoch] = known
+        return known
 
 
 def merge_ranges(skip: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

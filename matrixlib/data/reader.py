@@ -12,6 +12,7 @@ import numpy as np
 
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.gather import ChangedRow, addresses, gather, sizes
+from matrixlib.data.remote import Remote, remote_of
 from matrixlib.data.shards import BLOCK, REMEDY, Batch, DamagedBlock, Layout, Shard, ShardError
 
 Damage = tuple[str, int, str]  # (shard name, block or WHOLE, reason)
@@ -91,7 +92,7 @@ def grouped_by_source(
 
 
 def allow_files(count: int) -> None:
-    """Let this process and its workers keep so many shards open, which is more than many systems allow unasked.
+    """Let this process and its workers keep so many files open, which is more than many systems allow unasked.
 
     LoaderError where the system does not allow it.
     """
@@ -107,7 +108,7 @@ def allow_files(count: int) -> None:
     if hard != unlimited and hard <= count:
         raise LoaderError(
             f"{count:,} shards, but the system lets a process open {hard:,} files: raise the hard limit of open files "
-            "(`ulimit -Hn`), or make larger shards"
+            "(`ulimit -Hn`), make larger shards or, of remote data, whose blocks are files, set data.window_blocks"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == unlimited else min(needed, hard), hard))
 
@@ -130,11 +131,17 @@ class Reader:
         limit: int,
         apart: bool = False,
         sidecars: Sidecars | None = None,
+        elsewhere: Sequence[ShardRow] = (),
+        keep: int = 0,
     ) -> None:
         """apart: the shards of a source follow each other, and rows of a source are replaced by rows of it.
 
         sidecars: what else there is of each row comes as `sidecar` (B,); where it is damaged, the row counts as lost.
+        elsewhere: the shards, where they are those of a data set elsewhere. Their blocks are brought here and are a
+        file each, of which `keep` stay open (0: all).
         """
+        self._elsewhere, self.remote = tuple(elsewhere), remote_of(elsewhere)
+        self._keep = keep if elsewhere else 0
         self._beside: Reader | None = None
         if sidecars is not None:
             beside = [sidecars.paths.get(name, Path()) for name in names]
@@ -161,17 +168,25 @@ class Reader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # a worker has the limit of the process that it was forked from
-        allow_files(len(self.paths) * (1 + (self._beside is not None)))
+        self.allow_files()
         self._forget()
+
+    def allow_files(self) -> None:
+        """See `allow_files`, for as many as this keeps open."""
+        blocks = len(self.first) - 1
+        own = len(self.paths) if self.remote is None else min(self._keep or blocks, blocks)
+        allow_files(own * (1 + (self._beside is not None)))
 
     def _forget(self) -> None:
         """Nothing is open, checked or mapped yet in this process."""
         members = len(list(self.layout.members()))
-        # Of each shard's arrays: where they lie in memory, and how many items they have
-        self._address = np.zeros((members, len(self.paths)), np.int64)
+        # A file is a shard or, of a data set elsewhere, a block. Of its arrays: where they lie in memory, and how many
+        # items they have
+        files = len(self.paths) if self.remote is None else len(self.first) - 1
+        self._address = np.zeros((members, files), np.int64)
         self._size = np.zeros_like(self._address)
         self._checked = np.zeros(len(self.first) - 1, bool)
-        self._mapped, self._resident = np.zeros(len(self.paths), bool), 0
+        self._mapped, self._resident = np.zeros(files, bool), 0
 
     def _open(self, i: int) -> Shard:
         if i not in self._shards:
@@ -185,8 +200,44 @@ class Reader:
             if len(shard) != self._rows[i]:
                 rows = f"{len(shard)} rows, the catalogue says {self._rows[i]}"
                 raise Unopened(i, f"{shard.path}: {rows}; {REMEDY}")
-            self._shards[i], self._address[:, i], self._size[:, i] = shard, addresses(shard), sizes(shard)
+            self._map(i, shard)
         return self._shards[i]
+
+    def _map(self, file: int, shard: Shard) -> None:
+        self._shards[file], self._address[:, file], self._size[:, file] = shard, addresses(shard), sizes(shard)
+
+    def _bring(self, remote: Remote, block: int) -> None:
+        """Open a block of a data set elsewhere."""
+        i, number = self.place(block)
+        try:
+            shard = remote.block(self._elsewhere[i], number, self.layout)
+        except DamagedBlock:
+            raise
+        except ShardError as error:
+            raise Unopened(i, str(error)) from error
+        if len(shard) != min(BLOCK, self._rows[i] - number * BLOCK):
+            raise Unopened(i, f"{self.paths[i]}: {len(shard)} rows in block {number}, not those of the catalogue")
+        self._map(block, shard)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of a data set elsewhere, about: the mean of the shard whose blocks are the largest."""
+        return max(row.bytes // -(-row.count // BLOCK) for row in self._elsewhere)
+
+    def place(self, block: int) -> tuple[int, int]:
+        """(shard, number in it) of a block."""
+        i = int(np.searchsorted(self.start, self.first[block], side="right")) - 1
+        return i, int(self.first[block] - self.start[i]) // BLOCK
+
+    def blocks(self, rows: np.ndarray) -> np.ndarray:
+        """The blocks in which these rows (B,) lie, each once."""
+        return np.unique(np.searchsorted(self.first, rows, side="right") - 1)
+
+    def bring(self, block: int) -> None:
+        """Have a block of a data set elsewhere in the cache, and count it as used. Raises what `Remote.block` does."""
+        i, number = self.place(block)
+        if self.remote is not None and not self.remote.has(self._elsewhere[i], number):
+            self.remote.block(self._elsewhere[i], number, self.layout)
 
     def _by_source(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
         changes = [i for i, name in enumerate(sources) if i == 0 or name != sources[i - 1]]
@@ -220,25 +271,39 @@ class Reader:
 
     def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
         shards = np.searchsorted(self.start, rows, side="right") - 1
+        if self._keep and len(self._shards) > self._keep:
+            self._close(blocks)
         for block in np.unique(blocks[~self._checked[blocks]]):
-            i = int(np.searchsorted(self.start, self.first[block], side="right")) - 1
-            shard = self._open(i)
-            shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
+            if self.remote is not None:
+                self._bring(self.remote, int(block))
+                shard = self._shards[int(block)]
+            else:
+                i, number = self.place(int(block))
+                shard = self._open(i)
+                shard.verify_block(number)
             self._checked[block] = True
             self._resident += shard.bytes // shard.blocks
-        self._mapped[shards] = True
+        files, first = (shards, self.start) if self.remote is None else (blocks, self.first)
+        self._mapped[files] = True
         self._resident += len(rows) * ROW_BYTES
         try:
-            own = rows - self.start[shards]
-            batch = gather(self.layout, self._address[:, shards], self._size[:, shards], own)
+            own = rows - first[files]
+            batch = gather(self.layout, self._address[:, files], self._size[:, files], own)
         except ChangedRow as error:
-            i = int(shards[error.row])
-            block = int(own[error.row]) // BLOCK
-            raise DamagedBlock(self.paths[i], block, error.member) from error
+            i, number = self.place(int(blocks[error.row]))
+            raise DamagedBlock(self.paths[i], number, error.member) from error
         self._release()
         if self._beside is not None:
             batch["sidecar"] = self._beside._read(rows, blocks)["records"]
         return batch
+
+    def _close(self, needed: np.ndarray) -> None:
+        """Close the blocks that were opened longest ago and are not among the `needed` (B,), but for the last ones."""
+        wanted = set(needed.tolist())
+        spare = [block for block in self._shards if block not in wanted]
+        for block in spare[: len(self._shards) - self._keep]:
+            del self._shards[block]
+            self._checked[block] = self._mapped[block] = False
 
     def _release(self) -> None:
         """Keep a data set larger than RESIDENT from filling the memory: its rows hardly come again soon."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -42,6 +42,7 @@ SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # too many open files, no m
 REMEDY = "restore the file from a copy, make it again, or quarantine it in the catalogue"
 
 Batch = dict[str, np.ndarray]
+Result = TypeVar("Result")
 
 
 class ShardError(ValueError):
@@ -167,11 +168,11 @@ def file_hash(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _crc(array: np.ndarray) -> int:
+def crc(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def _rows_of_block(block: int, count: int) -> tuple[int, int]:
+def rows_of_block(block: int, count: int) -> tuple[int, int]:
     return block * BLOCK, min((block + 1) * BLOCK, count)
 
 
@@ -180,7 +181,7 @@ def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str
 
     An offset slice comes before the members it cuts, so that a reader can check it before it is used.
     """
-    start, stop = _rows_of_block(block, len(batch["records"]))
+    start, stop = rows_of_block(block, len(batch["records"]))
     yield "records", batch["records"][start:stop]
     for group, members in layout.ragged.items():
         offset = batch[f"{group}_offset"]
@@ -191,7 +192,7 @@ def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str
 
 def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
     blocks = -(-len(batch["records"]) // BLOCK)
-    columns = [[_crc(part) for _, part in _block_parts(batch, layout, b)] for b in range(blocks)]
+    columns = [[crc(part) for _, part in _block_parts(batch, layout, b)] for b in range(blocks)]
     return np.ascontiguousarray(np.array(columns, dtype="<u4").T)
 
 
@@ -275,14 +276,14 @@ def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np
 def read_info(path: Path | str) -> ShardInfo:
     """Facts of a shard, without knowing its layout; the file is hashed. Raises ShardError."""
     path = Path(path)
-    meta = _guarded(path, lambda archive: _read_meta(path, archive))
+    meta = _read_zip(path, lambda archive: read_meta(path, archive))
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
 
 
 def is_shard(path: Path) -> bool:
     """Whether a file says of itself that it is a shard; whether it is whole is not looked at."""
     try:
-        _guarded(path, lambda archive: _read_meta(path, archive))
+        _read_zip(path, lambda archive: read_meta(path, archive))
     except ShardError:
         return False
     return True
@@ -290,19 +291,28 @@ def is_shard(path: Path) -> bool:
 
 def find_damage(path: Path | str) -> str:
     """The first member that fails its zip checksum, or an empty string. Raises ShardError."""
-    damaged = _guarded(Path(path), lambda archive: archive.testzip())
+    damaged = _read_zip(Path(path), lambda archive: archive.testzip())
     return (damaged or "").removesuffix(".npy")
 
 
-def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
-    """read(open zip file); every way in which a foreign or damaged file can fail becomes a ShardError."""
-    try:
+def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
+    """read(open zip file). Raises ShardError."""
+
+    def opened() -> Result:
         with open(path, "rb") as file:
             head = file.read(len(LFS_POINTER))
         if head == LFS_POINTER:
             raise ShardError(f"{path}: only a Git LFS pointer, not the data; run `git lfs pull`")
         with zipfile.ZipFile(path) as archive:
             return read(archive)
+
+    return guarded(path, opened)
+
+
+def guarded(path: Path | str, read: Callable[[], Result]) -> Result:
+    """read(); every way in which reading a foreign or damaged zip file can fail becomes a ShardError."""
+    try:
+        return read()
     except FileNotFoundError:
         raise ShardError(f"{path}: no such file; {REMEDY}") from None
     except OSError as error:
@@ -317,26 +327,26 @@ def _guarded(path: Path, read: Callable[[zipfile.ZipFile], Any]) -> Any:
         raise ShardError(f"{path}: damaged or not a shard ({error}); {REMEDY}") from error
 
 
-def _stored(path: Path, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     """The directory entry of a member, which must be there, uncompressed, and no larger than the file."""
     if f"{name}.npy" not in archive.namelist():
         raise ShardError(f"{path}: not a shard of ours (no member '{name}'); write it with write_shard")
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
         raise ShardError(f"{path}: '{name}' is compressed and cannot be mapped; write it with write_shard")
-    if max(info.file_size, info.compress_size) > path.stat().st_size:
+    if max(info.file_size, info.compress_size) > archive.start_dir:
         raise ShardError(f"{path}: '{name}' claims to be larger than the file; {REMEDY}")
     return info
 
 
-def _read_small(path: Path, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """A member read whole, its zip checksum verified."""
     _stored(path, archive, name)
     return npy.read_array(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
 
 
-def _read_meta(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    meta = json.loads(_read_small(path, archive, "meta").tobytes())
+def read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
+    meta = json.loads(read_small(path, archive, "meta").tobytes())
     if not isinstance(meta, dict) or not {*OURS, *PROVENANCE} <= set(meta):
         raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
     if meta["format"] > FORMAT:
@@ -344,7 +354,7 @@ def _read_meta(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     return meta
 
 
-def _check_layout(path: Path, meta: Mapping[str, Any], layout: Layout) -> None:
+def check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> None:
     if meta["task"] != layout.task:
         raise ShardError(f"{path}: data of task '{meta['task']}', not '{layout.task}'; choose another source")
     if meta["version"] != layout.version:
@@ -353,6 +363,15 @@ def _check_layout(path: Path, meta: Mapping[str, Any], layout: Layout) -> None:
         raise ShardError(f"{path}: {versions}; {remedy}")
     if meta["layout"] != layout.describe():
         raise ShardError(f"{path}: its fields are not those of layout '{layout.task}'; make the shards again")
+
+
+def array_lengths(meta: Mapping[str, Any], layout: Layout) -> dict[str, int]:
+    """How many items each array of a shard has, in the order of its layout's members."""
+    lengths = {"records": int(meta["count"])}
+    for group, members in layout.ragged.items():
+        lengths[f"{group}_offset"] = int(meta["count"]) + 1
+        lengths |= {f"{group}_{member}": int(meta["sizes"][group]) for member in members}
+    return lengths
 
 
 def _map_member(
@@ -389,26 +408,22 @@ class Shard:
 
     def __init__(self, path: Path | str, layout: Layout) -> None:
         self.path, self.layout = Path(path), layout
-        _guarded(self.path, self._open)
+        _read_zip(self.path, self._open)
 
     def _open(self, archive: zipfile.ZipFile) -> None:
-        self.meta: Mapping[str, Any] = _read_meta(self.path, archive)
-        _check_layout(self.path, self.meta, self.layout)
+        self.meta: Mapping[str, Any] = read_meta(self.path, archive)
+        check_layout(self.path, self.meta, self.layout)
         with open(self.path, "rb") as opened:
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self.bytes = len(self._map)
         file = np.frombuffer(self._map, np.uint8)
-        count, sizes = int(self.meta["count"]), self.meta["sizes"]
-        lengths = {"records": count}
-        for group, members in self.layout.ragged.items():
-            lengths[f"{group}_offset"] = count + 1
-            lengths |= {f"{group}_{member}": int(sizes[group]) for member in members}
+        lengths, count = array_lengths(self.meta, self.layout), int(self.meta["count"])
         self.arrays: Batch = {
             name: _map_member(self.path, archive, file, name, dtype, lengths[name])
             for name, dtype in self.layout.members()
         }
         self.blocks = -(-count // BLOCK)
-        self._crc = _read_small(self.path, archive, "block_crc")
+        self._crc = read_small(self.path, archive, "block_crc")
         if self._crc.shape != (len(lengths), self.blocks):
             raise ShardError(f"{self.path}: its checksums do not fit its records; {REMEDY}")
         self._checked = np.zeros(self.blocks, bool)
@@ -435,13 +450,13 @@ class Shard:
         if self._checked[block]:
             return
         for row, (member, part) in enumerate(_block_parts(self._safe(block), self.layout, block)):
-            if _crc(part) != self._crc[row, block]:
+            if crc(part) != self._crc[row, block]:
                 raise DamagedBlock(self.path, block, member)
         self._checked[block] = True
 
     def _safe(self, block: int) -> Batch:
         """The arrays, once this block's offsets are known to rise and to stay inside their members."""
-        start, stop = _rows_of_block(block, len(self))
+        start, stop = rows_of_block(block, len(self))
         for group in self.layout.ragged:
             offset = self.arrays[f"{group}_offset"][start : stop + 1]
             if offset[0] < 0 or offset[-1] > self.meta["sizes"][group] or (np.diff(offset) < 0).any():

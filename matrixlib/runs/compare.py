@@ -34,7 +34,7 @@ from matrixlib.tasks import get_task, load_config
 LOSS = "validation loss"
 ORDER = ("task", "data.", "curriculum.", "train.batch_size")
 """Options that change which positions an update sees, but for LOADING."""
-LOADING = ("data.source", "data.workers", "data.prefetch")
+LOADING = ("data.source", "data.cache", "data.workers", "data.prefetch")
 """Data sets are compared by the hash of their catalogue."""
 
 # 97.5 % quantiles of Student's t with 1, 2, 3 ... degrees of freedom; the last also stands for more (a bit too wide)

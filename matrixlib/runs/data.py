@@ -134,7 +134,7 @@ class RunData:
                 + "; restore the shards or import the data again"
             )
         data = self.config.data
-        return Loader(
+        loader = Loader(
             rows,
             self.spec.layout,
             self.config.train.batch_size,
@@ -145,6 +145,8 @@ class RunData:
             **self._making("train"),
             **options,
         )
+        loader.check_cache()
+        return loader
 
     def _validation(self, task: Task, sources: Iterable[str] = ()) -> Loader:
         return held_out_loader(self.spec, self.config, self.catalogue, task, sources, **self._making("validation"))
@@ -238,6 +240,8 @@ def held_out_loader(
             + (f": {spec.held_out}" if spec.held_out else "")
         )
     held, prepare = config.validation, task.prepare_plain
+    if catalogue.remote:  # its files are closed after so many
+        options["window_blocks"] = config.data.window_blocks
     return Loader(rows, spec.layout, held.batch_size, config.seed, prepare, limit=held.limit, **options)
 
 

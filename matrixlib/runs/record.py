@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "train.minutes",
     "train.on_time",
     "train.heartbeat_seconds",
+    "data.cache",
     "data.timeout",
     "data.max_lost",
     "validation.",

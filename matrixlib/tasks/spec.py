@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from matrixlib.config import Config, ConfigError
+from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.engine.stages import SourceCurriculumConfig
 from matrixlib.files import reports_root
 
@@ -166,7 +166,7 @@ class TaskSpec(ABC, Generic[ConfigT]):
 
     def folder(self, config: ConfigT) -> Path:
         """Folder of its shards; a set that ships or is generated is made at first use. Raises ConfigError."""
-        return given_folder(config.data.source)
+        return given_folder(config.data)
 
     def curriculum(self, config: ConfigT) -> Curriculum | None:
         """The phases of its training; None where there is one."""
@@ -277,13 +277,20 @@ def _chance(task: Task, batches: Sequence[dict[str, Tensor]]) -> dict[str, float
     return {term: total / counts[term] for term, total in sums.items() if counts[term]}
 
 
-def given_folder(source: str, name: str = "") -> Path:
-    """A folder of shards that `data.source` names; ConfigError where there is none. name: one that is no folder."""
+def given_folder(data: DataConfig, name: str = "") -> Path:
+    """A folder of shards that `data.source` names, or of the catalogue of those at a URL; ConfigError where there is
+    none, RemoteError where the URL does not give it. name: one that is no folder.
+    """
+    source = data.source
+    from matrixlib.data.remote import bring_catalogue, is_remote
+
+    if is_remote(source):
+        return bring_catalogue(source, data.cache)
     folder = Path(source).expanduser()
     if not source or not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         either = f"'{name}' or " if name else ""
         problem = f"'{source}' is no folder" if source else "is not set"
-        raise ConfigError(f"data.source {problem}; use {either}a folder of shards")
+        raise ConfigError(f"data.source {problem}; use {either}a folder of shards, or its URL")
     return folder
 
 

@@ -144,8 +144,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
     def folder(self, config: ChessConfig) -> Path:
         from matrixlib.tasks.chess.sample_set import unpack_sample
 
-        source = config.data.source
-        return unpack_sample() if source == "sample" else given_folder(source, "sample")
+        return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")
 
     def teacher(self, config: ChessConfig, runtime: Runtime, record: Mapping[str, Any]) -> ChessTeacher | None:
         from matrixlib.hardware.runtime import reuse

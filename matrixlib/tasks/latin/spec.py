@@ -97,7 +97,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
 
     def folder(self, config: LatinConfig) -> Path:
         if config.data.source != "generated":
-            return given_folder(config.data.source, "generated")
+            return given_folder(config.data, "generated")
         task = self.task(config)
         folder = cache_root() / task.pool_name
         task.make_pool(folder)
@@ -122,10 +122,11 @@ class LatinSpec(TaskSpec[LatinConfig]):
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
+        from matrixlib.data.remote import whole
         from matrixlib.tasks.latin import pool, rates
 
         task = net.task
-        squares = pool.read(row.path for row in catalogue.shards("validation"))
+        squares = pool.read(whole(row) for row in catalogue.shards("validation"))
         grids = max(LEAST_GRIDS, (sample or task.config.validation.sample) // 10)
         by_kind = rates.measure(task, net.model, squares, grids=grids, seed=task.config.seed)
         means = {

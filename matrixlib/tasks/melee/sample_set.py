@@ -50,7 +50,7 @@ RISING = ("number", "follower_at", "item_at")
 
 def data_folder(config: MeleeConfig) -> Path:
     """Folder of the shards of a run. Raises ConfigError."""
-    return unpack_sample() if config.data.source == "sample" else given_folder(config.data.source, "sample")
+    return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")
 
 
 def encode(games: Sequence[Replay]) -> bytes:

@@ -36,6 +36,8 @@ def sidecars(teacher: ChessTeacher, task: ChessTask, folder: Path, shards: Seque
     A process that is killed loses at most a block of 4,096 rows. ValueError for a shard that is not the one that was
     catalogued, and where nothing can be written.
     """
+    if any(row.remote for row in shards):
+        raise ValueError("a teacher's outputs lie beside the shards: set teacher.cache to false, or copy the data set")
     own = folder / f"teacher-{teacher.sha256[:16]}"
     paths = {row.name: own / f"{row.name}.outputs" for row in shards}
     missing = [row for row in shards if not fits(paths[row.name], row, teacher)]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from matrixlib.data import stats
 from matrixlib.data.account import Account, accounts, quiet_catalogue, replaced_shards
 from matrixlib.data.catalogue import NAME, Catalogue, ShardRow
+from matrixlib.data.remote import whole
 from matrixlib.data.shards import BLOCK, SPLITS, Batch, Shard, ShardError, concat, ragged_rows
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import classes_of, standing_rights
@@ -229,7 +230,7 @@ class Audit:
         quality = {row.name: row.quality for row in self.healthy if row.quality}
         for row in [row for row in self.healthy if not row.quality][:BLOCKS]:
             with contextlib.suppress(ShardError):  # `damage` has it
-                quality[row.name] = figures(Shard(row.path, LAYOUT).gather(np.arange(min(row.count, MEASURED))))
+                quality[row.name] = figures(Shard(whole(row), LAYOUT).gather(np.arange(min(row.count, MEASURED))))
         return distances(self.rows, quality, quality)
 
     def account_faults(self) -> list[str]:
@@ -272,7 +273,7 @@ class Audit:
 
     def damaged(self) -> list[str]:
         """What of the healthy shards is not as it was written; reads every byte of them."""
-        broken = Catalogue(self.folder).verify()
+        broken = Catalogue(self.folder).verify(whole)
         return [*(f"{name}: {problem}" for name, problem in broken.items()), *self.damage]
 
 
@@ -302,7 +303,7 @@ def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit
     for source in sorted({row.source for row in healthy}):
         for at, block, inside in _sampled_blocks(rows, source, sample, rng):
             try:
-                shard = Shard(rows[at].path, LAYOUT)
+                shard = Shard(whole(rows[at]), LAYOUT)
                 shard.verify_block(block)
                 batches.append(shard.gather(inside))
             except ShardError as error:
@@ -314,7 +315,7 @@ def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit
             openings.append(records[(records["ply"] >= OPENING[0]) & (records["ply"] <= OPENING[1])])
     for row in healthy:
         try:
-            games[row.name] = np.unique(Shard(row.path, LAYOUT).arrays["records"]["game"])
+            games[row.name] = np.unique(Shard(whole(row), LAYOUT).arrays["records"]["game"])
         except ShardError as error:
             damage.append(str(error))
     if not batches:

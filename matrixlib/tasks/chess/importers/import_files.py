@@ -18,6 +18,7 @@ from matrixlib.data.account import ImportReport
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.entries import Reader
 from matrixlib.data.imports import COMPRESSED, Storage, files_of, import_each
+from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.data.shards import LFS_POINTER
 from matrixlib.files import reports_root
 from matrixlib.tasks.chess.importers import audit
@@ -111,7 +112,10 @@ def back_up(folder: Path, path: str) -> str:
 
 
 def data_folder(folder: str, paths: str) -> Path:
-    """Where shards go, or are looked at: the folder named, else reports/data, or the sample set if nothing comes in."""
+    """Where shards go, or are looked at: the folder named, else reports/data, or the sample set if nothing comes in.
+    Of a URL, which is only looked at, the folder of its catalogue."""
+    if is_remote(folder):
+        return bring_catalogue(folder, configuration.DataConfig().cache)
     if folder:
         return Path(folder).expanduser()
     return reports_root() / "data" if paths.strip(", ") else unpack_sample()
