@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.network import Network
     from matrixlib.runs.data import RunData
 
-FREE = ("generations", "workers")
+FREE = ("generations", "workers", "fleet")
 """Options that change no game and no weight."""
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
 
@@ -257,7 +257,9 @@ class Cycle:
     @contextmanager
     def _fleet(self) -> Iterator[Fleet]:
         """What plays games. Nothing of it is left while a network is trained."""
-        fleet = open_fleet(self.config.workers)
+        config = self.config
+        workers = config.workers if config.fleet == "local" else 0
+        fleet = open_fleet(config.fleet, workers, self.runtime.device == "cuda")
         try:
             yield fleet
         finally:

@@ -12,6 +12,7 @@ from matrixlib.files import PARAMS
 from matrixlib.play.match import MatchOptions
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions
+from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import TASKS, get_task, parse_config, task_of, validate_config
 
 
@@ -32,6 +33,11 @@ class CycleConfig(Section):
     window: Count = Field(default=3, description="latest generations that are trained on")
     workers: Count = Field(
         default=1, description="processes of self-play and matches, each of which computes on one thread"
+    )
+    fleet: Kind = Field(
+        default="local",
+        description="`ray`: every thread, or every GPU, of the Ray cluster that this machine belongs to, in place of "
+        "`workers`",
     )
     selfplay: SelfPlayOptions = SelfPlayOptions()
     search: SearchOptions = SearchOptions()

@@ -1,4 +1,4 @@
-"""Where independent parts of a job are computed: in this process, or in others of this machine.
+"""Where independent parts of a job are computed: in this process, in others of this machine, or on a Ray cluster.
 
 A part is a function of plain data, so it comes to the same wherever it is computed, and may be computed again.
 """
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from matrixlib import files
 
+Kind: TypeAlias = Literal["local", "ray"]
 Part: TypeAlias = Callable[..., Any]
 """Of what all parts share; it has to be known by its name in every process."""
 LOOK = 0.5  # seconds that `collect` waits at most
@@ -69,12 +70,17 @@ class Fleet(Protocol):
         """End what is running: what trains saves first."""
 
 
-def open_fleet(workers: int, log: Path | None = None, **here: Any) -> Fleet:
-    """The fleet of so many processes.
+def open_fleet(kind: Kind, workers: int, gpu: bool = False, log: Path | None = None, **here: Any) -> Fleet:
+    """The fleet of this kind.
 
-    log: each part gets a process of its own, which prints into this file. here: further arguments of every part where
-    this process computes them.
+    workers: parts at once; on a cluster as many as it has threads (or GPUs) for where it is 0. gpu: whether a cluster's
+    GPUs are meant. log: each part gets a process of its own, which prints into this file, and is at no time computed
+    twice. here: further arguments of every part where this process computes them.
     """
+    if kind == "ray":
+        from matrixlib.runs.ray_fleet import RayFleet
+
+        return RayFleet(workers, gpu, log)
     return Here(**here) if workers == 1 else Processes(workers, log)
 
 

@@ -106,7 +106,7 @@ def open_sweep(
         if not path.exists():
             files.write_text(path, to_yaml(config))
     stored = validated(SweepConfig, read_yaml_file(path, str(path)), str(path))
-    free = {"trials"}
+    free = {"trials", "fleet"}
     if not (config.prune or config.method == "tpe"):
         free |= {"workers"}
     if config.method != "staged":  # whose arms are what an earlier measure kept
@@ -228,7 +228,9 @@ class Sweep:
             self._lock.release()
 
     def _fleet(self, tick: Callable[[], None]) -> Fleet:
-        return open_fleet(self.config.workers, self.folder / "log.txt", tick=tick)
+        device = self.config.overrides.get("runtime", {}).get("device", "auto")
+        log = self.folder / "log.txt"
+        return open_fleet(self.config.fleet, self.config.workers, device == "cuda", log, tick=tick)
 
     def _write(self, trial: Trial) -> Trial:
         self.trials[trial.number] = trial
@@ -269,7 +271,7 @@ class Sweep:
         for name in names:
             if record := files.read_json(files.reports_root() / name / "run.json"):
                 return cast(int | str, record["requested"]["runtime"]["threads"])
-        workers = self.config.workers
+        workers = self.config.workers if self.config.fleet == "local" else 1  # a cluster's nodes divide their own
         return max(1, machine.facts().threads // workers) if workers > 1 else None
 
     def _limits(self, trial: Trial, seed: int) -> dict[int, float]:

@@ -30,6 +30,7 @@ from matrixlib.config import (
 )
 from matrixlib.files import PARAMS
 from matrixlib.runs import sizes
+from matrixlib.runs.fleet import Kind
 from matrixlib.tasks import get_task, load_config
 
 ARM, PRESET, COMPUTE = "arm", "preset", "compute"
@@ -92,6 +93,11 @@ class SweepConfig(Section):
         description="end a trial whose validation loss is above the median, from a third of the updates on",
     )
     workers: Count = Field(default=1, description="processes, which share the processor's threads and the GPUs")
+    fleet: Kind = Field(
+        default="local",
+        description="`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
+        "see the folder of the reports",
+    )
 
 
 @dataclass(frozen=True)

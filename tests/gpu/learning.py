@@ -166,7 +166,7 @@ def selfplay(plan: Plan) -> Iterator[Figure | str]:
     chunks = {n: cycle_games.Chunk(*place, n, config.chunk) for n in range(0, config.games, config.chunk)}
     stored = cycle_games.weights_of(opened.folder, config, 0)
     began = time.perf_counter()
-    with closing(open_fleet(config.workers)) as fleet:
+    with closing(open_fleet("local", config.workers)) as fleet:
         tallies = [games.tally for _, games in gather(fleet, chunks, stored)]
     rate = sum(tally.games for tally in tallies) / (time.perf_counter() - began)
     plies = sum(tally.plies for tally in tallies) / sum(tally.games for tally in tallies)
