@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from matrixlib.runs.fleet import FleetError, Here, Lost, Processes, gather
+from matrixlib.runs.fleet import Here, gather
+from matrixlib.runs.processes import FleetError, Lost, Processes
 
 
 def add(number: int, *shared: int) -> tuple[int, int]:

@@ -23,7 +23,8 @@ from matrixlib.files import utc_now
 from matrixlib.runs import cycle, cycle_games, ray_fleet, sweep
 from matrixlib.runs.cycle_games import Games
 from matrixlib.runs.cycle_state import Generation, read_generations
-from matrixlib.runs.fleet import FleetError, gather
+from matrixlib.runs.fleet import gather
+from matrixlib.runs.processes import FleetError
 from matrixlib.runs.ray_fleet import RayFleet
 
 NODES = 3

@@ -27,7 +27,7 @@ from matrixlib.files import PARAMS, read_json, write_json
 from matrixlib.hardware import machine
 from matrixlib.runs import proposals, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
 from matrixlib.runs import run as runs
-from matrixlib.runs.fleet import Processes
+from matrixlib.runs.processes import Processes
 from matrixlib.runs.proposals import Told
 from matrixlib.runs.sweep_config import Dimension, SweepConfig, load_sweep, request
 from matrixlib.runs.trial import Job, Outcome

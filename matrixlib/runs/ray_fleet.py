@@ -1,6 +1,6 @@
 """A fleet on a Ray cluster: on each node an actor with as many processes as the node has threads or GPUs.
 
-Ray brings parts and results from node to node, and says when one is gone; processes are those of `fleet.Processes`.
+Ray brings parts and results from node to node, and says when one is gone; processes are those of `runs.processes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from matrixlib import files
 from matrixlib.hardware import machine
-from matrixlib.runs.fleet import GRACE, LOOK, FleetError, Lost, Part, Processes
+from matrixlib.runs.processes import GRACE, LOOK, FleetError, Lost, Part, Processes
 
 PATIENCE = 300.0
 """Seconds without any node before that is an error."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from matrixlib import files
 from matrixlib.runs import run as runs
-from matrixlib.runs.fleet import Lost
+from matrixlib.runs.processes import Lost
 
 LONGEST = 2000  # characters of a reason
 
