@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
-import papermill
 import pytest
 import torch
+from cells import run_notebook
 from torch import Tensor, nn
 
 import matrixlib
 from matrixlib.engine.task import Batch
-from matrixlib.files import NOTEBOOKS
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.evaluate import oracle, ssl_diagnosis, ssl_gradients
@@ -25,7 +23,6 @@ from matrixlib.tasks.chess.spec import ChessSpec
 from matrixlib.tasks.chess.ssl_targets import MAPS
 from matrixlib.tasks.chess.task import ChessTask
 
-NOTEBOOK = NOTEBOOKS / "ssl.ipynb"
 SMALL: dict[str, Any] = {
     "data": {"limit": 3000},
     "model": {"channels": 24, "blocks": 2, "ssl": ["threat", "fork", "control"]},
@@ -85,21 +82,13 @@ def test_planted_faults_are_named_by_the_notebook(root: Path, monkeypatch: pytes
     with monkeypatch.context() as context:
         context.setattr(ChessSpec, "task", lambda self, config: Planted(config))
         trained(root, "planted", monkeypatch, SMALL)
-    out = root / "ssl.ipynb"
-    with pytest.raises(papermill.PapermillExecutionError, match="VerdictFailed"):
-        papermill.execute_notebook(
-            NOTEBOOK,
-            out,
-            {"run": "planted", "device": "cpu", "batches": 4, "positions": 512},
-            kernel_name="python3",
-            progress_bar=False,
-        )
-    cells = nbformat.read(out, as_version=4).cells
-    text = "".join(o.get("text", "") for c in cells if c.cell_type == "code" for o in c.outputs)
+    shown = run_notebook("ssl", run="planted", device="cpu", batches=4, positions=512)
+    text = shown.text
     assert "threat   harmful: it has learned another target, pawns attack backwards" in text
     assert "control  trivial: it is a copy of what stands on the square" in text
     assert "fork     dead: it says the same of every position" in text
     assert "FAIL  fork is learning" in text
+    assert "fork is learning" in shown.failed
     # The plant is in the run; the product's own targets are right.
     assert "pass  targets are those of python-chess" in text
 
