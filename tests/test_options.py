@@ -113,7 +113,7 @@ def train(preset: str, *changes: Mapping[str, Any]) -> runs.Run:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_key_is_read(read: Keys, reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "trial", lambda update: update(0) or 0.1)
+    monkeypatch.setattr(pace, "trial", lambda update: (update(0), 0.1)[1])
     source = Catalogue(unpack_sample()).shards("train")[0].source
     stages = {"enabled": True, "stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}
     first = train("demo", CHESS, {"curriculum": {"sources": stages}})
