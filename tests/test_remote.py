@@ -29,7 +29,7 @@ from matrixlib.data.cache import Cache
 from matrixlib.data.catalogue import NAME, Catalogue, CatalogueError, _values
 from matrixlib.data.loader import Loader, LoaderError
 from matrixlib.data.remote import Remote, RemoteError, bring_catalogue, whole
-from matrixlib.data.shards import BLOCK, Shard, write_shard
+from matrixlib.data.shards import BLOCK, Shard, ShardError, write_shard
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.importers.audit import audit_folder
 from matrixlib.tasks.chess.importers.duplicates import deduplicate
@@ -371,6 +371,8 @@ def test_whole_shards_are_brought_and_checked(server: tuple[Any, int], local: Pa
     key, data = f"{url.rpartition('/')[2]}/{name}", (local / name).read_bytes()
     server[0].put_object(Bucket=BUCKET, Key=key, Body=flipped(data, 100_000))
     assert "SHA-256" in catalogue.verify(whole)[name]
+    with pytest.raises(ShardError, match="SHA-256"):
+        whole(catalogue.shards()[0])
     catalogue.quarantine(name, "a test")  # in memory alone
     assert len(catalogue.shards()) == 2
     assert len(shards_of(url)) == 3
