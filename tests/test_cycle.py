@@ -277,6 +277,7 @@ def shards(root: Path, generation: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (root / "c" / "shards").glob(f"{generation:03d}_*.npz")}
 
 
+@pytest.mark.filterwarnings("error:.*was not in the catalogue")  # nothing is wrong with what has just been written
 def test_several_processes_play_the_same_games(whole: Path, reports: Path, games_alone: None) -> None:
     begin_like(whole, reports)
     with pytest.raises(Enough):
@@ -291,8 +292,9 @@ def test_what_comes_over_damaged_is_not_taken(whole: Path, reports: Path) -> Non
     data = path.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
     (reports / "shards").mkdir()
+    catalogue = Catalogue(reports / "shards")
     with pytest.raises(ValueError, match="came over damaged"):
-        cycle_games.keep(reports, Games(TALLY, {path.name: (data[:-1] + b"x", sha256)}))
+        cycle_games.keep(catalogue, Games(TALLY, {path.name: (data[:-1] + b"x", sha256)}))
     assert not Catalogue(reports / "shards").shards(state=None)
 
 

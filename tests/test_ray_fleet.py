@@ -166,10 +166,10 @@ def test_a_cycle_is_byte_for_byte_that_of_one_machine_though_a_node_is_killed(
     keep, begun = cycle_games.keep, utc_now()
     left: list[int] = []
 
-    def watched(folder: Path, games: Games) -> None:
-        keep(folder, games)
+    def watched(catalogue: Catalogue, games: Games) -> None:
+        keep(catalogue, games)
         left.append(len(cluster.worker_nodes))
-        if "ray" in str(folder) and len(left) == 1:
+        if "ray" in str(catalogue.folder) and len(left) == 1:
             cluster.remove_node(max(cluster.worker_nodes, key=raylet), allow_graceful=False)
 
     monkeypatch.setattr(cycle_games, "keep", watched)

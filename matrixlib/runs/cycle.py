@@ -278,7 +278,8 @@ class Cycle:
         todo = {first: chunk for first, chunk in chunks.items() if str(first) not in generation.chunks}
         if not todo:
             return generation
-        Catalogue(self.folder / "shards").create()
+        catalogue = Catalogue(self.folder / "shards")
+        catalogue.create()
         stored = cycle_games.weights_of(self.folder, config, generation.by)
         title = f"generation {number}: self-play"
         with (
@@ -286,7 +287,7 @@ class Cycle:
             live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk") as bar,
         ):
             for first, games in gather(fleet, todo, stored):
-                cycle_games.keep(self.folder, games)
+                cycle_games.keep(catalogue, games)
                 counted = sorted({**generation.chunks, str(first): games.tally}.items(), key=lambda row: int(row[0]))
                 generation = generation.grown(self.folder, chunks=dict(counted))
                 speed = games.tally.games / games.tally.seconds

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.engine.network import Network
     from matrixlib.play.game import Game, States, Trace
@@ -100,18 +101,16 @@ def player(config: CycleConfig, net: Network) -> Player:
     return search_player(spec.game.game, Evaluator(net), config.match.num_simulations, config.search)
 
 
-def keep(folder: Path, games: Games) -> None:
+def keep(catalogue: Catalogue, games: Games) -> None:
     """Put the shards of games that were played somewhere into the cycle's. CycleError where they came over damaged."""
-    from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.shards import read_info
 
-    shards = folder / "shards"
     for name, (data, sha256) in games.shards.items():
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CycleError(f"{name} came over damaged (SHA-256): start again to play its games again")
-        files.write_bytes(shards / name, data)
-        info = read_info(shards / name)
-        Catalogue(shards).add(info, info.meta["split"], info.meta["source"])
+        files.write_bytes(catalogue.folder / name, data)
+        info = read_info(catalogue.folder / name)
+        catalogue.add(info, info.meta["split"], info.meta["source"])
 
 
 def unlearned(training: Loader, held_out: Loader, game: GameSpec) -> Loader:
