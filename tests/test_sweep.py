@@ -271,7 +271,8 @@ def test_threads_are_divided_anew_but_for_a_run_that_has_begun(reports: Path, wo
         jobs = [current._job(trial) for trial in trials if trial is not None]
         threads += [load_config(job.preset, job.overrides).runtime.threads for job in jobs]
         if not (reports / jobs[0].names[0]).exists():
-            Fake(reports, by_rate).submit(jobs[0])  # which the sweep has not heard of: its process was killed
+            killed = partial(trial.train, jobs[0])  # its process, so the sweep has not heard of it
+            Fake(reports, by_rate).submit(0, killed)
     part = {1: "auto", 2: max(1, machine.facts().threads // 2)}
     first, second = (part[count] for count in workers)
     assert threads == [first] * 3 + [first, second, second]
