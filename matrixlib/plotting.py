@@ -17,7 +17,6 @@ from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 RED = "#b3261e"  # of what is wrong
-NUMBER = "{x:,.10g}"  # of a logarithmic axis
 DIGITS = 10  # of a number, at most
 LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.1, "handletextpad": 0.4, "columnspacing": 0.9}
 FLAT = 0.05  # of its size: a quantity's least room to both sides
@@ -91,7 +90,7 @@ def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> N
     axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
     wide = max(finite) > 100 * min(finite)
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axis.set_major_formatter(NUMBER)
+    axis.set_major_formatter(lambda x, _: f"{x:,.{DIGITS}f}".rstrip("0").rstrip("."))
     axis.set_minor_formatter(NullFormatter())
 
 

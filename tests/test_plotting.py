@@ -15,6 +15,7 @@ from matrixlib.bench import report as bench
 from matrixlib.plotting import beside, level, panels
 from matrixlib.runs import cycle_figures, figures
 from matrixlib.runs.cycle_state import Generation
+from matrixlib.runs.rate_test import RateTest
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.latin import plots as latin
 from matrixlib.tasks.latin.rates import Rate
@@ -55,6 +56,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "buttons": lambda: melee.rates_figure(figures_of(frames(10))),
     "heads": lambda: plots.curves_figure(ROWS, {"pin": 1.0, "threat": 1.0}),
     "calibration": lambda: plots.calibration_figure(HEADS, {"control": np.diag([3, 2, 1])}),
+    "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),
     "temperature": lambda: plots.temperature_figure({"learned": ROWS}),
 }
 COUNTED = ("update step", "generation", "size")
@@ -71,7 +73,7 @@ def test_legends_cover_nothing_and_ticks_are_plain(name: str) -> None:
         assert not [area for area in areas if box.padded(-3).overlaps(area)]
     for axes in figure.axes:
         ticks = [text.get_text() for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels()]
-        assert not [text for text in ticks if re.fullmatch(r"\d{4,}.*|.*e\+.*", text)], "commas, no powers of ten"
+        assert not [text for text in ticks if re.fullmatch(r"\d{4,}.*|.*e[+-].*", text)], "commas, no powers of ten"
         assert not axes.xaxis.get_offset_text().get_text() + axes.yaxis.get_offset_text().get_text()
         if axes.get_xlabel() in COUNTED:
             low, high = sorted(axes.get_xlim())

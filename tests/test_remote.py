@@ -345,7 +345,8 @@ def test_a_catalogue_that_names_nonsense_is_refused(
     server: tuple[Any, int], local: Path, url: str, tmp_path: Path
 ) -> None:
     key = f"{url.rpartition('/')[2]}/{NAME}"
-    for change in ({"name": "../x.npz"}, {"name": "remote.json"}, {"bytes": 2**60}, {"count": 2**40}, {"count": 0}):
+    nonsense = [{"name": "../x.npz"}, {"name": "remote.json"}, {"sha256": "../../x"}]
+    for change in (*nonsense, {"bytes": 2**60}, {"count": 2**40}, {"count": 0}):
         shutil.copy(local / NAME, tmp_path / NAME)
         row = replace(Catalogue(local).shards("train")[0], **change)
         with closing(sqlite3.connect(tmp_path / NAME)) as db, db:

@@ -85,9 +85,9 @@ class Walk:
             self._moved.notify()
 
     def run(self) -> None:
-        """Until everything is here, or there is nothing to be had: whoever reads that block is told the same."""
+        """Until everything is here, or nothing more is wanted."""
         before, once = set[int](), set[int]()
-        with ThreadPoolExecutor(THREADS) as pool, suppress(RemoteError, CacheError):
+        with ThreadPoolExecutor(THREADS) as pool:
             for i in self._numbers:
                 with self._moved:
                     self._moved.wait_for(partial(self._may_go, i))
@@ -103,5 +103,5 @@ class Walk:
 
     def _bring(self, block: int) -> None:
         if self._end >= 0:
-            with suppress(ShardError):  # damage, which the reader replaces and tells of
+            with suppress(ShardError, RemoteError, CacheError):  # whoever reads it is told; the next may come
                 self._reader.bring(block)

@@ -22,7 +22,7 @@ from filelock import FileLock
 from matrixlib.data.blocks import End, Head, Ranges, read_block, read_head
 from matrixlib.data.cache import Cache
 from matrixlib.data.catalogue import NAME, REMOTE, ShardRow
-from matrixlib.data.shards import DamagedBlock, Layout, Shard, ShardError, file_hash, guarded, write_shard
+from matrixlib.data.shards import REMEDY, DamagedBlock, Layout, Shard, ShardError, file_hash, guarded, write_shard
 from matrixlib.files import cache_root, read_json, write_bytes, write_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try where a connection fails
-OPTIONS = {"s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}}}
+OPTIONS = {"s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}}}
 """By protocol, unless fsspec's own configuration has others: one try is one try, as they are counted here."""
 TAIL = 2**20  # bytes of a shard's end: its directory, meta data and checksums, of tens of millions of rows
 PIECE = 2**24  # bytes that are read at once of a whole shard
@@ -63,6 +63,13 @@ class Remote:
             ) from error
         except ValueError as error:
             raise RemoteError(f"{url}: {error}; give s3://bucket/folder, https://..., file:///folder") from error
+        self._try_once()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._try_once()  # in a worker process fsspec has made the file system anew
+
+    def _try_once(self) -> None:
         if hasattr(self.fs, "retries"):
             self.fs.retries = 1
 
@@ -102,7 +109,9 @@ class Remote:
         """(size in bytes, tag) of a file as it is now."""
         facts = self._ask(name, lambda: self.fs.info(f"{self.url}/{name}"))
         tag = next((facts[key] for key in TAGS if facts.get(key)), "")
-        return int(facts["size"] or 0), str(tag)
+        if facts["size"] is None:
+            raise RemoteError(f"{self.url}/{name}: the server does not say how large it is: use one that does")
+        return int(facts["size"]), str(tag)
 
     def _ranges(self, name: str, ranges: Ranges) -> list[bytes]:
         """The bytes of these ranges of a file, each as long as it should be."""
@@ -115,6 +124,8 @@ class Remote:
             for part, (start, stop) in zip(parts, full, strict=True):
                 if isinstance(part, Exception):
                     raise part
+                if len(part) > stop - start:
+                    raise RemoteError(f"{path}: the server sends more than was asked for: use one that knows ranges")
                 if len(part) != stop - start:
                     raise ConnectionError(f"{len(part):,} of {stop - start:,} bytes came")
             return list(parts)
@@ -124,14 +135,15 @@ class Remote:
 
     # The catalogue
 
-    def update(self) -> Path:
-        """Bring the catalogue as it is now to `folder`, which is returned."""
+    def update(self, look: bool = False) -> Path:
+        """Bring the catalogue as it is now to `folder`, which is returned. look: as of `bring_catalogue`."""
         size, _ = self._facts(NAME)
         if size > LARGEST:
             raise RemoteError(f"{self.url}/{NAME} has {size:,} bytes, which no catalogue has: is that a data set?")
         (data,) = self._ranges(NAME, [(0, size)])
-        known = {"url": self.url, "cache": self.cache.bytes}
-        path = self.folder / NAME
+        path, known = self.folder / NAME, {"url": self.url, "cache": self.cache.bytes}
+        if look and path.with_name(REMOTE).is_file():
+            known = read_json(path.with_name(REMOTE))
         if not path.is_file() or path.read_bytes() != data or read_json(self.folder / REMOTE) != known:
             with self.cache.filling(path):
                 write_bytes(path, data)
@@ -218,26 +230,33 @@ class Remote:
             except ShardError:
                 if last:
                     raise
+        if head.meta["count"] != row.count:
+            raise ShardError(f"{row.path}: {head.meta['count']} rows, the catalogue says {row.count}; {REMEDY}")
         return head
 
     # Whole shards
 
     def whole(self, row: ShardRow) -> Path:
-        """The file of a shard, all of it. ShardError where its bytes are not those that were catalogued."""
-        if self.cache.use(row.path):
+        """The file of a shard, all of it. ShardError where its bytes are, twice, not those that were catalogued."""
+        if self._is_whole(row):
             return row.path
         with self.cache.filling(row.path):
-            if not self.cache.use(row.path):
-                self.cache.reserve(row.bytes)
-                temporary = row.path.with_name(f"{row.path.name}.tmp")
+            if self._is_whole(row):
+                return row.path
+            self.cache.reserve(row.bytes)
+            temporary = row.path.with_name(f"{row.path.name}.tmp")
+            for _ in range(2):  # what is wrong may have become so on the way
                 with temporary.open("wb") as file:
                     for start in range(0, row.bytes, PIECE):
                         file.writelines(self._ranges(row.name, [(start, min(start + PIECE, row.bytes))]))
-                if file_hash(temporary) != row.sha256:
-                    temporary.unlink()
-                    raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
-                temporary.replace(row.path)
-        return row.path
+                if file_hash(temporary) == row.sha256:
+                    temporary.replace(row.path)
+                    return row.path
+            temporary.unlink()
+            raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
+
+    def _is_whole(self, row: ShardRow) -> bool:
+        return self.cache.use(row.path) and file_hash(row.path) == row.sha256
 
 
 def is_remote(source: str) -> bool:
@@ -245,11 +264,11 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
-def bring_catalogue(url: str, cache: float) -> Path:
+def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
     """Folder with the catalogue of the data set at a URL as it is now. cache: GiB that its blocks, and those of all
-    other such sets, may take on this machine. RemoteError, CacheError.
+    other such sets, may take on this machine; look: the bound that a training has set stays. RemoteError, CacheError.
     """
-    return Remote(url, Cache(cache_root() / "remote", int(cache * 2**30))).update()
+    return Remote(url, Cache(cache_root() / "remote", int(cache * 2**30))).update(look)
 
 
 def remote_of(rows: Sequence[ShardRow]) -> Remote | None:

@@ -112,11 +112,13 @@ def _by_squares(x: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     square = x @ x.mT
-    one = torch.eye(square.shape[1])
+    one = torch.eye(square.shape[1], dtype=square.dtype)
     whole = one.expand_as(square)
-    for _ in range(STEPS):
+    for number in range(STEPS):
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c).add_(one, alpha=a)
-        whole, square = factor @ whole, factor @ square @ factor
+        whole = factor @ whole
+        if number < STEPS - 1:
+            square = factor @ square @ factor
     return whole @ x
 
 

@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -148,10 +149,17 @@ class Ranks:
             raise LostRank(self._words(error)) from error
 
     def _words(self, error: RuntimeError) -> str:
-        text = str(error).splitlines()[0]
-        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, which may have ended for another
-            return f"{self._silent(text)} of {self.size} does not answer: {REASONS} ({text[:200]})"
-        return f"rank 0 of {self.size}, or one before it, does not answer: {REASONS} ({text[:200]})"
+        text, words = str(error).splitlines()[0], list[str]()
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, which may have ended for another
+                words.append(f"{self._silent(text)} of {self.size}")
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(2 * GRACE)  # where rank 0 hangs, its store does too
+        who = words[0] if words else f"rank 0 of {self.size}, or one before it,"
+        return f"{who} does not answer: {REASONS} ({text[:200]})"
 
     def _silent(self, text: str) -> str:
         """The rank that was gone first, in words: the first that misses one tells the others, which miss it soon."""

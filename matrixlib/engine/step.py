@@ -118,6 +118,7 @@ class Step:
         """
         if self.dropout.enter(self.schedule.place(self.update) / self.schedule.steps) and self.runtime.compile:
             compiler.forget()
+            self._untried = self.model is not unwrap(self.model)
         optim.copy_tensors(self._before, self._buffers)
         try:
             plan, sums, messages = self._forward_backward(batch)

@@ -242,9 +242,10 @@ class Cycle:
         if generation.decision is None:
             generation = self._play(generation)
             generation = self._learn(generation)
-            with self._fleet() as fleet:
-                generation = self._match(fleet, generation, "match", generation.by)
-                generation = self._match(fleet, generation, "anchor", 0)
+            against: dict[Literal["match", "anchor"], int] = {"match": generation.by, "anchor": 0}
+            for kind, other in against.items():
+                with self._fleet() as fleet:  # with it ends what a match that is decided no longer wants
+                    generation = self._match(fleet, generation, kind, other)
             generation = self._decide(generation)
         return generation
 

@@ -28,6 +28,8 @@ LAG = 0.8
 """Weight of what was before in the moving average that tells divergence."""
 DIVERGED = 4.0
 """Times the least of that average which it has reached when the loss has diverged."""
+OVERFLOWS = 5
+"""In a row, more of which are no search for the loss scale."""
 PART = 0.1
 """Of the updates: the width of the window whose mean is the smooth curve."""
 
@@ -103,21 +105,25 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
         phases = trainer.curriculum
         task, source = data.batches(phases.phases[phases.phase] if phases is not None else None)
         runtime = replace(trainer.runtime, compile="")
-        step = Step(task, copy.deepcopy(trainer.model), runtime, trainer.config, updates, data.teacher)
+        train = trainer.config.train.model_copy(update={"dropout_stages": ()})  # the copy has the rates of its stage
+        config = trainer.config.model_copy(update={"train": train})
+        step = Step(task, copy.deepcopy(trainer.model), runtime, config, updates, data.teacher)
         step.schedule = Ramp(HIGHEST, "constant", 1.0, 0, updates)
         rates, losses, end = list[float](), list[float](), "the highest rate was reached"
         average = least = math.inf
+        overflows = 0
         with contextlib.closing(source.batches(trainer.step, trainer.step + updates)) as batches:  # type: ignore[type-var]
             for batch in batches:
                 stats = step(batch)
-                if stats.overflow:  # while the loss scale is found
+                overflows = overflows + 1 if stats.overflow else 0
+                if stats.overflow and not (rates and overflows > OVERFLOWS):  # while the loss scale is found
                     continue
                 if not stats.finite:
                     end = "the loss was no longer finite"
                     break
                 rates.append(stats.learning_rate)
-                losses.append(stats.loss)
-                average = stats.loss if math.isinf(average) else LAG * average + (1 - LAG) * stats.loss
+                losses.append(stats.main_loss)
+                average = stats.main_loss if math.isinf(average) else LAG * average + (1 - LAG) * stats.main_loss
                 least = min(least, average)
                 if stats.action is not Action.OK or average > DIVERGED * least:
                     end = "the loss had diverged"

@@ -168,7 +168,8 @@ class Sweep:
                     while len(running) < place.slots and (trial := self._next(running)) is not None:
                         try:
                             job = self._job(trial)
-                        except ConfigError as error:  # inside the space, whose edges alone were looked at
+                        # inside the space, whose edges alone were looked at; or what an earlier start left is damaged
+                        except (ValueError, KeyError) as error:
                             yield self._end(trial.number, Outcome("failed", in_a_line(error)))
                             continue
                         running.add(trial.number)

@@ -115,7 +115,7 @@ def data_folder(folder: str, paths: str) -> Path:
     """Where shards go, or are looked at: the folder named, else reports/data, or the sample set if nothing comes in.
     Of a URL, which is only looked at, the folder of its catalogue."""
     if is_remote(folder):
-        return bring_catalogue(folder, configuration.DataConfig().cache)
+        return bring_catalogue(folder, configuration.DataConfig().cache, look=True)
     if folder:
         return Path(folder).expanduser()
     return reports_root() / "data" if paths.strip(", ") else unpack_sample()
