@@ -35,12 +35,12 @@ def test_every_dropout_of_a_network_follows(name: str) -> None:
     preset = "melee_demo" if name == "recurrent" else name
     config = load_config(preset, {"model": {**NETWORKS[name], "dropout": 0.4}})
     model = get_task(config.task).task(config).build_model()
-    dropout = Dropout(model, STAGES)
+    dropout = Dropout(model, [1.0, 0.5, 0.25])
     seen = []
     for progress in (0.0, 0.3, 0.34, 0.6, 0.67, 0.999, 1.5):
         seen.append((dropout.enter(progress), rates(model)))
     assert [changed for changed, _ in seen] == [False, False, True, False, True, False, False]
-    assert [rate for _, rate in seen] == [{0.4}] * 2 + [{0.2}] * 2 + [{0.0}] * 3
+    assert [rate for _, rate in seen] == [{0.4}] * 2 + [{0.2}] * 2 + [{0.1}] * 3
 
 
 def test_it_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_it_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_compiled_network_is_compiled_once_for_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And drops what the stage says."""
+    """Also where torch would keep fewer graphs; and it drops what the stage says."""
     graphs: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -72,9 +72,10 @@ def test_a_compiled_network_is_compiled_once_for_each_stage(monkeypatch: pytest.
         ToyTask(dropout=0.5), ToyTask(dropout=0.5).build_model(), toy_runtime(20, compile="default"), config, 10
     )
     counts = []
-    for i in range(10):
-        step(toy_batch(20, seed=i))
-        counts.append(len(graphs))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for i in range(10):
+            step(toy_batch(20, seed=i))
+            counts.append(len(graphs))
     assert counts == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     batch = toy_batch(20)
     assert torch.equal(step.model(batch["x"])["plane"], step.model(batch["x"])["plane"])

@@ -80,7 +80,9 @@ class RateTest:
             axes.axvline(self.suggestion, color="C3", label=f"suggested: {self.suggestion:g}")
         axes.axvline(self.own, color="0.4", linestyle="--", label=f"as configured: {self.own:g}")
         log(axes, self.rates, "x")
-        axes.set_ylim(top=max(self.smooth) + 0.05 * (max(self.smooth) - min(self.smooth)))
+        usual = self.losses[: int(np.argmin(self.smooth)) + 1]
+        if room := max(usual) - min(usual):  # else the divergence would take the whole height
+            axes.set_ylim(min(usual) - 0.1 * room, max(usual) + room)
         axes.set_xlabel("learning rate")
         axes.set_ylabel("training loss [nat]")
         beside(figure)
