@@ -171,7 +171,7 @@ def test_help_notebook_shows_typed_parameters_with_a_line_of_help(path: Path) ->
         assert " ".join(line.rpartition("  # ")[2].split()) in words
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_eval_solves_puzzles_and_suites_and_plays_games(reports: Path, tmp_path: Path) -> None:
     save_run(reports / "demo-tiny", random_net())
     (reports / "demo-tiny" / "summary.json").write_text('{"complete": true}')

@@ -119,6 +119,7 @@ def raylet(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_killed_gives_its_part_back(cluster: Any, tmp_path: Path) -> None:
     parts: dict[Any, Any] = {number: partial(square, number) for number in range(5)}
     with closing(RayFleet(0, False, tmp_path / "log")) as fleet:  # with a log nothing is computed twice at once
@@ -142,6 +143,7 @@ def test_a_node_that_is_killed_gives_its_part_back(cluster: Any, tmp_path: Path)
     assert gone(written(tmp_path / "pid"))
 
 
+@pytest.mark.soak
 def test_a_slow_node_does_not_hold_up_the_rest_and_nothing_stays_behind(cluster: Any, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     parts: dict[Any, Any] = {"held": partial(hold, tmp_path)} | {n: partial(square, n) for n in range(4)}
