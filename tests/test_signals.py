@@ -4,10 +4,11 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import pytest
 
-from matrixlib.engine.signals import Terminated, deferred
+from matrixlib.engine.signals import Signals, Terminated, deferred
 
 
 def test_the_first_waits_for_the_end_of_the_block(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,3 +130,15 @@ def test_a_handler_that_came_within_the_block_stays() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_what_comes_while_ranks_agree_is_heard_by_all_the_next_time() -> None:
+    signals = Signals()
+
+    def total(told: dict[str, float]) -> dict[str, float]:
+        signals.note(signal.SIGINT, None)  # this rank has said already that nothing came
+        return told
+
+    signals.agree(SimpleNamespace(total=total))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        signals.agree(SimpleNamespace(total=dict))  # type: ignore[arg-type]

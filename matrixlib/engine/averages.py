@@ -31,9 +31,12 @@ class Average:
         """Average the model's present weights in."""
         raise NotImplementedError
 
-    def after(self, schedule: Schedule, update: int) -> None:
-        """Call after each update that moved the weights, with its index: they are averaged in if they are to be."""
-        self.update()
+    def after(self, schedule: Schedule, update: int, moved: bool) -> None:
+        """Call after each update, with its index: the weights are averaged in if they are to be. moved: it has moved
+        them.
+        """
+        if moved:
+            self.update()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
@@ -113,7 +116,7 @@ class SWA(Average):
         names = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
         self._means = {name: value.clone() for name, value in named_tensors(model).items() if name in names}
 
-    def after(self, schedule: Schedule, update: int) -> None:
+    def after(self, schedule: Schedule, update: int, moved: bool) -> None:
         left, before = (schedule.steps - 1 - schedule.place(index) for index in (update, update - 1))
         if left >= self.share * schedule.steps:
             self.averages = 0  # of a run that was complete and is to be longer now

@@ -39,12 +39,16 @@ class Signals:
             raise KeyboardInterrupt
 
     def agree(self, ranks: Ranks) -> None:
-        """As `check`, on all ranks where one of them has been told: a launcher may tell any."""
+        """As `check`, on all ranks where one of them has been told: a launcher may tell any. What comes while they are
+        asked is heard next time, as the others have not been told of it.
+        """
         told = ranks.total({"interrupts": self.interrupts, "terminated": int(self.terminated is not None)})
-        self.interrupts = self.interrupts or told["interrupts"]
-        if told["terminated"] and self.terminated is None:
-            self.terminated = time.monotonic()
-        self.check()
+        if told["terminated"]:
+            self.terminated = self.terminated or time.monotonic()
+            raise Terminated(128 + signal.SIGTERM)
+        if told["interrupts"]:
+            self.interrupts = self.interrupts or told["interrupts"]
+            raise KeyboardInterrupt
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler of both signals."""

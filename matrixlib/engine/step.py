@@ -340,6 +340,8 @@ class Step:
                 self._move(stats.learning_rate)
         else:
             self._restore_buffers()
+            if self.ema is not None:
+                self.ema.after(self.schedule, self.update, moved=False)
             if not stats.overflow and self.gated and self.gate.freeze(self.update):
                 messages.append(f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates")
         if self.scaler is not None and (stats.action is Action.OK or stats.overflow):
@@ -448,7 +450,7 @@ class Step:
             else:
                 self.scaler.step(optimiser)
         if self.ema is not None:
-            self.ema.after(self.schedule, self.update)
+            self.ema.after(self.schedule, self.update, moved=True)
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """Those that have something to do: a plain descent may have had no part in the losses."""
