@@ -17,7 +17,7 @@ from matrixlib.config import dump, merge
 from matrixlib.engine.compiler import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
-from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig, PolicyHeadConfig
 from matrixlib.tasks.chess.model import (
     AUXILIARY_CHANNELS,
     MOVES,
@@ -502,6 +502,8 @@ def test_flops_are_of_what_is_asked_for_and_never_of_what_is_repeated() -> None:
     assert training_flops(config, both) - training_flops(config, play) == 3 * head - 2 * 64 * C * C // 2
     again = config.model_copy(update={"checkpoint_every": 1})
     assert training_flops(again, both) == training_flops(config, both)
+    pairs = config.model_copy(update={"policy": PolicyHeadConfig(kind="attention", rank=4)})
+    assert training_flops(pairs, play) > 0  # its tables come from the CPU
 
 
 def test_flops_of_the_reference_network() -> None:

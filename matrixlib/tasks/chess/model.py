@@ -72,7 +72,7 @@ def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = 
 def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
     """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted."""
     with torch.device("meta"):
-        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}))
+        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0})).to("meta")  # tables too
         planes = torch.empty(1, PLANES, 8, 8)
     with _counted() as counter:
         out = net(planes, heads)
