@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from test_melee_imitation import figures_of, frames
 
 from matrixlib.bench import report as bench
-from matrixlib.plotting import beside, level, panels
 from matrixlib.runs import cycle_figures, figures
 from matrixlib.runs.cycle_state import Generation
 from matrixlib.runs.rate_test import RateTest
@@ -20,6 +19,7 @@ from matrixlib.tasks.chess import plots
 from matrixlib.tasks.latin import plots as latin
 from matrixlib.tasks.latin.rates import Rate
 from matrixlib.tasks.melee import plots as melee
+from matrixlib.tasks.plotting import beside, level, panels
 
 ROWS: list[dict[str, Any]] = [
     {

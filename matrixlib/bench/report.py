@@ -169,7 +169,7 @@ def markdown(record: dict[str, Any]) -> str:
 def scaling_figure(record: dict[str, Any]) -> Plot:
     """Share of the matrix products' rate that is reached, against batch, channels and blocks, and the loader's
     positions a second against workers; positions a second stand over each bar."""
-    from matrixlib.plotting import panels
+    from matrixlib.tasks.plotting import panels
 
     curves: dict[str, list[tuple[int, Figure]]] = {}
     for name, figure in figures(record):

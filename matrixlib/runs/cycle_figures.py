@@ -59,7 +59,7 @@ def course_table(course: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
 
 def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
     """The same as curves."""
-    from matrixlib.plotting import beside, panels, whole
+    from matrixlib.tasks.plotting import beside, panels, whole
 
     figure, (axes,) = panels()
     for name in next(iter(course.values())):
@@ -72,7 +72,7 @@ def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
 
 def elo_figure(generations: Sequence[Generation]) -> Figure:
     """Elo of each generation over the untrained network, with 95 % intervals; promoted ones are filled."""
-    from matrixlib.plotting import beside, panels, whole
+    from matrixlib.tasks.plotting import beside, panels, whole
 
     figure, (axes,) = panels()
     course = {0: 0.0}

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matrixlib.engine.history import not_finite, updates
 from matrixlib.engine.rows import flatten
 from matrixlib.play.elo import share_interval
-from matrixlib.plotting import RED, above, beside, caption, log, panels, plain, whole
+from matrixlib.tasks.plotting import RED, above, beside, caption, log, panels, plain, whole
 
 POINTS = 2000  # per curve
 SMOOTH = 30  # a drawn line is the mean over so manieth part of its points

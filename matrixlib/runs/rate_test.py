@@ -17,7 +17,7 @@ from matrixlib.engine import rng
 from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
-from matrixlib.plotting import beside, log, panels
+from matrixlib.tasks.plotting import beside, log, panels
 
 if TYPE_CHECKING:
     from matrixlib.runs.run import Run

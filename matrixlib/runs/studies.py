@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matrixlib.config import ConfigError
-from matrixlib.plotting import beside, log, panels
 from matrixlib.runs import sizes
 from matrixlib.runs.compare import T_QUANTILES, t_interval
 from matrixlib.runs.proposals import helped
 from matrixlib.runs.sweep import Result, Sweep
 from matrixlib.runs.sweep_config import ARM, COMPUTE, request
 from matrixlib.tasks import load_config
+from matrixlib.tasks.plotting import beside, log, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

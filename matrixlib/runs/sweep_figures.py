@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from matrixlib.plotting import beside, caption, log, panels, whole
 from matrixlib.runs.sweep import Result, Sweep
 from matrixlib.runs.sweep_config import dimensions
+from matrixlib.tasks.plotting import beside, caption, log, panels, whole
 
 COLUMNS = 3
 BEST = "C3"

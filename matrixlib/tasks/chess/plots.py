@@ -17,7 +17,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
-from matrixlib.plotting import RED, above, bars, beside, caption, level, log, matrix, panels, whole
+from matrixlib.tasks.plotting import RED, above, bars, beside, caption, level, log, matrix, panels, whole
 
 Points = Sequence[tuple[float, float, int]]
 """(mean probability, share that is right, squares) of each bin."""

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from matrixlib.play.elo import share_interval
-from matrixlib.plotting import beside, caption, panels, whole
 from matrixlib.tasks.latin.rates import Rate
 from matrixlib.tasks.latin.vocabulary import digits
+from matrixlib.tasks.plotting import beside, caption, panels, whole
 
 GIVEN, NEW, OLD = "black", "tab:red", "tab:blue"
 SERIES = {  # of the rates: field, colour, marker

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from matrixlib.plotting import bars, beside, caption, matrix, panels
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.controller import AXES, SHOULDER_CLASSES, STICK_CLASSES, centre
+from matrixlib.tasks.plotting import bars, beside, caption, matrix, panels
 
 TRUE, SAMPLED, LIKELIEST = "0.25", "tab:blue", "tab:orange"
 FRAMES = 60  # a second

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matrixlib.plotting import bars, beside, panels
+from matrixlib.tasks.plotting import bars, beside, panels
 
 if TYPE_CHECKING:
     import pandas as pd
