@@ -28,7 +28,7 @@ from matrixlib.engine.trials import Comparison
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import GameRecord
 from matrixlib.play.match import Match
-from matrixlib.runs import cycle, cycle_figures, cycle_games
+from matrixlib.runs import cycle, cycle_figures, cycle_games, report
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
 from matrixlib.runs.cycle_games import Games
@@ -636,6 +636,11 @@ def test_the_tables_and_the_curve_show_every_generation(opened: cycle.Cycle) -> 
     assert decisions["reason"].tolist() == [decision.reason for decision in opened.decisions()]
     axes = cycle_figures.elo_figure(opened.history()).axes[0]
     assert len(axes.containers) == 2, "a point with its interval for each generation"
+    folder = cycle_figures.write_summary(opened.folder, opened.history(), {0: {"lost": 0.5}, 1: {"lost": 0.1}})
+    page = report.add_verdict(folder, {"passed": True, "checks": []}).read_text()
+    assert page.count("data:image/png") == 2
+    assert str(opened.history()[-1]) in page
+    assert "Elo over generation 0" in page
 
 
 def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(

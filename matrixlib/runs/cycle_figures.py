@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matrixlib.play.elo import rating
+from matrixlib import files
+from matrixlib.play.elo import Rating, rating
 from matrixlib.runs.cycle_state import Decision, Generation
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+ELO_SHOWN = 1500  # beyond it lies what a side that lost every game could have
 
 
 def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
@@ -80,8 +84,7 @@ def elo_figure(generations: Sequence[Generation]) -> Figure:
         pairs = generation.pairs("anchor")
         if not sum(pairs):
             continue
-        elo = rating(pairs)
-        low, middle, high = np.clip([elo.low, elo.elo, elo.high], -1500, 1500).tolist()
+        low, middle, high = _shown(rating(pairs))
         promoted = generation.decision is not None and generation.decision.best == generation.number
         fill, label = ("C0", "promoted") if promoted else ("white", "not promoted")
         reach = [[middle - low], [high - middle]]
@@ -94,3 +97,25 @@ def elo_figure(generations: Sequence[Generation]) -> Figure:
     whole(axes, "generation")
     beside(figure)
     return figure
+
+
+def write_summary(folder: Path, generations: Sequence[Generation], course: Mapping[int, Mapping[str, float]]) -> Path:
+    """Write what the report of a cycle shows beside its verdict, summary.json and pictures; returns its folder."""
+    from matrixlib.runs.figures import png
+
+    pictures = {"strength": elo_figure(generations)} | ({"perfect-play": course_figure(course)} if course else {})
+    for name, figure in pictures.items():
+        files.write_bytes(folder / f"{name}.png", png(figure))
+    last = generations[-1]
+    figures: dict[str, float] = {
+        name: sum(getattr(generation.selfplay, name) for generation in generations) for name in ("games", "positions")
+    }
+    if sum(pairs := last.pairs("anchor")):
+        figures |= dict(zip(("low", "Elo over generation 0", "high"), _shown(rating(pairs)), strict=True))
+    files.write_json(folder / "summary.json", {"headline": str(last), "evaluation": figures})
+    return folder
+
+
+def _shown(elo: Rating) -> list[float]:
+    """(low, middle, high)"""
+    return np.clip([elo.low, elo.elo, elo.high], -ELO_SHOWN, ELO_SHOWN).tolist()

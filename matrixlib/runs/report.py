@@ -73,6 +73,8 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
             "environment": (environment | _mapping(record.get("versions"))).items(),
             "problems": problems,
         }
+    else:
+        content["pictures"] = _stored_pictures(folder)
     content["time"] = files.utc_now()
     text = _render(
         "report.html", name=folder.name, outcome=outcome(folder, summary), summary=summary, record=record, **content
@@ -267,6 +269,12 @@ def _pictures(rows: Sequence[Mapping[str, Any]], name: str, curves: bytes) -> li
         alt = "Milliseconds of an update by phase"
         pictures.append(("Where the time went", alt, figures.png(figures.phases_figure(timed))))
     return [(title, alt, base64.b64encode(picture).decode()) for title, alt, picture in pictures]
+
+
+def _stored_pictures(folder: Path) -> list[tuple[str, str, str]]:
+    """As `_pictures`, of the PNG files of a folder that is no run, by their names."""
+    titles = {path: path.stem.replace("-", " ").capitalize() for path in sorted(folder.glob("*.png"))}
+    return [(title, title, base64.b64encode(path.read_bytes()).decode()) for path, title in titles.items()]
 
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
