@@ -29,7 +29,7 @@ FULL: dict[str, Any] = {
     "optim": {"warmup_steps": 100, "rate_batch": 256},
     "runtime": {"compile": False},
     "data": {"squares": 4000},
-    "validation": {"sample": 80},  # eight puzzles of each kind: of size 9 they take minutes to fill cell by cell
+    "validation": {"sample": 80},  # sixteen puzzles of each kind, the least: of size 9 they take minutes to fill
     "curriculum": {
         "size": {"stages": [[3, 5], [3, 7], [3, 9]], "fractions": [0.3, 0.3, 0.4]},
         "mode": {"enabled": False, "stages": [["standard"]], "fractions": [1.0]},
