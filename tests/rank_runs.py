@@ -17,10 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import toy_spec
 from torch import Tensor, nn
 from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime
 
 from matrixlib import config as configuration
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+from matrixlib.data.remote import bring_catalogue
+from matrixlib.data.share import Share
 from matrixlib.engine import buckets
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog, NoLog
@@ -69,6 +74,7 @@ def build(
     task: ToyTask | None = None,
     micro_batch: int = 4,
     teacher: Teacher | None = None,
+    source: Any = None,
     **sections: dict[str, Any],
 ) -> Trainer:
     task = task or ToyTask()
@@ -85,7 +91,7 @@ def build(
         model=model.double() if double else model,
         runtime=toy_runtime(micro_batch),
         config=config,
-        data=ToyData(task, RankSource(ROWS, change=change, ranks=ranks, double=double), held_out),
+        data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out),
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
         metrics=log(folder / "metrics.jsonl"),
@@ -265,10 +271,43 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
         trainer = run(build(folder / "mixed", ranks, task=mixed, optim={"optimiser": "muon"}))
         state = {**weights(trainer), **trainer.model.state_dict()}
         out["mixed"] = {name: value.flatten().tolist() for name, value in state.items()}
+        out["swa"] = averaged(folder / "swa", ranks)
+        out["elsewhere"] = elsewhere(folder, ranks)
         out["told"] = told(build(folder / "told", ranks, double=True))
     three.same(None)
     out["lost"] = lost(build(folder / "lost", three, double=True), three)
     return out
+
+
+def averaged(folder: Path, ranks: Ranks) -> list[Any]:
+    """A mean of weights with batch norms: (its losses in validation, how many batches were made)."""
+    made: list[int] = []
+    trainer = build(
+        folder,
+        ranks,
+        task=ToyTask(norm="batch"),
+        change=lambda number, batch: made.append(number),
+        optim={"swa": 0.9, "swa_interval": 1},
+    )
+    return [[stats.validation["loss"] for stats in trainer.train() if stats.validation], len(made)]
+
+
+def elsewhere(folder: Path, ranks: Ranks) -> float | None:
+    """How far the weights of two ranks, whose data have a URL and come into one cache, are from those of one process
+    on the folder itself."""
+    place, task = folder / "data", ToyTask()
+    if ranks.first:
+        toy_spec.sample(place, rows=9000)
+    ranks.same(None)
+    os.environ["MATRIXLIB_CACHE"] = str(folder / "cache")
+
+    def train(name: str, data: Path, own: Ranks) -> dict[str, Tensor]:
+        rows, share = Catalogue(data).shards("train"), Share(own.rank, own.size)
+        loader = Loader(rows, toy_spec.LAYOUT, ROWS, 3, task.prepare, window_blocks=1, share=share)
+        return weights(run(build(folder / name, own, source=loader)))
+
+    both = train("elsewhere", bring_catalogue(f"file://{place}", 1.0), ranks)
+    return distance(both, train("here", place, Ranks())) if ranks.first else None
 
 
 def alone_weights(folder: Path) -> dict[str, Tensor]:

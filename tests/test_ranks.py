@@ -24,9 +24,11 @@ from rank_runs import member
 from matrixlib.data.reader import LoaderError
 from matrixlib.data.share import Share
 from matrixlib.engine import metrics
+from matrixlib.engine.candidate import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.rows import newer
 from matrixlib.engine.stats import from_row
+from matrixlib.runs import elastic
 from matrixlib.runs import ranks as launcher
 from matrixlib.runs import run as runs
 
@@ -108,6 +110,19 @@ def test_batch_norm_dropout_and_muon_keep_the_ranks_the_same(results: list[dict[
     assert all(np.isfinite(values).all() for values in first.values())
 
 
+def test_rank_0_alone_makes_the_statistics_of_averaged_weights_and_all_are_judged_by_them(
+    results: list[dict[str, Any]],
+) -> None:
+    (first, made), (second, own) = (result["swa"] for result in results)
+    assert first == second
+    assert len(first) == 3
+    assert (made, own) == (10 + BATCHES, 10), "they are made once and kept"
+
+
+def test_ranks_share_the_rows_of_a_data_set_elsewhere(results: list[dict[str, Any]]) -> None:
+    assert 0 < results[0]["elsewhere"] < 1e-5
+
+
 def test_a_signal_to_one_rank_ends_all_after_the_same_update(results: list[dict[str, Any]]) -> None:
     assert results[0]["told"] == [4, [4]]
     assert results[1]["told"] == [4, []]
@@ -176,6 +191,15 @@ def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_g
     assert not ranks_of(psutil.Process())
     alone = runs.open_run(preset, run="two")
     assert [stats.step for stats in alone.train()] == list(range(steps[-1] + 1, 201)), "nothing is lost"
+
+
+def test_whoever_follows_ranks_has_no_log_open(tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs.open_run(toy_preset(tmp_path), run="two", ranks=2)
+    log = run.trainer.metrics
+    monkeypatch.setattr(elastic, "follow", lambda *_: iter(()))
+    assert list(run.train()) == []
+    with pytest.raises(ValueError, match="closed file"):
+        log.write({"step": 1})
 
 
 def test_what_a_row_tells_is_what_was_written(tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def test_the_cache_keeps_its_bound_and_batches_are_the_same(local: Path, url: st
     block = kept_bytes_of_one(shards)
     shutil.rmtree(tmp_path / "cache")
     shards = shards_of(url, 2.5 * block / GIB)
+    shards_of(url)  # another run, with a larger bound of its own
     root, highest = tmp_path / "cache" / "remote", 0
     assert 2.5 * block < shards[2].bytes
     small = loader(shards, window_blocks=1)
@@ -250,7 +251,7 @@ def test_two_that_want_the_same_block_bring_it_once(url: str, line: Line) -> Non
 def test_a_rotten_block_of_the_cache_is_brought_again(local: Path, url: str) -> None:
     shards = shards_of(url)
     expected = batches(loader(shards))
-    for i, path in enumerate(sorted(Path(shards[0].remote).glob("blocks/*/*.npz"))):
+    for i, path in enumerate(sorted(Path(shards[0].remote).parent.glob("blocks/*/*.npz"))):
         data = path.read_bytes()
         path.write_bytes([flipped(data, 2000), data[: len(data) // 2], b"", bytes(len(data))][i % 4])
     assert batches(loader(shards)) == expected
@@ -296,10 +297,36 @@ def test_a_kill_while_a_block_comes_leaves_nothing_that_is_believed(url: str, li
     line.stall.set()
     shards = shards_of(url)
     assert [path.name for path in tmp_path.rglob("*.npz")] == ["000001.npz"]
-    half = Path(shards[0].remote) / "blocks" / shards[0].sha256[:32] / "000000.npz.tmp"
+    half = Path(shards[0].remote).parent / "blocks" / shards[0].sha256[:32] / "000000.npz.tmp"
     half.write_bytes(b"PK\x03\x04 and no more")  # as of one that was killed while it wrote
     assert len(Remote.open(shards[0].remote).block(shards[0], 0, LAYOUT)) == BLOCK
     assert not half.exists()
+
+
+ENDING = """
+import threading, time
+from types import SimpleNamespace
+import numpy as np
+from matrixlib.data.ahead import Walk
+began = threading.Event()
+def bring(block):
+    began.set()
+    time.sleep(600)
+cache = SimpleNamespace(bytes=100)
+reader = SimpleNamespace(
+    first=range(9), block_bytes=1, remote=SimpleNamespace(cache=cache), blocks=np.unique, bring=bring
+)
+walk = Walk(range(5), reader, lambda i: np.arange(8), 1)
+threading.Thread(target=walk.run, daemon=True).start()
+began.wait()
+walk.close()
+raise KeyboardInterrupt
+"""
+
+
+def test_a_process_does_not_live_on_for_blocks_that_are_under_way() -> None:
+    process = subprocess.run([sys.executable, "-c", ENDING], timeout=20, stderr=subprocess.PIPE, check=False)
+    assert process.stderr.endswith(b"KeyboardInterrupt\n")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
@@ -377,7 +404,25 @@ def test_whole_shards_are_brought_and_checked(server: tuple[Any, int], local: Pa
     catalogue.quarantine(name, "a test")  # in memory alone
     assert len(catalogue.shards()) == 2
     assert len(shards_of(url)) == 3
-    assert given_folder(DataConfig(source=url)) == catalogue.folder
+    assert given_folder(DataConfig(source=url, cache=1)) == catalogue.folder
+
+
+def test_a_whole_shard_is_counted_from_its_first_byte_on(url: str, tmp_path: Path) -> None:
+    row = shards_of(url)[0]
+    source, counted = Remote.open(row.remote), list[int]()
+    read = source._ranges
+
+    def meanwhile(*args: Any) -> Any:
+        total = source.cache.root / "total"
+        total.write_text("torn")  # so that another process counts what there is
+        source.cache.reserve(10)
+        counted.append(int(total.read_text()))
+        return read(*args)
+
+    source._ranges = meanwhile  # type: ignore[method-assign]
+    source.whole(row)
+    assert counted == [row.bytes + 10]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 # The package on it
@@ -426,7 +471,10 @@ def test_a_run_that_goes_on_is_that_on_a_copy(
 
 def test_a_set_elsewhere_is_looked_at_and_not_written_to(server: tuple[Any, int], line: Line, positions: Path) -> None:
     url = upload(server[0], positions, "looked-at")
+    for bound in (0.75, 0.5):
+        bring_catalogue(url, bound)
     place = data_folder(url, "")
+    assert Remote.open(place).cache.bytes == GIB / 2
     audit, expected = audit_folder(place, 500), audit_folder(positions, 500)
     assert audit.damaged() == []
     assert audit.batch["records"].tobytes() == expected.batch["records"].tobytes()

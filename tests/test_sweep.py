@@ -7,25 +7,28 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from matrixlib import config
 from matrixlib.config import ConfigError, read_yaml_file
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.files import PARAMS, read_json, write_json
+from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
-from matrixlib.runs import proposals, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
+from matrixlib.runs import proposals, record, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
 from matrixlib.runs import run as runs
 from matrixlib.runs.processes import Processes
 from matrixlib.runs.proposals import Told
@@ -495,6 +498,29 @@ def test_a_reason_of_any_length_becomes_a_short_one(reports: Path, monkeypatch: 
     outcome = trial.train(job(reports))
     assert outcome.reason.startswith("ValueError: xxx")
     assert len(outcome.reason) == trial.LONGEST
+
+
+def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = reports / "one"
+    folder.mkdir(parents=True)
+    lock = FileLock(folder / "lock", thread_local=False)
+    lock.acquire()
+    monkeypatch.setattr(record, "ORPHAN_SECONDS", 0.01)
+    monkeypatch.setattr(trial, "PATIENCE", 0.3)
+    with pytest.raises(FolderError, match="end that process"), pytest.warns(UserWarning, match="waiting until"):
+        trial.train(job(reports))
+    monkeypatch.setattr(trial, "PATIENCE", 30.0)
+    opened: list[bool] = []
+
+    def open_run(*_: Any) -> Any:
+        opened.append(lock.is_locked)
+        return SimpleNamespace(complete=True, close=lambda: None)
+
+    monkeypatch.setattr(runs, "open_run", open_run)
+    threading.Timer(0.2, lock.release).start()
+    with pytest.warns(UserWarning, match="waiting until"):
+        assert trial.train(job(reports)) == Outcome("complete")
+    assert opened == [False]
 
 
 @pytest.mark.soak

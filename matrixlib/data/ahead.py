@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import TypeVar
 
 import numpy as np
@@ -87,13 +87,13 @@ class Walk:
     def run(self) -> None:
         """Until everything is here, or nothing more is wanted."""
         before, once = set[int](), set[int]()
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPool(THREADS) as pool:  # whose threads, unlike an executor's, a process does not wait for at its end
             for i in self._numbers:
                 with self._moved:
                     self._moved.wait_for(partial(self._may_go, i))
                 blocks = set(self._reader.blocks(self._rows(i)).tolist())
                 if self._end >= 0:
-                    list(pool.map(self._bring, sorted(blocks - before)))
+                    pool.map(self._bring, sorted(blocks - before), chunksize=1)
                 before, once = blocks, once | blocks
                 if self._end < 0 or len(once) == self._all:
                     return

@@ -59,9 +59,10 @@ class Cache:
             return path.is_file()
         return True
 
-    def reserve(self, size: int) -> None:
-        """Count `size` bytes that are about to be written, and remove older files for them. CacheError for more than
-        the bound.
+    def reserve(self, size: int, path: Path | None = None) -> None:
+        """Count `size` bytes that are about to be written, and remove older files for them. path: a `.tmp` file, made
+        here with that size, of what takes long to come: others who count meanwhile count it whole. CacheError for more
+        than the bound.
         """
         if size > self.bytes:
             raise CacheError(
@@ -78,6 +79,9 @@ class Cache:
                 used = self._shrink(max(0, int(KEPT * self.bytes) - size)) + size
             with open(total, "r+b", buffering=0) as file:
                 file.write(b"%020d" % used)  # in one piece, whenever this process is killed
+            if path is not None:
+                with open(path, "wb") as file:
+                    file.truncate(size)
 
     def _shrink(self, target: int) -> int:
         """Remove the files that were used longest ago until `target` bytes are left; returns how many are."""

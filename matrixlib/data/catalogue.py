@@ -53,7 +53,7 @@ class CatalogueError(ValueError):
 @dataclass(frozen=True)
 class ShardRow:
     """One shard: `name` is its path inside the folder (with /), `path` the file, `bytes` its size. `remote`: the folder
-    of its catalogue, where the shard itself lies elsewhere and `path` is where it would be brought to.
+    of its catalogue, where the shard itself lies elsewhere (`matrixlib.data.remote.whole` brings it).
     """
 
     name: str

@@ -45,7 +45,11 @@ class RemoteError(ValueError):
 
 
 class Remote:
-    """A data set at `url`. `folder`: what this machine has of it; `cache`: the bound of that and of all other sets."""
+    """A data set at `url`. `folder`: what this machine has of it; `cache`: the bound of that and of all other sets.
+
+    Its catalogue lies in a folder of that for each bound, so that everybody who fetches holds to the bound that they
+    were told, whoever else has begun since.
+    """
 
     def __init__(self, url: str, cache: Cache) -> None:
         import fsspec
@@ -77,7 +81,7 @@ class Remote:
     def open(cls, folder: Path) -> Remote:
         """The data set whose catalogue was brought to `folder`."""
         known = read_json(folder / REMOTE)
-        return cls(known["url"], Cache(folder.parent, int(known["cache"])))
+        return cls(known["url"], Cache(folder.parent.parent, int(known["cache"])))
 
     # What the source is asked
 
@@ -135,20 +139,19 @@ class Remote:
 
     # The catalogue
 
-    def update(self, look: bool = False) -> Path:
-        """Bring the catalogue as it is now to `folder`, which is returned. look: as of `bring_catalogue`."""
+    def update(self) -> Path:
+        """Bring the catalogue as it is now; its folder."""
         size, _ = self._facts(NAME)
         if size > LARGEST:
             raise RemoteError(f"{self.url}/{NAME} has {size:,} bytes, which no catalogue has: is that a data set?")
         (data,) = self._ranges(NAME, [(0, size)])
-        path, known = self.folder / NAME, {"url": self.url, "cache": self.cache.bytes}
-        if look and path.with_name(REMOTE).is_file():
-            known = read_json(path.with_name(REMOTE))
-        if not path.is_file() or path.read_bytes() != data or read_json(self.folder / REMOTE) != known:
+        path = self.folder / str(self.cache.bytes) / NAME
+        known = path.with_name(REMOTE)
+        if not (path.is_file() and path.read_bytes() == data and self.cache.use(known)):
             with self.cache.filling(path):
                 write_bytes(path, data)
-                write_json(self.folder / REMOTE, known)
-        return self.folder
+                write_json(known, {"url": self.url, "cache": self.cache.bytes})
+        return path.parent
 
     # Blocks
 
@@ -238,25 +241,28 @@ class Remote:
 
     def whole(self, row: ShardRow) -> Path:
         """The file of a shard, all of it. ShardError where its bytes are, twice, not those that were catalogued."""
-        if self._is_whole(row):
-            return row.path
-        with self.cache.filling(row.path):
-            if self._is_whole(row):
-                return row.path
-            self.cache.reserve(row.bytes)
-            temporary = row.path.with_name(f"{row.path.name}.tmp")
-            for _ in range(2):  # what is wrong may have become so on the way
-                with temporary.open("wb") as file:
-                    for start in range(0, row.bytes, PIECE):
-                        file.writelines(self._ranges(row.name, [(start, min(start + PIECE, row.bytes))]))
-                if file_hash(temporary) == row.sha256:
-                    temporary.replace(row.path)
-                    return row.path
-            temporary.unlink()
-            raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
+        path = self.folder / row.name
+        if self._is_whole(path, row):
+            return path
+        with self.cache.filling(path):
+            if self._is_whole(path, row):
+                return path
+            temporary = path.with_name(f"{path.name}.tmp")
+            self.cache.reserve(row.bytes, temporary)
+            try:
+                for _ in range(2):  # what is wrong may have become so on the way
+                    with temporary.open("r+b") as file:
+                        for start in range(0, row.bytes, PIECE):
+                            file.writelines(self._ranges(row.name, [(start, min(start + PIECE, row.bytes))]))
+                    if file_hash(temporary) == row.sha256:
+                        temporary.replace(path)
+                        return path
+                raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
+            finally:
+                temporary.unlink(missing_ok=True)
 
-    def _is_whole(self, row: ShardRow) -> bool:
-        return self.cache.use(row.path) and file_hash(row.path) == row.sha256
+    def _is_whole(self, path: Path, row: ShardRow) -> bool:
+        return self.cache.use(path) and file_hash(path) == row.sha256
 
 
 def is_remote(source: str) -> bool:
@@ -266,9 +272,11 @@ def is_remote(source: str) -> bool:
 
 def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
     """Folder with the catalogue of the data set at a URL as it is now. cache: GiB that its blocks, and those of all
-    other such sets, may take on this machine; look: the bound that a training has set stays. RemoteError, CacheError.
+    other such sets, may take on this machine; look: unless a training has set another. RemoteError, CacheError.
     """
-    return Remote(url, Cache(cache_root() / "remote", int(cache * 2**30))).update(look)
+    remote = Remote(url, Cache(cache_root() / "remote", int(cache * 2**30)))
+    known = sorted(remote.folder.glob(f"*/{REMOTE}"), key=lambda path: path.stat().st_mtime)
+    return (Remote.open(known[-1].parent) if look and known else remote).update()
 
 
 def remote_of(rows: Sequence[ShardRow]) -> Remote | None:

@@ -60,11 +60,13 @@ class Candidate:
         return model.requires_grad_(False).eval()
 
     def renew(self, source: Source) -> None:
-        """Make the statistics of batch norms anew, where the average has changed since or `source` is another. Nothing
-        else moves: no weight, no gradient, no random stream, no batch of the training.
+        """On rank 0, make the statistics of batch norms anew, where the average has changed since or `source` is
+        another. Nothing else moves: no weight, no gradient, no random stream, no batch of the training.
         """
         average = self._step.ema
         if average is None or not (average.lacks_statistics and average.averages and self._norms):
+            return
+        if not self._step.ranks.first:  # `applied` gives them to all
             return
         if source is not self._source:
             self._source, self._batches = source, list(source.batches(0, BATCHES))

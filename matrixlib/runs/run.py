@@ -169,8 +169,7 @@ class Run:
             return (yield from self._follow({"trace": trace, "tensorboard": tensorboard}))
         waiting = contextlib.ExitStack()
         if self.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
-            self._trainer.metrics.close()  # another process has gone on with the run meanwhile: so do we, from there
-            self._trainer = None
+            self._forget()  # another process has gone on with the run meanwhile: so do we, from there
         try:
             waiting.enter_context(openmp.considerate(self.runtime.cpu_threads))
             if self.first:
@@ -191,7 +190,7 @@ class Run:
                         events.add(stats.row())
                     yield stats
             if self.first:
-                self._finish()
+                ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer)
         except GeneratorExit:  # the caller has left the loop: nothing has failed
             raise
         except BaseException as error:
@@ -210,10 +209,16 @@ class Run:
         from matrixlib.runs import elastic
 
         self.close()
-        self._trainer = None  # it knows of what was before
+        self._forget()
         clear_cache(self.runtime.torch_device)  # of the trials: the first rank has the same GPU
         request = {"preset": self.preset, "run": self.name, "overrides": configuration.dump(self.requested), **options}
         yield from elastic.follow(self.folder, self.processes, request, self._say)
+
+    def _forget(self) -> None:
+        """Let go of a trainer that knows of what was before."""
+        if self._trainer is not None:
+            self._trainer.metrics.close()
+            self._trainer = None
 
     def _events(self) -> Events:
         from matrixlib.runs.tensorboard import Events
@@ -228,9 +233,6 @@ class Run:
             f"first {term} loss {levels['loss']:.2f}; chance {levels['chance']:.2f}, floor {levels['floor']:.2f}"
             for term, levels in (self.trainer.initial or {}).items()
         )
-
-    def _finish(self) -> None:
-        ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer)
 
     def _say(self, text: str) -> None:
         self.messages.append(text)
@@ -342,9 +344,7 @@ def _hold(lock: FileLock, name: str) -> bool:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise RunError(
-            f"run '{name}' is being written by another process; wait for it or give another run name"
-        ) from None
+        raise RunError(f"run '{name}' is being written by another process; wait for it or name another") from None
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +13,11 @@ from typing import Any, Literal
 from matrixlib import files
 from matrixlib.runs import run as runs
 from matrixlib.runs.processes import Lost
+from matrixlib.runs.record import locked
 
 LONGEST = 2000  # characters of a reason
+PATIENCE = 600.0
+"""Seconds that another process may go on writing a run: one on a node that was given up saves before it ends."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,12 @@ class Outcome:
 def train(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
     """Train every run of a trial, or go on with it. tick: is called after each update.
 
-    Whatever its configuration trips over is the trial's outcome; Ctrl-C, SIGTERM, and folders that cannot be written
-    end the sweep.
+    Whatever its configuration trips over is the trial's outcome; Ctrl-C, SIGTERM, and folders that cannot be written,
+    or that another process does not stop to write, end the sweep.
     """
     for seed, name in job.names.items():
         try:
+            _wait_for(name)
             reason = _train_run(job, seed, name, tick)
         except files.FolderError:
             raise
@@ -61,6 +66,18 @@ def train(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
 def in_a_line(error: Exception) -> str:
     """The reason of a trial that failed by this error: a cell of a table."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+
+
+def _wait_for(name: str) -> None:
+    """Return when no other process writes a run; FolderError where one does not end."""
+    ends, folder = time.monotonic() + PATIENCE, files.reports_root() / name
+    while (folder / "lock").exists() and locked(folder):
+        if time.monotonic() > ends:
+            raise files.FolderError(
+                f"run '{name}' has been written by another process for {PATIENCE / 60:g} minutes, maybe on a node that "
+                "went away: end that process, and start the sweep again"
+            )
+        warnings.warn(f"run '{name}' is being written by another process: waiting until it ends", stacklevel=2)
 
 
 def _train_run(job: Job, seed: int, name: str, tick: Callable[[], None]) -> str:
