@@ -81,7 +81,9 @@ def packed(net: Net, boards: list[chess.Board]) -> dict[str, np.ndarray]:
 
 @needs_packages
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == "matrix0_53m")) for name in NETWORKS]
+)
 def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
     """In batches of 1 and 3 and others, with the weights inside of the file."""
     net, path = shaken(*NETWORKS[name]), tmp_path / "model.onnx"

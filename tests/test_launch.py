@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from matrixlib import progress
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
+from matrixlib.runs import run as runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -125,28 +127,27 @@ def updates(reports: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ended_and_interrupted_the_same_command_goes_on(reports: Path) -> None:
-    """What a signal ends says how, and loses no update; killed: test_run.py, to the end: test_wheel.py."""
-    ends = [
-        (signal.SIGTERM, 143, "ended by SIGTERM"),
-        (signal.SIGINT, 130, "interrupted; the same command goes on from the last checkpoint"),
-    ]
-    rows = 13
-    for number, code, words in ends:
-        if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-            continue  # as in a shell's background job, whose children ignore it, too
-        process = start(reports, rows)
-        process.send_signal(number)
-        text = process.communicate()[1]
-        assert process.returncode == code
-        assert words in text
-        assert "\r" not in text
-        assert updates(reports) >= rows, "it went on"
-        rows = updates(reports)
-        assert (reports / "mine" / "checkpoints" / f"step_{rows:08d}").is_dir(), "no update is lost"
-        rows += 1
-    steps = [row["step"] for row in metrics.read(reports / "mine" / "metrics.jsonl")]
-    assert steps == list(range(1, rows))
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (signal.SIGINT, "interrupted; the same command goes on from the last checkpoint"),
+        pytest.param(signal.SIGTERM, "ended by SIGTERM", marks=pytest.mark.soak),
+    ],
+)
+def test_what_a_signal_ends_says_how_and_loses_no_update(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, words: str
+) -> None:
+    monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
+    process = start(reports, 13)
+    process.send_signal(number)
+    text = process.communicate()[1]
+    assert process.returncode == 128 + number
+    assert words in text
+    assert "\r" not in text
+    rows = updates(reports)
+    assert [row["step"] for row in metrics.read(reports / "mine" / "metrics.jsonl")] == list(range(1, rows + 1))
+    with closing(runs.open_run("demo", run="mine")) as again:
+        assert again.trainer.step == rows >= 13, "it goes on where it was"
 
 
 def test_where_no_signal_reaches_the_kernel_the_launcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:

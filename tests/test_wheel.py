@@ -98,4 +98,3 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     run("python", "-m", "matrixlib.runs.report", "first")
     assert (folder / "report.html").exists()
     assert "usage: matrixlib-uci" in run("matrixlib-uci", "--help")
-    assert "usage: python -m matrixlib.bench" in run("python", "-m", "matrixlib.bench", "--help")
