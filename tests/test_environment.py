@@ -86,7 +86,7 @@ def test_make_installs_torch_first_and_alone_from_an_index(tmp_path: Path) -> No
     arguments = ["--dry-run", f"VENV={tmp_path}", "TORCH_INDEX=https://example.org/whl", "install"]
     lines = [line for line in make(*arguments).stdout.splitlines() if "pip install" in line]
     assert "--index-url https://example.org/whl torch==2.13.0" in lines[0]
-    assert not any("index-url" in line for line in lines[1:])
+    assert not any("example.org" in line for line in lines[1:])
     (tmp_path / ".torch-index").write_text("https://example.org/whl\n")
     assert "pip" not in make(*arguments).stdout
 
