@@ -24,6 +24,7 @@ TINY: dict[str, Any] = {
     "checkpoint": {"interval": 1000},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
+PAIR = {"A": ("demo", TINY), "B": ("demo", TINY)}
 
 
 def fake(
@@ -232,7 +233,7 @@ def test_the_figure_has_both_sides(reports: Path) -> None:
 def test_training_pairs_alternates_and_goes_on_under_its_name(reports: Path) -> None:
     lines: list[str] = []
     options: dict[str, Any] = {"seeds": 2, "seed": 3, "steps": 3, "run": "pair", "log": lines.append}
-    a, b = compare.train_pair("demo", "demo", TINY, TINY, **options)
+    a, b = compare.train_arms(PAIR, **options).values()
     assert [line.split(":")[0] for line in lines] == ["A seed 3", "B seed 3", "B seed 4", "A seed 4"]
     assert [folder.name for folder in (*a, *b)] == ["pair-a3", "pair-a4", "pair-b3", "pair-b4"]
     comparison = compare.compare(a, b)
@@ -244,7 +245,7 @@ def test_training_pairs_alternates_and_goes_on_under_its_name(reports: Path) -> 
     assert {record["kind"] for record in records} == {"compare"}
 
     lines.clear()
-    assert compare.train_pair("demo", "demo", TINY, TINY, **options) == (a, b)
+    assert compare.train_arms(PAIR, **options) == {"A": a, "B": b}
     assert all(line.endswith("already complete") for line in lines)
 
 
@@ -265,7 +266,7 @@ def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest
 def test_a_side_that_blows_up_is_a_result(reports: Path) -> None:
     lines: list[str] = []
     wild = config.merge(TINY, {"optim": {"learning_rate": 1e30, "warmup_steps": 0}})
-    a, b = compare.train_pair("demo", "demo", TINY, wild, steps=60, log=lines.append)
+    a, b = compare.train_arms(PAIR | {"B": ("demo", wild)}, steps=60, log=lines.append).values()
     assert ", halted: " in lines[1]
     comparison = compare.compare(a, b)
     assert (comparison.a[0].complete, comparison.b[0].complete) == (True, False)
@@ -275,9 +276,9 @@ def test_a_side_that_blows_up_is_a_result(reports: Path) -> None:
 
 def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
-        compare.train_pair("demo", "demo", TINY, {"optim": {"learing_rate": 1.0}})
+        compare.train_arms(PAIR | {"B": ("demo", {"optim": {"learing_rate": 1.0}})})
     with pytest.raises(ValueError, match="seeds of at least 1"):
-        compare.train_pair(seeds=0)
+        compare.train_arms(PAIR, seeds=0)
     assert list(reports.iterdir()) == []
 
 

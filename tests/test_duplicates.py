@@ -53,7 +53,7 @@ def stored(folder: Path) -> tuple[Batch, np.ndarray]:
     batch = concat([Shard(row.path, LAYOUT).gather(np.arange(row.count)) for row in rows], LAYOUT)
     assert faults(batch) == {}
     parts = [(row, np.arange(row.count)) for row in rows]
-    counts = [counts_of(folder, row, all_, Shard(row.path, LAYOUT).gather(all_)) for row, all_ in parts]
+    counts = [counts_of(row, all_, Shard(row.path, LAYOUT).gather(all_)) for row, all_ in parts]
     return batch, np.concatenate(counts)["entries"]
 
 
@@ -420,13 +420,6 @@ def test_an_unfinished_import_comes_first(tmp_path: Path) -> None:
         deduplicate(folder)
     import_files(tmp_path / "a.pgn", folder, workers=1, progress=False)
     deduplicate(folder)
-
-
-def test_an_unfinished_merge_of_an_older_version_is_named(tmp_path: Path) -> None:
-    (tmp_path / "imports").mkdir()
-    (tmp_path / "imports" / "merge.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"merge\.json: a merge by an older version was not finished; delete"):
-        deduplicate(tmp_path)
 
 
 def test_an_empty_folder_has_nothing_to_merge(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_optimiser_state_by_name_continues_bit_for_bit(layout: torch.memory_form
     second = build()
     optim.load_tensors(second, tensors)
     again = optim.optimiser(second, settings(), CPU)
-    optim.load_optimiser(again, second, states)
+    optim.load_optimiser(again, second, states, optim.optimiser_counters(adamw))
     assert states.keys() == optim.optimiser_tensors(again, second).keys()
     go(second, again, 3, 6)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
@@ -264,6 +264,6 @@ def test_optimiser_state_of_another_model_is_refused() -> None:
     model = ToyNet()
     adamw = optim.optimiser(model, settings(), CPU)
     with pytest.raises(ValueError, match=r"trunk\.weight"):
-        optim.load_optimiser(adamw, model, {"trunk.weight/exp_avg": torch.zeros(2)})
+        optim.load_optimiser(adamw, model, {"trunk.weight/exp_avg": torch.zeros(2)}, ())
     with pytest.raises(ValueError, match="state"):
-        optim.load_optimiser(adamw, model, {"inner.weight/exp_avg": torch.zeros(2)})
+        optim.load_optimiser(adamw, model, {"inner.weight/exp_avg": torch.zeros(2)}, ())

@@ -66,7 +66,7 @@ def make_run(root: Path, name: str = "quick-1", started: str = "2026-01-01T00:00
         "positions_per_second": 1280,
         "parameters": 53161185,
         "evaluation": {"top1": 0.271, "baselines": {"best_capture_top1": 0.171}, "bands": [1]},
-        "runtime": {"device": "cpu", "dtype": "bf16", "reasons": ["dtype bf16: measured 1.6 x as fast as fp32"]},
+        "runtime": {"device": "cpu", "dtype": "bf16", "reasons": {"dtype": "measured 1.6 x as fast as fp32"}},
         "verdict": {"passed": True, "demo": False, "checks": [{"name": "ended", "passed": True, "detail": "500"}]},
     }
     write_json(folder / "summary.json", summary)
@@ -117,7 +117,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     summary["preset"] = summary["stopped_early"] = evil
     summary["evaluation"] = {evil: evil, "baselines": {}}
-    summary["runtime"] = {evil: evil, "reasons": [evil]}
+    summary["runtime"] = {evil: evil, "reasons": {evil: evil}}
     summary["headline"] = evil
     summary["verdict"] = {"passed": False, "checks": [{"name": evil, "passed": False, "detail": evil}]}
     write_json(folder / "summary.json", summary)

@@ -146,10 +146,9 @@ def test_the_finished_run_is_the_one_that_ended_last_whatever_was_written_later(
         record = {"kind": "train", "preset": "demo", "requested": configuration.dump(load_config("demo"))}
         (reports / name / "run.json").write_text(json.dumps(record | {"started": "2026-01-01T00:00:00Z"}))
         (reports / name / "config.yaml").write_text("")
-    (reports / "old" / "metrics.jsonl").write_text('{"time": "2026-01-01T05:00:00Z", "step": 2}\n')
     report.add_verdict(reports / "first", {"passed": True, "checks": []})  # judged again, much later
     assert runs.finished_run().name == "last"
-    assert read_run(reports / "old").ended == "2026-01-01T05:00:00Z"
+    assert read_run(reports / "old").ended == "2026-01-01T00:00:00Z"
 
 
 def test_a_resumed_run_keeps_its_matrix_rate(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:

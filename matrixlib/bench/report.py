@@ -15,17 +15,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure as Plot
 
 from matrixlib import files
 from matrixlib.bench.workloads import ON_GPU, workloads
 from matrixlib.hardware import machine
 from matrixlib.hardware.benchmark import Figure, Plan, make_plan
 from matrixlib.runs.record import git_commit
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure as Plot
+from matrixlib.tasks.plotting import panels
 
 TOLERANCE = 0.10
 """Slower by more than this share is a regression."""
@@ -54,8 +55,6 @@ def measure(plan: Plan, names: Sequence[str] = (), tell: Callable[[str], object]
     available = workloads()
     if unknown := [name for name in names if name not in available]:
         raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(available)}")
-    import torch
-
     record = head(plan) | {"figures": {}}
     for name in names or available:
         tell(f"measuring {name} ...")
@@ -143,8 +142,6 @@ def regressions(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[l
 
 def table(record: dict[str, Any]) -> pd.DataFrame:
     """Every figure with its limit and its share of it; rows are named by workload and figure."""
-    import pandas as pd
-
     rows = {}
     for name, figure in figures(record):
         rows[name, figure.name] = {
@@ -169,8 +166,6 @@ def markdown(record: dict[str, Any]) -> str:
 def scaling_figure(record: dict[str, Any]) -> Plot:
     """Share of the matrix products' rate that is reached, against batch, channels and blocks, and the loader's
     positions a second against workers; positions a second stand over each bar."""
-    from matrixlib.tasks.plotting import panels
-
     curves: dict[str, list[tuple[int, Figure]]] = {}
     for name, figure in figures(record):
         if name == "scaling":

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow, reason_file, replaced_by
+from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow, replaced_by
 from matrixlib.data.entries import Refused
 from matrixlib.data.remote import whole
 from matrixlib.data.shards import Layout, Shard, is_shard
@@ -26,7 +26,6 @@ from matrixlib.files import write_text, writing
 
 FOLDER = "imports"
 MERGED = "merged_"  # how the name of a folder of merged shards begins
-OLD_NOTE = "merged into"  # how older versions said in a shard's note that others stand for it
 
 
 class ImportStopped(RuntimeError):
@@ -162,15 +161,12 @@ def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
     return [(account.file, entry) for account in accounts(folder) for entry in account.refused]
 
 
-def replaced_shards(folder: Path, rows: Iterable[ShardRow], layout: Layout) -> set[str]:
+def replaced_shards(rows: Iterable[ShardRow], layout: Layout) -> set[str]:
     """Names of the shards whose rows others of the folder hold since a merge, as those say themselves."""
     names: set[str] = set()
     for row in rows:
         if row.state == "healthy" and row.name.startswith(MERGED):
             names.update(replaced_by(Shard(whole(row), layout).meta, row.name))
-    for note in folder.rglob(reason_file(Path("*.npz")).name):  # of merges by older versions
-        if note.read_text(encoding="utf-8", errors="replace").startswith(OLD_NOTE):
-            names.add(note.relative_to(folder).as_posix().removesuffix(".quarantined"))
     return names
 
 
@@ -200,19 +196,13 @@ def quiet_catalogue(folder: Path) -> Catalogue:
 def locked(folder: Path) -> Iterator[Catalogue]:
     """The catalogue of a folder, made if it is not there, that no other import or merge writes meanwhile.
 
-    ImportStopped where one does, ValueError where the folder cannot be written, where its accounts lie elsewhere, or a
-    merge by an older version was cut off.
+    ImportStopped where one does, ValueError where the folder cannot be written, or its accounts lie elsewhere.
     """
     if (folder / REMOTE).exists():
         raise ValueError("shards that lie elsewhere are only read: import and merge where they are")
     with writing(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     check_inside(folder / FOLDER, folder)
-    if (plan := folder / FOLDER / "merge.json").is_file():
-        raise ValueError(
-            f"{plan}: a merge by an older version was not finished; delete this file and {plan.with_name('staged')}, "
-            "and the shards that are in quarantine because of it"
-        )
     lock = FileLock(folder / FOLDER / "lock")
     try:
         with writing(folder):

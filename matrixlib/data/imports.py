@@ -93,7 +93,7 @@ def import_each(
     fresh: list[Account] = []
     with locked(folder) as catalogue:
         rows = {row.name: row for row in catalogue.shards(state=None)}
-        merged = replaced_shards(catalogue.folder, rows.values(), storage.layout)
+        merged = replaced_shards(rows.values(), storage.layout)
         for path, reader in jobs:
             plain = path.is_file() and path.suffix not in COMPRESSED
             size = path.stat().st_size if plain else None  # compressed: nobody knows how much text it is

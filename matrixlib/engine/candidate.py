@@ -7,20 +7,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from matrixlib.engine import optim, rng
+from matrixlib.engine.averages import Average
 from matrixlib.engine.parallel import norms_by_rank
-from matrixlib.engine.task import Batch, rows, slice_batch, to_device
+from matrixlib.engine.step import Step
+from matrixlib.engine.task import Batch, Source, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
-
-if TYPE_CHECKING:
-    from matrixlib.engine.averages import Average
-    from matrixlib.engine.step import Step
-    from matrixlib.engine.task import Source
 
 BATCHES = 16
 """Training batches that the statistics are made of: 2,048 positions of the default presets, in about the time of five

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from matrixlib.engine.optim import unwrap
 from matrixlib.files import cache_root
-
-if TYPE_CHECKING:
-    from matrixlib.hardware.runtime import Runtime
+from matrixlib.hardware.runtime import Runtime
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = frozenset({"reduce-overhead", "max-autotune"})

@@ -11,7 +11,6 @@ from typing import Any
 
 from matrixlib import files
 from matrixlib.config import ConfigError, read_yaml_file
-from matrixlib.engine import rows
 
 TYPES: Mapping[str, tuple[type, ...]] = {
     "requested": (dict,),
@@ -53,12 +52,8 @@ class RunFolder:
 
     @property
     def ended(self) -> str:
-        """When it ended, UTC, in an order that sorts; its last update's time where its summary does not say, as of
-        older versions, else when it began."""
-        if when := self.summary.get("ended"):
-            return str(when)
-        newest = rows.last(self.path / "metrics.jsonl") or {}
-        return str(newest.get("time") or self.started)
+        """When it ended, UTC, which sorts as text; of one that has not, when it began."""
+        return str(self.summary.get("ended", self.started))
 
     @property
     def complete(self) -> bool:

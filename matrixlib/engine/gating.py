@@ -16,13 +16,12 @@ from matrixlib.engine.state import State
 class Gate(State):
     """State of the gate; all but `config` goes into the checkpoint.
 
-    frozen_until: update index from which the terms take part again. freezes: how often they were frozen.
+    frozen_until: update index from which the terms take part again.
     row_seconds: measured time of one row with these terms, 0 before it is known; used with a time limit only.
     """
 
     config: GatingConfig
     frozen_until: int = 0
-    freezes: int = 0
     row_seconds: float = 0.0
 
     def factor(self, update: int) -> float:
@@ -33,10 +32,10 @@ class Gate(State):
 
     def freeze(self, update: int) -> bool:
         """Leave the terms out after an unstable `update`; True if that begins now."""
-        begins = bool(self.config.freeze_steps) and update >= self.frozen_until
-        if self.config.freeze_steps:
-            self.frozen_until = update + 1 + self.config.freeze_steps
-        self.freezes += begins
+        if not self.config.freeze_steps:
+            return False
+        begins = update >= self.frozen_until
+        self.frozen_until = update + 1 + self.config.freeze_steps
         return begins
 
     def rows(self, size: int, micro_batch: int) -> int:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import nn
 
+from matrixlib.engine.compiler import compiled, place
+from matrixlib.engine.memory import out_of_memory
+from matrixlib.engine.task import Batch, to_device
 from matrixlib.hardware import runtime as runtimes
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from matrixlib.engine.task import Batch
 
 RECOMPILES = 64
 """Graphs that the compiler keeps of one function: a size of one network each, which all networks of a task share.
@@ -48,8 +47,6 @@ class Network:
     def __init__(
         self, model: nn.Module, task: GameTask, runtime: runtimes.Runtime, serving: runtimes.Serving | None = None
     ) -> None:
-        from matrixlib.engine.compiler import compiled, place
-
         self.model = place(model, runtime)[0].requires_grad_(False).eval()
         self.task = task
         self.runtime = runtime
@@ -77,10 +74,6 @@ class Network:
 
     def _part(self, batch: dict[str, np.ndarray], heads: frozenset[str]) -> dict[str, np.ndarray]:
         """What fits in one batch, filled up with copies of its last row; the host waits for the device once."""
-        import torch
-
-        from matrixlib.engine.task import to_device
-
         count = len(batch["policy_index"])
         if self.serving.fill:
             size = next(size for size in self.serving.sizes if size >= count)
@@ -106,8 +99,6 @@ class Network:
             return self.task.predict(self.model, tensors, heads)
         from torch._dynamo import config as dynamo
         from torch._dynamo.exc import FailOnRecompileLimitHit
-
-        from matrixlib.engine.memory import out_of_memory
 
         size = len(tensors["policy_index"])
         try:

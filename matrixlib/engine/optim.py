@@ -233,7 +233,7 @@ def load_optimiser(
     optimiser: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    counters: Sequence[Mapping[str, float]] = (),
+    counters: Sequence[Mapping[str, float]],
 ) -> None:
     """Restore what `optimiser_tensors` and `optimiser_counters` gave. Raises ValueError when a name is not a trainable
     parameter's.
@@ -254,7 +254,7 @@ def load_optimiser(
     if by_name:
         raise ValueError(f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}")
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    for group, counted in zip(optimiser.param_groups, counters, strict=False):  # none in those of earlier versions
+    for group, counted in zip(optimiser.param_groups, counters, strict=True):
         for key in _COUNTERS:
             group.pop(key, None)  # one that begins to count at its first update
         group.update(counted)

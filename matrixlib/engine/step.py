@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,8 @@ from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.hardware.speed import synchronize
-
-if TYPE_CHECKING:
-    from matrixlib.hardware.runtime import Runtime
 
 
 @contextlib.contextmanager
@@ -180,28 +178,23 @@ class Step:
         ValueError for the state of another optimiser.
         """
         tensors, state = checkpoint.tensors, checkpoint.state
-        own, other = (
-            optim.optimiser_kind(self.config.optim),
-            state.get("optimiser", "adamw"),
-        )  # earlier versions had no other
+        own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
             raise ValueError(
                 f"its optimiser is {other}, and {own} cannot go on with that state; set optim.optimiser to {other}"
             )
-        self.micro_batch = min(self.micro_batch, state.get("micro_batch", self.micro_batch))
+        self.micro_batch = min(self.micro_batch, state["micro_batch"])
         optim.load_tensors(self.model, tensors["model"])
-        counters = state.get("optimiser_counters", ())
-        optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], counters)
+        optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], state["optimiser_counters"])
         if self.ema is not None:
             self.ema.load_state_dict(tensors["ema"], state["ema_averages"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.health = Health.from_dict(self.config.health, state["health"])
         self.gate = Gate.from_dict(self.config.gating, state["gate"])
-        if "plateau" in state:  # not in checkpoints of earlier versions
-            self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
+        self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
-        self.off = frozenset(state.get("off", ()))  # not in checkpoints of earlier versions
+        self.off = frozenset(state["off"])
         self.update, self.whole = checkpoint.step, True
 
     def roll_back(self, checkpoint: Checkpoint) -> None:

@@ -146,9 +146,8 @@ class Trainer:
             self._restore(checkpoint)
             # a rollback keeps the chunk that memory needs now, and the end of the schedule
             self._chunk = Chunk(**checkpoint.state["chunk"])
-            if "pace" in checkpoint.state:  # not in those of earlier versions
-                self.pace.restore(checkpoint.state["pace"])
-                self._step.schedule = self.pace.schedule
+            self.pace.restore(checkpoint.state["pace"])
+            self._step.schedule = self.pace.schedule
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring "
@@ -181,11 +180,10 @@ class Trainer:
             self._enter_phase()
         self._skip_batches(skip)
         self.micro_step, self.initial = state["micro_step"], state["initial"]
-        self._saving.by_clock = max(self._saving.by_clock, state.get("saves_by_clock", 0))
+        self._saving.by_clock = max(self._saving.by_clock, state["saves_by_clock"])
         self.step = checkpoint.step
         self._saving.done(self.step)
-        if "messages" in state:  # not in checkpoints of earlier versions
-            self._told = Messages.from_dict(self._told.config, state["messages"])
+        self._told = Messages.from_dict(self._told.config, state["messages"])
         self._whole = True
         self.metrics.truncate_to(checkpoint.step)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from operator import length_hint
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -231,11 +231,6 @@ class Cadence(State):
     def __post_init__(self) -> None:
         interval = self.config.interval
         self.due_at = self.due_at or (FIRST_AUTO if interval == "auto" else interval)
-
-    @classmethod
-    def from_dict(cls, config: ValidationConfig, data: Mapping[str, Any]) -> Self:
-        """As `State.from_dict`; checkpoints from before `auto` have no times."""
-        return super().from_dict(config, {"updating": 0.0, "validating": 0.0, "seconds": {}, **data})
 
     def updated(self, seconds: float) -> None:
         """Take in the time of an update."""

@@ -124,20 +124,10 @@ class Runtime:
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
         known = {item.name for item in fields(cls)}
-        if wrong := (known ^ set(data)) - {"benchmark", "requested", "ranks"}:  # which older runs do not have
+        if wrong := known ^ set(data):
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
-        mode = {True: "default", False: ""}.get(data["compile"], data["compile"])  # a bool in older runs
-        stored = {"reasons": stored_reasons(data["reasons"]), "requested": tuple(data.get("requested", ()))}
-        return cls(**{**data, "compile": mode, **stored})
-
-
-def stored_reasons(stored: object) -> dict[str, str]:
-    """Choice -> why, of `Runtime.to_dict`; older runs have lines: "name value: why"."""
-    if isinstance(stored, Mapping):
-        return dict(stored)
-    lines = map(str, stored) if isinstance(stored, (list, tuple)) else ()
-    return {line.split(" ")[0]: line.partition(": ")[2] for line in lines}
+        return cls(**{**data, "requested": tuple(data["requested"])})
 
 
 @dataclass(frozen=True)

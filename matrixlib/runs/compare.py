@@ -26,9 +26,11 @@ from matrixlib import files, progress
 from matrixlib.config import merge
 from matrixlib.engine import history
 from matrixlib.engine.folder import read_run_config
+from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.rows import flatten
 from matrixlib.runs import figures
 from matrixlib.runs import run as runs
+from matrixlib.runs.live import LivePlot
 from matrixlib.tasks import get_task, load_config
 
 LOSS = "validation loss"
@@ -42,24 +44,6 @@ T_QUANTILES = [
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
 ]
-
-
-def train_pair(
-    preset_a: str = "demo",
-    preset_b: str = "demo",
-    overrides_a: Mapping[str, Any] | None = None,
-    overrides_b: Mapping[str, Any] | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    seeds: int = 1,
-    steps: int = 0,
-    run: str = "",
-    log: Callable[[str], None] = print,
-) -> tuple[list[Path], list[Path]]:
-    """`train_arms` of A and B; returns the run folders of both, in order of the seeds."""
-    sides = {"A": (preset_a, overrides_a or {}), "B": (preset_b, overrides_b or {})}
-    folders = train_arms(sides, device, seed, seeds, steps, run, log)
-    return folders["A"], folders["B"]
 
 
 def train_arms(
@@ -398,9 +382,6 @@ class Comparison:
 
 def _train(current: runs.Run) -> str:
     """Train to the end; returns how it ended. A live panel is shown in JupyterLab."""
-    from matrixlib.engine.health import TrainingHalted
-    from matrixlib.runs.live import LivePlot
-
     if current.complete:
         return "already complete"
     panel = LivePlot(current.steps, title=current.name) if progress.interactive() else None

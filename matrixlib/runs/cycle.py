@@ -21,30 +21,33 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from matrixlib import config as configuration
 from matrixlib import files
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.engine.network import Network
+from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json, write_json, write_text
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.elo import rating
+from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import random_openings
+from matrixlib.progress import live_bar
 from matrixlib.runs import cycle_games
+from matrixlib.runs import run as runs
 from matrixlib.runs.autotune import agreeing
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
 from matrixlib.runs.cycle_games import Chunk, Pairing
 from matrixlib.runs.cycle_state import CycleError, Decision, Generation, Lesson, Pairs, read_generations
+from matrixlib.runs.data import RunData
 from matrixlib.runs.fleet import Fleet, gather, open_fleet
 from matrixlib.runs.record import runtime_settings
 from matrixlib.tasks import get_task
 from matrixlib.tasks.spec import Check, GameSpec
-
-if TYPE_CHECKING:
-    from matrixlib.engine.network import Network
-    from matrixlib.runs.data import RunData
 
 FREE = ("generations", "workers", "fleet")
 """Options that change no game and no weight."""
@@ -214,8 +217,6 @@ class Cycle:
 
     def perfection(self, generation: int) -> dict[str, float]:
         """The network of a generation beside perfect play; empty where nobody knows what that is."""
-        from matrixlib.play.evaluator import Evaluator
-
         path = self.folder / f"perfection_{generation:03d}.json"
         if self.rules.solved and not path.exists():
             net = self.network(generation)
@@ -268,12 +269,8 @@ class Cycle:
             self.runtime.apply()  # games that were played in this process had one thread
 
     def _play(self, generation: Generation) -> Generation:
-        from matrixlib.data.catalogue import Catalogue
-        from matrixlib.progress import live_bar
-
         config, number = self.config, generation.number
-        created = generation.begun or files.utc_now()  # of an older version's generation
-        place = (self.name, config, replace(self.runtime, threads=1), number, generation.by, created)
+        place = (self.name, config, replace(self.runtime, threads=1), number, generation.by, generation.begun)
         starts = range(0, config.games, config.chunk)
         chunks = {first: Chunk(*place, first, min(config.chunk, config.games - first)) for first in starts}
         todo = {first: chunk for first, chunk in chunks.items() if str(first) not in generation.chunks}
@@ -298,11 +295,6 @@ class Cycle:
 
     def _learn(self, generation: Generation) -> Generation:
         """Train the candidate from the weights and on the sources of its lesson."""
-        from matrixlib.data.catalogue import Catalogue
-        from matrixlib.engine.optim import named_tensors
-        from matrixlib.progress import live_bar
-        from matrixlib.runs import run as runs
-
         if generation.learned:
             return generation
         counts: dict[str, int] = {}
@@ -366,8 +358,6 @@ class Cycle:
 
         Batches count in their order, whichever is played first, and those behind the decision do not.
         """
-        from matrixlib.progress import live_bar
-
         options, number, game = self.config.match, generation.number, self.rules.game
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
 
 from matrixlib import files
 from matrixlib.play.elo import Rating, rating
 from matrixlib.runs.cycle_state import Decision, Generation
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from matrixlib.runs.figures import png
+from matrixlib.tasks.plotting import beside, panels, whole
 
 ELO_SHOWN = 1500  # beyond it lies what a side that lost every game could have
 
@@ -24,8 +24,6 @@ def generation_table(generations: Sequence[Generation]) -> pd.DataFrame:
 
     `top-1`: on held-out positions, `where new`: on those of them that no game to learn from has, `new`: their share.
     """
-    import pandas as pd
-
     rows = {}
     for generation in generations:
         games, decision = generation.selfplay, generation.decision
@@ -48,23 +46,17 @@ def _share(value: float | None) -> str:
 
 def decision_table(decisions: Sequence[Decision]) -> pd.DataFrame:
     """A row for each decision about the best network, oldest first."""
-    import pandas as pd
-
     rows = [(decision.after, decision.best, decision.reason) for decision in decisions]
     return pd.DataFrame(rows, columns=["after", "best network", "reason"]).set_index("after")
 
 
 def course_table(course: Mapping[int, Mapping[str, float]]) -> pd.DataFrame:
     """A row for each figure of `Cycle.course`, a column for each generation."""
-    import pandas as pd
-
     return pd.DataFrame(dict(course)).map("{:.2%}".format).rename_axis(columns="generation")
 
 
 def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
     """The same as curves."""
-    from matrixlib.tasks.plotting import beside, panels, whole
-
     figure, (axes,) = panels()
     for name in next(iter(course.values())):
         axes.plot(list(course), [100 * figures[name] for figures in course.values()], "o-", label=name)
@@ -76,8 +68,6 @@ def course_figure(course: Mapping[int, Mapping[str, float]]) -> Figure:
 
 def elo_figure(generations: Sequence[Generation]) -> Figure:
     """Elo of each generation over the untrained network, with 95 % intervals; promoted ones are filled."""
-    from matrixlib.tasks.plotting import beside, panels, whole
-
     figure, (axes,) = panels()
     course = {0: 0.0}
     for generation in generations:
@@ -101,8 +91,6 @@ def elo_figure(generations: Sequence[Generation]) -> Figure:
 
 def write_summary(folder: Path, generations: Sequence[Generation], course: Mapping[int, Mapping[str, float]]) -> Path:
     """Write what the report of a cycle shows beside its verdict, summary.json and pictures; returns its folder."""
-    from matrixlib.runs.figures import png
-
     pictures = {"strength": elo_figure(generations)} | ({"perfect-play": course_figure(course)} if course else {})
     for name, figure in pictures.items():
         files.write_bytes(folder / f"{name}.png", png(figure))

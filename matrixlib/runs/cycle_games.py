@@ -8,29 +8,29 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
 
 from matrixlib import files
 from matrixlib.config import Config
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.loader import Loader
+from matrixlib.data.shards import pack_shard, read_info, select
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.network import Network
+from matrixlib.engine.optim import named_tensors
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.play.game import uniform
+from matrixlib.play.evaluator import Evaluator
+from matrixlib.play.game import Game, States, Trace, uniform
 from matrixlib.play.match import Player, play_pairs, search_player
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_config import CycleConfig
 from matrixlib.runs.cycle_state import CycleError, Pairs, Tally
 from matrixlib.tasks import get_task
 from matrixlib.tasks.spec import GameSpec, weights
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from matrixlib.data.catalogue import Catalogue
-    from matrixlib.data.loader import Loader
-    from matrixlib.engine.network import Network
-    from matrixlib.play.game import Game, States, Trace
 
 TRIAL_GAMES = 4
 HELD_OUT = 20  # every so many games one is held out of training
@@ -48,25 +48,18 @@ def source(generation: int) -> str:
 
 def weights_of(folder: Path, config: CycleConfig, generation: int) -> bytes:
     """The averaged weights of a generation of the cycle in `folder`, as safetensors; 0 is the untrained network."""
-    from safetensors.torch import save
-
-    from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.engine.optim import named_tensors
-
     if generation:
         checkpoints = folder.parent / f"{folder.name}-{generation:03d}" / "checkpoints"
         tensors = weights(Checkpoints(checkpoints, config.network.checkpoint.keep).pick("newest"))[0]
     else:
         tensors = named_tensors(_model(config))
-    return save({name: tensor.detach().clone() for name, tensor in tensors.items()})
+    return safetensors.torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()})
 
 
 def network(config: CycleConfig, runtime: Runtime, stored: bytes) -> Network:
     """The network of a cycle with these weights."""
-    from safetensors.torch import load
-
     model = _model(config)
-    model.load_state_dict(load(stored), strict=True)
+    model.load_state_dict(safetensors.torch.load(stored), strict=True)
     return get_task(config.network.task).network(model, _seeded(config), runtime)
 
 
@@ -80,8 +73,6 @@ def _seeded(config: CycleConfig) -> Config:
 
 def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
     """An update's rows to try a device with, of beginnings of games between players who know nothing, called drawn."""
-    import torch
-
     spec = get_task(config.network.task)
     assert spec.game is not None, "load_cycle takes games only"
     options = SelfPlayOptions(parallel=TRIAL_GAMES, num_simulations=2, plies=8)
@@ -94,8 +85,6 @@ def trial_rows(config: CycleConfig) -> dict[str, torch.Tensor]:
 
 def player(config: CycleConfig, net: Network) -> Player:
     """How a network plays in matches."""
-    from matrixlib.play.evaluator import Evaluator
-
     spec = get_task(config.network.task)
     assert spec.game is not None, "load_cycle takes games only"
     return search_player(spec.game.game, Evaluator(net), config.match.num_simulations, config.search)
@@ -103,8 +92,6 @@ def player(config: CycleConfig, net: Network) -> Player:
 
 def keep(catalogue: Catalogue, games: Games) -> None:
     """Put the shards of games that were played somewhere into the cycle's. CycleError where they came over damaged."""
-    from matrixlib.data.shards import read_info
-
     for name, (data, sha256) in games.shards.items():
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CycleError(f"{name} came over damaged (SHA-256): start again to play its games again")
@@ -164,9 +151,6 @@ class Chunk:
 
     def __call__(self, stored: bytes) -> Games:
         """Play the games with these weights."""
-        from matrixlib.data.shards import pack_shard, select
-        from matrixlib.play.evaluator import Evaluator
-
         self.runtime.apply()
         config, spec = self.config, get_task(self.config.network.task)
         assert spec.game is not None, "load_cycle takes games only"

@@ -15,16 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from matrixlib.engine import rows
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.signals import deferred
+from matrixlib.engine.stats import Stats, from_row
 from matrixlib.files import utc_now
 from matrixlib.runs.data import RunError
-
-if TYPE_CHECKING:
-    from matrixlib.engine.stats import Stats
 
 LOOK_SECONDS = 0.1
 """Between two looks at what the ranks have written."""
@@ -39,10 +39,6 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
     Ctrl-C and SIGTERM go on to the ranks, which save and end, as they do when the caller leaves the loop. RunError with
     the word of the rank that failed.
     """
-    from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.engine.signals import deferred
-    from matrixlib.engine.stats import from_row
-
     known, log = (utc_now(), 0), folder / "ranks.log"
     with deferred() as signals, _launcher(request, ranks, log) as launcher:
         told = ended = False

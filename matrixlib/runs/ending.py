@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import files
+from matrixlib.engine import history
+from matrixlib.engine.health import TrainingHalted
+from matrixlib.engine.history import updates
 from matrixlib.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -23,8 +26,6 @@ UNDRAWN = frozenset({"sweep"})
 
 def finish(folder: Path, preset: str, data: RunData, trainer: Trainer) -> None:
     """Of a run that has reached its end: evaluate it on the held-out data and write everything down."""
-    from matrixlib.engine import history
-    from matrixlib.engine.history import updates
 
     spec, config, runtime = data.spec, data.config, data.runtime
     trainer.beat("evaluation", force=True)
@@ -62,8 +63,6 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
     """Of a run that was halted, failed or was interrupted: write down why, and draw what there is. The error gets a
     note of where it lies, or of why even that failed; nothing is raised over it.
     """
-    from matrixlib.engine import history
-    from matrixlib.engine.health import TrainingHalted
 
     if not (folder / "metrics.jsonl").exists():  # not one update was begun
         return

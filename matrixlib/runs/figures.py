@@ -11,11 +11,13 @@ from textwrap import wrap
 from typing import Any
 
 import numpy as np
+import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from matrixlib.engine.history import not_finite, updates
 from matrixlib.engine.rows import flatten
+from matrixlib.engine.timing import PHASES, totals
 from matrixlib.play.elo import share_interval
 from matrixlib.tasks.plotting import RED, above, beside, caption, log, panels, plain, whole
 
@@ -205,8 +207,6 @@ def loss_groups(history: History) -> list[list[str]]:
 
 def _smooth(values: Sequence[float]) -> Any:
     """Running means over a part of the curve, those at its beginning over what there is."""
-    import pandas
-
     return pandas.Series(values).rolling(max(1, len(values) // SMOOTH), min_periods=1).mean()
 
 
@@ -305,8 +305,6 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
 
     What is far above the median is cut off and says its height.
     """
-    from matrixlib.engine.timing import PHASES, totals
-
     figure, (axes,) = panels(size=(9, 3.2))
     parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
     steps = np.array([rows[part[0]]["step"] - updates(rows[part[0]]) + 1 for part in parts])
@@ -375,8 +373,6 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
 def _band(axes: Axes, runs: Sequence[Rows], name: str, colour: str, label: str) -> list[float]:
     """Running means over a fiftieth of the rows, at the steps that all runs have: their mean as a line, least to
     greatest as a band; returns what was drawn."""
-    import pandas
-
     columns = [
         pandas.Series([row[name] for row in rows], [row["step"] for row in rows])
         .rolling(max(1, len(rows) // 50), min_periods=1)

@@ -8,19 +8,17 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas
 from matplotlib.figure import Figure
 
 from matrixlib.engine import rng
 from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
+from matrixlib.runs.run import Run
 from matrixlib.tasks.plotting import beside, log, panels
-
-if TYPE_CHECKING:
-    from matrixlib.runs.run import Run
 
 LOWEST, HIGHEST = 1e-6, 1.0
 """Learning rates that it begins and, unless the loss diverges before, ends with."""
@@ -138,7 +136,5 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
 
 
 def _smooth(losses: list[float], updates: int) -> tuple[float, ...]:
-    import pandas
-
     window = max(3, round(PART * updates))
     return tuple(pandas.Series(losses).rolling(window, center=True, min_periods=1).mean())

@@ -24,7 +24,7 @@ from matrixlib.config import read_yaml
 from matrixlib.engine import history
 from matrixlib.engine.messages import DECISIONS, is_decision
 from matrixlib.files import reports_root
-from matrixlib.hardware.runtime import stored_reasons, words
+from matrixlib.hardware.runtime import words
 from matrixlib.runs import figures, watch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace"))
         options = _read(folder / "config.yaml", [], lambda path: read_yaml(path.read_text("utf-8"), path.name))
         runtime = _mapping(summary.get("runtime") or record.get("runtime"))
-        reasons = stored_reasons(runtime.pop("reasons", ()))
+        reasons = _mapping(runtime.pop("reasons", None))
         runtime.pop("requested", None)
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
         content |= {

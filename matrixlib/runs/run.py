@@ -19,8 +19,11 @@ from filelock import FileLock, Timeout
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.share import Share
+from matrixlib.engine import history, timing
 from matrixlib.engine.folder import newest_complete, whole_runs
+from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
 from matrixlib.hardware import load, openmp
 from matrixlib.hardware import runtime as runtimes
@@ -28,18 +31,15 @@ from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
 from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
 from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, teacher_of
-from matrixlib.runs.training import build_trainer
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
-    from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.engine.pace import Plan
     from matrixlib.engine.parallel import Ranks
-    from matrixlib.engine.stats import Stats
     from matrixlib.engine.task import Task
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
@@ -110,6 +110,8 @@ class Run:
     def trainer(self) -> Trainer:
         """The engine's trainer, built at first use (it holds the model)."""
         if self._trainer is None:
+            from matrixlib.runs.training import build_trainer
+
             self._trainer = build_trainer(
                 self.data, self.config, self.folder, self.ranks, self._plan(), self.start, self.runtime
             )
@@ -122,7 +124,7 @@ class Run:
         return Plan(
             update=self.update_seconds,
             seconds=60 * self.config.train.minutes,
-            refit=self.requested.train.steps == "auto" and self.update_seconds is not None,  # which old runs lack
+            refit=self.requested.train.steps == "auto" and self.update_seconds is not None,
             promise=self.config.train.on_time,
         )
 
@@ -158,8 +160,6 @@ class Run:
             yield from self._train(trace, tensorboard)
 
     def _train(self, trace: int, tensorboard: bool) -> Generator[Stats]:
-        from matrixlib.engine import timing
-
         events: Events | None = None
         if self.complete:
             return
@@ -241,8 +241,6 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl up to where the run goes on; of a long run, rows by interval (`history.read`)."""
-        from matrixlib.engine import history
-
         if self.processes > 1:  # the ranks cut it back, and this process has no model
             log = self.folder / "metrics.jsonl"
             return history.read(log) if log.exists() else []
@@ -250,8 +248,6 @@ class Run:
 
     def times(self) -> str:
         """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
-        from matrixlib.engine import timing
-
         rows = self.history()
         table = "\n".join(filter(None, [timing.table(rows).to_string(col_space=9), timing.supply(rows)]))
         share, peak = ending.share_of_peak(rows), read_json(self.folder / "run.json").get("peak")
@@ -373,16 +369,12 @@ def finished_run(
 
 def held_out_data(config: Config) -> Loader:
     """The held-out rows of the data set that a configuration names. RunError where it has none."""
-    from matrixlib.data.catalogue import Catalogue
-
     spec = get_task(config.task)
     return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
 def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     """The held-out figures of a network (`tasks.load`) with their baselines; sample: on so many rows, 0 = all."""
-    from matrixlib.data.catalogue import Catalogue
-
     config: Config = net.task.config
     spec = get_task(config.task)
     return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
@@ -433,8 +425,6 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
 
 def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks, processes: int) -> Run:
     """processes: that this one is to start; it opens the run as their first."""
-    from matrixlib.data.catalogue import Catalogue
-
     spec = get_task(requested.task)
     catalogue = Catalogue(spec.folder(requested))
     record = stored_record(folder)

@@ -6,9 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from matrixlib.config import ConfigError
 from matrixlib.runs import sizes
@@ -19,18 +22,12 @@ from matrixlib.runs.sweep_config import ARM, COMPUTE, request
 from matrixlib.tasks import load_config
 from matrixlib.tasks.plotting import beside, log, panels
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
-
 RATE = "optim.learning_rate"
 
 
 def arms_table(sweep: Sweep) -> DataFrame:
     """A row for each arm: its best trial over the rest of the space, its size, and the difference to the first arm's
     best where it has one (with its 95 % interval from two seeds on, by pairs of one seed). Empty without arms."""
-    import pandas
-
     rows: dict[str, dict[str, Any]] = {}
     base: Result | None = None
     arms = list(sweep.config.arms) if sweep.config.method != "staged" else []
@@ -74,8 +71,6 @@ def rate_note(sweep: Sweep) -> str:
 def stages_table(sweep: Sweep) -> DataFrame:
     """A row for each stage of a staged sweep: the change, what it was made to, its difference to that with the 95 %
     interval, and whether it was kept. Empty for another."""
-    import pandas
-
     rows = {}
     results = sweep.results() if sweep.config.method == "staged" else []
     told = sweep.told([one.trial.number for one in results])
@@ -177,8 +172,6 @@ def scaling(sweep: Sweep) -> Scaling | None:
     Each size counts with its best trial over the rest of the space. The loss's floor is not fitted, so the law holds
     for these budgets and not far beyond.
     """
-    import pandas
-
     points: dict[float, dict[float, float]] = {}
     for result in sweep.results():
         if result.measures and COMPUTE in result.trial.values:

@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas
 import yaml
+from pandas import DataFrame
 
 from matrixlib import files
 from matrixlib.config import difference
@@ -20,9 +22,6 @@ from matrixlib.runs.sweep import EARLIEST, Result, Sweep
 from matrixlib.runs.sweep_config import dimensions, nest, request
 from matrixlib.tasks import load_config, validate_config
 from matrixlib.tasks.spec import Check
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 GROUPS = 4
 """Groups of equal size that the values of a range are put into."""
@@ -35,8 +34,6 @@ def table(sweep: Sweep) -> DataFrame:
 
     Nothing in it depends on the clock, unless the trials' minutes are equal.
     """
-    import pandas
-
     best, name = sweep.best(), sweep.config.measure
     rows = []
     for result in _in_order(sweep):
@@ -82,8 +79,6 @@ def importance(sweep: Sweep) -> DataFrame:
     to 1. Ranks, so that a diverged trial counts as the last and no more. Pruned trials share the last rank, failed ones
     are left out. A range is put into groups of equal size. What only two dimensions together do is in neither.
     """
-    import pandas
-
     results = [result for result in sweep.results() if result.trial.state != "failed"]
     losses = pandas.Series([sweep.better(result.mean) if result.measures else math.inf for result in results])
     ranks = losses.rank().to_numpy()

@@ -5,32 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
+from matrixlib.engine import storage
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.metrics import MetricsLog, NoLog
+from matrixlib.engine.pace import Plan
+from matrixlib.engine.parallel import Ranks, norms_by_rank
+from matrixlib.engine.targets import TargetLog
+from matrixlib.engine.task import Batch
+from matrixlib.engine.trainer import Trainer
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs.data import RunData
 from matrixlib.runs.start import Start
-
-if TYPE_CHECKING:
-    from matrixlib.engine.pace import Plan
-    from matrixlib.engine.parallel import Ranks
-    from matrixlib.engine.task import Batch
-    from matrixlib.engine.trainer import Trainer
 
 
 def build_trainer(
     data: RunData, config: Config, folder: Path, ranks: Ranks | None, plan: Plan, start: Start | None, runtime: Runtime
 ) -> Trainer:
     """Ready to train; start: weights to begin with, where there is no checkpoint yet."""
-    from matrixlib.engine import storage
-    from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.engine.metrics import MetricsLog, NoLog
-    from matrixlib.engine.parallel import Ranks, norms_by_rank
-    from matrixlib.engine.targets import TargetLog
-    from matrixlib.engine.trainer import Trainer
-
     teacher, ranks, task, steps = data.teacher, ranks or Ranks(), data.task, config.train.steps
     assert isinstance(steps, int)
     look: Callable[[int, Batch], None] = lambda step, batch: None  # noqa: E731

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from matrixlib.config import Config, ConfigError, DataConfig
+from matrixlib.data.remote import bring_catalogue, is_remote
+from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.stages import SourceCurriculumConfig
 from matrixlib.files import reports_root
+from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from matrixlib.data.loader import Loader
     from matrixlib.data.reader import Sidecars
     from matrixlib.data.shards import Batch, Layout
-    from matrixlib.engine.curriculum import Curriculum, Phase
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.storage import Checkpoint
@@ -282,8 +284,6 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
     none, RemoteError where the URL does not give it. name: one that is no folder.
     """
     source = data.source
-    from matrixlib.data.remote import bring_catalogue, is_remote
-
     if is_remote(source):
         return bring_catalogue(source, data.cache)
     folder = Path(source).expanduser()
@@ -296,8 +296,6 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
 
 def source_curriculum(config: SourceCurriculumConfig) -> Curriculum | None:
     """The phases of a curriculum over sources; None where all of the data are always used."""
-    from matrixlib.engine.curriculum import Curriculum, Dimension
-
     curriculum = Curriculum(config, [Dimension.of("sources", config.sources)])
     return curriculum if len(curriculum.phases) > 1 or curriculum.values["sources"] else None
 
@@ -343,7 +341,6 @@ def load_network(
     """
     from matrixlib.engine import storage
     from matrixlib.engine.checkpoint import Checkpoints
-    from matrixlib.hardware import runtime as runtimes
 
     model = spec.task(config).build_model()
     limit = storage.largest_group(model)
@@ -361,7 +358,6 @@ def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: s
 
     ValueError as of `runtime.resolve`.
     """
-    from matrixlib.hardware import runtime as runtimes
 
     if isinstance(device, runtimes.Runtime):
         return device

@@ -40,7 +40,7 @@ def inference(plan: Plan) -> Iterator[Figure]:
         net = Net(task.build_model(), task, plan.runtime)
         with tempfile.TemporaryDirectory() as folder:
             nets = {f"torch {plan.runtime.dtype}": net}
-            if preset == "quick":  # for the large one that takes minutes: see tests/bench/bench_inference.py
+            if preset == "quick":  # for the large one that takes minutes
                 nets = onnx.engines(net, Path(folder), plan.compile)
             for speed in throughput.measure(nets, sizes, plan.seconds / 4):
                 of = f"{speed.engine.split()[-1]} products" if speed.limit else ""

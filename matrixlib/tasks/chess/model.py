@@ -13,12 +13,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from matrixlib.tasks.chess.attention import in_fp32
 from matrixlib.tasks.chess.blocks import (
@@ -32,9 +34,6 @@ from matrixlib.tasks.chess.blocks import (
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.planes import move_keys
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 PLANES = 19
 MOVE_PLANES = 73
@@ -85,9 +84,6 @@ def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
 def _counted() -> Iterator[FlopCounterMode]:
     """The operations inside are counted. The counter knows the fused attention kernels of GPUs alone: it sees plain
     products."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter
 

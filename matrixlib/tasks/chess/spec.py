@@ -152,7 +152,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         if not config.teacher.network:
             return None
-        own = reuse(record["runtime"]) if "runtime" in record else runtime.device  # of older runs there is none
+        own = reuse(record["runtime"]) if record else runtime.device
         return ChessTeacher.of(load(config.teacher.network, "", own, False), config)
 
     def sidecars(self, config: ChessConfig, folder: Path, shards: Sequence[ShardRow], teacher: Any) -> Sidecars | None:

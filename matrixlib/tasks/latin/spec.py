@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.files import cache_root
 from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.spec import Check, Overfit, Spoiler, Stage, TaskSpec, given_folder, nan_output, spoil_output
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.data.shards import Layout
-    from matrixlib.engine.curriculum import Curriculum, Phase
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.tasks.latin.task import LatinTask
 
@@ -104,8 +104,6 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return folder
 
     def curriculum(self, config: LatinConfig) -> Curriculum:
-        from matrixlib.engine.curriculum import Curriculum, Dimension
-
         dimensions = self.task(config).dimensions.items()
         return Curriculum(config.curriculum, [Dimension.of(name, section) for name, section in dimensions])
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
 
 from matrixlib.tasks.plotting import bars, beside, panels
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 BASELINE = "best capture"
 GROUPS = 12  # of puzzles beside each other: all, bands of rating, the first themes

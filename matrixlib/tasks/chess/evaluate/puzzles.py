@@ -11,24 +11,21 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import chess
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from matrixlib.play.elo import share_interval
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
+from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.parsing import opened
 from matrixlib.tasks.chess.records import PIECE_VALUES, before, from_boards, move_from_index, parse_fen
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from matrixlib.tasks.chess.evaluate.net import Net
 
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
 """Boards -> the move for each in UCI, None where there is none."""
@@ -256,8 +253,6 @@ def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
 
     Groups: `all`, bands of rating, themes of LEAST puzzles.
     """
-    import pandas as pd
-
     results = {name: attempt(solver, puzzles) for name, solver in by.items()}
     rows = [
         (group, len(members), name, *(Share(int(right[members].sum()), len(members)) for right in result))
@@ -281,8 +276,6 @@ def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
 
 def solve_suites(by: Mapping[str, Solver], suites: Mapping[str, Sequence[Exercise]]) -> pd.DataFrame:
     """A row for each suite and solver: positions, and the `Share` of those that it solves."""
-    import pandas as pd
-
     rows = []
     for suite, exercises in suites.items():
         for name, solver in by.items():

@@ -290,7 +290,7 @@ def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit
     known = (folder / NAME).is_file()
     catalogue = quiet_catalogue(folder)
     every = catalogue.shards(state=None)
-    merged = replaced_shards(folder, every, LAYOUT)
+    merged = replaced_shards(every, LAYOUT)
     rows = [row for row in every if row.name not in merged]
     healthy = [row for row in rows if row.state == "healthy"]
     steps = accounts(folder)

@@ -109,11 +109,10 @@ def _check_imports(folder: Path, rows: Sequence[ShardRow]) -> None:
 # Counts
 
 
-def counts_of(folder: Path, row: ShardRow, rows: np.ndarray, batch: Batch) -> np.ndarray:
+def counts_of(row: ShardRow, rows: np.ndarray, batch: Batch) -> np.ndarray:
     """(n,) COUNT of the positions `rows` (n,) of a shard, which are `batch`. ValueError where its file does not fit."""
-    older = folder / FOLDER / "counts" / Path(row.name).with_suffix(".npy")  # of merges by older versions
-    path = next((path for path in (_counts_file(row.path), older) if path.is_file()), None)
-    if path is None:
+    path = _counts_file(row.path)
+    if not path.is_file():
         return single_counts(batch)
     counts = np.load(path, allow_pickle=False)
     if counts.dtype != COUNT or len(counts) != row.count:
@@ -217,7 +216,7 @@ def _gather(folder: Path, rows: Sequence[ShardRow], members: np.ndarray) -> tupl
     for row, begin, mine in zip(rows, starts, _by_shard(ordered, starts), strict=False):
         if len(mine):
             batches.append(Shard(row.path, LAYOUT).gather(mine - begin))
-            counts.append(counts_of(folder, row, mine - begin, batches[-1]))
+            counts.append(counts_of(row, mine - begin, batches[-1]))
     back = np.searchsorted(ordered, members)
     return select(concat(batches, LAYOUT), back, LAYOUT), np.concatenate(counts)[back]
 
@@ -309,7 +308,7 @@ def _write(folder: Path, rows: Sequence[ShardRow], merged: _Merge) -> int:
         _save_lost_games(folder, rows[i], np.setdiff1d(shard.arrays["records"]["game"], batch["records"]["game"]))
         if not len(left):
             continue
-        counts = counts_of(folder, rows[i], left, batch)
+        counts = counts_of(rows[i], left, batch)
         place = np.searchsorted(left, remaining[i] - starts[i])
         counts[place] = merged.counts[at]
         _overwrite(batch, place, select(merged.batch, at, LAYOUT))
