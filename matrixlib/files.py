@@ -1,7 +1,5 @@
 """Files that are whole or not there, where they lie, and worker processes that end with their parent."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

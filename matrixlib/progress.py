@@ -1,7 +1,5 @@
 """Progress of long work: a bar in JupyterLab or a terminal, a line of text elsewhere; durations in words."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

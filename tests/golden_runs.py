@@ -7,8 +7,6 @@ Every library is held to the instructions that all x86-64 machines of the last t
 and without AVX-512 compute the same bits. Other versions of torch or numpy may round otherwise: the versions are kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

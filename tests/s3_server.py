@@ -1,7 +1,5 @@
 """An S3 server on loopback (moto's), and a connection to it that can be cut, changed, slowed down and counted."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The mean of the weights over the last part of a run, and batch norms that fit averaged weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

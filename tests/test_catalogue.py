@@ -1,7 +1,5 @@
 """The catalogue: rows, order, quarantine, and repair of all that can happen to it."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess
@@ -259,9 +257,7 @@ def test_connections_do_not_cross_processes(tmp_path: Path) -> None:
     assert not any(isinstance(value, sqlite3.Connection) for value in vars(catalogue).values())
 
 
-def test_a_catalogued_shard_that_was_cut_short_is_quarantined_when_the_folder_is_opened(
-    tmp_path: Path,
-) -> None:
+def test_a_catalogued_shard_that_was_cut_short_is_quarantined_when_the_folder_is_opened(tmp_path: Path) -> None:
     name = filled(tmp_path).shards("train")[0].name
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-100])

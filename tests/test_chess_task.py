@@ -1,7 +1,5 @@
 """The chess task: packed batches from stored rows, counts, losses at the start, both encodings."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
@@ -90,12 +88,7 @@ def test_chess_keeps_the_task_contract(encoding: str, kind: str, norm: str) -> N
     data = stored(positions(23, seed=7))
     data["records"]["wdl"][::3] = 0
     data["policy_weight"][: data["policy_offset"][4]] = 0  # four rows without a policy target
-    options = {
-        "norm": {"blocks": norm, "stem_heads": norm},
-        "dropout": 0.1,
-        "droppath": 0.1,
-        "value": {"kind": kind},
-    }
+    options = {"norm": {"blocks": norm, "stem_heads": norm}, "dropout": 0.1, "droppath": 0.1, "value": {"kind": kind}}
     check_task(task(encoding, model=options, loss={"label_smoothing": 0.05, "result_share": 0.3}), data)
 
 

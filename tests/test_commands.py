@@ -1,7 +1,5 @@
 """The commands and the Python of the documents, run as they stand there, only on less."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

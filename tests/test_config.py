@@ -1,7 +1,5 @@
 """Strict configuration: each trap of YAML and of coercion, presets, overrides, differences and round trips."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -100,10 +98,7 @@ def test_an_integer_is_a_number_for_a_float() -> None:
 @pytest.mark.parametrize(
     "overrides, says",
     [
-        (
-            {"optim": {"learning_rat": 1e-4}},
-            "unknown key 'optim.learning_rat', did you mean 'learning_rate'?",
-        ),
+        ({"optim": {"learning_rat": 1e-4}}, "unknown key 'optim.learning_rat', did you mean 'learning_rate'?"),
         ({"modle": {}}, "unknown key 'modle', did you mean 'model'?"),
         ({"model": {"policy": {"rnk": 3}}}, "unknown key 'model.policy.rnk', did you mean 'rank'?"),
         ({"optim": {"xyzzy": 1}}, "unknown key 'optim.xyzzy' (known: "),
@@ -162,10 +157,7 @@ def test_overrides_merge_into_the_depth_and_beat_the_preset() -> None:
     config = load("demo", {"model": {"policy": {"rank": 7}}, "seed": 5})
     assert (config.model.policy.rank, config.seed) == (7, 5)
     assert config.model.policy.channels == preset.model.policy.channels
-    assert difference(config, preset) == {
-        "seed": (preset.seed, 5),
-        "model.policy.rank": (preset.model.policy.rank, 7),
-    }
+    assert difference(config, preset) == {"seed": (preset.seed, 5), "model.policy.rank": (preset.model.policy.rank, 7)}
     assert difference(preset, preset) == {}
     assert load("demo", None) == load("demo", {}) == preset
 
@@ -290,10 +282,7 @@ def test_the_difference_of_two_tasks_names_the_task() -> None:
         ({"size": {"stages": [[3, 5]], "fractions": [0.9]}}, "add up to 0.9, not to 1"),
         ({"size": {"stages": [[5, 3]], "fractions": [1.0]}}, "a range runs from low to high"),
         ({"size": {"stages": [[2, 3]], "fractions": [1.0]}}, "curriculum.size.stages"),
-        (
-            {"size": {"stages": [[3, 3], [4, 4]], "fractions": [0.5, 0.5]}},
-            "must hold the sizes of all others",
-        ),
+        ({"size": {"stages": [[3, 3], [4, 4]], "fractions": [0.5, 0.5]}}, "must hold the sizes of all others"),
         ({"size": {"stages": [], "fractions": []}}, "0 stages"),
         ({"mode": {"stages": [[]], "fractions": [1.0]}}, "at least one digit set"),
         ({"mode": {"stages": [["standrd"]], "fractions": [1.0]}}, "curriculum.mode.stages"),

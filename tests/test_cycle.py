@@ -1,7 +1,5 @@
 """The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the match alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

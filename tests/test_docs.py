@@ -3,8 +3,6 @@
 ``python tests/test_docs.py`` writes their generated tables again.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Dropout that changes in stages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fleets: parts that are computed once each, errors and deaths that are told, and processes that do not stay behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Training and self-play compute what they have always computed: the same bits as commit d7c9085."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

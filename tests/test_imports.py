@@ -1,7 +1,5 @@
 """The import rule, by `ast` over the components of each path; light modules stay light; no work at import."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Fault injection: every fault is noticed, loses nothing and ends near the clean runs; and it can fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Training that is killed again and again ends with the bits of the run that was left alone."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

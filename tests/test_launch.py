@@ -1,7 +1,5 @@
 """The way in from the shell: its progress and its exit code; test_wheel.py trains with it to the end."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

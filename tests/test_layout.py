@@ -1,7 +1,5 @@
 """The layout of a GPU's updates, chosen by measurements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from toy_task import ToyTask, toy_batch, toy_runtime

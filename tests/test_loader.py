@@ -1,7 +1,5 @@
 """The loader: the order, the same batches whatever the workers, damage, and errors that say what happened."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -116,11 +114,7 @@ def test_limit_takes_the_same_share_of_every_source(shards: list[tuple[int, str]
 
 def two_sources(folder: Path) -> list[Any]:
     """Rows 0 to 5,999 of source "one" in two shards, one on either side of the 600 rows of source "two"."""
-    for name, first, count, source in (
-        ("a", 0, 4000, "one"),
-        ("b", 6000, 600, "two"),
-        ("c", 4000, 2000, "one"),
-    ):
+    for name, first, count, source in (("a", 0, 4000, "one"), ("b", 6000, 600, "two"), ("c", 4000, 2000, "one")):
         write_shard(folder / f"{name}.npz", LAYOUT, toy_batch(count, first), META | {"source": source})
     return Catalogue(folder).shards("train")
 
@@ -296,11 +290,7 @@ def test_workers_that_are_killed_again_and_again_are_an_error_not_a_hang(
     monkeypatch.setattr(loader_module, "RESTARTS", 1)
     pid_file, said = tmp_path / "pid", list[str]()
     iterator = open_loader(
-        folder,
-        workers=1,
-        prefetch=1,
-        prepare=Toy(pid_file=str(pid_file)).prepare,
-        on_loss=said.append,
+        folder, workers=1, prefetch=1, prepare=Toy(pid_file=str(pid_file)).prepare, on_loss=said.append
     ).batches(0)
     next(iterator)
     first = int(pid_file.read_text())

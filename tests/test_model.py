@@ -1,7 +1,5 @@
 """The network: every option, Matrix0's size, and the traps of each part."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,14 +16,7 @@ from matrixlib.engine.compiler import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig, PolicyHeadConfig
-from matrixlib.tasks.chess.model import (
-    AUXILIARY_CHANNELS,
-    MOVES,
-    PLANES,
-    PolicyValueNet,
-    forward_flops,
-    training_flops,
-)
+from matrixlib.tasks.chess.model import AUXILIARY_CHANNELS, MOVES, PLANES, PolicyValueNet, forward_flops, training_flops
 
 C, BLOCKS, HIDDEN = 32, 3, 24
 BASE = merge(
@@ -34,14 +25,7 @@ BASE = merge(
         "channels": C,
         "blocks": BLOCKS,
         "se_ratio": 0.0,
-        "attention": {
-            "every": 0,
-            "heads": 4,
-            "bias": True,
-            "mask": False,
-            "unmasked_mix": 0.0,
-            "norm": "pre",
-        },
+        "attention": {"every": 0, "heads": 4, "bias": True, "mask": False, "unmasked_mix": 0.0, "norm": "pre"},
         "policy": {"kind": "conv", "channels": 32, "rank": 5},
         "value": {"kind": "wdl", "pool": "pooled", "channels": 16, "hidden": HIDDEN, "activation": "silu"},
     },
@@ -71,38 +55,26 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     "mish": ({"activation": "mish"}, 0),
     "batch norm": ({"norm": {"blocks": "batch", "stem_heads": "batch"}}, 0),
     "squeeze-excite": ({"se_ratio": 0.25}, BLOCKS * (2 * C * S + S + C)),
-    "droppath and dropout": (
-        {"droppath": 0.3, "dropout": 0.2, "attention": ATTENTION},
-        ATTENDED + 4 * 64 * 64,
-    ),
+    "droppath and dropout": ({"droppath": 0.3, "dropout": 0.2, "attention": ATTENTION}, ATTENDED + 4 * 64 * 64),
     "chess features": ({"chess_features": True}, 64 * C + C * C + 9 * C * C + 4 * C),
     "attention": ({"attention": ATTENTION}, ATTENDED + 4 * 64 * 64),
     "attention every block": ({"attention": ATTENTION | {"every": 1}}, BLOCKS * (ATTENDED + 4 * 64 * 64)),
     "attention without bias": ({"attention": ATTENTION | {"bias": False}}, ATTENDED),
     "masked attention": ({"attention": ATTENTION | {"mask": True}}, ATTENDED + 4 * 64 * 64),
     "masked attention without bias": ({"attention": ATTENTION | {"mask": True, "bias": False}}, ATTENDED),
-    "blended attention": (
-        {"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.3}},
-        ATTENDED + 4 * 64 * 64,
-    ),
+    "blended attention": ({"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.3}}, ATTENDED + 4 * 64 * 64),
     "post-norm attention": (
         {"attention": ATTENTION | {"mask": True, "unmasked_mix": 0.2, "norm": "post"}},
         ATTENDED + 4 * 64 * 64,
     ),
     "dense policy": ({"policy": {"kind": "dense"}}, FLAT * MOVES + MOVES - CONV_HEAD),
     "factored policy": ({"policy": {"kind": "factored"}}, 5 * (FLAT + 1) + MOVES * (5 + 1) - CONV_HEAD),
-    "attention policy": (
-        {"policy": {"kind": "attention"}},
-        2 * 5 * (32 + 1) + 3 * 5 + 64 * (64 + 24) - CONV_HEAD,
-    ),
+    "attention policy": ({"policy": {"kind": "attention"}}, 2 * 5 * (32 + 1) + 3 * 5 + 64 * (64 + 24) - CONV_HEAD),
     "logit norm and clamp": ({"policy": {"clamp": 5.0, "logit_norm": True}}, 2 * MOVES),
     "value by attention": ({"value": {"pool": "attention"}}, 16),
     "flat value": ({"value": {"pool": "flatten"}}, 63 * 16 * HIDDEN),
     "scalar value": ({"value": {"kind": "scalar"}}, -2 * (HIDDEN // 2 + 1)),
-    "ssl heads": (
-        {"ssl": ALL_SSL},
-        sum(C * 16 + 2 * 16 + 16 * channels for channels in SSL_CHANNELS.values()),
-    ),
+    "ssl heads": ({"ssl": ALL_SSL}, sum(C * 16 + 2 * 16 + 16 * channels for channels in SSL_CHANNELS.values())),
     "auxiliary heads": (
         {"auxiliary": True},
         sum(C * 32 + 2 * 32 + 32 * channels for channels in AUXILIARY_CHANNELS.values()),

@@ -1,7 +1,5 @@
 """The committed notebooks: their form, replay by nbval, and their parameters through papermill."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

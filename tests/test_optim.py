@@ -1,7 +1,5 @@
 """Parameter groups, schedule, averaged weights, state by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

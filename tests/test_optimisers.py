@@ -1,7 +1,5 @@
 """One contract for every optimiser, on the toy task; the first update of each beside the library's own."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every option is read by the code that it is there for: sections of small runs tell which of their keys are used."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The overfit check passes on a sound network and names each planted fault."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +44,7 @@ def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
     diagnosis = overfit.check(current)
     current.close()
     assert diagnosis.learned, diagnosis
-    assert [name for name, _, _ in diagnosis.checks()] == [
-        "cell learned by heart",
-        "cell/accuracy 100 %",
-        "no fault",
-    ]
+    assert [name for name, _, _ in diagnosis.checks()] == ["cell learned by heart", "cell/accuracy 100 %", "no fault"]
 
 
 def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path) -> None:

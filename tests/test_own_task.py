@@ -1,7 +1,5 @@
 """A task from outside of the package, through the notebooks, with no edit in matrixlib."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every picture can be read: its legends beside the curves, its ticks plain, and whole where updates are counted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

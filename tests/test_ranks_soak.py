@@ -1,7 +1,5 @@
 """Ranks that are killed or hang, again and again: nothing is lost, and the one that does not answer is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

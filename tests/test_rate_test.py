@@ -1,7 +1,5 @@
 """The range test of the learning rate."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -104,11 +104,7 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
     assert current.complete
     stored = yaml.safe_load((reports / "one" / "config.yaml").read_text())
     assert stored["train"]["steps"] == 12
-    assert "auto" not in (
-        stored["runtime"]["device"],
-        stored["runtime"]["precision"],
-        stored["data"]["workers"],
-    )
+    assert "auto" not in (stored["runtime"]["device"], stored["runtime"]["precision"], stored["data"]["workers"])
 
 
 def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(

@@ -1,7 +1,5 @@
 """Self-play: results of every game against the game replayed, independence of the batch, resignation, records."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import fields
 from itertools import islice

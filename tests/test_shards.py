@@ -1,7 +1,5 @@
 """Shards: round trip, mapping, checksums, clear errors, and writing that is whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import multiprocessing

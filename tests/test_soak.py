@@ -1,8 +1,6 @@
 """Ten thousand updates in a row, with everything in the loop: validation, checkpoints, statistics, SSL heads. A million
 to look at."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -28,8 +26,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("steps", "interval"),
-    [(60, 10), pytest.param(10_000, 250, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+    ("steps", "interval"), [(60, 10), pytest.param(10_000, 250, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, interval: int) -> None:
     more = {"validation": {"interval": interval}, "checkpoint": {"interval": interval}}

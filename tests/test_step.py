@@ -1,7 +1,5 @@
 """One update: accumulation, what becomes of it, loss scaling, gradient report."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -361,10 +359,7 @@ class Hungry(ToyTask):
 @pytest.mark.parametrize("error", ["", "MPS backend out of memory (MPS allocated: 9 GB)"])
 def test_out_of_memory_halves_the_micro_batch_and_repeats_the_same_update(error: str) -> None:
     batch = uneven(32)
-    hungry, whole = (
-        build(Hungry(error=error), micro_batch=32, clip_norm=1e9),
-        build(micro_batch=32, clip_norm=1e9),
-    )
+    hungry, whole = (build(Hungry(error=error), micro_batch=32, clip_norm=1e9), build(micro_batch=32, clip_norm=1e9))
     stats, plain = hungry(batch), whole(batch)
     assert hungry.task.seen == (32, 16, 8, 4, 4, 4, 4, 4, 4, 4, 4)
     assert hungry.micro_batch == 4
@@ -444,10 +439,7 @@ def test_a_time_limit_leaves_rows_out_and_keeps_the_weight() -> None:
     batch = uneven(32)
     batch["known"] = (torch.arange(32) % 3 > 0).to(torch.uint8)
     stats = step(batch)
-    assert stats.counts == {
-        "plane": int(batch["known"][:16].sum()),
-        "class": step.task.counts(batch)["class"],
-    }
+    assert stats.counts == {"plane": int(batch["known"][:16].sum()), "class": step.task.counts(batch)["class"]}
     losses, _ = ToyTask().losses(build().model, slice_batch(batch, 0, 16), frozenset({"plane"}))
     assert stats.losses["plane"] == pytest.approx(losses["plane"].item() / stats.counts["plane"], rel=1e-5)
     assert step.gate.row_seconds != 1.0 / 16, "measured again"
@@ -538,10 +530,7 @@ def test_where_the_compiler_fails_the_update_goes_on_without_it() -> None:
     messages = []
     for step in (broken, plain):
         messages.append([step(toy_batch(32, seed)).messages for seed in range(2)])
-    assert messages == [
-        [("torch.compile failed, going on without it: InductorError: no C++ compiler",), ()],
-        [(), ()],
-    ]
+    assert messages == [[("torch.compile failed, going on without it: InductorError: no C++ compiler",), ()], [(), ()]]
     for name, value in plain.model.state_dict().items():
         assert torch.equal(broken.model.state_dict()[name], value), name
 

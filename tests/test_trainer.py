@@ -1,7 +1,5 @@
 """The training loop: exact resume, validation, best, stops, interrupts, checks at the start."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -192,9 +190,7 @@ def signalling(at: int, number: signal.Signals) -> ToySource:
 
 
 SIGNALS = pytest.mark.parametrize(
-    ("number", "error"),
-    [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
-    ids=["TERM", "INT"],
+    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["TERM", "INT"]
 )
 
 

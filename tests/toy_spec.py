@@ -1,7 +1,5 @@
 """The toy task as a person's own task would come: a module outside of the package, named by its import path."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -105,10 +105,7 @@ class ToyTask:
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
         counts = self.counts(batch)
         power = float((batch["target"].double().square() * batch["known"]).sum())
-        return {
-            "class": (counts["class"] * math.log(CLASSES), 0.0),
-            "plane": (power, counts["plane"] * self.noise**2),
-        }
+        return {"class": (counts["class"] * math.log(CLASSES), 0.0), "plane": (power, counts["plane"] * self.noise**2)}
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         out = model(batch["x"])

@@ -5,8 +5,6 @@
 A record is `reports/bench/<machine>/<UTC time>.json`; machines are named by processor and cores or by their GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -4,8 +4,6 @@ Each figure is a median of calls that take turns with the others of its group, a
 this machine sets it, measured in the same minute.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

@@ -4,8 +4,6 @@ An account is one step of an import, `imports/<name>/part_000003.json`. It is wr
 has a whole account is done. Where rows were merged, the new shards say which ones they replace.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings
@@ -101,11 +99,7 @@ class ImportReport:
 
 
 def report_of(
-    whole: Sequence[Account],
-    fresh: Sequence[Account],
-    seconds: float,
-    outliers: Sequence[str],
-    remarks: Sequence[str],
+    whole: Sequence[Account], fresh: Sequence[Account], seconds: float, outliers: Sequence[str], remarks: Sequence[str]
 ) -> ImportReport:
     """The report of a call: accounts of its files, and those of them that are new."""
     sums = {name: Counter[str]() for name in ("skipped", "warned", "positions")}

@@ -1,7 +1,5 @@
 """One block of a shard that lies elsewhere, by ranges of its bytes, checked like a block of a mapped one."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence

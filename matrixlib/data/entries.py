@@ -4,8 +4,6 @@ An *entry* is what the input consists of: a game of a PGN file, a row of a table
 A *part* is a run of entries of one file that one process reads in one go; the same file always gives the same parts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rows of many mapped shards into one batch: the loader's inner loop, compiled, without a step for each shard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -92,18 +90,10 @@ def gather(layout: Layout, address: np.ndarray, size: np.ndarray, rows: Ints) ->
     for member, (name, dtype) in enumerate(layout.members()):
         width = dtype.itemsize
         if name == "records":
-            source, length, place = (
-                address[member] + rows * width,
-                np.full(count, width),
-                np.arange(count) * width,
-            )
+            source, length, place = (address[member] + rows * width, np.full(count, width), np.arange(count) * width)
             out[name] = np.empty(count, dtype)
         elif name.endswith("_offset"):
-            start, items, offset = (
-                np.empty(count, np.int64),
-                np.empty(count, np.int64),
-                np.zeros(count + 1, OFFSET),
-            )
+            start, items, offset = (np.empty(count, np.int64), np.empty(count, np.int64), np.zeros(count + 1, OFFSET))
             of_group = size[member + 1]  # its first member's
             bad = _runs(address[member], rows, of_group, start, items)
             if bad >= 0:

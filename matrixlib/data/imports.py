@@ -8,8 +8,6 @@ the folder holds already is left out where an entry is a whole game.
 Worker processes are spawned: a script that imports more than a handful needs the usual `if __name__ == "__main__":`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

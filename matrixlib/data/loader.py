@@ -48,11 +48,7 @@ OnDamage = Callable[[str, int, str], None]  # `Damage`
 OnLoss = Callable[[str], None]  # (what happened)
 
 ENDLESS = 2**62
-GONE = (
-    ConnectionError,
-    EOFError,
-    FileNotFoundError,
-)  # a dead worker cannot hand over the batches it made ahead
+GONE = (ConnectionError, EOFError, FileNotFoundError)  # a dead worker cannot hand over the batches it made ahead
 GONE_WORDS = ("exited unexpectedly", "killed by signal")  # DataLoader's, of a worker or its pinning thread
 LATE_WORDS = "timed out after"  # DataLoader's, where a batch did not come while it waited
 WAIT_SECONDS = 5.0  # of one wait, after which it looks whether its workers are alive

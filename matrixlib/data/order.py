@@ -3,8 +3,6 @@
 Nothing here is a list of N, and the state of an order is one number: the place in its endless stream.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rows of many shards by one running number, damaged blocks replaced: what the loader's workers read from."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ here each stored member is mapped at its own offset in the zip file. A CRC-32 fo
 4,096 records is checked when the block is first read; ``meta`` and ``block_crc`` are checked on opening.
 """
 
-from __future__ import annotations
-
 import ast
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """The rows of a batch that one of several processes makes, and random numbers for these alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

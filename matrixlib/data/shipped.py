@@ -3,8 +3,6 @@
 The manifest names the file with its SHA-256, and every shard in it with SHA-256, bytes and count.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Quality figures of a shard that mean something for every task; the catalogue stores them as JSON."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from matrixlib.data.shards import Batch, Layout

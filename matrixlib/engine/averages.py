@@ -1,7 +1,5 @@
 """Averaged weights, which are evaluated and exported in place of the raw ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

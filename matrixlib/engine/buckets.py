@@ -5,8 +5,6 @@ in the middle of a pass, or has rows that leave a parameter out, the others wait
 bucket in the end, whatever became of its pass, and then all agree on what to do.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

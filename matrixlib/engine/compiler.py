@@ -1,7 +1,5 @@
 """A network on its device; torch.compile: where its code lies, what its modes ask of training, what breaks graphs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

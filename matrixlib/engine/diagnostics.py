@@ -1,7 +1,5 @@
 """What goes on inside a model: gradients and updates by block, outputs, dead units, where a value first went bad."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

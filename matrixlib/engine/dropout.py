@@ -1,7 +1,5 @@
 """Dropout that changes in the course of a training, in stages: a compiled network is compiled anew at each."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What is kept of a blow-up: the rows of the updates in question, their batches and the records of these."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

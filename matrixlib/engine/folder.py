@@ -1,7 +1,5 @@
 """Runs as their folders record them: which are whole, and what is wrong with the others."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping

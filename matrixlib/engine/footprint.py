@@ -1,7 +1,5 @@
 """Where the memory of one update goes, by part of the network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ They rise to their weight over a warm-up, are left out altogether for a while af
 would still decay weights and move moments), and may have a time limit, watched by a monotonic clock.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from matrixlib.config import GatingConfig

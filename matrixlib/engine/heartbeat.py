@@ -1,7 +1,5 @@
 """heartbeat.json: proof that the main loop is alive, with memory use and how busy the GPU is."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

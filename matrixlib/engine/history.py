@@ -6,8 +6,6 @@ draws or sums up a run reads `ROWS` rows at most, however long it is. The log st
 where that is damaged, the log is read once and the history made of it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

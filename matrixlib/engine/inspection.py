@@ -1,7 +1,5 @@
 """What is looked at between updates: the memory; outputs, gradients, blocks and dead units of the model in training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ Neither is known beforehand. Tensor cores want channels last; CUDA's GroupNorm t
 search finds depends on the card, the dtype and the rows of a pass.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All figures are MiB. The cache of torch's allocator is emptied here and nowhere 
 emptied, because the next update would have to ask the driver for the same blocks again.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

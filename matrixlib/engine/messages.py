@@ -1,7 +1,5 @@
 """Messages of a training: each kind once in an interval, then how often it came again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ not. The update (`train.batch_size`) stays what the user named; only the rows of
 Doubling and then taking 80 % rounded down to a power of two, as is often done, always ends at half of what fits.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Muon: momentum made orthogonal for the matrices of hidden layers, AdamW for everything else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A network in evaluation mode, for searches, matches and figures; whatever its game is."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Noise on gradients, which dies away (Neelakantan et al. 2015, https://arxiv.org/abs/1511.06807)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -3,8 +3,6 @@
 Needs `onnx`, `onnxscript` and `onnxruntime`, which nothing else here needs: the extra `onnx` of pyproject.toml.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Optimisers: their groups of parameters, their state by name."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import warnings

@@ -1,7 +1,5 @@
 """The pace of a run: is it as planned, what slows it down, and where it ends if it is to be on time."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """What one update computes: the terms, their weights, and the items that their sums are divided by."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

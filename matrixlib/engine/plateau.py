@@ -1,7 +1,5 @@
 """The learning rate where the validation loss stands still: a factor over its schedule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Random streams of a process, captured and restored: Python, NumPy's global one, torch's CPU and device ones."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Mapping

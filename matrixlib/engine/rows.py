@@ -4,8 +4,6 @@ A run of a million updates has more than a gigabyte of them, so whoever asks for
 reading the rest.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

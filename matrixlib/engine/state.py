@@ -1,7 +1,5 @@
 """Plain state that goes into a checkpoint beside the configuration it belongs to."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

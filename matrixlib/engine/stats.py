@@ -1,7 +1,5 @@
 """What happened in one update: the one object that the step measures, health judges and the trainer yields."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

@@ -11,8 +11,6 @@ tensor), goes in a group. The state takes what JSON can hold (tuples come back a
 and Python's `random.getstate()` are plain numbers); nan and inf are kept.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

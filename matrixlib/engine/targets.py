@@ -1,7 +1,5 @@
 """What the targets of the self-supervised terms hold, to be looked at while a run trains."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

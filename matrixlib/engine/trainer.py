@@ -1,7 +1,5 @@
 """The training loop of a run: updates, validation, statistics, checkpoints, rollbacks; it resumes bit for bit."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

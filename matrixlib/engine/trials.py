@@ -2,8 +2,6 @@
 the run is to have, and updates compiled beside updates that are not.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Validation: when it is due, what it measures, and what follows from it (best, early stop, target)."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a benchmark gives: figures beside the limits of the machine, and the plan by which they are measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

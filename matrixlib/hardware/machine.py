@@ -4,8 +4,6 @@ Reading never guesses from model names, and reports what this process may use ra
 torch is imported inside functions.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """How the threads of one computation wait for each other: actively on a quiet machine, hardly at all on a busy one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -1,7 +1,5 @@
 """What this machine can do: the probe notebook's measurements, and the policy for machines of all kinds."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """A network as the evaluator of a search."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

@@ -5,8 +5,6 @@ every value is seen from the side to move: 1 a win, 0 a draw, -1 a loss. Moves a
 same as in the policy of a network. The functions here work for every game.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -8,8 +8,6 @@ moves (Danihelka et al. 2022, which improves the policy from 2 simulations on).
 Options carry the names that mctx gives them (https://github.com/google-deepmind/mctx).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias

@@ -9,8 +9,6 @@ above it. Lost edges are no longer tried, and a tree whose root is proven stops.
 The kernels and all they call stay in this file, because numba's cache does not see changes made elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias

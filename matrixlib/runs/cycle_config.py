@@ -1,7 +1,5 @@
 """Options of a cycle of self-play, training and matches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Tables and pictures of a cycle: what its generations did, their strength, how near they are to perfect play."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A notebook is one process, so it trains nothing itself then. Launcher and ranks 
 the other end of a pipe that nobody writes to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

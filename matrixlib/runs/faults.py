@@ -4,8 +4,6 @@ In the batches that the loader hands out, by hooks on model and optimiser, in th
 operating system. `injection.py` trains runs with them and reads what happened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Static pictures of runs: curves of one, of two sides, of faults put in; scores; where the time of an update goes."""
 
-from __future__ import annotations
-
 import io
 import math
 import statistics

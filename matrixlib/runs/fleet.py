@@ -3,8 +3,6 @@
 A part is a function of plain data, so it comes to the same wherever it is computed, and may be computed again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Hashable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Each fault of faults.py is injected into a real run of its own, in a process of 
 what the run left: messages, counters, exit codes, metrics, checkpoints.
 """
 
-from __future__ import annotations
-
 import datetime
 import shutil
 import statistics

@@ -6,8 +6,6 @@ Under torchrun it trains without the notebook, with every process that torchrun 
 the notebook starts them (`runs.ranks` too).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ The second code cell of every notebook calls `clean_errors()` and `check_paramet
 Verdict. A failed check raises, so that papermill exits non-zero with the notebook saved.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 import warnings

@@ -5,8 +5,6 @@ and trainer as everything else, then names the fault by what happened. What "by 
 `TaskSpec.overfit`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

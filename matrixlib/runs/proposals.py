@@ -2,8 +2,6 @@
 killed goes on as if it had not been.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

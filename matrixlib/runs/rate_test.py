@@ -2,8 +2,6 @@
 https://arxiv.org/abs/1506.01186).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

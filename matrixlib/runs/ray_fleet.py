@@ -3,8 +3,6 @@
 Ray brings parts and results from node to node, and says when one is gone; processes are those of `runs.processes`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a run's folder records of its beginning, and what may change when it goes on."""
 
-from __future__ import annotations
-
 import datetime
 import subprocess
 from collections.abc import Mapping

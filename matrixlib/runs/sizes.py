@@ -1,7 +1,5 @@
 """Sizes of networks: parameters and operations of a configuration, and the width that makes one equal to another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from matrixlib.config import Config, ConfigError

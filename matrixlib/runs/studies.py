@@ -1,7 +1,5 @@
 """Studies that a sweep can be: arms beside each other, sizes at fixed budgets, changes one after the other."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

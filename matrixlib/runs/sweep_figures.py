@@ -1,7 +1,5 @@
 """Pictures of a sweep."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

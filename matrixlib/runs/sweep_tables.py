@@ -1,7 +1,5 @@
 """What a sweep has shown: its table, which dimension matters how much, and the best configuration as a preset."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -54,8 +52,7 @@ def table(sweep: Sweep) -> DataFrame:
 def _in_order(sweep: Sweep) -> list[Result]:
     """Results from the best to the worst; then those without a measure, by number."""
     return sorted(
-        sweep.results(),
-        key=lambda result: (not result.measures, sweep.better(result.mean) if result.measures else 0.0),
+        sweep.results(), key=lambda result: (not result.measures, sweep.better(result.mean) if result.measures else 0.0)
     )
 
 

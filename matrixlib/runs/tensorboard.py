@@ -4,8 +4,6 @@ They are written anew whenever a run is opened with them, so a resumed run shows
 rolled back. Needs the extra `tensorboard` (tensorboardX alone; to look at them: `pip install tensorboard`).
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The trainer of a run: the engine's, with the run's data, folder and ranks, where its newest checkpoint left it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@
 The exit code is 1 where a run is stalled.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import sys

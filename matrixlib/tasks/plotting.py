@@ -3,8 +3,6 @@
 Only Figure objects are used, never pyplot's global state: nothing leaks and no backend is chosen for anyone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal

@@ -6,8 +6,6 @@ fleet can take a part, until it has played all, and until it is gone; what one e
 the seconds that the cluster itself takes to start, with a node for every process.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

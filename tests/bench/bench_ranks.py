@@ -5,8 +5,6 @@ one process with two threads and two ranks with one thread each, in turns, and o
 ``python tests/bench/bench_ranks.py --table`` prints the calculation, which the guide of clusters shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -11,8 +11,6 @@ has to be taken off first. Measured on one core at 32 positions, 20 heads: 17 ms
 operations, 13 of them torch's random numbers for dropout.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

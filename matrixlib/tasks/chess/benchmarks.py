@@ -1,7 +1,5 @@
 """What `make bench` measures of chess: inference, self-supervised targets, search."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial

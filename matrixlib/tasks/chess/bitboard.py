@@ -17,8 +17,6 @@ one king a side, which `records` checks. Kernels release the GIL. They and all t
 because numba's cache does not see changes made elsewhere. Chess960 castling is not supported.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -585,13 +583,7 @@ def _occurrences(pieces: U8, castling: U8, file: I8, since: Int, row: Int, board
 
 @njit(cache=True, nogil=True)
 def _replay(
-    start_pieces: U8,
-    start_castling: U8,
-    start_file: I8,
-    start_clock: U8,
-    black: U8,
-    notation: I32,
-    offset: I64,
+    start_pieces: U8, start_castling: U8, start_file: I8, start_clock: U8, black: U8, notation: I32, offset: I64
 ) -> Any:
     games, total = start_pieces.shape[0], notation.shape[0]
     # A game's last position is a row too, for the count of repetitions; it is taken back after the game.

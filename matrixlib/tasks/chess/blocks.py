@@ -3,8 +3,6 @@
 Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Every block keeps (B, C, 8, 8).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

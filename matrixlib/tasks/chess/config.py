@@ -6,17 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import (
-    Config,
-    Count,
-    CountOrZero,
-    DataConfig,
-    Fraction,
-    NonNegative,
-    Positive,
-    Real,
-    Section,
-)
+from matrixlib.config import Config, Count, CountOrZero, DataConfig, Fraction, NonNegative, Positive, Real, Section
 from matrixlib.engine.stages import SourceCurriculumConfig
 
 Activation = Literal["silu", "relu", "gelu", "mish"]
@@ -148,8 +138,7 @@ class LossConfig(Section):
         default=0.0, description="share of the policy target spread over the legal moves"
     )
     result_share: Fraction = Field(
-        default=0.0,
-        description="share of the game result in the value target; the rest is the engine's win-draw-loss",
+        default=0.0, description="share of the game result in the value target; the rest is the engine's win-draw-loss"
     )
     scalar: Literal["mse", "huber"] = Field(default="mse", description="loss of the scalar value head")
     huber_delta: Positive = Field(default=1.0, description="delta of the Huber loss")
@@ -203,8 +192,7 @@ class TeacherConfig(Section):
 
 class ChessDataConfig(DataConfig):
     source: str = Field(
-        default="sample",
-        description="`sample` (ships with the package) or a folder of shards with a catalogue",
+        default="sample", description="`sample` (ships with the package) or a folder of shards with a catalogue"
     )
     mirror: bool = Field(default=True, description="mirror left-right at random where no castling right is left")
     hidden_rows: Fraction = Field(

@@ -4,8 +4,6 @@ A game ends by mate, stalemate, dead position as python-chess sees it, the third
 the 50th move of each side without capture or pawn move (unless it mates): without a claim, as in the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Ids and split are stable for ever: a run that is resumed, and a file that is imported again, rely on them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Shapes: B rows, L places for legal moves (padded), c classes. `rows` (B,) bool s
 loss at all. A sum without any valid item is a zero that keeps its graph. Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

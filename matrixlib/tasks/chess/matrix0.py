@@ -4,8 +4,6 @@ Loading is strict: every key of the file is used exactly once or is a listed ali
 buffer of ours is filled. The outputs of its network are reproduced to float error.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zipfile

@@ -8,8 +8,6 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 (`encoding: oriented`) or rank 8 of White's board (`encoding: matrix0`); column 0 is the a-file.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ checkpoints, row 0 = rank 8, White's pieces first. Integers are uint8, int16 and
 exist on CPU, CUDA and MPS alike, and nothing is copied from the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

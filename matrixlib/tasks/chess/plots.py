@@ -1,7 +1,5 @@
 """Pictures: positions and games; maps, calibration and learning curves of the self-supervised heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from textwrap import wrap
@@ -22,10 +20,7 @@ from matrixlib.tasks.plotting import RED, above, bars, beside, caption, level, l
 Points = Sequence[tuple[float, float, int]]
 """(mean probability, share that is right, squares) of each bin."""
 
-CLASSES = {
-    "piece": [*"PNBRQKpnbrqk", "."],
-    "control": ["theirs", "even", "ours"],
-}
+CLASSES = {"piece": [*"PNBRQKpnbrqk", "."], "control": ["theirs", "even", "ours"]}
 COLOURS = {"piece": "tab20", "control": "RdYlGn"}  # of classes; of probabilities, PROBABLE
 PROBABLE = "Oranges"  # white where nothing is, so that the men are seen
 SQUARES = 1 - 0.25 * ((np.add.outer(range(8), range(8)) + 1) % 2)  # grey of a board
@@ -46,8 +41,7 @@ RARE = 0.2  # heads that never say more have a picture of calibration of their o
 
 
 def maps_figure(
-    boards: Sequence[chess.Board],
-    maps: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
+    boards: Sequence[chess.Board], maps: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_]]]
 ) -> Figure:
     """A row a head, two boards a position: what it says and what is true; ours are the white pieces.
 

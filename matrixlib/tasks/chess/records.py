@@ -6,8 +6,6 @@ always the side to move and always moves up. Policy indices are on that same ori
 knight jumps, 64-72 under-promotions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ so that successive positions of a game repeat, and policy levels without indices
 follow from the board. `sample/manifest.json` holds the SHA-256 of that file and of every shard in it.
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 import tempfile

@@ -8,8 +8,6 @@ move number. From version 15.1 on, 100 centipawns mean an even chance of winning
 win and loss agree with it to 0.003 (root mean square).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

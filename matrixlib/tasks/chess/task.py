@@ -5,8 +5,6 @@ Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the m
 `ChessTask.prepare` for the arrays.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The stream of a sample depends on its key alone, not on the batch, the worker or
 arithmetic, the same on all of them.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The network for Latin squares as an ONNX file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ Arrays: B batch, N side, K = N digit indices; `log_p` (B, N, N, K) fp32 log-prob
 cell's puzzle, `target` (B, N, N) int64 digit indices, `hidden` (B, N, N) bool, `size` (B,) int64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

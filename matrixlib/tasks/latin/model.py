@@ -3,8 +3,6 @@
 Arrays: B batch, N side of the grid that holds all squares of a batch, L = N * N cells, row by row.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

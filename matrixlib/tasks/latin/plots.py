@@ -1,7 +1,5 @@
 """Pictures: a grid filled step by step, and rates beside their baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

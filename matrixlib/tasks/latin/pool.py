@@ -10,8 +10,6 @@ astronomically many) a held-out square's class is most likely new too. At size 3
 out, and a network that has learned the other ten by heart is wrong on them: judge that size by validity alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How good a network is, by size, mode and fill: in one pass, cell by cell and by beam, beside its baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A square is an (n, n) array of digits 0..n-1, each once in every row and column.
 file, because numba's cache does not see changes made elsewhere.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Work of the latin notebook: what a finished run does with puzzles, as a table and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

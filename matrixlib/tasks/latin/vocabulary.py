@@ -4,8 +4,6 @@ Squares hold digit *indices* 0..n-1, the same in every mode; a mode says which d
 order. So a change of mode is an order-preserving bijection, and only tokens know of signs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 PAD, EMPTY = 0, 1  # outside the grid; a hidden cell

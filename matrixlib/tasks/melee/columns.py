@@ -5,8 +5,6 @@ that a window which begins there may reach into. So a window is a range of one r
 of a frame is the one after it, its controller the one that led there (Slippi's post- and pre-frame events).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from matrixlib.data.shards import Layout

@@ -1,7 +1,5 @@
 """The network for Melee as an ONNX file: one frame in, the logits of all parts and the decisions out."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Shapes: ... any leading dimensions, W width; `choices` and `logits` as in controller.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import cast

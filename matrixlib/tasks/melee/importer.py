@@ -4,8 +4,6 @@ A folder of replays is one import, a replay one entry of it. Which replays are h
 one in HELD_OUT, and the first new one where nothing else would be and there are others to train on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

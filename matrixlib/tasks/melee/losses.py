@@ -4,8 +4,6 @@ Shapes: ... rows and frames, K classes of a head; `logits` (..., 8 or K) and `ch
 loss of the buttons is the mean over the eight, so that no part outweighs the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ In training it is run over whole windows, `forward`; in play frame by frame, `st
 in and out: a tuple of tensors whose first size is B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

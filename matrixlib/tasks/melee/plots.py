@@ -1,7 +1,5 @@
 """Pictures: what a network decides beside what players did."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ another split, another limit or a shard in quarantine gives other rates; where a
 of that part are counted.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 

@@ -1,7 +1,5 @@
 """Reader of Slippi's replays (`.slp`) with peppi-py: what happened in a game between two people, frame by frame."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ of the recordings. The file is made again from the replays by
     python -m matrixlib.tasks.melee.sample_set FOLDER
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 import sys

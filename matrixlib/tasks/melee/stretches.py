@@ -1,7 +1,5 @@
 """From games to rows: a game cut into stretches, each as one of its players sees it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import asdict
 from typing import Any

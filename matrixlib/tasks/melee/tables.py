@@ -1,7 +1,5 @@
 """Work of the Melee notebook: what a network makes of held-out games, as tables, checks and a strip."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Terms are the parts of a controller: `buttons`, the axes of the sticks, `shoulde
 next controller is known.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

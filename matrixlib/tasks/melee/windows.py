@@ -6,8 +6,6 @@ the state that it led to: paired with that, two of three pressed buttons could b
 What the player has decided last, the controller of t + delay, is an input.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from matrixlib.tasks.melee.columns import OWN

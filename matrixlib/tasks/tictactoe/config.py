@@ -1,7 +1,5 @@
 """Options of a tic-tac-toe training: data, network, losses."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

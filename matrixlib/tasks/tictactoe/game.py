@@ -1,7 +1,5 @@
 """Tic-tac-toe as a Game: states are two bit maps, moves the squares 0 to 8, row by row."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 Arrays: B rows; `target` (B, 9) shares of the moves, all 0 unknown; `free` (B, 9) bool; `result` (B,), 2 unknown.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

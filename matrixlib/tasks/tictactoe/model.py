@@ -1,7 +1,5 @@
 """The network: a multilayer perceptron over the nine squares."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

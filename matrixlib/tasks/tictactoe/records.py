@@ -1,7 +1,5 @@
 """The tic-tac-toe record: a position, what a search made of it, and how its game ended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tic-tac-toe solved: what each position is worth and which moves keep that, by minimax without the Game."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The tic-tac-toe task: what the engine trains, from stored positions to losses. Terms: "policy" and "value"."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A game in a notebook: on a board in JupyterLab, by given moves everywhere else."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

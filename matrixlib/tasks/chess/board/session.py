@@ -3,8 +3,6 @@
 Nothing here knows of a page or of threads; `table` does.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

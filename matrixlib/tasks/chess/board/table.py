@@ -4,8 +4,6 @@ A page is told of every change by one mapping of plain values, and sends mapping
 ends the thinking first, that of another table of the session, too; so only one thread ever changes the session.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any

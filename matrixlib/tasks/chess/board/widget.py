@@ -1,7 +1,5 @@
 """The board in JupyterLab: a thin view of a page (see `table`). Only made where somebody looks at it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

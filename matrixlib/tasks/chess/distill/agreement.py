@@ -1,7 +1,5 @@
 """How far a network agrees with another on held-out positions, beside how far it agrees with the labels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

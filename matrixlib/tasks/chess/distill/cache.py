@@ -4,8 +4,6 @@ The files have the format of shards, with rows of `outputs.RECORD` and checksums
 teacher by their SHA-256.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator, Sequence

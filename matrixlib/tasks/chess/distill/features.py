@@ -3,8 +3,6 @@
 Shapes: B rows, C and D channels of the two networks, S squares of a row: 64, or 1 that is the mean over the board.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

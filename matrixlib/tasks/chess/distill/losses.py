@@ -5,8 +5,6 @@ anything in pads. These take part as finite numbers times zero: an infinity woul
 multiplied by.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

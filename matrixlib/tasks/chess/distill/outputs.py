@@ -4,8 +4,6 @@ The 32 likeliest moves by their places in the position's list of legal moves, wi
 share of all others, and win-draw-loss.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from matrixlib.data.shards import Batch, Layout

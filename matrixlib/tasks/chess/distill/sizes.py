@@ -1,7 +1,5 @@
 """Networks side by side: how large they are, in memory and as files, and how fast."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """The temperature that softens teacher and student: given, on a schedule, or learned against the student."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One position or one game in detail, by a network and by a search with it, for people to look at."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Networks in files: Lc0's weights, checkpoints of Matrix0, and ONNX files that `evaluate.onnx.export` wrote."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Evaluation of a network on held-out positions: every figure beside its baselines, reliability of the value head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

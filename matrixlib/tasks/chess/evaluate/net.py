@@ -3,8 +3,6 @@
 `Net.predict` is the one way to its opinion: for `evaluate`, searches, matches, self-play and UCI.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

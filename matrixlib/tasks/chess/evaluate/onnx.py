@@ -3,8 +3,6 @@
 Needs the extra `onnx`, see `engine.onnx`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

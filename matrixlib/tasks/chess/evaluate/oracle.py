@@ -4,8 +4,6 @@ The first is the oracle of `bitboard.ssl_maps`. The others tell what a head has 
 Matrix0's pawns attacked backwards, and nobody saw it in the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import chess

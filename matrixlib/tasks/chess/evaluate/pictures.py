@@ -1,7 +1,5 @@
 """Pictures of the numbers that people compare: shares as bars, Elo as points, each with its 95 % interval."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure

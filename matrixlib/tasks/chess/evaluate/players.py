@@ -1,7 +1,5 @@
 """Players of matches: searches with a network, one that takes what it can, UCI engines."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import chess

@@ -4,8 +4,6 @@ A solver gives a move for each of many boards. Puzzles count twice: their first 
 move of the solver must be found, as the literature has it. Shares come with Wilson's 95 % interval.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

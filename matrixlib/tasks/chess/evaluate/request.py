@@ -1,7 +1,5 @@
 """What an evaluation is asked for, looked at before it begins: what ends a match after an hour is said at its start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

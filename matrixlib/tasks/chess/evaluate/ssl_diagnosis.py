@@ -6,8 +6,6 @@ judged: a head that knows its target and is only sure of it too much or too litt
 positions cannot tell is called undecided, never dead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

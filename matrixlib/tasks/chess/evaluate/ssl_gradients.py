@@ -1,7 +1,5 @@
 """How the gradients of the self-supervised heads at the trunk stand to those of policy and value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Elo of a network: against fixed players and Stockfish, and of more simulations against fewer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import combinations, pairwise

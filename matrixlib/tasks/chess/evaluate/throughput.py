@@ -3,8 +3,6 @@
 Measured through `Net.predict`: packed positions in, probabilities of the legal moves and the value out, on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

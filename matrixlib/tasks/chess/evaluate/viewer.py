@@ -1,7 +1,5 @@
 """Boards to look through: held-out positions with the teacher's moves, or a game, and what a network says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is checked and measured on chess positions, and an audit of a folder of shards by a sample of each source."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An audit as tables and pictures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

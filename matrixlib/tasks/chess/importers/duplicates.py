@@ -11,8 +11,6 @@ opens the catalogue next puts those aside, as `.npz.merged` files. The ids of ga
 lie in `imports/gone/<shard>.npy`, so that such a game is not imported again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -6,8 +6,6 @@ without ce or dm win-draw-loss is 0. Other operations are of no use here. There 
 in for them in the split.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ makes of scores, over the first moves of its variations: what Stockfish has not 
 that of the best score (scores.py). There are no games, so equal positions stand in for them in the split.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

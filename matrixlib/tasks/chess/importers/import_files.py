@@ -4,8 +4,6 @@ A game of a PGN file that the folder holds already is left out; what other files
 `duplicates.deduplicate` merges it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ The labels are those of the sample set (stockfish/labels.py): all legal moves at
 each position as after `ucinewgame`, so that they follow from the position alone. Operations of EPD are not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A record (leela.py) has the shares of visits as policy, the value of the search as win-draw-loss, and the game's result.
 """
 
-from __future__ import annotations
-
 import tarfile
 import zlib
 from collections import Counter

@@ -8,8 +8,6 @@ Nothing says which ply of its game a record is: `ply` counts the records of the 
 repetition plane does not tell one earlier occurrence from several.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -8,8 +8,6 @@ and say how it ended (`meta_result`). Files of many games do not say where one e
 that nothing leaks.
 """
 
-from __future__ import annotations
-
 import io
 import zipfile
 import zlib

@@ -1,7 +1,5 @@
 """What the readers of chess data share: files that may be compressed, lines in parts, records to begin with."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

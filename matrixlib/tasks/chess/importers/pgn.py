@@ -4,8 +4,6 @@ A part's games are cut out of the text and turned into numbers word by word (a d
 means), then `bitboard.replay` plays them all through and matches each notation with the legal moves.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ the second, the fourth and so on. A puzzle says nothing about the result of its 
 result and win-draw-loss stay unknown. Columns are named by the header; without one they are Lichess's own.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterator, Sequence

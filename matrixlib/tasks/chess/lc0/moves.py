@@ -4,8 +4,6 @@ In order of from- and to-square come all moves of a queen and a knight, then the
 queen, rook and bishop, move by move. A knight's promotion is the plain move, and castling is king takes rook.
 """
 
-from __future__ import annotations
-
 import chess
 import numpy as np
 from numpy.typing import NDArray

@@ -3,8 +3,6 @@
 Shapes: B positions, 112 planes of 8 rows (ranks of the side to move, its first one first) and 8 columns (files).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

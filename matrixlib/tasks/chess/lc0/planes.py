@@ -4,8 +4,6 @@ All eight boards are seen from the side that is to move now: its rank 1 is row 0
 uint8, int16 and int64, and nothing is copied from the host.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 

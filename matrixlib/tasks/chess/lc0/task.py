@@ -1,7 +1,5 @@
 """Networks of Leela Chess Zero in the place of our own: what they are given, and what they say."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

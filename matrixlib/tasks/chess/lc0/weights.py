@@ -5,8 +5,6 @@ scalar or win-draw-loss value; a moves-left head is passed over. The file has no
 The format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from pathlib import Path

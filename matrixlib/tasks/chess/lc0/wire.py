@@ -3,8 +3,6 @@
 Nothing is copied: what a field holds is a view of the file, so a length that is not there takes no memory.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Games of Stockfish against itself, and the choice of positions in them: pure functions of their arguments."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ goes on where it stopped and ends in the same bytes. A chunk holds the integers 
 labels.py turns them into training targets, which can be done again without an engine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -9,8 +9,6 @@ held as levels: level k means exp(-k / 10) times the best move's weight, that is
 5; levels are also what the shipped sample set stores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """From generated chunks to shards: duplicates out, split by game. The same chunks give the same bytes everywhere."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path

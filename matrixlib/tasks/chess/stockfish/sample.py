@@ -1,7 +1,5 @@
 """Makes a training set with Stockfish: games, labels, shards. The set that ships was made by this."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Depth d stands for 8 * 2^d simulations, in `go` and in what is shown. Scores in 
 expects the same result, 2 / (1 + exp(-0.00368208 cp)) - 1 (https://lichess.org/page/accuracy).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import deque
