@@ -66,89 +66,81 @@ def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
 
 
+def option(default: Any, description: str, **limits: Any) -> Any:
+    """A key of a section: its default, and what the page of the options says of it. limits: of `pydantic.Field`."""
+    return Field(default=default, description=description, **limits)
+
+
 # Sections of the engine, the data and the run: every task has them
 
 
 class DataConfig(Section):
-    source: str = Field(default="", description="a folder of shards, its URL (s3://...), or a name that the task knows")
-    cache: Positive = Field(
-        default=20.0,
-        description="GiB that blocks of data sets with a URL may take on this machine, all of them together",
+    source: str = option("", "a folder of shards, its URL (s3://...), or a name that the task knows")
+    cache: Positive = option(
+        20.0, "GiB that blocks of data sets with a URL may take on this machine, all of them together"
     )
-    limit: CountOrZero = Field(
-        default=0, description="use only N training positions, the first of each source, of all the same share; 0 = all"
+    limit: CountOrZero = option(
+        0, "use only N training positions, the first of each source, of all the same share; 0 = all"
     )
-    window_blocks: CountOrZero = Field(
-        default=0, description="shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
+    window_blocks: CountOrZero = option(
+        0, "shuffle window in blocks of 4,096 records; 0 = everything (data fits in memory)"
     )
-    suspicious: Literal["use", "quarantine"] = Field(
-        default="use", description="shards that an import found far from the others of their source: use or leave out"
+    suspicious: Literal["use", "quarantine"] = option(
+        "use", "shards that an import found far from the others of their source: use or leave out"
     )
-    workers: CountOrZero | Auto = Field(default="auto", description="loader processes; 0 = in the main process")
-    prefetch: Count | Auto = Field(default="auto", description="updates prepared ahead by each worker")
-    timeout: NonNegative = Field(
-        default=300.0,
-        description="seconds without a batch after which the workers count as hung and are started again; 0 = never",
+    workers: CountOrZero | Auto = option("auto", "loader processes; 0 = in the main process")
+    prefetch: Count | Auto = option("auto", "updates prepared ahead by each worker")
+    timeout: NonNegative = option(
+        300.0, "seconds without a batch after which the workers count as hung and are started again; 0 = never"
     )
-    max_lost: Fraction = Field(
-        default=0.2,
-        description="share of the training or of the held-out rows in damaged blocks above which the run ends",
+    max_lost: Fraction = option(
+        0.2, "share of the training or of the held-out rows in damaged blocks above which the run ends"
     )
 
 
 class OptimConfig(Section):
-    optimiser: Literal[Elementwise, "muon", "normuon", "schedule_free", "adamw_8bit"] = Field(
-        default="adamw",
-        description="`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers, `normuon` with all "
+    optimiser: Literal[Elementwise, "muon", "normuon", "schedule_free", "adamw_8bit"] = option(
+        "adamw",
+        "`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers, `normuon` with all "
         "outputs moved alike; `schedule_free`: AdamW with an average of its own in place of decay and ema_decay; "
         "`adamw_8bit` keeps small moments",
     )
-    learning_rate: Annotated[Real, Field(ge=0)] = Field(default=0.003, description="peak learning rate")
-    rate_batch: CountOrZero = Field(
-        default=0,
-        description="`train.batch_size` that learning_rate is for: with another it grows with the root of their ratio; "
+    learning_rate: Annotated[Real, Field(ge=0)] = option(0.003, "peak learning rate")
+    rate_batch: CountOrZero = option(
+        0,
+        "`train.batch_size` that learning_rate is for: with another it grows with the root of their ratio; "
         "0 = as it stands",
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="decay after the warm-up")
-    decay_share: Annotated[Real, Field(gt=0, le=1)] = Field(
-        default=1.0, description="last part of the updates after the warm-up in which the rate decays, from the peak"
+    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "decay after the warm-up")
+    decay_share: Annotated[Real, Field(gt=0, le=1)] = option(
+        1.0, "last part of the updates after the warm-up in which the rate decays, from the peak"
     )
-    restarts: CountOrZero = Field(default=0, description="times that the decay begins anew at the peak (warm restarts)")
-    final_fraction: Fraction = Field(
-        default=0.05, description="learning rate at the last update as a share of the peak"
+    restarts: CountOrZero = option(0, "times that the decay begins anew at the peak (warm restarts)")
+    final_fraction: Fraction = option(0.05, "learning rate at the last update as a share of the peak")
+    warmup_steps: CountOrZero = option(10, "updates of linear warm-up (first update: 1/warmup, not 0)")
+    weight_decay: NonNegative = option(
+        0.05, "decoupled decay, of adam, sgd and rmsprop a part of the gradient; never on norms, biases and embeddings"
     )
-    warmup_steps: CountOrZero = Field(
-        default=10, description="updates of linear warm-up (first update: 1/warmup, not 0)"
+    beta1: Fraction = option(0.9, "decay of Adam's first moment")
+    beta2: Fraction = option(0.98, "decay of Adam's second moment, and of rmsprop's")
+    eps: Positive = option(1e-08, "Adam's epsilon")
+    momentum: Annotated[Real, Field(ge=0, lt=1)] = option(0.95, "of muon's matrices, and of sgd")
+    clip_norm: Positive = option(1.0, "global gradient norm above which gradients are scaled down")
+    noise: NonNegative = option(0.0, "variance of normal noise on the gradients at the first update; 0 = none")
+    noise_decay: NonNegative = option(0.55, "g of its decay, noise / (1 + update)^g")
+    plateau: CountOrZero = option(
+        0, "full validations without improvement after which the rate is cut for good; 0 = never"
     )
-    weight_decay: NonNegative = Field(
-        default=0.05,
-        description="decoupled decay, of adam, sgd and rmsprop a part of the gradient; never on norms, biases and "
-        "embeddings",
+    plateau_factor: Annotated[Real, Field(gt=0, lt=1)] = option(0.5, "what the schedule's rate is multiplied by then")
+    ema_decay: Annotated[Real, Field(ge=0, lt=1)] = option(
+        0.999, "exponential moving average of the weights, evaluated and exported; 0 = off"
     )
-    beta1: Fraction = Field(default=0.9, description="decay of Adam's first moment")
-    beta2: Fraction = Field(default=0.98, description="decay of Adam's second moment, and of rmsprop's")
-    eps: Positive = Field(default=1e-08, description="Adam's epsilon")
-    momentum: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.95, description="of muon's matrices, and of sgd")
-    clip_norm: Positive = Field(default=1.0, description="global gradient norm above which gradients are scaled down")
-    noise: NonNegative = Field(
-        default=0.0, description="variance of normal noise on the gradients at the first update; 0 = none"
-    )
-    noise_decay: NonNegative = Field(default=0.55, description="g of its decay, noise / (1 + update)^g")
-    plateau: CountOrZero = Field(
-        default=0, description="full validations without improvement after which the rate is cut for good; 0 = never"
-    )
-    plateau_factor: Annotated[Real, Field(gt=0, lt=1)] = Field(
-        default=0.5, description="what the schedule's rate is multiplied by then"
-    )
-    ema_decay: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.999, description="exponential moving average of the weights, evaluated and exported; 0 = off"
-    )
-    swa: Fraction = Field(
-        default=0.0,
-        description="share of the updates, the last ones, over which a plain mean of the weights is made in place of "
+    swa: Fraction = option(
+        0.0,
+        "share of the updates, the last ones, over which a plain mean of the weights is made in place of "
         "that average (SWA); 0 = off",
     )
-    swa_interval: Count = Field(default=10, description="updates between two weights that go into this mean")
+    swa_interval: Count = option(10, "updates between two weights that go into this mean")
 
     @model_validator(mode="after")
     def _free_of_a_schedule(self) -> OptimConfig:
@@ -160,136 +152,104 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Count | Auto = Field(
-        default="auto", description="updates; `auto` = as many as fit in `minutes`, by a trial and once more early on"
+    steps: Count | Auto = option(
+        "auto", "updates; `auto` = as many as fit in `minutes`, by a trial and once more early on"
     )
-    minutes: Positive = Field(default=10.0, description="training time aimed at where steps is `auto`")
-    on_time: bool = Field(
-        default=False,
-        description="end within `minutes` in any case: slower updates end the schedule early, decayed to its end",
+    minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
+    on_time: bool = option(
+        False, "end within `minutes` in any case: slower updates end the schedule early, decayed to its end"
     )
-    init: str = Field(
-        default="",
-        description="begin with these weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random ones",
+    init: str = option(
+        "", "begin with these weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random ones"
     )
-    init_partial: bool = Field(
-        default=False, description="take what fits of them by name and shape; what is new or left out is listed"
-    )
-    batch_size: Rows = Field(default=128, description="positions of one update")
-    micro_batch: Count | Auto = Field(default="auto", description="positions of one forward pass; gradients are summed")
+    init_partial: bool = option(False, "take what fits of them by name and shape; what is new or left out is listed")
+    batch_size: Rows = option(128, "positions of one update")
+    micro_batch: Count | Auto = option("auto", "positions of one forward pass; gradients are summed")
     dropout_stages: tuple[Fraction, ...] = Field(
         default=(),
         max_length=5,
         description="factors on the network's dropout, in equal parts of the run, such as [1, 0.75, 0.5, 0.25, 0] to "
         "take it away by and by; empty = as it is",
     )
-    statistics_interval: Count = Field(default=500, description="updates between output and gradient statistics")
-    targets_interval: CountOrZero = Field(default=0, description="updates between rows of targets.jsonl; 0 = off")
-    heartbeat_seconds: Positive = Field(default=5.0, description="seconds between heartbeat.json writes")
+    statistics_interval: Count = option(500, "updates between output and gradient statistics")
+    targets_interval: CountOrZero = option(0, "updates between rows of targets.jsonl; 0 = off")
+    heartbeat_seconds: Positive = option(5.0, "seconds between heartbeat.json writes")
 
 
 class ValidationConfig(Section):
-    interval: Count | Auto = Field(
-        default=500, description="updates between validations; `auto` = as often as `share` of the time allows"
+    interval: Count | Auto = option(500, "updates between validations; `auto` = as often as `share` of the time allows")
+    share: Annotated[Real, Field(gt=0, lt=1)] = option(
+        0.05, "most of the training time that validation takes where interval is `auto`"
     )
-    share: Annotated[Real, Field(gt=0, lt=1)] = Field(
-        default=0.05, description="most of the training time that validation takes where interval is `auto`"
-    )
-    sample: Count = Field(default=1024, description="positions of the fixed sample that each validation uses")
-    limit: CountOrZero = Field(default=0, description="use only N held-out rows, taken as those of data.limit; 0 = all")
-    full_every: Count = Field(default=3, description="every k-th validation uses the whole set")
-    batch_size: Rows = Field(default=512, description="positions of one forward pass in validation")
-    plateau: CountOrZero = Field(
-        default=0, description="validations without improvement after which they get rarer; 0 = off"
-    )
-    plateau_factor: Count = Field(default=3, description="how many times rarer on a plateau")
-    patience: CountOrZero = Field(
-        default=0, description="full validations without improvement before stopping; 0 = off"
-    )
-    min_delta: NonNegative = Field(default=0.001, description="what counts as an improvement of the validation loss")
-    target_loss: NonNegative = Field(
-        default=0.0, description="stop at this full validation loss (0 = off); refused below the attainable floor"
+    sample: Count = option(1024, "positions of the fixed sample that each validation uses")
+    limit: CountOrZero = option(0, "use only N held-out rows, taken as those of data.limit; 0 = all")
+    full_every: Count = option(3, "every k-th validation uses the whole set")
+    batch_size: Rows = option(512, "positions of one forward pass in validation")
+    plateau: CountOrZero = option(0, "validations without improvement after which they get rarer; 0 = off")
+    plateau_factor: Count = option(3, "how many times rarer on a plateau")
+    patience: CountOrZero = option(0, "full validations without improvement before stopping; 0 = off")
+    min_delta: NonNegative = option(0.001, "what counts as an improvement of the validation loss")
+    target_loss: NonNegative = option(
+        0.0, "stop at this full validation loss (0 = off); refused below the attainable floor"
     )
 
 
 class HealthConfig(Section):
-    window: Annotated[int, Field(ge=8)] = Field(
-        default=50, description="accepted updates that the running band of loss and gradient norm looks back on"
+    window: Annotated[int, Field(ge=8)] = option(
+        50, "accepted updates that the running band of loss and gradient norm looks back on"
     )
-    band: Positive = Field(default=10.0, description="robust standard deviations above the median that make an outlier")
-    patience: Count = Field(default=5, description="outliers in a row after which the run is rolled back")
-    skips: Count = Field(default=10, description="non-finite updates in a row after which the run is rolled back")
-    rollbacks: CountOrZero = Field(default=3, description="rollbacks of a run; one more stops it with a diagnosis")
-    rate_factor: Annotated[Real, Field(gt=0, le=1)] = Field(
-        default=0.5, description="factor on the learning rate after a rollback"
+    band: Positive = option(10.0, "robust standard deviations above the median that make an outlier")
+    patience: Count = option(5, "outliers in a row after which the run is rolled back")
+    skips: Count = option(10, "non-finite updates in a row after which the run is rolled back")
+    rollbacks: CountOrZero = option(3, "rollbacks of a run; one more stops it with a diagnosis")
+    rate_factor: Annotated[Real, Field(gt=0, le=1)] = option(0.5, "factor on the learning rate after a rollback")
+    rate_recovery: CountOrZero = option(10, "updates over which the factor goes back to 1")
+    clip_warning: Annotated[Real, Field(gt=0, le=1)] = option(
+        0.1, "share of clipped gradients after the warm-up above which there is a warning"
     )
-    rate_recovery: CountOrZero = Field(default=10, description="updates over which the factor goes back to 1")
-    clip_warning: Annotated[Real, Field(gt=0, le=1)] = Field(
-        default=0.1, description="share of clipped gradients after the warm-up above which there is a warning"
-    )
-    hooks: bool = Field(
-        default=True, description="replay a non-finite update to name the module where a value first stops being finite"
-    )
+    hooks: bool = option(True, "replay a non-finite update to name the module where a value first stops being finite")
 
 
 class GatingConfig(Section):
-    warmup_steps: CountOrZero = Field(
-        default=0, description="updates over which self-supervised weights rise to their value"
+    warmup_steps: CountOrZero = option(0, "updates over which self-supervised weights rise to their value")
+    freeze_steps: CountOrZero = option(
+        0, "updates without the self-supervised terms after an unstable one; 0 = never frozen"
     )
-    freeze_steps: CountOrZero = Field(
-        default=0, description="updates without the self-supervised terms after an unstable one; 0 = never frozen"
-    )
-    seconds: NonNegative = Field(
-        default=0.0,
-        description="time for the self-supervised terms in an update; 0 = no limit. A run with one is not reproducible",
+    seconds: NonNegative = option(
+        0.0, "time for the self-supervised terms in an update; 0 = no limit. A run with one is not reproducible"
     )
 
 
 class MemoryConfig(Section):
-    limit: Fraction = Field(
-        default=0.0,
-        description="share of the accelerator's memory that this process may take; 0 = the library's own limit",
+    limit: Fraction = option(
+        0.0, "share of the accelerator's memory that this process may take; 0 = the library's own limit"
     )
-    warn: Fraction = Field(default=0.85, description="share of that memory in use above which a warning is given")
-    clear: Fraction = Field(default=0.92, description="share above which the allocator's cache is given back")
+    warn: Fraction = option(0.85, "share of that memory in use above which a warning is given")
+    clear: Fraction = option(0.92, "share above which the allocator's cache is given back")
 
 
 class CheckpointConfig(Section):
-    interval: Count = Field(default=500, description="updates between checkpoints")
-    minutes: NonNegative = Field(
-        default=10.0, description="minutes after which a checkpoint is written in any case; 0 = by updates alone"
-    )
-    keep: Annotated[int, Field(ge=2)] = Field(
-        default=2, description="newest checkpoints kept (at least two) beside the best"
-    )
-    keep_best: Count = Field(
-        default=1, description="best checkpoints kept: the last ones that set a record of the full validation loss"
-    )
-    keep_every: CountOrZero = Field(
-        default=0, description="updates between checkpoints that are written and kept for good; 0 = none"
-    )
-    compress: Annotated[int, Field(ge=0, le=19)] = Field(
-        default=0, description="zstd level of the tensor files; 0 = not compressed (weights shrink by a tenth only)"
+    interval: Count = option(500, "updates between checkpoints")
+    minutes: NonNegative = option(10.0, "minutes after which a checkpoint is written in any case; 0 = by updates alone")
+    keep: Annotated[int, Field(ge=2)] = option(2, "newest checkpoints kept (at least two) beside the best")
+    keep_best: Count = option(1, "best checkpoints kept: the last ones that set a record of the full validation loss")
+    keep_every: CountOrZero = option(0, "updates between checkpoints that are written and kept for good; 0 = none")
+    compress: Annotated[int, Field(ge=0, le=19)] = option(
+        0, "zstd level of the tensor files; 0 = not compressed (weights shrink by a tenth only)"
     )
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        default="auto", description="`auto` takes the best that works"
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "`auto` takes the best that works")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "autocast dtype; weights stay fp32")
+    threads: Count | Auto = option("auto", "intra-op threads on the CPU; part of what makes runs bit-equal")
+    rank_timeout: Positive = option(
+        600.0, "of several ranks: seconds after which one that does not answer counts as hung"
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto", description="autocast dtype; weights stay fp32"
-    )
-    threads: Count | Auto = Field(
-        default="auto", description="intra-op threads on the CPU; part of what makes runs bit-equal"
-    )
-    rank_timeout: Positive = Field(
-        default=600.0, description="of several ranks: seconds after which one that does not answer counts as hung"
-    )
-    channels_last: bool | Auto = Field(default="auto", description="memory format of convolutions")
-    compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = Field(
-        default=False,
-        description="torch.compile the model, in a mode of that (true = default); `auto` = where it pays, tried on a "
+    channels_last: bool | Auto = option("auto", "memory format of convolutions")
+    compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = option(
+        False,
+        "torch.compile the model, in a mode of that (true = default); `auto` = where it pays, tried on a "
         "GPU as a run begins",
     )
 
@@ -305,7 +265,7 @@ class Config(Section):
         loss: Any
 
     task: str = Field(description="what is trained; decides which other sections there are")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="seed of every random stream")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = option(0, "seed of every random stream")
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import Count, CountOrZero, Fraction, Real, Section
+from matrixlib.config import Count, CountOrZero, Fraction, Real, Section, option
 
 VALIDATED = "a metric as validation names it (`term/name`), a term's loss (`term`), or the total (`loss`)"
 
@@ -16,20 +16,15 @@ class CurriculumConfig(Section):
     and `stages`.
     """
 
-    kind: Literal["fractions", "adaptive"] = Field(
-        default="fractions", description="stages end at shares of the updates, or when `metric` is good enough"
+    kind: Literal["fractions", "adaptive"] = option(
+        "fractions", "stages end at shares of the updates, or when `metric` is good enough"
     )
-    metric: str = Field(default="", description="what `adaptive` looks at: " + VALIDATED)
-    up: Real = Field(default=0.4, description="`adaptive`: go on when a metric is at least this, a loss at most, ...")
-    patience: Count = Field(default=2, description="... in so many validations in a row")
-    down: Real = Field(
-        default=0.2,
-        description="`adaptive`: go back when a metric is below this, or a loss above it, as often in a row",
-    )
-    dwell: Count = Field(default=2, description="`adaptive`: validations in a phase before it may change")
-    longest: CountOrZero = Field(
-        default=0, description="`adaptive`: validations after which a phase ends in any case; 0 = never"
-    )
+    metric: str = option("", "what `adaptive` looks at: " + VALIDATED)
+    up: Real = option(0.4, "`adaptive`: go on when a metric is at least this, a loss at most, ...")
+    patience: Count = option(2, "... in so many validations in a row")
+    down: Real = option(0.2, "`adaptive`: go back when a metric is below this, or a loss above it, as often in a row")
+    dwell: Count = option(2, "`adaptive`: validations in a phase before it may change")
+    longest: CountOrZero = option(0, "`adaptive`: validations after which a phase ends in any case; 0 = never")
 
     @model_validator(mode="after")
     def _hysteresis(self) -> CurriculumConfig:
@@ -48,11 +43,9 @@ class CurriculumConfig(Section):
 class StagesConfig(Section):
     """One dimension of a curriculum; the task's subclass says what its `stages` are."""
 
-    enabled: bool = Field(default=True, description="false = the last stage from the start")
+    enabled: bool = option(True, "false = the last stage from the start")
     stages: tuple[Any, ...]
-    fractions: tuple[Fraction, ...] = Field(
-        default=(1.0,), description="share of the updates that each stage lasts; sum is 1"
-    )
+    fractions: tuple[Fraction, ...] = option((1.0,), "share of the updates that each stage lasts; sum is 1")
 
     @model_validator(mode="after")
     def _complete(self) -> StagesConfig:
@@ -64,10 +57,10 @@ class StagesConfig(Section):
 
 
 class SourceStages(StagesConfig):
-    enabled: bool = Field(default=False, description="false = the last stage from the start")
-    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = Field(
-        default=({},),
-        description="weight of each source of the data in a stage, any positive numbers; "
+    enabled: bool = option(False, "false = the last stage from the start")
+    stages: tuple[dict[str, Annotated[Real, Field(gt=0)]], ...] = option(
+        ({},),
+        "weight of each source of the data in a stage, any positive numbers; "
         "{} = all sources, each by its number of positions",
     )
 
@@ -75,5 +68,5 @@ class SourceStages(StagesConfig):
 class SourceCurriculumConfig(CurriculumConfig):
     """Of the tasks whose data come from several sources."""
 
-    metric: str = Field(default="policy/top1", description="what `adaptive` looks at: " + VALIDATED)
+    metric: str = option("policy/top1", "what `adaptive` looks at: " + VALIDATED)
     sources: SourceStages = SourceStages()

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from matrixlib.config import Real, Section
+from matrixlib.config import Real, Section, option
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -181,10 +181,10 @@ class Rating:
 class Sprt(Section):
     """Sequential test of "elo1 stronger" (H1) against "elo0 stronger" (H0), Wald 1945, with pairs as observations."""
 
-    elo0: Real = Field(default=0.0, description="SPRT: no better than this is refused ...")
-    elo1: Real = Field(default=50.0, description="... at least so much better is promoted")
-    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = Field(default=0.05, description="share of wrong promotions allowed")
-    beta: Annotated[Real, Field(gt=0, lt=0.5)] = Field(default=0.05, description="share of wrong refusals allowed")
+    elo0: Real = option(0.0, "SPRT: no better than this is refused ...")
+    elo1: Real = option(50.0, "... at least so much better is promoted")
+    alpha: Annotated[Real, Field(gt=0, lt=0.5)] = option(0.05, "share of wrong promotions allowed")
+    beta: Annotated[Real, Field(gt=0, lt=0.5)] = option(0.05, "share of wrong refusals allowed")
 
     @model_validator(mode="after")
     def _ordered(self) -> Sprt:

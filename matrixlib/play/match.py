@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from matrixlib.config import Count, CountOrZero
+from matrixlib.config import Count, CountOrZero, option
 from matrixlib.play.elo import Sprt
 from matrixlib.play.game import Game, GameRecord, Moves, States
 from matrixlib.play.search import Evaluate, Search, SearchOptions
@@ -139,18 +139,14 @@ class MatchOptions(Sprt):
 
     RENAMED: ClassVar[Mapping[str, str]] = {"simulations": "num_simulations"}
 
-    pairs: Count = Field(
-        default=64, description="at most so many pairs of games, each from one opening with sides swapped"
+    pairs: Count = option(64, "at most so many pairs of games, each from one opening with sides swapped")
+    batch: Count = option(16, "pairs played at once; the test looks after each batch")
+    num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
+    random_plies: Annotated[int, Field(ge=3)] = option(
+        6, "random plies of an opening; fewer than 3 give too few different ones"
     )
-    batch: Count = Field(default=16, description="pairs played at once; the test looks after each batch")
-    num_simulations: CountOrZero = Field(default=16, description="simulations of a move; 0 = the most probable move")
-    random_plies: Annotated[int, Field(ge=3)] = Field(
-        default=6, description="random plies of an opening; fewer than 3 give too few different ones"
-    )
-    plies: Count = Field(default=240, description="longer games are drawn")
-    anchor_pairs: CountOrZero = Field(
-        default=32, description="pairs of each candidate against generation 0, for the Elo curve"
-    )
+    plies: Count = option(240, "longer games are drawn")
+    anchor_pairs: CountOrZero = option(32, "pairs of each candidate against generation 0, for the Elo curve")
 
 
 @dataclass(frozen=True)

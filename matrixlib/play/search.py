@@ -14,9 +14,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Positive, Real, Section
+from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Positive, Real, Section, option
 from matrixlib.play import tree as kernels
 from matrixlib.play.game import Game, Moves, Offsets, Past, States, Values
 from matrixlib.play.tree import F32, F64, FAR, I32, OF_NODES, U64, Pool
@@ -59,24 +58,21 @@ class SearchOptions(Section):
         "gumbel_scale": "value_scale",
     }
 
-    leaves: Count = Field(default=8, description="leaves of one tree in a batch; 1 is sequential search")
-    pb_c_init: Real = Field(default=1.25, description="exploration of PUCT")
-    pb_c_base: Positive = Field(default=19652.0, description="visits at which exploration begins to grow")
-    fpu: Real = Field(default=0.3, description="how much less than its parent an untried move is held to be worth")
-    virtual_loss: NonNegative = Field(default=1.0, description="taken off for each visit under way")
-    dirichlet_alpha_total: Positive = Field(
-        default=10.0,
-        description="Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves",
+    leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
+    pb_c_init: Real = option(1.25, "exploration of PUCT")
+    pb_c_base: Positive = option(19652.0, "visits at which exploration begins to grow")
+    fpu: Real = option(0.3, "how much less than its parent an untried move is held to be worth")
+    virtual_loss: NonNegative = option(1.0, "taken off for each visit under way")
+    dirichlet_alpha_total: Positive = option(
+        10.0, "Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves"
     )
-    dirichlet_fraction: Fraction = Field(default=0.25, description="share of that noise in the root's priors")
-    max_num_considered_actions: CountOrZero = Field(default=0, description="root moves of a Gumbel search; 0 = PUCT")
-    maxvisit_init: NonNegative = Field(
-        default=50.0, description="visits added to the most visited move's in a Gumbel search's value scale"
+    dirichlet_fraction: Fraction = option(0.25, "share of that noise in the root's priors")
+    max_num_considered_actions: CountOrZero = option(0, "root moves of a Gumbel search; 0 = PUCT")
+    maxvisit_init: NonNegative = option(
+        50.0, "visits added to the most visited move's in a Gumbel search's value scale"
     )
-    value_scale: NonNegative = Field(default=1.0, description="factor of that scale")
-    look_ahead: bool = Field(
-        default=True, description="recognise moves that end the game where their position is expanded"
-    )
+    value_scale: NonNegative = option(1.0, "factor of that scale")
+    look_ahead: bool = option(True, "recognise moves that end the game where their position is expanded")
 
 
 @dataclass(frozen=True)

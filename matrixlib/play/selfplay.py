@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Real, Section
+from matrixlib.config import Count, CountOrZero, Fraction, NonNegative, Real, Section, option
 from matrixlib.play.game import Game, States, Trace
 from matrixlib.play.search import Evaluate, Search, SearchOptions, SearchResult
 
@@ -140,28 +140,22 @@ class SelfPlayOptions(Section):
         "quick_simulations": "num_quick_simulations",
     }
 
-    parallel: Count = Field(default=256, description="games at a time")
-    num_simulations: Count = Field(default=32, description="simulations of a full search, which is learned from")
-    num_quick_simulations: Count = Field(default=8, description="simulations of a quick search, which is only played")
-    full_share: Annotated[Real, Field(gt=0, le=1)] = Field(
-        default=1.0, description="share of the moves with a full search"
+    parallel: Count = option(256, "games at a time")
+    num_simulations: Count = option(32, "simulations of a full search, which is learned from")
+    num_quick_simulations: Count = option(8, "simulations of a quick search, which is only played")
+    full_share: Annotated[Real, Field(gt=0, le=1)] = option(1.0, "share of the moves with a full search")
+    temperature: NonNegative = option(
+        1.0, "of the draw among visits^(1 / temperature) in the first plies; 0 = the best move"
     )
-    temperature: NonNegative = Field(
-        default=1.0, description="of the draw among visits^(1 / temperature) in the first plies; 0 = the best move"
+    temperature_plies: CountOrZero = option(30, "plies until which that holds")
+    late_temperature: NonNegative = option(0.0, "temperature after them")
+    random_plies: tuple[CountOrZero, CountOrZero] = option(
+        (0, 0), "fewest and most plies drawn at random before the search takes over"
     )
-    temperature_plies: CountOrZero = Field(default=30, description="plies until which that holds")
-    late_temperature: NonNegative = Field(default=0.0, description="temperature after them")
-    random_plies: tuple[CountOrZero, CountOrZero] = Field(
-        default=(0, 0), description="fewest and most plies drawn at random before the search takes over"
-    )
-    plies: Count = Field(default=400, description="longer games end without a result")
-    resign_below: Annotated[Real, Field(ge=-1, lt=0)] = Field(
-        default=-1.0, description="value below which a side gives up; -1 never"
-    )
-    resign_moves: Count = Field(default=3, description="own moves in a row with such a value")
-    play_out: Fraction = Field(
-        default=0.1, description="share of the games in which nobody gives up, to see how often it is wrong"
-    )
+    plies: Count = option(400, "longer games end without a result")
+    resign_below: Annotated[Real, Field(ge=-1, lt=0)] = option(-1.0, "value below which a side gives up; -1 never")
+    resign_moves: Count = option(3, "own moves in a row with such a value")
+    play_out: Fraction = option(0.1, "share of the games in which nobody gives up, to see how often it is wrong")
 
     @model_validator(mode="after")
     def _range(self) -> SelfPlayOptions:

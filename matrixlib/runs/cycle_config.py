@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SerializeAsAny
 
-from matrixlib.config import Config, ConfigError, Count, Section, read_preset, validated
+from matrixlib.config import Config, ConfigError, Count, Section, option, read_preset, validated
 from matrixlib.files import PARAMS
 from matrixlib.play.match import MatchOptions
 from matrixlib.play.search import SearchOptions
@@ -22,20 +22,15 @@ class CycleConfig(Section):
 
     RENAMED: ClassVar[Mapping[str, str]] = {"arena": "match"}
 
-    seed: Annotated[int, Field(ge=0, lt=2**62)] = Field(default=0, description="of games, openings and training")
-    generations: Count = Field(default=6, description="generations to train")
-    games: Annotated[int, Field(ge=20)] = Field(
-        default=512, description="games of self-play in a generation; every twentieth is held out"
-    )
-    chunk: Count = Field(default=128, description="games of a shard; what a killed process loses at most")
-    window: Count = Field(default=3, description="latest generations that are trained on")
-    workers: Count = Field(
-        default=1, description="processes of self-play and matches, each of which computes on one thread"
-    )
-    fleet: Kind = Field(
-        default="local",
-        description="`ray`: every thread, or every GPU, of the Ray cluster that this machine belongs to, in place of "
-        "`workers`",
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
+    generations: Count = option(6, "generations to train")
+    games: Annotated[int, Field(ge=20)] = option(512, "games of self-play in a generation; every twentieth is held out")
+    chunk: Count = option(128, "games of a shard; what a killed process loses at most")
+    window: Count = option(3, "latest generations that are trained on")
+    workers: Count = option(1, "processes of self-play and matches, each of which computes on one thread")
+    fleet: Kind = option(
+        "local",
+        "`ray`: every thread, or every GPU, of the Ray cluster that this machine belongs to, in place of `workers`",
     )
     selfplay: SelfPlayOptions = SelfPlayOptions()
     search: SearchOptions = SearchOptions()

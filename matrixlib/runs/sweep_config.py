@@ -25,6 +25,7 @@ from matrixlib.config import (
     difference,
     merge,
     nearest,
+    option,
     read_preset,
     validated,
 )
@@ -52,50 +53,42 @@ class SweepConfig(Section):
     A trial is one configuration, trained with each of the seeds.
     """
 
-    preset: str = Field(default="demo", description="preset of all trials, unless an arm or the space names others")
-    overrides: dict[str, Any] = Field(default={}, description="nested mapping over the preset of all trials")
-    arms: dict[str, dict[str, Any]] = Field(
-        default={}, description="configurations by name: keys with their values, and a `preset` of their own"
+    preset: str = option("demo", "preset of all trials, unless an arm or the space names others")
+    overrides: dict[str, Any] = option({}, "nested mapping over the preset of all trials")
+    arms: dict[str, dict[str, Any]] = option(
+        {}, "configurations by name: keys with their values, and a `preset` of their own"
     )
-    space: dict[str, Any] = Field(
-        default={},
-        description="values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (of 5 points in a grid)",
+    space: dict[str, Any] = option(
+        {}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (of 5 points in a grid)"
     )
-    method: Literal["grid", "random", "tpe", "staged"] = Field(
-        default="grid",
-        description="how the space is gone through; `tpe` learns from the results, `staged` takes the arms one after "
+    method: Literal["grid", "random", "tpe", "staged"] = option(
+        "grid",
+        "how the space is gone through; `tpe` learns from the results, `staged` takes the arms one after "
         "the other and keeps those that help",
     )
-    trials: CountOrZero = Field(
-        default=0, description="configurations of `random` and `tpe`; a grid has its own number"
+    trials: CountOrZero = option(0, "configurations of `random` and `tpe`; a grid has its own number")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = option(0, "first seed of each trial")
+    seeds: Count = option(1, "seeds of each trial, all with the same; from 2 on there are intervals")
+    steps: CountOrZero = option(0, "updates of every run; 0 = as the presets say")
+    minutes: NonNegative = option(0.0, "minutes of every run in place of updates; 0 = by updates")
+    compute: tuple[Positive, ...] = option(
+        (), "floating-point operations of a run: every size is trained with each of these budgets"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="first seed of each trial")
-    seeds: Count = Field(default=1, description="seeds of each trial, all with the same; from 2 on there are intervals")
-    steps: CountOrZero = Field(default=0, description="updates of every run; 0 = as the presets say")
-    minutes: NonNegative = Field(default=0.0, description="minutes of every run in place of updates; 0 = by updates")
-    compute: tuple[Positive, ...] = Field(
-        default=(), description="floating-point operations of a run: every size is trained with each of these budgets"
+    equal: Literal["", "parameters", "flops"] = option(
+        "", "make the arms equal to the first one, by setting `width` in the others"
     )
-    equal: Literal["", "parameters", "flops"] = Field(
-        default="", description="make the arms equal to the first one, by setting `width` in the others"
+    width: str = option("model.channels", "key of the whole number that `equal` sets")
+    measure: str = option(
+        "loss", "what a trial is judged by: `loss` (of the last full validation) or a held-out figure"
     )
-    width: str = Field(default="model.channels", description="key of the whole number that `equal` sets")
-    measure: str = Field(
-        default="loss",
-        description="what a trial is judged by: `loss` (of the last full validation) or a held-out figure",
+    highest: bool = option(
+        False, "the greatest measure is the best one, not the least; to be given where `measure` is no loss"
     )
-    highest: bool = Field(
-        default=False,
-        description="the greatest measure is the best one, not the least; to be given where `measure` is no loss",
-    )
-    prune: bool = Field(
-        default=False,
-        description="end a trial whose validation loss is above the median, from a third of the updates on",
-    )
-    workers: Count = Field(default=1, description="processes, which share the processor's threads and the GPUs")
-    fleet: Kind = Field(
-        default="local",
-        description="`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
+    prune: bool = option(False, "end a trial whose validation loss is above the median, from a third of the updates on")
+    workers: Count = option(1, "processes, which share the processor's threads and the GPUs")
+    fleet: Kind = option(
+        "local",
+        "`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
         "see the folder of the reports",
     )
 

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import Config, Count, CountOrZero, DataConfig, Fraction, NonNegative, Positive, Real, Section
+from matrixlib.config import (
+    Config,
+    Count,
+    CountOrZero,
+    DataConfig,
+    Fraction,
+    NonNegative,
+    Positive,
+    Real,
+    Section,
+    option,
+)
 from matrixlib.engine.stages import SourceCurriculumConfig
 
 Activation = Literal["silu", "relu", "gelu", "mish"]
@@ -15,83 +26,62 @@ SSL_CHANNELS = {"piece": 13, "threat": 1, "pin": 1, "fork": 1, "control": 3}
 
 
 class NormConfig(Section):
-    blocks: Literal["group", "batch"] = Field(
-        default="group", description="normalisation inside residual blocks and features"
-    )
-    stem_heads: Literal["group", "batch"] = Field(
-        default="group", description="normalisation of the stem and the heads"
-    )
-    momentum: Fraction = Field(default=0.1, description="BatchNorm momentum (weight of the new batch)")
+    blocks: Literal["group", "batch"] = option("group", "normalisation inside residual blocks and features")
+    stem_heads: Literal["group", "batch"] = option("group", "normalisation of the stem and the heads")
+    momentum: Fraction = option(0.1, "BatchNorm momentum (weight of the new batch)")
 
 
 class AttentionConfig(Section):
-    every: CountOrZero = Field(default=0, description="one attention block after every k-th residual block; 0 = none")
-    heads: Count = Field(default=4, description="attention heads; must divide `channels`")
-    bias: bool = Field(
-        default=True, description="learned additive bias for every head and pair of squares (heads, 64, 64)"
-    )
-    mask: bool = Field(
-        default=False, description="let a square attend only to squares one queen, knight or king move away"
-    )
-    unmasked_mix: Fraction = Field(default=0.0, description="share of unmasked attention blended in where `mask` is on")
-    norm: Literal["pre", "post"] = Field(default="pre", description="`post` is Matrix0's LayerNorm over the skip path")
+    every: CountOrZero = option(0, "one attention block after every k-th residual block; 0 = none")
+    heads: Count = option(4, "attention heads; must divide `channels`")
+    bias: bool = option(True, "learned additive bias for every head and pair of squares (heads, 64, 64)")
+    mask: bool = option(False, "let a square attend only to squares one queen, knight or king move away")
+    unmasked_mix: Fraction = option(0.0, "share of unmasked attention blended in where `mask` is on")
+    norm: Literal["pre", "post"] = option("pre", "`post` is Matrix0's LayerNorm over the skip path")
 
 
 class PolicyHeadConfig(Section):
-    kind: Literal["conv", "attention", "factored", "dense"] = Field(
-        default="conv",
-        description="how 4,672 move logits are made; `attention` by queries of from-squares and keys of to-squares",
+    kind: Literal["conv", "attention", "factored", "dense"] = option(
+        "conv", "how 4,672 move logits are made; `attention` by queries of from-squares and keys of to-squares"
     )
-    channels: Count = Field(default=48, description="channels before the logits")
-    rank: Count = Field(
-        default=96, description="inner width of the `factored` head, width of queries and keys of `attention`"
-    )
-    clamp: NonNegative = Field(default=0.0, description="clamp of Matrix0's head (5.0); 0 = none")
-    logit_norm: bool = Field(default=False, description="Matrix0's LayerNorm over all logits")
+    channels: Count = option(48, "channels before the logits")
+    rank: Count = option(96, "inner width of the `factored` head, width of queries and keys of `attention`")
+    clamp: NonNegative = option(0.0, "clamp of Matrix0's head (5.0); 0 = none")
+    logit_norm: bool = option(False, "Matrix0's LayerNorm over all logits")
 
 
 class ValueHeadConfig(Section):
-    kind: Literal["wdl", "scalar"] = Field(default="wdl", description="win-draw-loss logits, or one tanh value")
-    pool: Literal["flatten", "pooled", "attention"] = Field(
-        default="flatten", description="flatten the squares, average over them, or weigh them by learned attention"
+    kind: Literal["wdl", "scalar"] = option("wdl", "win-draw-loss logits, or one tanh value")
+    pool: Literal["flatten", "pooled", "attention"] = option(
+        "flatten", "flatten the squares, average over them, or weigh them by learned attention"
     )
-    channels: Count = Field(default=32, description="channels before the linear layers")
-    hidden: Count = Field(default=128, description="width of the first hidden layer; the second is half of it")
-    activation: Activation = Field(
-        default="silu", description="of the hidden layers; units of `relu` may die and stay dead"
-    )
+    channels: Count = option(32, "channels before the linear layers")
+    hidden: Count = option(128, "width of the first hidden layer; the second is half of it")
+    activation: Activation = option("silu", "of the hidden layers; units of `relu` may die and stay dead")
 
 
 class ModelConfig(Section):
-    encoding: Literal["oriented", "matrix0"] = Field(default="oriented", description="input planes and move frame")
-    channels: Count = Field(default=48, description="width of the trunk")
-    blocks: CountOrZero = Field(default=6, description="residual blocks")
-    block: Literal["basic", "bottleneck"] = Field(default="basic", description="3x3-3x3, or 1x1-3x3-1x1")
-    bottleneck: Count = Field(default=2, description="a bottleneck block's inner width is channels // bottleneck")
-    preact: bool = Field(default=True, description="norm and activation before each convolution")
-    activation: Activation = Field(default="silu", description="activation of trunk and heads")
+    encoding: Literal["oriented", "matrix0"] = option("oriented", "input planes and move frame")
+    channels: Count = option(48, "width of the trunk")
+    blocks: CountOrZero = option(6, "residual blocks")
+    block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1")
+    bottleneck: Count = option(2, "a bottleneck block's inner width is channels // bottleneck")
+    preact: bool = option(True, "norm and activation before each convolution")
+    activation: Activation = option("silu", "activation of trunk and heads")
     norm: NormConfig = NormConfig()
-    se_ratio: Fraction = Field(
-        default=0.25, description="squeeze-and-excitation width as a share of channels; 0 = none"
+    se_ratio: Fraction = option(0.25, "squeeze-and-excitation width as a share of channels; 0 = none")
+    droppath: Annotated[Real, Field(ge=0, lt=1)] = option(
+        0.0, "probability of dropping a residual branch, per sample (linear in depth)"
     )
-    droppath: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="probability of dropping a residual branch, per sample (linear in depth)"
-    )
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout in attention and heads")
-    chess_features: bool = Field(default=False, description="Matrix0's position encoding and feature convolutions")
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and heads")
+    chess_features: bool = option(False, "Matrix0's position encoding and feature convolutions")
     attention: AttentionConfig = AttentionConfig()
     policy: PolicyHeadConfig = PolicyHeadConfig()
     value: ValueHeadConfig = ValueHeadConfig()
-    ssl: tuple[SSLHead, ...] = Field(
-        default=("threat", "control"), description="self-supervised heads by name; [] = none"
-    )
-    ssl_trunk: bool = Field(default=True, description="their gradient reaches the trunk; false trains the heads alone")
-    auxiliary: bool = Field(
-        default=False, description="Matrix0's from-square and move-type heads (never trained there)"
-    )
-    checkpoint_every: CountOrZero = Field(
-        default=0, description="activation checkpointing of every k-th block; 0 = off"
-    )
+    ssl: tuple[SSLHead, ...] = option(("threat", "control"), "self-supervised heads by name; [] = none")
+    ssl_trunk: bool = option(True, "their gradient reaches the trunk; false trains the heads alone")
+    auxiliary: bool = option(False, "Matrix0's from-square and move-type heads (never trained there)")
+    checkpoint_every: CountOrZero = option(0, "activation checkpointing of every k-th block; 0 = off")
 
     @model_validator(mode="after")
     def _divides(self) -> ModelConfig:
@@ -106,77 +96,67 @@ class ModelConfig(Section):
 
 
 class SSLWeights(Section):
-    piece: NonNegative = Field(
-        default=0.3, description="weight of the piece head's loss: what stands on hidden squares"
-    )
-    threat: NonNegative = Field(default=1.5, description="weight of the threat head's loss: attacked by the opponent")
-    pin: NonNegative = Field(default=0.3, description="weight of the pin head's loss: pinned to its own king")
-    fork: NonNegative = Field(default=0.3, description="weight of the fork head's loss: attacks two worthwhile targets")
-    control: NonNegative = Field(default=1.5, description="weight of the control head's loss: who has more attackers")
+    piece: NonNegative = option(0.3, "weight of the piece head's loss: what stands on hidden squares")
+    threat: NonNegative = option(1.5, "weight of the threat head's loss: attacked by the opponent")
+    pin: NonNegative = option(0.3, "weight of the pin head's loss: pinned to its own king")
+    fork: NonNegative = option(0.3, "weight of the fork head's loss: attacks two worthwhile targets")
+    control: NonNegative = option(1.5, "weight of the control head's loss: who has more attackers")
 
 
 class PositiveWeights(Section):
-    pin: Annotated[Real, Field(ge=1)] = Field(
-        default=20.0,
-        description="how many times a pinned piece counts in the pin loss; predictions are corrected for it",
+    pin: Annotated[Real, Field(ge=1)] = option(
+        20.0, "how many times a pinned piece counts in the pin loss; predictions are corrected for it"
     )
-    fork: Annotated[Real, Field(ge=1)] = Field(
-        default=20.0,
-        description="how many times a forking piece counts in the fork loss; predictions are corrected for it",
+    fork: Annotated[Real, Field(ge=1)] = option(
+        20.0, "how many times a forking piece counts in the fork loss; predictions are corrected for it"
     )
 
 
 class LossConfig(Section):
-    policy: NonNegative = Field(default=1.0, description="weight of the policy cross-entropy")
-    value: NonNegative = Field(default=1.0, description="weight of the value loss")
+    policy: NonNegative = option(1.0, "weight of the policy cross-entropy")
+    value: NonNegative = option(1.0, "weight of the value loss")
     ssl: SSLWeights = SSLWeights()
     positive: PositiveWeights = PositiveWeights()
-    best_move: bool = Field(
-        default=False, description="learn the best move alone, a hard label, in place of every move's share"
+    best_move: bool = option(False, "learn the best move alone, a hard label, in place of every move's share")
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(
+        0.0, "share of the policy target spread over the legal moves"
     )
-    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="share of the policy target spread over the legal moves"
+    result_share: Fraction = option(
+        0.0, "share of the game result in the value target; the rest is the engine's win-draw-loss"
     )
-    result_share: Fraction = Field(
-        default=0.0, description="share of the game result in the value target; the rest is the engine's win-draw-loss"
-    )
-    scalar: Literal["mse", "huber"] = Field(default="mse", description="loss of the scalar value head")
-    huber_delta: Positive = Field(default=1.0, description="delta of the Huber loss")
+    scalar: Literal["mse", "huber"] = option("mse", "loss of the scalar value head")
+    huber_delta: Positive = option(1.0, "delta of the Huber loss")
 
 
 class TeacherConfig(Section):
-    network: str = Field(
-        default="",
-        description="learn from this network: a run, a checkpoint's folder, or the file of one (Lc0, Matrix0, ONNX); "
-        "empty = none",
+    network: str = option(
+        "",
+        "learn from this network: a run, a checkpoint's folder, or the file of one (Lc0, Matrix0, ONNX); empty = none",
     )
-    policy: NonNegative = Field(
-        default=1.0, description="weight of the teacher's policy, T^2 KL; labels keep `loss.policy` and `loss.value`"
+    policy: NonNegative = option(
+        1.0, "weight of the teacher's policy, T^2 KL; labels keep `loss.policy` and `loss.value`"
     )
-    wdl: NonNegative = Field(default=1.0, description="weight of the teacher's win-draw-loss")
-    temperature: Positive = Field(
-        default=2.0, description="T by which both policies are softened; where `schedule` moves it, at the start"
+    wdl: NonNegative = option(1.0, "weight of the teacher's win-draw-loss")
+    temperature: Positive = option(
+        2.0, "T by which both policies are softened; where `schedule` moves it, at the start"
     )
-    schedule: Literal["fixed", "linear", "learned"] = Field(
-        default="fixed",
-        description="T stays, goes to `final_temperature`, or is learned against the student within 1 and 5",
+    schedule: Literal["fixed", "linear", "learned"] = option(
+        "fixed", "T stays, goes to `final_temperature`, or is learned against the student within 1 and 5"
     )
-    final_temperature: Positive = Field(default=1.0, description="T at the last update of the `linear` schedule")
-    cache: bool = Field(
-        default=False,
-        description="ask the network once about all of the data, in files beside the shards, in place of every update",
+    final_temperature: Positive = option(1.0, "T at the last update of the `linear` schedule")
+    cache: bool = option(
+        False, "ask the network once about all of the data, in files beside the shards, in place of every update"
     )
-    temperature_rate: Positive = Field(default=0.1, description="learning rate of a learned T, by plain descent")
-    features: NonNegative = Field(
-        default=0.0,
-        description="weight of the feature loss: 1 - CKA of what blocks add to the stream; off by itself where the "
+    temperature_rate: Positive = option(0.1, "learning rate of a learned T, by plain descent")
+    features: NonNegative = option(
+        0.0,
+        "weight of the feature loss: 1 - CKA of what blocks add to the stream; off by itself where the "
         "held-out loss gets 10 % worse; 0 = none",
     )
-    layers: tuple[tuple[CountOrZero, CountOrZero], ...] = Field(
-        default=(),
-        description="its pairs [block of the student, block of the teacher], from 0; [] = at the same depths",
+    layers: tuple[tuple[CountOrZero, CountOrZero], ...] = option(
+        (), "its pairs [block of the student, block of the teacher], from 0; [] = at the same depths"
     )
-    squares: bool = Field(default=False, description="it compares each square, not the means over the board")
+    squares: bool = option(False, "it compares each square, not the means over the board")
 
     @model_validator(mode="after")
     def _within_bounds(self) -> TeacherConfig:
@@ -191,16 +171,14 @@ class TeacherConfig(Section):
 
 
 class ChessDataConfig(DataConfig):
-    source: str = Field(
-        default="sample", description="`sample` (ships with the package) or a folder of shards with a catalogue"
-    )
-    mirror: bool = Field(default=True, description="mirror left-right at random where no castling right is left")
-    hidden_rows: Fraction = Field(
-        default=0.25,
-        description="share of the positions with squares hidden at the input, where there is a `piece` head; "
+    source: str = option("sample", "`sample` (ships with the package) or a folder of shards with a catalogue")
+    mirror: bool = option(True, "mirror left-right at random where no castling right is left")
+    hidden_rows: Fraction = option(
+        0.25,
+        "share of the positions with squares hidden at the input, where there is a `piece` head; "
         "they train that head alone",
     )
-    hidden_squares: Fraction = Field(default=0.3, description="share of the squares hidden in such a position")
+    hidden_squares: Fraction = option(0.3, "share of the squares hidden in such a position")
 
 
 class ChessConfig(Config):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section
+from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section, option
 from matrixlib.engine.stages import CurriculumConfig, StagesConfig
 
 LatinMode = Literal["standard", "zero_inclusive", "negative"]
@@ -14,54 +14,40 @@ LatinSize = Annotated[int, Field(ge=3, le=16)]
 
 
 class LatinDataConfig(DataConfig):
-    source: str = Field(
-        default="generated",
-        description="`generated` (made at first use, kept in the cache), or a folder of shards with a catalogue",
+    source: str = option(
+        "generated", "`generated` (made at first use, kept in the cache), or a folder of shards with a catalogue"
     )
-    squares: Count = Field(default=20000, description="squares made for each size, before one in eight is held out")
-    augment: bool = Field(
-        default=True, description="permute rows, columns and digits of each training square at random"
-    )
-    easy_share: Fraction = Field(
-        default=0.25, description="share of the training puzzles whose fill is drawn from all stages' range"
-    )
+    squares: Count = option(20000, "squares made for each size, before one in eight is held out")
+    augment: bool = option(True, "permute rows, columns and digits of each training square at random")
+    easy_share: Fraction = option(0.25, "share of the training puzzles whose fill is drawn from all stages' range")
 
 
 class SizeStages(StagesConfig):
-    stages: tuple[tuple[LatinSize, LatinSize], ...] = Field(
-        default=((3, 3), (3, 4), (3, 5)), description="smallest and largest grid of a stage"
+    stages: tuple[tuple[LatinSize, LatinSize], ...] = option(
+        ((3, 3), (3, 4), (3, 5)), "smallest and largest grid of a stage"
     )
-    fractions: tuple[Fraction, ...] = Field(
-        default=(0.1, 0.2, 0.7), description="share of the updates that each stage lasts; sum is 1"
-    )
+    fractions: tuple[Fraction, ...] = option((0.1, 0.2, 0.7), "share of the updates that each stage lasts; sum is 1")
 
 
 class ModeStages(StagesConfig):
-    stages: tuple[tuple[LatinMode, ...], ...] = Field(
-        default=(("standard",), ("standard", "zero_inclusive"), ("standard", "zero_inclusive", "negative")),
-        description="digit sets of a stage; the first is drawn half of the time, the others share the rest",
+    stages: tuple[tuple[LatinMode, ...], ...] = option(
+        (("standard",), ("standard", "zero_inclusive"), ("standard", "zero_inclusive", "negative")),
+        "digit sets of a stage; the first is drawn half of the time, the others share the rest",
     )
-    fractions: tuple[Fraction, ...] = Field(
-        default=(0.4, 0.2, 0.4), description="share of the updates that each stage lasts; sum is 1"
-    )
+    fractions: tuple[Fraction, ...] = option((0.4, 0.2, 0.4), "share of the updates that each stage lasts; sum is 1")
 
 
 class FillStages(StagesConfig):
-    stages: tuple[tuple[Fraction, Fraction], ...] = Field(
-        default=((0.5, 0.7), (0.3, 0.7), (0.0, 0.7)),
-        description="least and greatest probability that a cell is revealed",
+    stages: tuple[tuple[Fraction, Fraction], ...] = option(
+        ((0.5, 0.7), (0.3, 0.7), (0.0, 0.7)), "least and greatest probability that a cell is revealed"
     )
-    fractions: tuple[Fraction, ...] = Field(
-        default=(0.3, 0.3, 0.4), description="share of the updates that each stage lasts; sum is 1"
-    )
+    fractions: tuple[Fraction, ...] = option((0.3, 0.3, 0.4), "share of the updates that each stage lasts; sum is 1")
 
 
 class LatinCurriculumConfig(CurriculumConfig):
-    metric: str = Field(
-        default="constraint/valid", description="what `adaptive` looks at, as validation names it (`term/name`)"
-    )
-    up: Real = Field(default=0.8, description="`adaptive`: go on when the metric is at least this ...")
-    down: Real = Field(default=0.4, description="`adaptive`: go back below this, as often in a row; must be below `up`")
+    metric: str = option("constraint/valid", "what `adaptive` looks at, as validation names it (`term/name`)")
+    up: Real = option(0.8, "`adaptive`: go on when the metric is at least this ...")
+    down: Real = option(0.4, "`adaptive`: go back below this, as often in a row; must be below `up`")
     size: SizeStages = SizeStages()
     mode: ModeStages = ModeStages()
     fill: FillStages = FillStages()
@@ -82,18 +68,14 @@ class LatinCurriculumConfig(CurriculumConfig):
 
 
 class LatinModelConfig(Section):
-    width: Count = Field(default=64, description="width of the transformer; a multiple of `heads`")
-    layers: Count = Field(default=4, description="transformer blocks")
-    heads: Count = Field(default=4, description="attention heads")
-    feedforward: Count = Field(default=4, description="inner width of a block's two-layer network, in widths")
-    repeats: Count = Field(default=1, description="times that the stack of blocks is run over its own output")
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout in attention and blocks")
-    causal: bool = Field(
-        default=False, description="a cell sees only cells before it, as in the specification; worse, for comparison"
-    )
-    relations: bool = Field(
-        default=True, description="learned attention bias for cells of the same row and the same column"
-    )
+    width: Count = option(64, "width of the transformer; a multiple of `heads`")
+    layers: Count = option(4, "transformer blocks")
+    heads: Count = option(4, "attention heads")
+    feedforward: Count = option(4, "inner width of a block's two-layer network, in widths")
+    repeats: Count = option(1, "times that the stack of blocks is run over its own output")
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in attention and blocks")
+    causal: bool = option(False, "a cell sees only cells before it, as in the specification; worse, for comparison")
+    relations: bool = option(True, "learned attention bias for cells of the same row and the same column")
 
     @model_validator(mode="after")
     def _divides(self) -> LatinModelConfig:
@@ -103,12 +85,10 @@ class LatinModelConfig(Section):
 
 
 class LatinLossConfig(Section):
-    cell: NonNegative = Field(default=1.0, description="weight of the cross-entropy of hidden cells")
-    constraint: NonNegative = Field(
-        default=0.1, description="weight of the penalty on digits expected more than once in a row or column"
-    )
-    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="share of a cell's target spread over the digits of its puzzle"
+    cell: NonNegative = option(1.0, "weight of the cross-entropy of hidden cells")
+    constraint: NonNegative = option(0.1, "weight of the penalty on digits expected more than once in a row or column")
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(
+        0.0, "share of a cell's target spread over the digits of its puzzle"
     )
 
 

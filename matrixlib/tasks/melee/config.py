@@ -6,27 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section
+from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section, option
 from matrixlib.tasks.melee.columns import DELAYS, OWN
 
 Delay = Annotated[int, Field(ge=0, le=DELAYS)]
 
 
 class MeleeDataConfig(DataConfig):
-    source: str = Field(
-        default="sample", description="`sample` (ships with the package), or a folder of imported replays"
+    source: str = option("sample", "`sample` (ships with the package), or a folder of imported replays")
+    window: Annotated[int, Field(ge=1, le=OWN)] = option(60, "frames of a window, 60 a second")
+    delay: tuple[Delay, Delay] = option(
+        (0, 0), "least and greatest frames from a state to the decision on it; held-out rows have the least"
     )
-    window: Annotated[int, Field(ge=1, le=OWN)] = Field(default=60, description="frames of a window, 60 a second")
-    delay: tuple[Delay, Delay] = Field(
-        default=(0, 0),
-        description="least and greatest frames from a state to the decision on it; held-out rows have the least",
-    )
-    mirror: Fraction = Field(default=0.5, description="share of the windows of symmetric stages that are mirrored")
-    noise: Fraction = Field(default=0.3, description="share of the windows whose measured inputs get noise")
-    noise_sigma: NonNegative = Field(default=0.01, description="its standard deviation, of inputs as they are scaled")
-    random_start: bool = Field(
-        default=True, description="a window begins with any frame of a row; false: with its first"
-    )
+    mirror: Fraction = option(0.5, "share of the windows of symmetric stages that are mirrored")
+    noise: Fraction = option(0.3, "share of the windows whose measured inputs get noise")
+    noise_sigma: NonNegative = option(0.01, "its standard deviation, of inputs as they are scaled")
+    random_start: bool = option(True, "a window begins with any frame of a row; false: with its first")
 
     @model_validator(mode="after")
     def _range(self) -> MeleeDataConfig:
@@ -36,23 +31,22 @@ class MeleeDataConfig(DataConfig):
 
 
 class MeleeModelConfig(Section):
-    trunk: Literal["mlp", "residual", "gru", "lstm", "transformer"] = Field(
-        default="gru", description="what sees the frames: each for itself (`mlp`, `residual`), or with those before it"
+    trunk: Literal["mlp", "residual", "gru", "lstm", "transformer"] = option(
+        "gru", "what sees the frames: each for itself (`mlp`, `residual`), or with those before it"
     )
-    width: Count = Field(default=256, description="width of the trunk")
-    layers: Count = Field(default=2, description="layers of the trunk; of `residual` and `transformer`, blocks")
-    heads: Count = Field(default=4, description="attention heads of the transformer")
-    norm: Literal["layer", "rms"] = Field(
-        default="layer", description="LayerNorm or RMSNorm; of `mlp`, between a layer and its activation"
+    width: Count = option(256, "width of the trunk")
+    layers: Count = option(2, "layers of the trunk; of `residual` and `transformer`, blocks")
+    heads: Count = option(4, "attention heads of the transformer")
+    norm: Literal["layer", "rms"] = option(
+        "layer", "LayerNorm or RMSNorm; of `mlp`, between a layer and its activation"
     )
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout in the trunk")
-    embedding: Count = Field(default=64, description="numbers that an action or a character is embedded in")
-    head_width: Annotated[int, Field(ge=2)] = Field(
-        default=64, description="units of each part of the controller; half of it for the shoulder"
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = option(0.0, "dropout in the trunk")
+    embedding: Count = option(64, "numbers that an action or a character is embedded in")
+    head_width: Annotated[int, Field(ge=2)] = option(
+        64, "units of each part of the controller; half of it for the shoulder"
     )
-    autoregressive: bool = Field(
-        default=True,
-        description="decide buttons, main x, main y, c x, c y, shoulder one after the other, each by those before it",
+    autoregressive: bool = option(
+        True, "decide buttons, main x, main y, c x, c y, shoulder one after the other, each by those before it"
     )
 
     @model_validator(mode="after")
@@ -63,20 +57,18 @@ class MeleeModelConfig(Section):
 
 
 class MeleeLossConfig(Section):
-    buttons: NonNegative = Field(default=1.0, description="weight of the buttons, the mean over all eight")
-    main: NonNegative = Field(default=1.0, description="weight of each axis of the main stick")
-    c: NonNegative = Field(default=1.0, description="weight of each axis of the C-stick")
-    shoulder: NonNegative = Field(default=1.0, description="weight of the shoulder")
-    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="share of a class's target spread over all; never of the buttons'"
+    buttons: NonNegative = option(1.0, "weight of the buttons, the mean over all eight")
+    main: NonNegative = option(1.0, "weight of each axis of the main stick")
+    c: NonNegative = option(1.0, "weight of each axis of the C-stick")
+    shoulder: NonNegative = option(1.0, "weight of the shoulder")
+    label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(
+        0.0, "share of a class's target spread over all; never of the buttons'"
     )
-    focal: NonNegative = Field(
-        default=0.0,
-        description="gamma of the focal loss, 0 = none; the probabilities are corrected for it wherever they are used",
+    focal: NonNegative = option(
+        0.0, "gamma of the focal loss, 0 = none; the probabilities are corrected for it wherever they are used"
     )
-    rare: Fraction = Field(
-        default=0.0,
-        description="weight of a pressed button, the more the rarer it is: 0 none, 1 sqrt((1 - rate) / rate), up to 30",
+    rare: Fraction = option(
+        0.0, "weight of a pressed button, the more the rarer it is: 0 none, 1 sqrt((1 - rate) / rate), up to 30"
     )
 
 
