@@ -384,18 +384,17 @@ class FiniteChecks:
         for event, before, after in zip(self.events, flags[::2], flags[1::2], strict=True):
             forward = event.what in ("input", "output")
             if before and not after:
-                return self._input(event) if event.what == "input" else self._module(event)
+                return self._module(event)
             # A module within another may get bad values that the outer one made between the two; a backward
             # operation can't, as all are watched: the first to get a bad gradient gets it from outside.
             if not before and not forward:
                 return f"the loss (the gradient that it gives {event.module or 'the network'})"
         return None
 
-    def _input(self, event: _Event) -> str:
-        return f"the input{event.module and f' of {event.module}'} is already not finite"
-
     def _module(self, event: _Event) -> str:
         name = event.module or "the network"
+        if event.what == "input":
+            return f"the input{event.module and f' of {event.module}'} is already not finite"
         if event.what != "output":
             return f"{name} (gradient, {event.what})"
         own = self._model.get_submodule(event.module).named_parameters(recurse=False)
