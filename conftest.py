@@ -8,6 +8,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import warm
+from jupyter_client.provisioning import local_provisioner
 from nbval.plugin import IPyNbCell
 
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
@@ -25,6 +27,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """The kernel starts in the set-up of a notebook's first cell, with the environment of that moment."""
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(item, IPyNbCell):
+            if warm.context():
+                patch.setattr(local_provisioner, "launch_kernel", warm.launch_kernel)
             kept = item.parent.stash
             if REPORTS not in kept:
                 kept[REPORTS] = tempfile.TemporaryDirectory()

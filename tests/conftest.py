@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from matrixlib.hardware import speed
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
-
-PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
-PRELOAD += ["matrixlib.tasks.chess.task"]
 
 # Tests are many small computations: a second thread of torch's pool mostly spins, and on a shared machine it makes
 # them several times slower. Set before torch is imported, and inherited by the programs that tests start.
@@ -73,10 +70,9 @@ def shared() -> Path:
 def forkserver() -> Any:
     """Processes that start in no time, as what a training imports is imported once for all of them. They have the
     environment of the first of them."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    context = warm.context()
+    if not context:
         pytest.skip("processes are started by forkserver, which this system lacks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     ready = context.Process(target=int)
     ready.start()
     ready.join()

@@ -1,0 +1,77 @@
+"""Processes that start in no time, forked from one that has imported what trainings and kernels import."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
+PRELOAD += ["matrixlib.tasks.chess.task", "matrixlib.runs.notebook", "matplotlib.figure", "ipykernel.kernelapp"]
+PRELOAD += ["ipykernel.zmqshell", "matplotlib_inline", "pandas"]
+
+
+@functools.cache
+def context() -> Any:
+    """Starts processes, in the environment of its first call; None where a system lacks forkserver."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return None
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    return context
+
+
+class Kernel:
+    """A forked kernel, as far as jupyter_client asks for a `subprocess.Popen`."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, argv: Sequence[str], env: dict[str, str], cwd: str | None) -> None:
+        self.process = context().Process(target=serve, args=(argv, env, cwd or os.curdir), daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+        while os.getpgid(self.pid) != self.pid:  # the client signals its group, which must not be ours
+            time.sleep(0.001)
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def launch_kernel(command: Sequence[str], *, env: dict[str, str], cwd: str | None = None, **_: Any) -> Kernel:
+    """In place of `jupyter_client.launcher.launch_kernel`. command: `python -m ipykernel_launcher` with arguments."""
+    return Kernel(command[command.index("ipykernel_launcher") + 1 :], env, cwd)
+
+
+def serve(argv: Sequence[str], env: dict[str, str], cwd: str) -> None:
+    """A kernel, in a process of its own that looks like one that was not forked."""
+    from ipykernel.kernelapp import IPKernelApp
+
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    multiprocessing.current_process().daemon = False  # it may have children
+    IPKernelApp.launch_instance(argv=list(argv), parent_handle=os.getppid())
