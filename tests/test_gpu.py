@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -26,39 +27,39 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def check(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python tests/gpu`, with its own reports root."""
-    words = [sys.executable, str(ROOT / "tests" / "gpu"), *arguments]
-    environment = {**os.environ, "MATRIXLIB_REPORTS": str(folder / "reports"), **variables}
-    return subprocess.run(words, capture_output=True, text=True, env=environment, cwd=folder, timeout=400, check=False)
+MAIN = runpy.run_path(str(ROOT / "tests" / "gpu" / "__main__.py"), run_name="check")["main"]
 
 
 @pytest.mark.slow
-def test_the_dry_run_passes_and_leaves_a_record(tmp_path: Path) -> None:
-    done = check(["--device", "cpu"], tmp_path)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    (path,) = (tmp_path / "reports" / "bench").glob("*/*.json")
+def test_the_dry_run_passes_and_leaves_a_record(
+    reports: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: its parts are forked from where those of other tests are."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # it is changed, for what parts start
+    code, shown = MAIN(["--device", "cpu"]), capsys.readouterr().out
+    assert code == 0, shown[-4000:]
+    (path,) = (reports / "bench").glob("*/*.json")
     record = json.loads(path.read_text())
     assert [part["part"] for part in record["parts"]] == list(range(1, 17))
     assert {part["verdict"] for part in record["parts"]} == {"ok"}
     assert record["brief"]
     assert record["runtime"]["device"] == "cpu"
-    assert "positions/s" in done.stdout
-    assert sorted((tmp_path / "reports").iterdir()) == [tmp_path / "reports" / "bench"], "its runs lie elsewhere"
+    assert "positions/s" in shown
+    assert sorted(reports.iterdir()) == [reports / "bench"], "its runs lie elsewhere"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_it_does_not_begin(tmp_path: Path) -> None:
-    done = check([], tmp_path)
+    words = [sys.executable, str(ROOT / "tests" / "gpu")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=400, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "device 'cuda' was asked for" in done.stderr
     assert "DEVICE=cpu makes a dry run" in done.stderr
 
 
-def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    done = check(["--part", "3,17"], tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "there are parts 1 to 16" in done.stderr
+def test_a_part_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert MAIN(["--part", "3,17"]) == 2
+    assert capsys.readouterr() == ("", "--part 3,17: there are parts 1 to 16\n")
 
 
 def test_each_part_has_its_number_and_its_function() -> None:
