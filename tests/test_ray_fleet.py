@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from ray_cluster import node_options, ray_cluster
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.files import utc_now
@@ -28,7 +28,6 @@ from matrixlib.runs.processes import FleetError
 from matrixlib.runs.ray_fleet import RayFleet
 
 NODES = 3
-AGENTS = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent_listen_port", "metrics_export_port")
 TINY: dict[str, Any] = {
     "games": 20,
     "chunk": 4,
@@ -43,37 +42,11 @@ TINY: dict[str, Any] = {
 }
 
 
-def node_options() -> dict[str, int]:
-    """A thread, and ports of a node's agents, which would have 15 seconds to find their own: on a busy machine they
-    take longer, and nothing here needs them."""
-    with ExitStack() as open_ones:
-        sockets = [open_ones.enter_context(socket.create_server(("", 0))) for _ in AGENTS]
-        ports = [one.getsockname()[1] for one in sockets]
-    return {"num_cpus": 1, **dict(zip(AGENTS, ports, strict=True))}
-
-
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
-    """A cluster to which one more node can be added, the address of which everybody is told."""
-    utils = pytest.importorskip("ray.cluster_utils", reason="`pip install 'matrixlib[ray]'`")
-    from ray._private.node import Node
-
-    patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    start = Node.start_ray_processes
-
-    def quick(node: Any) -> None:  # the one port of which a node is not told, but through this file
-        port = node.dashboard_agent_listen_port
-        Path(node.get_session_dir_path(), f"dashboard_agent_listen_port_{node.node_id}").write_text(str(port))
-        start(node)
-
-    patch.setattr(Node, "start_ray_processes", quick)
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    cluster = utils.Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node_options())
-    patch.setenv("RAY_ADDRESS", cluster.address)
-    yield cluster
-    cluster.shutdown()
-    patch.undo()
+    pytest.importorskip("ray.cluster_utils", reason="`pip install 'matrixlib[ray]'`")
+    with ray_cluster() as running:
+        yield running
 
 
 @pytest.fixture
@@ -222,7 +195,7 @@ def test_a_sweep_goes_on_where_a_node_was_killed(cluster: Any, tmp_path: Path, m
 PROGRAM = """
 from functools import partial
 from pathlib import Path
-from contextlib import ExitStack, closing
+from contextlib import closing
 from matrixlib.runs.fleet import gather
 from matrixlib.runs.ray_fleet import RayFleet
 from test_ray_fleet import hold

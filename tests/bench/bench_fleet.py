@@ -9,11 +9,16 @@ the seconds that the cluster itself takes to start, with a node for every proces
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_cluster import node_options, ray_cluster
 
 from matrixlib.hardware import machine
 from matrixlib.runs import cycle, cycle_games
@@ -48,9 +53,6 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=16, help="of a chunk")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
     workers = machine.facts().cores
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MATRIXLIB_REPORTS"] = folder
@@ -59,20 +61,16 @@ def main() -> None:
         starts = range(0, options.chunks * options.games, options.games)
         chunks = {start: cycle_games.Chunk(*place, start, options.games) for start in starts}
         stored = cycle_games.weights_of(Path(opened.folder), opened.config, 0)
-        began = time.perf_counter()
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        for _ in range(workers - 1):
-            cluster.add_node(num_cpus=1)
-        print(f"cluster of {workers} nodes started in {time.perf_counter() - began:.1f} s", flush=True)
-        os.environ["RAY_ADDRESS"] = cluster.address
         kinds: tuple[Kind, ...] = ("local", "ray")
         rows: dict[Kind, list[dict[str, float]]] = {kind: [] for kind in kinds}
-        try:
+        began = time.perf_counter()
+        with ray_cluster() as cluster:
+            for _ in range(workers - 1):
+                cluster.add_node(**node_options())
+            print(f"cluster of {workers} nodes started in {time.perf_counter() - began:.1f} s", flush=True)
             for number in range(options.rounds):
                 for kind in kinds[:: 1 if number % 2 else -1]:
                     rows[kind].append(timed(kind, workers if kind == "local" else 0, chunks, stored))
-        finally:
-            cluster.shutdown()
     print(f"{workers} processes, {options.chunks} chunks of {options.games} games, {len(stored):,} bytes of weights")
     for kind in kinds:
         medians = {name: statistics.median(row[name] for row in rows[kind]) for name in rows[kind][0]}
