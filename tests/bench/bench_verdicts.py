@@ -47,6 +47,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout_schedule": {"model": {"dropout": 0.1}, "train": {"dropout_stages": [1, 0.75, 0.5, 0.25, 0]}},
     "attention_6": {"model": {"attention": {"every": 6}}},
     "policy_attention": {"model": {"policy": {"kind": "attention", "rank": 32}}},
+    "muon_policy_attention": {"optim": {"optimiser": "muon"}, "model": {"policy": {"kind": "attention", "rank": 32}}},
+    "muon_policy_attention_rank_64": {
+        "optim": {"optimiser": "muon"},
+        "model": {"policy": {"kind": "attention", "rank": 64}},
+    },
+    "muon_double_rate_policy_attention": {
+        "optim": {"optimiser": "muon", "learning_rate": 0.01},
+        "model": {"policy": {"kind": "attention", "rank": 32}},
+    },
     "channels_64": {"model": {"channels": 64}},
     "channels_64_blocks_5": {"model": {"channels": 64, "blocks": 5}},
     "channels_96_blocks_4": {"model": {"channels": 96, "blocks": 4}},
