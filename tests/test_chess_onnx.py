@@ -37,7 +37,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SMALL,
             "attention": {"every": 1, "heads": 2, "bias": True, "mask": True, "unmasked_mix": 0.3},
-            "policy": {"kind": "factored", "channels": 8, "rank": 16},
+            "policy": {"kind": "attention", "channels": 8, "rank": 16},
             "ssl": ["piece", "threat", "pin", "fork", "control"],
         },
     ),

@@ -20,6 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 FIGURES = {"top-1": ("top1", 100, " %"), "KL": ("policy kl", 1, "")}
 SLACK = 0.03
 """Share of an update's time that is noise: an option within it is not trained again for equal minutes."""
+BASE: dict[str, Any] = {
+    "optim": {"optimiser": "adamw", "decay_share": 1.0},
+    "model": {"policy": {"kind": "conv", "rank": 96}},
+}
+"""What `quick` was before it got what the table showed to help; every other option is over it."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"optim": {"optimiser": "muon"}},
     "muon_half_rate": {"optim": {"optimiser": "muon", "learning_rate": 0.0025}},
@@ -78,9 +83,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(arms: dict[str, dict[str, Any]], steps: int, run: str, options: argparse.Namespace) -> dict[str, list[Path]]:
+    from matrixlib.config import merge
     from matrixlib.runs.compare import train_arms
 
-    presets = {arm: (options.preset, changes) for arm, changes in arms.items()}
+    presets = {arm: (options.preset, merge(BASE, changes)) for arm, changes in arms.items()}
     return train_arms(presets, "auto", 0, options.seeds, steps, run, lambda text: print(text, flush=True))
 
 
@@ -106,6 +112,7 @@ def time_ratio(name: str, stem: str, options: argparse.Namespace) -> float:
     """Seconds of the option's update in those of the base, measured once and kept with the runs."""
     from matrixlib import files
     from matrixlib.bench.workloads import Update
+    from matrixlib.config import merge
     from matrixlib.hardware.benchmark import make_plan
     from matrixlib.hardware.speed import turns
     from matrixlib.tasks import load_config
@@ -114,7 +121,7 @@ def time_ratio(name: str, stem: str, options: argparse.Namespace) -> float:
     times = files.read_json(kept)
     if name not in times:
         plan, rows = make_plan(), load_config(options.preset).train.batch_size
-        works = {arm: Update(plan, options.preset, OPTIONS.get(arm, {}), rows) for arm in ("base", name)}
+        works = {arm: Update(plan, options.preset, merge(BASE, OPTIONS.get(arm, {})), rows) for arm in ("base", name)}
         times[name] = turns(works, options.seconds)
         files.write_json(kept, times)
     return float(times[name][name] / times[name]["base"])
@@ -130,6 +137,7 @@ def state(folder: Path) -> float:
 
 
 def main() -> None:
+    from matrixlib.config import merge
     from matrixlib.engine.optim import optimiser_kind
     from matrixlib.tasks import load_config
 
@@ -141,7 +149,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of the turns that time an option's update")
     options = parser.parse_args()
     for name in options.options:  # a library that is missing is told before anything is trained
-        config = load_config(options.preset, OPTIONS[name]).optim
+        config = load_config(options.preset, merge(BASE, OPTIONS[name])).optim
         if optimiser_kind(config) != config.optimiser:
             raise SystemExit(f"{name}: its library is not installed: pip install 'matrixlib[optimisers]'")
     stem = f"verdicts-{options.preset}-{options.updates}"
