@@ -50,9 +50,9 @@ def nodes() -> Iterator[Any]:
 
 
 @pytest.fixture
-def cluster(nodes: Any) -> Any:
-    """The cluster with all of its nodes: a test may kill some."""
-    for _ in range(NODES - len(nodes.list_all_nodes())):
+def cluster(nodes: Any, request: pytest.FixtureRequest) -> Any:
+    """The cluster with all of its nodes, of which `make test` has two: a test may kill some."""
+    for _ in range((NODES if request.node.get_closest_marker("soak") else 2) - len(nodes.list_all_nodes())):
         nodes.add_node(**node_options())
     return nodes
 
@@ -157,7 +157,7 @@ def test_a_cycle_is_byte_for_byte_that_of_one_machine_though_a_node_is_killed(
             warnings.simplefilter("ignore", UserWarning)
             (generation,) = cycle.open_cycle("demo", "cpu", "c", TINY | {"fleet": kind}).train()
         assert generation.decision is not None
-    assert left[:5] == [NODES - 1, *[NODES - 2] * 4], "it was killed amid self-play"
+    assert left[1:5] == [left[0] - 1] * 4, "it was killed amid self-play"
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
     assert len(contents(tmp_path / "ray")) == 6 + 5 + 1
     one, two = (read_generations(tmp_path / kind / "c")[1] for kind in ("ray", "local"))
