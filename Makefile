@@ -9,9 +9,9 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 UV := uv==0.13.9
 # Where pip is told to look for packages, as lines of a requirements file: uv does not read pip's settings. Where these
 # name two main indexes uv refuses, and pip decides.
-INDEXES = $(BIN)/python -m pip config list | sed -E 's/\\n/ /g' | \
-	sed -nE "s/^[^']*\.(index-url|extra-index-url|find-links)='(.*)'$$/\1 \2/p" | \
-	while read -r option values; do for value in $$values; do echo "--$$option $$value"; done; done
+INDEXES = PIP_QUIET=0 $(BIN)/python -m pip config list | sed -E "s/\\\\n/ /g; s/\.no-index='(1|true|yes|on)'/.no-index=''/" | \
+	sed -nE "s/^(global|install|:env:)\.(index-url|extra-index-url|find-links|no-index|only-binary|no-binary)='(.*)'$$/\2 \3/p" | \
+	while read -r option values; do for value in $${values:-''}; do echo "--$$option $$value"; done; done
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: bench bench-gpu film gpu help train train-quick train-full train-resume hw-report generate-data cycle test unit soak e2e lint
@@ -61,11 +61,11 @@ ifdef TORCH_INDEX
 	$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) torch==$(TORCH)
 	@echo '$(TORCH_INDEX)' > $(VENV)/.torch-index
 endif
-	$(BIN)/python -m pip install --quiet $(UV) && { $(INDEXES); cat requirements.lock; } | \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match --requirement - || { \
+	@$(BIN)/python -m pip install --quiet $(UV) && { $(INDEXES); cat requirements.lock; } | \
+		$(BIN)/uv pip install --quiet --no-cache --python $(BIN)/python --index-strategy unsafe-best-match --requirement - || { \
 		echo "uv cannot install here, so pip does, which takes longer" >&2; \
 		$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.lock; }
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true  # on all cores; some files are no Python
+	@$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/.*/tests?/' $(VENV)/lib || true  # on all cores; some files are no Python
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 

@@ -639,6 +639,7 @@ def test_the_tables_and_the_curve_show_every_generation(opened: cycle.Cycle) -> 
     assert page.count("data:image/png") == 2
     assert str(opened.history()[-1]) in page
     assert "Elo over generation 0" in page
+    assert "self-play positions" in page
 
 
 def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(

@@ -81,6 +81,36 @@ def test_make_installs_once(tmp_path: Path) -> None:
     assert "matrixlib.runs.launch --preset quick" in second
 
 
+@pytest.mark.parametrize("works", [True, False], ids=["uv", "pip after uv"])
+def test_pip_s_settings_go_to_uv_and_pip_comes_after_it(tmp_path: Path, works: bool) -> None:
+    """With programs in the environment that only note what they are told."""
+    programs, calls = tmp_path / "bin", tmp_path / "calls"
+    programs.mkdir()
+    settings = """:env:.index-url='https://one.org/simple'
+global.find-links='/wheels\\n/more'
+global.no-index='1'
+install.only-binary=':all:'
+download.extra-index-url='https://other.org'
+"""
+    (tmp_path / "settings").write_text(settings)
+    texts = {
+        "python": f'case "$*" in *"config list"*) cat {tmp_path}/settings;; *) echo "$*" >> {calls};; esac',
+        "uv": f"cat > {tmp_path}/lines; exit {int(not works)}",
+    }
+    for name, text in texts.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    result = make("install", f"VENV={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    given, lock = (tmp_path / "lines").read_text().split("# Exact versions", 1)
+    expected = ["--index-url https://one.org/simple", "--find-links /wheels", "--find-links /more"]
+    assert [line.strip() for line in given.splitlines()] == [*expected, "--no-index", "--only-binary :all:"]
+    assert "\ntorch==" in lock
+    by_pip = "-m pip install --quiet --no-compile --requirement requirements.lock" in calls.read_text()
+    assert by_pip is not works
+    assert ("uv cannot install here" in result.stderr) is not works
+
+
 def test_make_installs_torch_first_and_alone_from_an_index(tmp_path: Path) -> None:
     (tmp_path / ".installed").touch()
     arguments = ["--dry-run", f"VENV={tmp_path}", "TORCH_INDEX=https://example.org/whl", "install"]

@@ -53,3 +53,7 @@ def test_rows_that_a_time_limit_leaves_out_are_told_at_the_first_and_for_each_in
     assert [bool(texts) for texts in told] == [False, True, False, True, False, False, False, False, False]
     assert told[1] == ["gating.seconds left 30 of 200 rows without the self-supervised terms; 30 so far"]
     assert told[3] == ["gating.seconds left 30 of 200 rows without the self-supervised terms; 60 so far"]
+
+
+def test_what_earlier_runs_counted_is_passed_over() -> None:
+    assert Gate.from_dict(GatingConfig(), {"frozen_until": 7, "row_seconds": 0.5, "freezes": 2}).frozen_until == 7

@@ -125,6 +125,8 @@ def test_round_trip_through_json_and_reuse() -> None:
     assert reuse(stored, T4) == runtime
     with pytest.raises(ValueError, match=r"began on 'cuda'.*no CUDA device was found"):
         reuse(stored, ZEN4)
+    del stored["ranks"]
+    assert Runtime.from_dict(stored) == runtime, "of a run begun before there were several"
     del stored["tf32"]
     with pytest.raises(ValueError, match="missing or unknown keys: tf32"):
         Runtime.from_dict(stored)

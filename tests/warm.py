@@ -6,10 +6,13 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+TESTS = os.path.dirname(os.path.abspath(__file__))
 PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
 PRELOAD += ["matrixlib.tasks.chess.task", "matrixlib.runs.notebook", "matplotlib.figure", "ipykernel.kernelapp"]
 PRELOAD += ["ipykernel.zmqshell", "matplotlib_inline", "pandas"]
@@ -73,5 +76,15 @@ def serve(argv: Sequence[str], env: dict[str, str], cwd: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]  # a user's kernel has none of them
     multiprocessing.current_process().daemon = False  # it may have children
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     IPKernelApp.launch_instance(argv=list(argv), parent_handle=os.getppid())
+
+
+def _end_with_parent() -> None:
+    """The kernel's own watch looks at the process that forked it, which lives as long as the kernel does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -104,7 +104,8 @@ def options(plan: Plan) -> Iterator[Figure]:
     for preset in ("demo",) if plan.brief else ("quick", LARGE):
         rows = Update(plan, preset, {}).rows
         works = {f"{preset}, {name}": Update(plan, preset, changes) for name, changes in turned.items()}
-        works[f"{preset}, optimiser not fused"] = Update(plan, preset, {}, foreach=True)
+        if load_config(preset).optim.optimiser == "adamw":
+            works[f"{preset}, optimiser not fused"] = Update(plan, preset, {}, foreach=True)
         pieces = {"train": {"micro_batch": max(1, rows // 4)}}
         works[f"{preset}, in four passes"] = Update(plan, preset, pieces)
         yield from _rates(plan, works)

@@ -190,10 +190,15 @@ def quiet_catalogue(folder: Path) -> Catalogue:
 def locked(folder: Path) -> Iterator[Catalogue]:
     """The catalogue of a folder, made if it is not there, that no other import or merge writes meanwhile.
 
-    ImportStopped where one does, ValueError where the folder cannot be written, or its accounts lie elsewhere.
+    ImportStopped where one does, ValueError where the folder cannot be written, its accounts lie elsewhere, or are of a
+    merge as it was before 2026-11-22.
     """
     if (folder / REMOTE).exists():
         raise ValueError("shards that lie elsewhere are only read: import and merge where they are")
+    if any((folder / FOLDER / name).exists() for name in ("counts", "merge.json")):
+        raise ValueError(
+            f"{folder} was merged by an older version: train with it, or import its sources into a new folder"
+        )
     with writing(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     check_inside(folder / FOLDER, folder)

@@ -4,7 +4,9 @@ They rise to their weight over a warm-up, are left out altogether for a while af
 would still decay weights and move moments), and may have a time limit, watched by a monotonic clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from matrixlib.config import GatingConfig
 from matrixlib.engine.state import State
@@ -21,6 +23,11 @@ class Gate(State):
     config: GatingConfig
     frozen_until: int = 0
     row_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, config: Any, data: Mapping[str, Any]) -> Self:
+        """As of every state; runs of before 2026-11-23 counted how often it froze."""
+        return super().from_dict(config, {name: value for name, value in data.items() if name != "freezes"})
 
     def factor(self, update: int) -> float:
         """Factor on the weights of the terms at `update` (from 0): 0 while frozen, never 0 in the warm-up."""

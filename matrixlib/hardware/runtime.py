@@ -124,6 +124,7 @@ class Runtime:
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
         known = {item.name for item in fields(cls)}
+        data = {"ranks": 1, **data}  # runs begun before there were several
         if wrong := known ^ set(data):
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")

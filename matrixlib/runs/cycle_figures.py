@@ -94,10 +94,12 @@ def write_summary(folder: Path, generations: Sequence[Generation], course: Mappi
         files.write_bytes(folder / f"{name}.png", png(figure))
     last = generations[-1]
     figures: dict[str, float] = {
-        name: sum(getattr(generation.selfplay, name) for generation in generations) for name in ("games", "positions")
+        f"self-play {name}": sum(getattr(g.selfplay, name) for g in generations) for name in ("games", "positions")
     }
     if sum(pairs := last.pairs("anchor")):
-        figures |= dict(zip(("low", "Elo over generation 0", "high"), _shown(rating(pairs)), strict=True))
+        figures |= dict(
+            zip(("its lower bound", "Elo over generation 0", "its upper bound"), _shown(rating(pairs)), strict=True)
+        )
     files.write_json(folder / "summary.json", {"headline": str(last), "evaluation": figures})
     return folder
 

@@ -76,6 +76,8 @@ def stored_record(folder: Path) -> dict[str, Any]:
                 "copy, or give another run name"
             )
         return record
+    if (folder / "cycle.yaml").exists():
+        raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
     if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
         raise RunError(
             f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "

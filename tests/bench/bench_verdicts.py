@@ -82,11 +82,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Option -> what it changes of the preset. Rates other than AdamW's were not searched for."""
 
 
-def train(arms: dict[str, dict[str, Any]], steps: int, run: str, options: argparse.Namespace) -> dict[str, list[Path]]:
+def over_base(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The option's changes over what the preset was."""
     from matrixlib.config import merge
+
+    return merge(BASE if preset == "quick" else {}, changes)
+
+
+def train(arms: dict[str, dict[str, Any]], steps: int, run: str, options: argparse.Namespace) -> dict[str, list[Path]]:
     from matrixlib.runs.compare import train_arms
 
-    presets = {arm: (options.preset, merge(BASE, changes)) for arm, changes in arms.items()}
+    presets = {arm: (options.preset, over_base(options.preset, changes)) for arm, changes in arms.items()}
     return train_arms(presets, "auto", 0, options.seeds, steps, run, lambda text: print(text, flush=True))
 
 
@@ -112,7 +118,6 @@ def time_ratio(name: str, stem: str, options: argparse.Namespace) -> float:
     """Seconds of the option's update in those of the base, measured once and kept with the runs."""
     from matrixlib import files
     from matrixlib.bench.workloads import Update
-    from matrixlib.config import merge
     from matrixlib.hardware.benchmark import make_plan
     from matrixlib.hardware.speed import turns
     from matrixlib.tasks import load_config
@@ -121,7 +126,8 @@ def time_ratio(name: str, stem: str, options: argparse.Namespace) -> float:
     times = files.read_json(kept)
     if name not in times:
         plan, rows = make_plan(), load_config(options.preset).train.batch_size
-        works = {arm: Update(plan, options.preset, merge(BASE, OPTIONS.get(arm, {})), rows) for arm in ("base", name)}
+        changes = {arm: over_base(options.preset, OPTIONS.get(arm, {})) for arm in ("base", name)}
+        works = {arm: Update(plan, options.preset, change, rows) for arm, change in changes.items()}
         times[name] = turns(works, options.seconds)
         files.write_json(kept, times)
     return float(times[name][name] / times[name]["base"])
@@ -137,7 +143,6 @@ def state(folder: Path) -> float:
 
 
 def main() -> None:
-    from matrixlib.config import merge
     from matrixlib.engine.optim import optimiser_kind
     from matrixlib.tasks import load_config
 
@@ -149,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of the turns that time an option's update")
     options = parser.parse_args()
     for name in options.options:  # a library that is missing is told before anything is trained
-        config = load_config(options.preset, merge(BASE, OPTIONS[name])).optim
+        config = load_config(options.preset, over_base(options.preset, OPTIONS[name])).optim
         if optimiser_kind(config) != config.optimiser:
             raise SystemExit(f"{name}: its library is not installed: pip install 'matrixlib[optimisers]'")
     stem = f"verdicts-{options.preset}-{options.updates}"

@@ -46,6 +46,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "masked, mixed": {"attention": {**ATTENTION, "mask": True, "unmasked_mix": 0.2}},
     "after the norm, masked, mixed": {"attention": {**ATTENTION, "mask": True, "unmasked_mix": 0.2, "norm": "post"}},
     "policy factored, clamped, normalised": {"policy": {"kind": "factored", "clamp": 5.0, "logit_norm": True}},
+    "policy by squares": {"policy": {"kind": "attention", "rank": 8}},
     "policy dense, value scalar": {"policy": {"kind": "dense", "channels": 8}, "value": {"kind": "scalar"}},
     "value pooled, all self-supervised heads": {
         "value": {"pool": "pooled"},
