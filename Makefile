@@ -9,9 +9,9 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 UV := uv==0.13.9
 # Where pip is told to look for packages, as lines of a requirements file: uv does not read pip's settings. Where these
 # name two main indexes uv refuses, and pip decides.
-INDEXES = PIP_QUIET=0 $(BIN)/python -m pip config list | sed -E "s/\\\\n/ /g; s/\.no-index='(1|true|yes|on)'/.no-index=''/" | \
+INDEXES = PIP_QUIET=0 $(BIN)/python -m pip config list | sed -E "s/\\\\n/ /g; s/\.no-index='(1|[Tt]rue|[Yy]es|[Oo]n|t|y)'/.no-index='='/; /\.no-index='[^=]/d" | \
 	sed -nE "s/^(global|install|:env:)\.(index-url|extra-index-url|find-links|no-index|only-binary|no-binary)='(.*)'$$/\2 \3/p" | \
-	while read -r option values; do for value in $${values:-''}; do echo "--$$option $$value"; done; done
+	while read -r option values; do for value in $$values; do echo "--$$option $${value\#=}"; done; done
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: bench bench-gpu film gpu help train train-quick train-full train-resume hw-report generate-data cycle test unit soak e2e lint
@@ -96,7 +96,7 @@ cycle: $(STAMP)
 	$(BIN)/papermill notebooks/cycle.ipynb reports/cycle-quick/cycle.ipynb -p preset quick --no-progress-bar \
 		--stdout-file - --stderr-file -
 
-# mypy beside the tests, which are three processes for two cores, as many tests wait for something. Each file of tests is
+# mypy beside the tests, which are four processes for two cores, as many tests wait for something. Each file of tests is
 # in one of them, and computes on one thread.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 2 lint unit
@@ -104,7 +104,7 @@ test: $(STAMP)
 # Hundreds of processes import the package, which is compiled once for all of them.
 unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests -ra -m soak

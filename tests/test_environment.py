@@ -89,6 +89,8 @@ def test_pip_s_settings_go_to_uv_and_pip_comes_after_it(tmp_path: Path, works: b
     settings = """:env:.index-url='https://one.org/simple'
 global.find-links='/wheels\\n/more'
 global.no-index='1'
+:env:.extra-index-url=''
+install.no-index='0'
 install.only-binary=':all:'
 download.extra-index-url='https://other.org'
 """

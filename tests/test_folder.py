@@ -93,6 +93,13 @@ def test_an_interrupted_run_is_resumed_beside_damaged_ones(reports: Path) -> Non
         assert runs.name_run("demo") == "cut"
 
 
+def test_no_run_begins_in_the_folder_of_a_cycle(reports: Path) -> None:
+    (make(reports, "mine") / "run.json").unlink()
+    (reports / "mine" / "cycle.yaml").touch()
+    with pytest.raises(runs.RunError, match="'mine' is the folder of a cycle: give the run another name"):
+        runs.open_run(run="mine")
+
+
 def test_a_trained_run_that_lost_its_record_is_not_begun_anew(reports: Path) -> None:
     folder = make(reports, "mine")
     (folder / "run.json").unlink()

@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster of three nodes on this machine: killed and slow nodes, and nothing left behind."""
+"""A fleet on a real Ray cluster on this machine: killed and slow nodes, and nothing left behind."""
 
 from __future__ import annotations
 

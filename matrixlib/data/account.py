@@ -195,7 +195,9 @@ def locked(folder: Path) -> Iterator[Catalogue]:
     """
     if (folder / REMOTE).exists():
         raise ValueError("shards that lie elsewhere are only read: import and merge where they are")
-    if any((folder / FOLDER / name).exists() for name in ("counts", "merge.json")):
+    if (unfinished := folder / FOLDER / "merge.json").exists():
+        raise ValueError(f"{unfinished}: an older version did not end its merge: import the sources into a new folder")
+    if (folder / FOLDER / "counts").exists():
         raise ValueError(
             f"{folder} was merged by an older version: train with it, or import its sources into a new folder"
         )
