@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from matrixlib.config import difference
+from matrixlib.runs.start import read_start
+from matrixlib.tasks import get_task
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.evaluate.files import open_matrix0
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, matrix0_state, read_checkpoint
@@ -112,6 +115,21 @@ def test_layers_equal_matrix0s(parity: tuple[PolicyValueNet, Any]) -> None:
 
 def test_the_preset_is_matrix0s_network() -> None:
     assert load("matrix0_53m").model == matrix0_config(BIG)
+
+
+@pytest.mark.filterwarnings("ignore:small_ckpt.pt")
+def test_a_better_policy_on_its_trunk_differs_in_nothing_else_and_begins_with_its_checkpoints(shared: Path) -> None:
+    better = difference(load("matrix0_attention_policy"), load("matrix0_53m"))
+    assert {key for key in better if not key.startswith("model.policy.")} == {"optim.optimiser"}
+    checkpoint = shared / "parity" / "small_ckpt.pt"
+    network = matrix0_config(json.loads(checkpoint.with_name("small_cfg.json").read_text())["netconfig_full"])
+    shape = network.model_dump(exclude={"policy"})
+    config = load(
+        "matrix0_attention_policy", {"model": shape, "train": {"init": str(checkpoint), "init_partial": True}}
+    )
+    start = read_start(config, get_task("chess").task(config))
+    assert start.new
+    assert {name.split(".")[0] for name in (*start.new, *start.left_out)} == {"policy_head"}
 
 
 def test_474_keys_of_the_53m_network() -> None:
