@@ -1,5 +1,7 @@
 """Files that are whole or not there, where they lie, and worker processes that end with their parent."""
 
+from __future__ import annotations
+
 import errno
 import json
 import math
@@ -11,7 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = None if (PACKAGE / "params").is_dir() else PACKAGE.parent
@@ -71,6 +76,19 @@ def writing(folder: Path) -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):  # of what was saved all the same
             refused.add_note(note)
         raise refused from error
+
+
+@contextmanager
+def exclusive(lock: FileLock, refusal: Exception) -> Iterator[None]:
+    """With a lock that is not waited for: raises `refusal` where another process has it."""
+    from filelock import Timeout
+
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        raise refusal from None
+    with held:
+        yield
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def test_another_request_under_the_same_name_is_refused(reports: Path) -> None:
     with pytest.raises(sweep.SweepError, match="begun with other options"):
         sweep.open_sweep("demo", "cpu", "s", {"steps": 6})
     current = sweep.open_sweep("demo", "cpu", "s", {"steps": 5, "workers": 2})
-    with sweep.open_sweep("demo", "cpu", "s", {"steps": 5})._held(), pytest.raises(sweep.SweepError, match="another"):
+    with FileLock(current.folder / "lock"), pytest.raises(sweep.SweepError, match="another"):
         next(current.train())
 
 

@@ -1,4 +1,8 @@
-"""Processes that start in no time, forked from one that has imported what trainings and kernels import."""
+"""Processes that start in no time, forked from one that has imported what trainings and kernels import.
+
+``python tests/warm.py`` compiles numba's functions before processes that begin at once would each take half a minute
+for them.
+"""
 
 from __future__ import annotations
 
@@ -88,3 +92,20 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def compile_kernels() -> None:
+    """What a training and a search call of numba's functions, into the cache that all processes read."""
+    from matrixlib.bench.workloads import open_loader
+    from matrixlib.hardware.benchmark import make_plan
+    from matrixlib.tasks import get_task, load_config
+    from matrixlib.tasks.chess.benchmarks import search
+
+    for preset, task in (("demo", "chess"), ("latin_demo", "latin")):
+        open_loader(load_config(preset, get_task(task).viewer_overrides), 64).batch(0)
+    for _ in search(make_plan("cpu", 0.0, brief=True)):
+        pass
+
+
+if __name__ == "__main__":
+    compile_kernels()

@@ -9,18 +9,18 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow, replaced_by
 from matrixlib.data.entries import Refused
 from matrixlib.data.remote import whole
 from matrixlib.data.shards import Layout, Shard, is_shard
-from matrixlib.files import write_text, writing
+from matrixlib.files import exclusive, write_text, writing
 
 FOLDER = "imports"
 MERGED = "merged_"  # how the name of a folder of merged shards begins
@@ -204,13 +204,8 @@ def locked(folder: Path) -> Iterator[Catalogue]:
     with writing(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     check_inside(folder / FOLDER, folder)
-    lock = FileLock(folder / FOLDER / "lock")
-    try:
+    busy = ImportStopped(f"another import into {folder} is running; wait until it has ended")
+    with ExitStack() as held:
         with writing(folder):
-            lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ImportStopped(f"another import into {folder} is running; wait until it has ended") from error
-    try:
+            held.enter_context(exclusive(FileLock(folder / FOLDER / "lock"), busy))
         yield quiet_catalogue(folder)
-    finally:
-        lock.release()

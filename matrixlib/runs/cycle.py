@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from matrixlib import config as configuration
 from matrixlib import files
@@ -147,17 +147,10 @@ class Cycle:
             for number in range(1, (generations or self.config.generations) + 1):
                 yield self._generation(number)
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _held(self) -> AbstractContextManager[None]:
         """With the cycle's lock; CycleError where another process has it."""
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise CycleError(f"cycle '{self.name}' is being worked on by another process; wait for it") from None
-        try:
-            yield
-        finally:
-            self._lock.release()
+        busy = CycleError(f"cycle '{self.name}' is being worked on by another process; wait for it")
+        return files.exclusive(self._lock, busy)
 
     def history(self) -> list[Generation]:
         """The generations that have been decided."""

@@ -42,11 +42,10 @@ def locked(folder: Path) -> bool:
     """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice."""
     lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=ORPHAN_SECONDS)
+        with lock.acquire(timeout=ORPHAN_SECONDS):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False
 
 
 def complete_run(name: str) -> Path:

@@ -15,13 +15,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from matrixlib import files, progress
 from matrixlib.config import ConfigError, merge, read_yaml_file, validated
@@ -159,7 +158,11 @@ class Sweep:
         fleet: where trials are trained; by default as `fleet` and `workers` say.
         SweepError while another process works on the sweep.
         """
-        with self._held(), progress.live_bar(total=self.planned, desc=self.name, unit="trial") as bar:
+        busy = SweepError(f"sweep '{self.name}' is being worked on by another process; wait for it")
+        with (
+            files.exclusive(self._lock, busy),
+            progress.live_bar(total=self.planned, desc=self.name, unit="trial") as bar,
+        ):
             tick = self._ticker(bar)
             place = fleet or self._fleet(tick)
             running: set[int] = set()
@@ -216,17 +219,6 @@ class Sweep:
         return int(load_config(*request(self.config, trial.values)).train.steps)
 
     # State
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise SweepError(f"sweep '{self.name}' is being worked on by another process; wait for it") from None
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _fleet(self, tick: Callable[[], None]) -> Fleet:
         device = self.config.overrides.get("runtime", {}).get("device", "auto")

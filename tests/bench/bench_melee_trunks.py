@@ -8,6 +8,7 @@ first, in turns: that minute wants a quiet machine, the trainings do not mind a 
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,30 @@ def update_seconds(models: dict[str, dict[str, Any]], seconds: float = 60.0) -> 
     return turns({trunk: Update(plan, PRESET, {"model": model}) for trunk, model in models.items()}, seconds)
 
 
+def decision_seconds(model: dict[str, Any]) -> float:
+    """Median of `act` on one core. model: what a fresh network has other than the preset's."""
+    import numpy as np
+    import torch
+
+    from matrixlib.data.shards import Shard
+    from matrixlib.hardware.speed import turns
+    from matrixlib.tasks import get_task, load_config
+    from matrixlib.tasks.melee.columns import LAYOUT
+    from matrixlib.tasks.melee.windows import cut
+    from matrixlib.tasks.spec import runtime_for_use
+
+    config = load_config(PRESET, {"model": model, "runtime": {"device": "cpu"}})
+    spec: Any = get_task("melee")
+    net = spec.network(spec.task(config).build_model(), config, runtime_for_use(config, "cpu"))
+    torch.set_num_threads(1)
+    row = Shard(spec.folder(config) / "sample_validation.npz", LAYOUT).gather(np.array([100]))
+    window, _ = cut(row, np.zeros(1, int), np.zeros(1, int), 60)
+    frames = itertools.cycle(window.at(number) for number in range(60))
+    return turns({"act": lambda: net.act(next(frames))}, 1.0)["act"]
+
+
 def main() -> None:
     import pandas as pd
-    from bench_melee import decision
 
     from matrixlib.runs import run as runs
     from matrixlib.tasks.melee.tables import onset_recall
@@ -63,7 +85,7 @@ def main() -> None:
     for trunk in options.trunks:
         models[trunk], counts[trunk] = model(trunk, options.parameters)
     updates = update_seconds(models)
-    decisions = {trunk: decision(section) for trunk, section in models.items()}
+    decisions = {trunk: decision_seconds(section) for trunk, section in models.items()}
     rows = []
     for seed in range(options.seeds):
         for trunk, section in models.items():

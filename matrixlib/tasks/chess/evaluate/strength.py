@@ -78,15 +78,17 @@ def gauntlet(
             yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
 
 
-def duel(first: Sequence[Net], second: Sequence[Net], games: int, simulations: int = 0, plies: int = 300) -> Rating:
+def duel(
+    first: Sequence[Net], second: Sequence[Net], games: int, simulations: tuple[int, int] = (0, 0), plies: int = 300
+) -> Rating:
     """Elo of some networks against as many others, one match of `games` games for each pair of them, each from openings
-    of its own that are played twice.
+    of its own that are played twice. simulations: of a move, by the first and by the others.
     """
     game, pairs = ChessGame(), np.zeros(5, np.int64)
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         openings = random_openings(game, (games + 1) // 2, number, OPENING_PLIES)
-        match = play_pairs(game, network_player(one, simulations), network_player(other, simulations), openings, plies)
-        pairs += match.pairs()
+        players = network_player(one, simulations[0]), network_player(other, simulations[1])
+        pairs += play_pairs(game, *players, openings, plies).pairs()
     return rating(pairs)
 
 
