@@ -246,6 +246,11 @@ class RuntimeConfig(Section):
     rank_timeout: Positive = option(
         600.0, "of several ranks: seconds after which one that does not answer counts as hung"
     )
+    shard: bool = option(
+        False,
+        "of several ranks: each keeps a part of weights, gradients and optimiser's state, for networks that do not fit "
+        "on one device (FSDP2)",
+    )
     channels_last: bool | Auto = option("auto", "memory format of convolutions")
     compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = option(
         False,

@@ -41,6 +41,7 @@ PRESET = {
     "checkpoint": {"interval": 10},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
+IN_PARTS = PRESET["runtime"] | {"shard": True}
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +173,9 @@ def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_g
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
-    preset = toy_preset(tmp_path, steps=200)
+    preset = toy_preset(tmp_path, steps=200, runtime=IN_PARTS)
     run = runs.open_run(preset, run="two", ranks=2)
-    assert "trained by 2 ranks" in run.describe()
+    assert "trained by 2 ranks, each with its own rows of every batch, and its part of the network" in run.describe()
     steps: list[int] = []
 
     def follow() -> None:
@@ -248,14 +249,15 @@ TASK = FailingSpec()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("end", ["done", "killed", "failed"])
+@pytest.mark.parametrize("end", ["done", "parts", "killed", "failed"])
 def test_the_notebook_trains_with_ranks_and_tells_why_one_of_them_failed(
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), str(tmp_path)]))
     (tmp_path / "failing.py").write_text(FAILING, encoding="utf-8")
-    changes = {"task": "failing:TASK"} if end == "failed" else {}
-    preset = toy_preset(tmp_path, steps=60 if end == "done" else 3000, **changes)
+    changes = {"failed": {"task": "failing:TASK"}, "parts": {"runtime": IN_PARTS}}.get(end, {})
+    done = end in ("done", "parts")
+    preset = toy_preset(tmp_path, steps=60 if done else 3000, **changes)
     words = ["-m", "matrixlib.runs.launch", "--preset", preset, "--run", "two", "--ranks", "2"]
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen([sys.executable, *words], stdout=log, stderr=subprocess.STDOUT)
@@ -263,15 +265,16 @@ def test_the_notebook_trains_with_ranks_and_tells_why_one_of_them_failed(
             kill_rank(launcher.pid, reports / "two", updates=12)
         code = launcher.wait(400)
     text = (tmp_path / "log").read_text()
-    assert code == (end != "done"), text
+    assert code == (not done), text
     word = {
         "done": "held-out",
+        "parts": "held-out",
         "killed": "rank 1 of 2",
         "failed": "RunError: rank 1 of 2: ValueError: this rank has had",
     }
     assert word[end] in text
     assert (reports / "two" / "train.ipynb").exists()
-    assert json.loads((reports / "two" / "summary.json").read_text())["complete"] == (end == "done")
+    assert json.loads((reports / "two" / "summary.json").read_text())["complete"] == done
 
 
 def toy_preset(folder: Path, steps: int = 60, **options: Any) -> str:

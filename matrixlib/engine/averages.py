@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from matrixlib.config import OptimConfig
 from matrixlib.engine.optim import copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.schedule import Schedule
+from matrixlib.engine.sharding import like
 
 
 class Average:
@@ -186,4 +187,4 @@ def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: set[s
     if odd := sorted(names ^ set(own)):
         raise ValueError(f"{what}: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
     for name, value in own.items():
-        value.copy_(tensors[name])
+        value.copy_(like(tensors[name], value))

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from matrixlib.engine.parallel import Ranks
+from matrixlib.engine.plan import UpdatePlan
+from matrixlib.engine.task import rows
 
 SIZE = 25 * 2**20
 """Bytes of gradients that are sent at once: what DistributedDataParallel takes."""
@@ -52,6 +54,11 @@ class Buckets:
             for parameter in part:  # in its own memory format, which the optimiser expects
                 parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), offset)
                 offset += parameter.numel()
+
+    def passes(self, plan: UpdatePlan, micro_batch: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the rows of each pass."""
+        size = rows(plan.batch)
+        return ((start, min(start + micro_batch, size)) for start in range(0, size, micro_batch))
 
     @contextlib.contextmanager
     def last_pass(self) -> Iterator[None]:

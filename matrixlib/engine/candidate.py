@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine import optim, rng
+from matrixlib.engine import optim, rng, sharding
 from matrixlib.engine.averages import Average
 from matrixlib.engine.parallel import norms_by_rank
 from matrixlib.engine.step import Step
@@ -39,20 +39,31 @@ class Candidate:
         """It stands in the step's model inside the context, on every rank the same; the exact raw weights after it."""
         average = self._step.ema
         if average is None:
-            yield
+            with sharding.whole(self._model):
+                yield
             return
         self.renew(source)
-        with average.applied(self._model):
+        with average.applied(self._model), sharding.whole(self._model):
             if average.lacks_statistics:
                 self._step.ranks.broadcast(self._statistics().values())
             yield
 
     def network(self, source: Source) -> nn.Module:
-        """A copy of the model with these weights, frozen, in eval mode."""
+        """A copy of the model with these weights, frozen, in eval mode. Of one that is cut over ranks all ask for it,
+        and rank 0 alone gets these weights.
+        """
         self.renew(source)
+        average, step = self._step.ema, self._step
+        if step.sharded:
+            tensors = average.state_dict() if average is not None else optim.named_tensors(self._model)
+            whole = sharding.gathered({"": tensors}, step.ranks)[""]
+            model = step.task.build_model().to(step.runtime.torch_device)
+            if step.ranks.first:
+                optim.load_tensors(model, whole)
+            return model.requires_grad_(False).eval()
         model = copy.deepcopy(self._model)
-        if self._step.ema is not None:
-            optim.load_tensors(model, self._step.ema.state_dict(), "average")
+        if average is not None:
+            optim.load_tensors(model, average.state_dict(), "average")
         return model.requires_grad_(False).eval()
 
     def renew(self, source: Source) -> None:

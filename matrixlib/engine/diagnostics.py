@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.optim import unwrap, weights
+from matrixlib.engine.sharding import full, own_part
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
@@ -59,7 +60,7 @@ def gradient_report(model: nn.Module) -> GradientReport:
     gradients = {name: p.grad for name, p in weights(model)}
     present = {name: grad for name, grad in gradients.items() if grad is not None}
     tests = [torch.stack((grad.isfinite().all(), (grad != 0).any())) for grad in present.values()]
-    flags = dict(zip(present, torch.stack(tests).tolist() if tests else [], strict=True))
+    flags = dict(zip(present, full(torch.stack(tests)).tolist() if tests else [], strict=True))
     return GradientReport(
         missing=tuple(name for name in gradients if name not in present),
         nonfinite=tuple(name for name, (finite, _) in flags.items() if not finite),
@@ -194,7 +195,7 @@ def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = Non
         tensors = (weight, weight if gradient is None else gradient, old, weight - old)
         norms.append(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
         present.append(gradient is not None)
-    values = torch.stack(norms).tolist() if norms else []
+    values = full(torch.stack(norms)).tolist() if norms else []
     table: dict[str, dict[str, float]] = {}
     for block, members in blocks.items():
         weight_norm, _, old_norm, moved = (math.hypot(*(values[i][k] for i in members)) for k in range(4))
@@ -398,7 +399,7 @@ class FiniteChecks:
         if event.what != "output":
             return f"{name} (gradient, {event.what})"
         own = self._model.get_submodule(event.module).named_parameters(recurse=False)
-        bad = [f"; its {key} is not finite" for key, p in own if not bool(p.isfinite().all())]
+        bad = [f"; its {key} is not finite" for key, p in own if not bool(own_part(p).isfinite().all())]
         return f"{name} (forward output{''.join(bad)})"
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

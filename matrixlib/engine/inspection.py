@@ -9,6 +9,7 @@ from torch import Tensor
 from matrixlib.engine import diagnostics
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.optim import unwrap
+from matrixlib.engine.sharding import whole
 from matrixlib.engine.stats import Stats, norm_quantiles
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
@@ -27,7 +28,8 @@ def first_update(
     initial, messages = diagnostics.compare_with_chance(task, step.taught(batch), stats)
     messages = messages if fresh else []  # weights of another run have learned something
     model = unwrap(step.model)
-    report = diagnostics.without_idle_heads(step.gradients, task, model, batch, stats, step.runtime)
+    with whole(model):
+        report = diagnostics.without_idle_heads(step.gradients, task, model, batch, stats, step.runtime)
     return initial, [f"first update: {report}", *messages] if any(report) else messages
 
 
@@ -41,9 +43,10 @@ def inspect(
     """
     model, runtime = unwrap(step.model), step.runtime
     part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
-    outputs = diagnostics.output_statistics(step.task, model, part, runtime)
     blocks = diagnostics.block_statistics(model, before)
-    dead = diagnostics.dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
+    with whole(model):
+        outputs = diagnostics.output_statistics(step.task, model, part, runtime)
+        dead = diagnostics.dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
     quantiles = norm_quantiles(norms)
     warming_up = step.update <= step.schedule.warmup
     messages = [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from matrixlib.config import OptimConfig
 from matrixlib.engine.muon import Muon
+from matrixlib.engine.sharding import like
 
 DECAYED = (
     nn.Linear,
@@ -67,7 +68,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
             shape = tuple(tensors[name].shape)
             raise ValueError(f"{what}: {name} has shape {shape}, the model's {tuple(value.shape)}")
     for name, value in own.items():
-        value.copy_(tensors[name])
+        value.copy_(like(tensors[name], value))
 
 
 @torch.no_grad()
@@ -262,7 +263,7 @@ def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
     """`value` as the optimiser itself would have made it: an integer, or in the memory format of `parameter`."""
     if value.shape == parameter.shape:
         fresh = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
-        return fresh.detach().copy_(value)
+        return fresh.detach().copy_(like(value, parameter))
     if not value.ndim:
         return value.clone() if value.is_floating_point() else int(value)
     same = value.ndim == parameter.ndim and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))

@@ -148,6 +148,16 @@ class Ranks:
                 raise
             raise LostRank(self._words(error)) from error
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """As `together`, around work that has errors of its own too."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise LostRank(self._words(error)) from error
+
     def _words(self, error: RuntimeError) -> str:
         text, words = str(error).splitlines()[0], list[str]()
 

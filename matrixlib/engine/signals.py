@@ -23,11 +23,14 @@ class Terminated(SystemExit):
 
 
 class Signals:
-    """The signals that came inside a `deferred` block. interrupts: how many SIGINT. terminated: when SIGTERM came."""
+    """The signals that came inside a `deferred` block. interrupts: how many SIGINT. terminated: when SIGTERM came.
+    agreed: whether all ranks end for one.
+    """
 
     def __init__(self) -> None:
         self.interrupts = 0
         self.terminated: float | None = None
+        self.agreed = False
         self._before: dict[int, Any] = {}  # who was told until the block began
         self._ended = False
 
@@ -43,6 +46,7 @@ class Signals:
         asked is heard next time, as the others have not been told of it.
         """
         told = ranks.total({"interrupts": self.interrupts, "terminated": int(self.terminated is not None)})
+        self.agreed = any(told.values())
         if told["terminated"]:
             self.terminated = self.terminated or time.monotonic()
             raise Terminated(128 + signal.SIGTERM)

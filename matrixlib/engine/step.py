@@ -27,6 +27,7 @@ from matrixlib.engine.parallel import Ranks, norms_by_rank
 from matrixlib.engine.plan import UpdatePlan
 from matrixlib.engine.plateau import Plateau
 from matrixlib.engine.schedule import Schedule
+from matrixlib.engine.sharding import Shards, full, gathered
 from matrixlib.engine.stats import Action, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
@@ -69,17 +70,20 @@ class Step:
 
         teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
         """
-        plain, self.model = compiler.place(model, runtime)
+        self.sharded = config.runtime.shard and ranks.size > 1
+        plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
         plain.train()
         low = [name for name, t in optim.named_tensors(plain).items() if t.dtype in (torch.float16, torch.bfloat16)]
         if low:
             raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
-        ranks.broadcast(optim.named_tensors(plain).values())
         self.ranks = ranks
+        self.buckets = self._gradients(plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
         self.descent = optim.descent(plain)
+        if self.sharded and self.descent is not None:
+            raise ValueError("runtime.shard does not go with teacher.schedule learned: take fixed or linear")
         self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
@@ -101,11 +105,15 @@ class Step:
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self._descended = [p for group in self.descent.param_groups for p in group["params"]] if self.descent else []
-        # those of a plain descent, too
-        self.buckets = Buckets(ranks, [p for p in plain.parameters() if p.requires_grad])
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
         self._statistics = [b for norm in norms_by_rank(plain) for b in norm.buffers()]
+
+    def _gradients(self, model: nn.Module, config: Config, runtime: Runtime) -> Buckets | Shards:
+        if self.sharded:
+            return Shards(self.ranks, model, config, runtime)
+        self.ranks.broadcast(optim.named_tensors(model).values())
+        return Buckets(self.ranks, [p for p in model.parameters() if p.requires_grad])  # of a plain descent, too
 
     def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
@@ -119,9 +127,10 @@ class Step:
             self._untried = self.model is not unwrap(self.model)
         optim.copy_tensors(self._before, self._buffers)
         try:
-            plan, sums, messages = self._forward_backward(batch)
-            stats, norm = self._judge(batch, plan, sums, report)
-            messages += self._apply_or_skip(stats, norm)
+            with self.ranks.working():
+                plan, sums, messages = self._forward_backward(batch)
+                stats, norm = self._judge(batch, plan, sums, report)
+                messages += self._apply_or_skip(stats, norm)
             if stats.left_out is not None:
                 messages += self._left_out.add(stats.left_out, rows(batch))
         except BaseException:
@@ -148,7 +157,9 @@ class Step:
         self.task = task
 
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """(tensors by group, plain data) of a checkpoint between two updates."""
+        """(tensors by group, plain data) of a checkpoint between two updates. Where the network is cut over ranks all
+        of them ask for it, and rank 0 alone gets the tensors.
+        """
         assert self.whole, "a half-made update cannot be saved"
         tensors = {
             "model": optim.named_tensors(self.model),
@@ -170,7 +181,7 @@ class Step:
             state["ema_averages"] = self.ema.averages
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
-        return tensors, state
+        return gathered(tensors, self.ranks) if self.sharded else tensors, state
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
         """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is.
@@ -266,7 +277,7 @@ class Step:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if variance := noise.variance(self.config.optim, self.update):
             noise.add(gradients, variance, self.config.seed, self.update)
-        norm = get_total_norm(gradients)
+        norm = full(get_total_norm(gradients))
         aside = [p.grad for p in self._descended if p.grad is not None]
         with self.clock.phase("read"):
             values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
@@ -369,11 +380,10 @@ class Step:
         if self.ranks.size > 1:
             _ = plan.totals  # asked for together, before a rank may run out of memory
         started = time.monotonic()
-        for start in range(0, size, self.micro_batch):
-            stop = start + self.micro_batch
-            part = slice_batch(batch, start, min(stop, size))
+        for start, stop in self.buckets.passes(plan, self.micro_batch):
+            part = slice_batch(batch, start, stop)
             active = frozenset(plan.weights) if start < plan.until else plan.main
-            with last if stop >= size else contextlib.nullcontext():
+            with last if stop == size else contextlib.nullcontext():
                 values = self._pass(part, plan, active)
             for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value

@@ -83,6 +83,7 @@ class Trainer:
         self._step = Step(task, model, runtime, config, steps, teacher, ranks)
         self.model = optim.unwrap(self._step.model)
         self.ema, self._candidate = self._step.ema, Candidate(self._step)
+        self._looks = ranks.first or self._step.sharded  # whether this process has a part in looking at the network
         self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
         self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
         self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
@@ -231,12 +232,13 @@ class Trainer:
         validation loss that makes it the best one. renew: make what belongs to the averaged weights anew.
         """
         assert self._between_updates, "a half-made update cannot be saved"
+        if self.ranks.first and renew:
+            self._candidate.renew(self._source)
+        if self._looks:
+            tensors, state = self._step.state_dict()
         if not self.ranks.first:
             self._saving.done(self.step)
             return self.checkpoints.folder
-        if renew:
-            self._candidate.renew(self._source)
-        tensors, state = self._step.state_dict()
         state |= {
             "micro_step": self.micro_step,
             "chunk": asdict(self._chunk),
@@ -255,7 +257,9 @@ class Trainer:
         return path
 
     def evaluation_model(self) -> nn.Module:
-        """A copy of the model with the averaged weights (the raw ones without), frozen, in eval mode."""
+        """A copy of the model with the averaged weights (the raw ones without), frozen, in eval mode. All ranks of a
+        sharded network ask for it, and rank 0 alone gets the weights.
+        """
         return self._candidate.network(self._source)
 
     def _updates(self, stop: int | None) -> Generator[Stats]:
@@ -289,7 +293,7 @@ class Trainer:
             self.checkpoints.join()
         except BaseException as error:
             if not isinstance(error, TrainingHalted):  # whose state is not worth keeping
-                self._rescue(error)
+                self._rescue(error, signals)
             try:
                 self.beat("stopped", force=True)
             except OSError as failed:  # such as a full disk, which may well be what ended the run
@@ -308,7 +312,7 @@ class Trainer:
         last = self._last(stop)
         yield from self._source.batches(self.step, last) if self.step < last else ()
 
-    def _rescue(self, error: BaseException) -> None:
+    def _rescue(self, error: BaseException, signals: Signals) -> None:
         """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
         try:
             self.checkpoints.join()
@@ -316,7 +320,8 @@ class Trainer:
             error.add_note(str(failed))
             self._saving.done(-1)
         try:
-            self._save_if_new(renew=not isinstance(error, Exception))  # data or device may be what failed
+            if signals.agreed or not self._step.sharded:  # else the other ranks do not come to give their parts
+                self._save_if_new(renew=not isinstance(error, Exception))  # data or device may be what failed
             self.checkpoints.join()
         except (CheckpointError, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
             error.add_note(str(failed))
@@ -345,13 +350,13 @@ class Trainer:
             *(tighten(self._memory, self._chunk, self._step, self.step) if self.step % MEMORY_UPDATES == 0 else ()),
         ]
         self._empty = stats.empty
-        if self.step == 1 and self.ranks.first:
+        if self.step == 1 and self._looks:
             self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
             messages += first
         action, target = self._decide(stats.action)
         ended = action not in (Action.OK, Action.SKIP)
         figures: dict[str, Any] | None = None
-        if weights and action is Action.OK and self.ranks.first:
+        if weights and action is Action.OK and self._looks:
             figures, warnings = inspect(self._step, batch, weights, self._held_out, self._norms)
             messages += warnings
         validation = self._validate(messages) if not ended else None
@@ -451,6 +456,7 @@ class Trainer:
         """
         best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
         due = self._step.health.steady and (moved or self._saving.due(self.step))
+        due = self.ranks.same(due) if self._step.sharded else due  # a clock may ask for it, and all have a part in it
         if best or due or self.step == self.steps or self.stop_reason:
             with self._step.clock.phase("checkpoint"):
                 self.save(best=self._cadence.best if best else None)

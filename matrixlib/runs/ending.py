@@ -14,6 +14,8 @@ from matrixlib.engine.history import updates
 from matrixlib.files import read_json, write_json
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from matrixlib.engine.trainer import Trainer
     from matrixlib.hardware.runtime import Runtime
     from matrixlib.runs.data import RunData
@@ -24,13 +26,14 @@ UNDRAWN = frozenset({"sweep"})
 `python -m matrixlib.runs.report RUN`, of a sweep's best ones as it ends."""
 
 
-def finish(folder: Path, preset: str, data: RunData, trainer: Trainer) -> None:
-    """Of a run that has reached its end: evaluate it on the held-out data and write everything down."""
+def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn.Module) -> None:
+    """Of a run that has reached its end: evaluate it, that is `model`, on the held-out data and write everything
+    down.
+    """
 
     spec, config, runtime = data.spec, data.config, data.runtime
     trainer.beat("evaluation", force=True)
     rows = history.read(trainer.metrics.path)
-    model = trainer.evaluation_model()
     net = spec.network(model, config, runtime)
     net.lesson = data.teacher.record if data.teacher is not None else {}
     figures = spec.evaluate(net, data.validation, data.catalogue)

@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "health.",
     "memory.",
     "runtime.rank_timeout",
+    "runtime.shard",
     "teacher.network",  # where it lies: by its SHA-256 it is the same
 )
 """Options, or sections with a dot at their end, that may be other ones when a run is resumed."""

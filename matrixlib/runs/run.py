@@ -189,8 +189,9 @@ class Run:
                     elif events is not None:
                         events.add(stats.row())
                     yield stats
+            model = self.trainer.evaluation_model()
             if self.first:
-                ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer)
+                ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer, model)
         except GeneratorExit:  # the caller has left the loop: nothing has failed
             raise
         except BaseException as error:
@@ -438,6 +439,10 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     else:
         runtime = runtimes.resolve(requested.runtime, requested.train, requested.data, processes)
         config = runtime_config(requested, runtime)
+    if config.runtime.shard and max(ranks.size, processes) > 1:
+        from matrixlib.engine import sharding
+
+        sharding.refuse(config, runtime)
     runtime.apply()
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
@@ -470,7 +475,8 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     messages += autotune.start_notes(runtime, clocks)
     resumed = bool(record)
     if (size := max(ranks.size, processes)) > 1:
-        messages.append(f"trained by {size} ranks, each with its own rows of every batch")
+        parts = ", and its part of the network" if config.runtime.shard else ""
+        messages.append(f"trained by {size} ranks, each with its own rows of every batch{parts}")
     return Run(
         folder,
         preset,

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from matrixlib import config as configuration
 from matrixlib.config import Config
-from matrixlib.engine import storage
+from matrixlib.engine import optim, storage
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.pace import Plan
@@ -62,9 +64,12 @@ def build_trainer(
 
 def begin(trainer: Trainer, start: Start | None) -> None:
     """Before the first update, with the weights that rank 0 has read."""
-    ranks = trainer.ranks
-    if ranks.first and start is not None and not trainer.checkpoints.steps():
-        trainer.start_from(start.tensors)
+    ranks, own = trainer.ranks, optim.named_tensors(trainer.model)
+    given = start if ranks.first and not trainer.checkpoints.steps() else None
+    if ranks.any(given is not None):
+        tensors = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in own.items()}
+        if given is not None:
+            tensors = {name: tensor.copy_(given.tensors[name]) for name, tensor in tensors.items()}
+        ranks.broadcast(tensors.values())
+        trainer.start_from(tensors)
         trainer.save()  # so that a resumed run needs the source no more
-    averages = trainer.ema.state_dict() if trainer.ema is not None else {}
-    ranks.broadcast([*trainer.model.state_dict().values(), *averages.values()])

@@ -278,6 +278,10 @@ class PolicyValueNet(nn.Module):
         """The layers that take the planes and those that give the outputs."""
         return [self.stem, self.policy_head.last, self.value_head.fc3, *(head.out for head in self._square_heads())]
 
+    def parts(self) -> list[nn.Module]:
+        """What a network that is cut over ranks gathers one at a time."""
+        return list(self.tower)
+
     def _square_heads(self) -> list[SquareHead]:
         return [module for module in self.modules() if isinstance(module, SquareHead)]
 

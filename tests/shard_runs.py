@@ -1,0 +1,186 @@
+"""Toy trainings of a network that is cut over two ranks, as processes that a test starts once and asks for all."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_runs import BranchNet, ShortTask, build, distance, lost, poison, ruin, run, told
+from torch import Tensor, nn
+from toy_task import ToyTask, toy_runtime
+
+from matrixlib.engine import metrics
+from matrixlib.engine.parallel import Ranks
+from matrixlib.engine.sharding import OPTIMISERS, Shards, full
+from matrixlib.engine.trainer import Trainer
+from matrixlib.runs.start import Start
+from matrixlib.runs.training import begin
+from matrixlib.tasks import load_config
+from matrixlib.tasks.chess.config import ModelConfig
+from matrixlib.tasks.chess.model import PolicyValueNet
+
+SIZE = 2
+SHARD = {"runtime": {"shard": True}}
+SECTIONS = {"clip_norm": 0.1, "momentum": 0.9}
+
+
+class DeepNet(BranchNet):
+    """With blocks that are gathered by themselves; some rows go through a branch, nothing through `idle`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+
+    def parts(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        return super().forward(1.5 * x)  # so that the branch has rows at the first update
+
+
+class DeepTask(ToyTask):
+    def build_model(self) -> nn.Module:
+        return DeepNet()
+
+
+class ShortDeepTask(ShortTask, DeepTask):
+    """Memory runs out in the backward half."""
+
+
+def make(folder: Path, ranks: Ranks, **options: Any) -> Trainer:
+    """A trainer whose network is cut if there are two ranks."""
+    options = {"double": True, "task": DeepTask(), "micro_batch": 6, **(SHARD if ranks.size > 1 else {}), **options}
+    return build(folder, ranks, **options)
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Of the network, its average and the optimiser's state, whole; all ranks ask for them."""
+    assert trainer.ema is not None
+    named = {**trainer.model.state_dict(), **{f"average {n}": v for n, v in trainer.ema.state_dict().items()}}
+    for i, parameter in enumerate(trainer._step._parameters):
+        named |= {f"{i} {key}": torch.as_tensor(v) for key, v in trainer._step.optimiser.state[parameter].items()}
+    return {name: full(named[name]).detach().clone() for name in sorted(named)}
+
+
+def layout(folder: Path) -> dict[str, Any]:
+    """What says how the files of a run's newest checkpoint are laid out."""
+    place = sorted((folder / "checkpoints").glob("step_*"))[-1]
+    heads = {}
+    for file in sorted(place.glob("*.safetensors")):
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        heads[file.name] = [len(data), data[8 : 8 + length].decode()]
+    state = json.loads((place / "state.json").read_text())
+    return {"files": heads, "keys": sorted(state), "state": sorted(state["state"])}
+
+
+def member(rank: int, folder: Path) -> None:
+    """One of two processes: all checks, then its results in <folder>/<rank>.json. Rank 1 ends in the last one."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sys.stderr = (folder / f"{rank}.log").open("w", buffering=1)
+    try:
+        store = dist.FileStore(str(folder / "store"), SIZE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=120))
+        two = Ranks(rank, SIZE, dist.group.WORLD, dist.PrefixStore("ours", store)).introduce()
+        worlds = [two] if rank else [Ranks(), two]
+        out = {**checks(folder, worlds), **mixed(two)}
+        short = make(folder / "short", two, task=ShortDeepTask(short=rank == 1, after=5))
+        try:
+            out["short"] = lost(short, two, gone=-1)
+        except ValueError as error:
+            out["short"] = [str(error), short.step]
+        (folder / f"{rank}.json").write_text(json.dumps(out), encoding="utf-8")
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
+    """What came out of each training that this rank had a part in: first by one process, then by two."""
+    out: dict[str, Any] = {}
+    two = worlds[-1]
+
+    def compare(name: str, stop: int | None = None, **options: Any) -> list[Trainer]:
+        """The same training by one process and by two, with a distance as <name>."""
+        trainers = [run(make(folder / f"{name} {ranks.size}", ranks, **options), stop) for ranks in worlds]
+        tensors = [weights(trainer) for trainer in trainers]
+        out[name] = distance(tensors[0], tensors[-1])
+        return trainers
+
+    for kind in OPTIMISERS:
+        compare(kind, None if kind == "adamw" else 3, optim=SECTIONS | {"optimiser": kind})
+    compare("rows", double=False, train={"statistics_interval": 4})
+    out["rows"] = [metrics.read(folder / f"rows {size}" / "metrics.jsonl") for size in (1, 2)] if two.first else None
+    out["layouts"] = [layout(folder / f"adamw {size}") for size in (1, 2)] if two.first else None
+    # the same run by two ranks, by one, by two, by one that sees the weights of the two
+    for ranks, stop in ((two, 4), (Ranks(), 7), (two, None)):
+        if ranks is two or two.first:
+            trainer = run(make(folder / "resumed", ranks, optim=SECTIONS), stop)
+        two.same(None)
+    model, tensors = trainer.evaluation_model(), weights(trainer)
+    if two.first:
+        alone = run(make(folder / "adamw 1", Ranks(), optim=SECTIONS))
+        out["resumed"] = distance(weights(alone), tensors)
+        network = {f"average {name}": value.double() for name, value in model.state_dict().items()}
+        out["network"] = distance(network, tensors)
+    trainers = compare("poison", change=poison, task=DeepTask(gate_plane=True), gating={"freeze_steps": 2})
+    out["poison messages"], out["poison health"] = trainers[-1].messages, health(trainers)
+    out["idle"] = [trainer.model.get_parameter("idle.weight").grad is None for trainer in trainers]
+    out["ruin health"] = health(compare("ruin", change=ruin))
+    out["told"] = told(make(folder / "told", two))
+    given = {name: tensor / 2 for name, tensor in DeepNet().state_dict().items()} if two.first else {}
+    trainer = make(folder / "init", two, train={"init": "somewhere"})
+    begin(trainer, Start("somewhere", "0", given, (), (), (), {}))
+    tensors = weights(trainer)
+    out["init"] = max([float((tensors[name] - value).abs().max()) for name, value in given.items()], default=0.0)
+    try:
+        run(make(folder / "single", two, micro_batch=1))
+    except ValueError as error:
+        out["single"] = str(error)
+    return out
+
+
+def health(trainers: list[Trainer]) -> list[list[int]]:
+    return [[trainer._step.health.skipped, trainer._step.health.rollbacks] for trainer in trainers]
+
+
+def mixed(ranks: Ranks) -> dict[str, Any]:
+    """The chess network in bf16: how far outputs and gradients of the cut one are from those of the same one whole."""
+    attention = {"every": 2, "heads": 2, "mask": True, "unmasked_mix": 0.5, "bias": True}
+    out: dict[str, Any] = {}
+    for norm in ("group", "batch"):
+        options = {"channels": 16, "blocks": 2, "attention": attention, "checkpoint_every": 2, "norm": {"blocks": norm}}
+        nets = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            nets.append(PolicyValueNet(ModelConfig.model_validate(options)))
+        runtime = toy_runtime(dtype="bf16")
+        shards = Shards(ranks, nets[1], load_config("demo", SHARD), runtime)
+        planes = torch.randn(4, 19, 8, 8, generator=torch.Generator().manual_seed(1))
+        results = []
+        for net in nets:
+            shards.begin()
+            with runtime.autocast():
+                outputs = net(planes)
+            (outputs["policy"].square().mean() + outputs["value"].square().mean()).backward()
+            shards.finish("")
+            results.append([*outputs.values(), *(full(p.grad) for p in net.parameters() if p.grad is not None)])
+        # each rank has the same rows here, so the sum of its gradients is twice theirs
+        plain, cut = ([value.detach().float() for value in result] for result in results)
+        cut = cut[:2] + [value / ranks.size for value in cut[2:]]
+        out[f"mixed {norm}"] = max(
+            float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(cut, plain, strict=True)
+        )
+        out[f"kept {norm}"] = str(nets[1].get_parameter("tower.0.convs.0.weight").dtype)
+    return out

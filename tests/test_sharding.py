@@ -1,0 +1,147 @@
+"""A network that is cut over ranks trains as a whole one does, and what it leaves knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_runs import SHARD, SIZE, member
+from test_ranks import IN_PARTS, toy_preset
+from toy_task import toy_runtime
+
+from matrixlib.config import merge
+from matrixlib.engine.sharding import OPTIMISERS, refuse
+from matrixlib.runs import run as runs
+from matrixlib.tasks import load_config
+
+UNMEASURED = {"time", "seconds", "times", "throughput", "memory", "loader", "messages", "micro_step", "outputs"}
+"""Keys of a row that hang on the clock, the machine, or how many rows rank 0 has."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[dict[str, Any]]:
+    """What both ranks report; the last check leaves rank 0 alone."""
+    folder = tmp_path_factory.mktemp("shards")
+    processes = [forkserver.Process(target=member, args=(rank, folder)) for rank in range(SIZE)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()
+    logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    assert [process.exitcode for process in processes] == [0, 0], logs
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_weights_averages_and_moments_are_those_of_a_whole_network(
+    results: list[dict[str, Any]], optimiser: str
+) -> None:
+    assert 0 < results[0][optimiser] < 1e-12
+
+
+def test_what_is_told_of_each_update_is_the_same(results: list[dict[str, Any]]) -> None:
+    one, two = results[0]["rows"]
+    assert len(one) == len(two) == 10
+    assert any("validation" in row for row in one)
+    assert any("statistics" in row for row in one)
+    for before, after in zip(one, two, strict=True):
+        before, after = leaves(before), leaves(after)
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            assert after[name] == (pytest.approx(value, abs=1e-6) if isinstance(value, float) else value), name
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """What can be compared of a row, by its place in it."""
+    if not isinstance(value, dict):
+        return {name: value}
+    kept = {key: inner for key, inner in value.items() if key not in UNMEASURED | {"chance", "floor"}}
+    return {place: leaf for key, inner in kept.items() for place, leaf in leaves(inner, f"{name}.{key}").items()}
+
+
+def test_a_checkpoint_does_not_tell_that_the_network_was_cut(results: list[dict[str, Any]]) -> None:
+    one, two = results[0]["layouts"]
+    assert one == two
+    assert {"model.safetensors", "ema.safetensors", "optimiser.safetensors"} <= one["files"].keys()
+
+
+def test_a_run_goes_on_whole_and_cut_again(results: list[dict[str, Any]]) -> None:
+    assert results[0]["resumed"] < 1e-12
+
+
+def test_rank_0_gets_the_averaged_network_at_the_end(results: list[dict[str, Any]]) -> None:
+    assert results[0]["network"] < 1e-6
+
+
+def test_what_is_not_finite_on_one_rank_is_skipped_by_both(results: list[dict[str, Any]]) -> None:
+    assert 0 < results[0]["poison"] < 1e-12
+    assert results[0]["poison health"] == [[1, 0], [1, 0]]
+    assert results[1]["poison health"] == [[1, 0]]
+    (text,) = [text for text in results[0]["poison messages"] if "skipped" in text]
+    assert "first: " in text, "the rank that met it names the module"
+
+
+def test_both_roll_back_at_once(results: list[dict[str, Any]]) -> None:
+    assert 0 < results[0]["ruin"] < 1e-12
+    assert results[0]["ruin health"] == [[3, 1], [3, 1]]
+    assert results[1]["ruin health"] == [[3, 1]]
+
+
+def test_a_parameter_without_gradients_is_left_alone(results: list[dict[str, Any]]) -> None:
+    assert results[0]["idle"] == [True, True]
+    assert results[1]["idle"] == [True]
+
+
+def test_a_signal_to_one_rank_saves_what_both_have(results: list[dict[str, Any]]) -> None:
+    assert [result["told"] for result in results] == [[4, [4]], [4, []]]
+
+
+def test_weights_that_rank_0_was_given_are_on_both(results: list[dict[str, Any]]) -> None:
+    assert results[0]["init"] == 0
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_blocks_in_bf16_give_what_autocast_gives(results: list[dict[str, Any]], norm: str) -> None:
+    for result in results:
+        assert result[f"mixed {norm}"] < 0.05
+        assert result[f"kept {norm}"] == "torch.float32"
+
+
+def test_ranks_that_would_make_other_numbers_of_passes_are_refused(results: list[dict[str, Any]]) -> None:
+    assert all(result["single"].startswith("23 rows for 2 ranks in passes of 1") for result in results)
+
+
+def test_out_of_memory_on_one_rank_ends_both_and_names_it(results: list[dict[str, Any]]) -> None:
+    (first, *_), (second, step) = (result["short"] for result in results)
+    assert second.startswith("rank 1 of 2 ran out of memory")
+    assert first.startswith("rank 1 of 2 does not answer")
+    assert step >= 1
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("optim.optimiser muon: take adamw", {"optim": {"optimiser": "muon"}}),
+        ("optim.optimiser adafactor", {"optim": {"optimiser": "adafactor"}}),
+        ("optim.swa", {"optim": {"swa": 0.5}}),
+        ("optim.noise", {"optim": {"noise": 0.1}}),
+        ("gating.seconds", {"gating": {"seconds": 1.0}}),
+        ("runtime.compile", {"runtime": {"compile": "auto"}}),
+        ("train.steps auto: give a number", {"train": {"steps": "auto"}}),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_named(word: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="shard does not go with") as refusal:
+        refuse(load_config("demo", merge(SHARD, options)), toy_runtime())
+    assert word in str(refusal.value)
+
+
+def test_nothing_is_begun_of_a_run_that_is_refused(tmp_path: Path, reports: Path) -> None:
+    preset = toy_preset(tmp_path, optim={"optimiser": "muon", "swa": 0.5}, runtime=IN_PARTS)
+    with pytest.raises(ValueError, match=r"optimiser muon.*; nor with optim\.swa"):
+        runs.open_run(preset, run="two", ranks=2)
+    assert not (reports / "two").exists()
+    runs.open_run(preset, run="one").close()
