@@ -1,4 +1,7 @@
-"""Replays of the notebooks by nbval (`pytest --nbval notebooks`): each with a reports root of its own, on the CPU."""
+"""Replays of the notebooks by nbval (`pytest --nbval notebooks`): each with a reports root of its own, on the CPU.
+
+Kernels that the tests' own process starts are forked, here and in other tests.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ REPORTS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.option.nbval_current_env = True
     config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests" / "nbval.cfg")
+    warm.measure_once()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """The kernel starts in the set-up of a notebook's first cell, with the environment of that moment."""
     with pytest.MonkeyPatch.context() as patch:
+        if warm.FORKS:
+            patch.setattr(local_provisioner, "launch_kernel", warm.launch_kernel)
         if isinstance(item, IPyNbCell):
-            if warm.context():
-                patch.setattr(local_provisioner, "launch_kernel", warm.launch_kernel)
             kept = item.parent.stash
             if REPORTS not in kept:
                 kept[REPORTS] = tempfile.TemporaryDirectory()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm
 
-from matrixlib.hardware import speed
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,20 +41,6 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def rates_measured_once() -> Iterator[None]:
-    """What this machine computes in a second is measured once for all the runs of these tests, not as each begins."""
-
-    def once(measure: Callable[..., Any]) -> Callable[..., Any]:
-        kept = functools.cache(measure)
-        return lambda *given, **options: measure(*given, **options) if options else kept(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("rates", "matrix_rate"):
-            patch.setattr(speed, name, once(getattr(speed, name)))
-        yield
-
-
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Folder of real data beside the checkout ($MATRIXLIB_SHARED); the test skips where it is absent."""
@@ -70,9 +54,9 @@ def shared() -> Path:
 def forkserver() -> Any:
     """Processes that start in no time, as what a training imports is imported once for all of them. They have the
     environment of the first of them."""
-    context = warm.context()
-    if not context:
+    if not warm.FORKS:
         pytest.skip("processes are started by forkserver, which this system lacks")
+    context = warm.context()
     ready = context.Process(target=int)
     ready.start()
     ready.join()

@@ -1,9 +1,10 @@
-"""A real Ray cluster on this machine, which also a busy one starts."""
+"""A real Ray cluster on this machine, which also a busy one starts, and parts for it that import next to nothing."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,3 +45,18 @@ def ray_cluster() -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
+
+
+def square(number: int, *shared: int) -> int:
+    return number**2 + sum(shared)
+
+
+def hold(folder: Path) -> str:
+    """The first time it takes longer than anybody waits."""
+    first = folder / "pid"
+    if first.exists():
+        return "done"
+    first.with_suffix(".tmp").write_text(str(os.getpid()))
+    first.with_suffix(".tmp").rename(first)
+    time.sleep(600)
+    return "never"

@@ -222,6 +222,7 @@ def kill_at(stage: tuple[int, str], process: Any, root: Path) -> None:
 
 
 @pytest.mark.parametrize("stages", [STAGES[:1], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["one", "all"])
+@pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
     whole: Path, tmp_path: Path, forkserver: Any, stages: list[tuple[int, str]]
 ) -> None:
@@ -642,6 +643,7 @@ def test_the_tables_and_the_curve_show_every_generation(opened: cycle.Cycle) -> 
     assert "self-play positions" in page
 
 
+@pytest.mark.slow
 def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,14 +4,15 @@
 """
 
 import ast
+import io
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -22,9 +23,11 @@ from papermill.cli import papermill
 
 from matrixlib import config, files
 from matrixlib.bench import report as bench
+from matrixlib.runs import launch
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
 from matrixlib.runs.sweep_config import SweepConfig, load_sweep
 from matrixlib.tasks import TASKS, get_task, load_config
+from matrixlib.tasks.chess.uci import engine as uci
 
 README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
@@ -101,15 +104,11 @@ def purpose(text: str, name: str) -> str:
 def commands_help() -> str:
     """What each command says of itself with --help."""
     shown = []
-    for module in ("runs.launch", "bench", "tasks.chess.uci"):
-        done = subprocess.run(
-            [sys.executable, "-m", f"matrixlib.{module}", "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"COLUMNS": "110", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-        )
-        shown.append(f"```text\n{done.stdout.strip()}\n```")
+    for main in (launch.main, bench.main, uci.main):
+        out = io.StringIO()
+        with redirect_stdout(out), mock.patch.dict(os.environ, COLUMNS="110", NO_COLOR="1"), suppress(SystemExit):
+            main(["--help"])
+        shown.append(f"```text\n{out.getvalue().strip()}\n```")
     return "\n\n".join(shown)
 
 

@@ -258,6 +258,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "with batches that it has made ahead"])
+@pytest.mark.slow
 def test_killed_workers_are_started_again_and_no_batch_changes(
     folder: Path, tmp_path: Path, short_waits: None, ahead: bool
 ) -> None:

@@ -1,15 +1,14 @@
 """The bridge to notebooks, with real papermill runs of small notebooks."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from click.testing import CliRunner
 from nbclient import NotebookClient
+from papermill.cli import papermill as papermill_command
 
 from matrixlib.runs.notebook import ParameterError, Verdict, VerdictFailed, check_parameters, figures_table
 
@@ -26,7 +25,6 @@ plain = "text"
 free = None
 '''
 SECOND = "from matrixlib.runs import notebook\nnotebook.clean_errors()\nvalues = notebook.check_parameters()\n"
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def injected(*lines: str) -> list[str]:
@@ -176,16 +174,12 @@ def notebook_of(cells: list[str]) -> nbformat.NotebookNode:
 
 
 def papermill(folder: Path, cells: list[str], *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
-    """Exit code, code cells of the saved notebook, standard error; by the command line, as people do."""
-    book = notebook_of(cells)
-    nbformat.write(book, folder / "in.ipynb")
-    command = [sys.executable, "-m", "papermill", "in.ipynb", "out.ipynb", "-k", "python3", "--no-progress-bar"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False, env=environment
-    )
+    """Exit code, code cells of the saved notebook, error; by the command, as people do."""
+    nbformat.write(notebook_of(cells), folder / "in.ipynb")
+    words = [str(folder / "in.ipynb"), str(folder / "out.ipynb"), "-k", "python3", "--no-progress-bar", *arguments]
+    done = CliRunner().invoke(papermill_command, words)
     saved = json.loads((folder / "out.ipynb").read_text(encoding="utf-8"))
-    return done.returncode, [cell for cell in saved["cells"] if cell["cell_type"] == "code"], done.stderr
+    return done.exit_code, [cell for cell in saved["cells"] if cell["cell_type"] == "code"], str(done.exception)
 
 
 def error_of(cell: dict[str, Any]) -> dict[str, Any]:
@@ -217,14 +211,14 @@ def test_papermill_passes_parameters_shows_whole_tables_and_short_warnings(tmp_p
 
 
 def test_papermill_stops_at_an_unknown_parameter_with_one_line(tmp_path: Path) -> None:
-    code, cells, stderr = papermill(tmp_path, [PARAMETERS, SECOND, "print('reached')"], "-p", "devcie", "mps")
+    code, cells, told = papermill(tmp_path, [PARAMETERS, SECOND, "print('reached')"], "-p", "devcie", "mps")
     assert code == 1
     error = error_of(cells[2])
     assert error["ename"] == "ParameterError"
     assert error["evalue"].startswith("unknown parameter 'devcie', did you mean 'device'?")
     assert error["traceback"] == [f"ParameterError: {error['evalue']}"]
     assert cells[3]["outputs"] == []
-    assert "did you mean 'device'?" in stderr
+    assert "did you mean 'device'?" in told
 
 
 # Errors, of which a kernel shows one after the other

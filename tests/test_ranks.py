@@ -169,6 +169,7 @@ def test_under_torchrun_a_rank_is_killed_and_the_restart_ends_with_the_weights_o
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_goes_on(
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from ray_cluster import node_options, ray_cluster
+from ray_cluster import hold, node_options, ray_cluster, square
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.files import utc_now
 from matrixlib.runs import cycle, cycle_games, ray_fleet, sweep
 from matrixlib.runs.cycle_games import Games
 from matrixlib.runs.cycle_state import Generation, read_generations
-from matrixlib.runs.fleet import gather
+from matrixlib.runs.fleet import gather, open_fleet
 from matrixlib.runs.processes import FleetError
 from matrixlib.runs.ray_fleet import RayFleet
 
@@ -57,21 +57,6 @@ def cluster(nodes: Any, request: pytest.FixtureRequest) -> Any:
     return nodes
 
 
-def square(number: int, *shared: int) -> int:
-    return number**2 + sum(shared)
-
-
-def hold(folder: Path) -> str:
-    """The first time it takes longer than anybody waits."""
-    first = folder / "pid"
-    if first.exists():
-        return "done"
-    first.with_suffix(".tmp").write_text(str(os.getpid()))
-    first.with_suffix(".tmp").rename(first)
-    time.sleep(600)
-    return "never"
-
-
 def written(path: Path) -> int:
     """The process that holds a part."""
     while not path.exists():
@@ -92,11 +77,11 @@ def raylet(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_node_that_is_killed_gives_its_part_back(cluster: Any, tmp_path: Path) -> None:
     parts: dict[Any, Any] = {number: partial(square, number) for number in range(5)}
-    with closing(RayFleet(0, False, tmp_path / "log")) as fleet:  # with a log nothing is computed twice at once
-        while fleet.slots < NODES:
+    with closing(open_fleet("ray", 0, False, tmp_path / "log")) as fleet:  # with a log nothing is computed twice
+        while fleet.slots < len(cluster.list_all_nodes()):
             assert not fleet.collect()
         results = {}
         fleet.submit("held", partial(hold, tmp_path))
@@ -135,6 +120,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for pattern in patterns for path in root.glob(pattern)}
 
 
+@pytest.mark.soak
 def test_a_cycle_is_byte_for_byte_that_of_one_machine_though_a_node_is_killed(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +184,7 @@ from pathlib import Path
 from contextlib import closing
 from matrixlib.runs.fleet import gather
 from matrixlib.runs.ray_fleet import RayFleet
-from test_ray_fleet import hold
+from ray_cluster import hold
 with closing(RayFleet(0, False, None)) as fleet:
     list(gather(fleet, {0: partial(hold, Path("FOLDER"))}))
 """

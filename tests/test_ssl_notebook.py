@@ -24,7 +24,7 @@ from matrixlib.tasks.chess.ssl_targets import MAPS
 from matrixlib.tasks.chess.task import ChessTask
 
 SMALL: dict[str, Any] = {
-    "data": {"limit": 3000},
+    "data": {"limit": 1200},
     "model": {"channels": 24, "blocks": 2, "ssl": ["threat", "fork", "control"]},
     "loss": {"ssl": {"threat": 1.0, "control": 1.0}},
     "optim": {"learning_rate": 0.01},
@@ -181,7 +181,7 @@ def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.Monke
 
 
 def test_a_network_without_heads_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = trained(root, "none", monkeypatch, {"train": {"steps": 1}, "model": {"channels": 16, "blocks": 1}})
+    folder = trained(root, "none", monkeypatch, SMALL | {"train": {"steps": 1}, "model": {"channels": 16, "blocks": 1}})
     net = matrixlib.load(folder, device="cpu")
     with pytest.raises(ValueError, match=r"no self-supervised heads: name some in model\.ssl"):
         head_outputs(net, runs.held_out_data(net.task.config), 8)

@@ -1,6 +1,5 @@
 """The kernels that notebooks are replayed in."""
 
-import multiprocessing
 import subprocess
 import sys
 import time
@@ -9,19 +8,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm
 
 PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, "tests")
 import warm
-warm.PRELOAD[:] = ["ipykernel.kernelapp"]
+warm.PRELOAD[:], warm.measured = ["ipykernel.kernelapp"], dict
 kernel = warm.Kernel(["-f", sys.argv[1]], dict(os.environ), None)
 print(kernel.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a system that forks")
+@pytest.mark.skipif(not warm.FORKS, reason="needs a system that forks")
 def test_a_kernel_ends_with_its_tests_even_when_they_are_killed(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "connection.json")]

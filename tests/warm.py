@@ -13,20 +13,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
 PRELOAD += ["matrixlib.tasks.chess.task", "matrixlib.runs.notebook", "matplotlib.figure", "ipykernel.kernelapp"]
 PRELOAD += ["ipykernel.zmqshell", "matplotlib_inline", "pandas"]
+FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 
 
 @functools.cache
 def context() -> Any:
-    """Starts processes, in the environment of its first call; None where a system lacks forkserver."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return None
+    """Starts processes, in the environment of its first call, where a system `FORKS`."""
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
@@ -35,13 +34,53 @@ def context() -> Any:
     return context
 
 
+MEASURED: dict[tuple[Any, ...], Any] = {}
+"""What this machine computes in a second, by the name of the function that measured it and its arguments."""
+
+
+def once(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """`measure`, which measures once with the same arguments; with options it measures each time."""
+
+    @functools.wraps(measure)
+    def kept(*given: Any, **options: Any) -> Any:
+        if options:
+            return measure(*given, **options)
+        key = (measure.__name__, *given)
+        if key not in MEASURED:
+            MEASURED[key] = measure(*given)
+        return MEASURED[key]
+
+    return kept
+
+
+def measure_once() -> None:
+    """From now on what this machine computes in a second is measured once, not as each run begins."""
+    from matrixlib.hardware import speed
+
+    for name in ("rates", "matrix_rate"):
+        setattr(speed, name, once(getattr(speed, name)))
+
+
+@functools.cache
+def measured() -> dict[tuple[Any, ...], Any]:
+    """What a run measures as it begins on the CPU."""
+    from matrixlib.config import load_shared
+    from matrixlib.hardware import runtime, speed
+
+    config = load_shared("demo", {"runtime": {"device": "cpu"}})
+    resolved = runtime.resolve(config.runtime, config.train, config.data)
+    speed.matrix_rate(resolved.device, resolved.dtype, resolved.threads)
+    return MEASURED
+
+
 class Kernel:
     """A forked kernel, as far as jupyter_client asks for a `subprocess.Popen`."""
 
     stdin = stdout = stderr = None
 
     def __init__(self, argv: Sequence[str], env: dict[str, str], cwd: str | None) -> None:
-        self.process = context().Process(target=serve, args=(argv, env, cwd or os.curdir), daemon=True)
+        arguments = (argv, env, cwd or os.curdir, measured())
+        self.process = context().Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         self.pid = self.process.pid
         while os.getpgid(self.pid) != self.pid:  # the client signals its group, which must not be ours
@@ -70,8 +109,8 @@ def launch_kernel(command: Sequence[str], *, env: dict[str, str], cwd: str | Non
     return Kernel(command[command.index("ipykernel_launcher") + 1 :], env, cwd)
 
 
-def serve(argv: Sequence[str], env: dict[str, str], cwd: str) -> None:
-    """A kernel, in a process of its own that looks like one that was not forked."""
+def serve(argv: Sequence[str], env: dict[str, str], cwd: str, rates: dict[tuple[Any, ...], Any]) -> None:
+    """A kernel, in a process of its own that looks like one that was not forked. rates: as `measured` gives them."""
     from ipykernel.kernelapp import IPKernelApp
 
     os.setsid()
@@ -81,6 +120,8 @@ def serve(argv: Sequence[str], env: dict[str, str], cwd: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]  # a user's kernel has none of them
+    MEASURED.update(rates)
+    measure_once()
     multiprocessing.current_process().daemon = False  # it may have children
     threading.Thread(target=_end_with_parent, daemon=True).start()
     IPKernelApp.launch_instance(argv=list(argv), parent_handle=os.getppid())
