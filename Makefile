@@ -101,10 +101,10 @@ cycle: $(STAMP)
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 2 lint unit
 
-# Hundreds of processes import the package, which is compiled once for all of them.
+# Hundreds of processes import the package and call numba's functions, which are compiled once for all of them.
 unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
-	$(BIN)/python tests/warm.py
+	-@$(BIN)/python tests/warm.py
 	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
