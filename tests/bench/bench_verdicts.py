@@ -258,6 +258,8 @@ def gains(option: list[Path], base: list[Path]) -> tuple[float, list[str], str]:
         texts.append(f"{means[-1]:{form}}{unit}{ends}")
         if interval and interval[0] * interval[1] > 0:
             sure[column] = "helps" if means[-1] * factor > 0 else "hurts"
+    if interval is None:
+        return means[0], texts, "one seed gives no interval"
     words = set(sure.values())
     if len(words) > 1:
         return means[0], texts, ", ".join(f"{word} {column}" for column, word in sure.items())
