@@ -7,19 +7,22 @@ import struct
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import rank_runs
 import torch
 import torch.distributed as dist
 from rank_runs import BranchNet, ShortTask, build, distance, lost, poison, ruin, run, told
 from torch import Tensor, nn
-from toy_task import ToyTask, toy_runtime
+from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import metrics
 from matrixlib.engine.parallel import Ranks
-from matrixlib.engine.sharding import OPTIMISERS, Shards, full
+from matrixlib.engine.sharding import OPTIMISERS, Shards, full, own_part
+from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.start import Start
 from matrixlib.runs.training import begin
@@ -29,7 +32,13 @@ from matrixlib.tasks.chess.model import PolicyValueNet
 
 SIZE = 2
 SHARD = {"runtime": {"shard": True}}
-SECTIONS = {"clip_norm": 0.1, "momentum": 0.9}
+CLIPPED = {"clip_norm": 0.1}
+
+
+def held_out(kind: str) -> Iterator[Batch]:
+    """The last batch of the full set has one row, so that rank 1 has none."""
+    batch = toy_batch(24 if kind == "sample" else 49, seed=77)
+    return (slice_batch(batch, start, start + 16) for start in range(0, len(batch["x"]), 16))
 
 
 class DeepNet(BranchNet):
@@ -45,7 +54,7 @@ class DeepNet(BranchNet):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for block in self.blocks:
             x = x + block(x)
-        return super().forward(1.5 * x)  # so that the branch has rows at the first update
+        return super().forward(x)
 
 
 class DeepTask(ToyTask):
@@ -58,18 +67,23 @@ class ShortDeepTask(ShortTask, DeepTask):
 
 
 def make(folder: Path, ranks: Ranks, **options: Any) -> Trainer:
-    """A trainer whose network is cut if there are two ranks."""
-    options = {"double": True, "task": DeepTask(), "micro_batch": 6, **(SHARD if ranks.size > 1 else {}), **options}
+    """A trainer whose network is cut if there are two ranks. Rank 0 needs two passes for its rows, rank 1 one."""
+    options = {"double": True, "task": DeepTask(), "micro_batch": 11, **(SHARD if ranks.size > 1 else {}), **options}
     return build(folder, ranks, **options)
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """Of the network, its average and the optimiser's state, whole; all ranks ask for them."""
+    named = tensors(trainer)
+    return {name: full(named[name]).detach().clone() for name in sorted(named)}
+
+
+def tensors(trainer: Trainer) -> dict[str, Tensor]:
     assert trainer.ema is not None
     named = {**trainer.model.state_dict(), **{f"average {n}": v for n, v in trainer.ema.state_dict().items()}}
     for i, parameter in enumerate(trainer._step._parameters):
         named |= {f"{i} {key}": torch.as_tensor(v) for key, v in trainer._step.optimiser.state[parameter].items()}
-    return {name: full(named[name]).detach().clone() for name in sorted(named)}
+    return named
 
 
 def layout(folder: Path) -> dict[str, Any]:
@@ -88,6 +102,7 @@ def member(rank: int, folder: Path) -> None:
     """One of two processes: all checks, then its results in <folder>/<rank>.json. Rank 1 ends in the last one."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    rank_runs.toy_held_out = held_out
     sys.stderr = (folder / f"{rank}.log").open("w", buffering=1)
     try:
         store = dist.FileStore(str(folder / "store"), SIZE)
@@ -114,26 +129,28 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
     def compare(name: str, stop: int | None = None, **options: Any) -> list[Trainer]:
         """The same training by one process and by two, with a distance as <name>."""
         trainers = [run(make(folder / f"{name} {ranks.size}", ranks, **options), stop) for ranks in worlds]
-        tensors = [weights(trainer) for trainer in trainers]
-        out[name] = distance(tensors[0], tensors[-1])
+        states = [weights(trainer) for trainer in trainers]
+        out[name] = distance(states[0], states[-1])
         return trainers
 
     for kind in OPTIMISERS:
-        compare(kind, None if kind == "adamw" else 3, optim=SECTIONS | {"optimiser": kind})
+        trainer = compare(kind, None if kind == "adamw" else 3, optim=CLIPPED | {"optimiser": kind})[-1]
+    held = [tensor for tensor in tensors(trainer).values() if tensor.ndim]  # counters of steps are on both
+    out["share"] = sum(own_part(tensor).numel() for tensor in held) / sum(tensor.numel() for tensor in held)
     compare("rows", double=False, train={"statistics_interval": 4})
     out["rows"] = [metrics.read(folder / f"rows {size}" / "metrics.jsonl") for size in (1, 2)] if two.first else None
     out["layouts"] = [layout(folder / f"adamw {size}") for size in (1, 2)] if two.first else None
     # the same run by two ranks, by one, by two, by one that sees the weights of the two
     for ranks, stop in ((two, 4), (Ranks(), 7), (two, None)):
         if ranks is two or two.first:
-            trainer = run(make(folder / "resumed", ranks, optim=SECTIONS), stop)
+            trainer = run(make(folder / "resumed", ranks, optim=CLIPPED), stop)
         two.same(None)
-    model, tensors = trainer.evaluation_model(), weights(trainer)
+    model, state = trainer.evaluation_model(), weights(trainer)
     if two.first:
-        alone = run(make(folder / "adamw 1", Ranks(), optim=SECTIONS))
-        out["resumed"] = distance(weights(alone), tensors)
+        alone = run(make(folder / "adamw 1", Ranks(), optim=CLIPPED))
+        out["resumed"] = distance(weights(alone), state)
         network = {f"average {name}": value.double() for name, value in model.state_dict().items()}
-        out["network"] = distance(network, tensors)
+        out["network"] = distance(network, state)
     trainers = compare("poison", change=poison, task=DeepTask(gate_plane=True), gating={"freeze_steps": 2})
     out["poison messages"], out["poison health"] = trainers[-1].messages, health(trainers)
     out["idle"] = [trainer.model.get_parameter("idle.weight").grad is None for trainer in trainers]
@@ -142,8 +159,8 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
     given = {name: tensor / 2 for name, tensor in DeepNet().state_dict().items()} if two.first else {}
     trainer = make(folder / "init", two, train={"init": "somewhere"})
     begin(trainer, Start("somewhere", "0", given, (), (), (), {}))
-    tensors = weights(trainer)
-    out["init"] = max([float((tensors[name] - value).abs().max()) for name, value in given.items()], default=0.0)
+    state = weights(trainer)
+    out["init"] = max([float((state[name] - value).abs().max()) for name, value in given.items()], default=0.0)
     try:
         run(make(folder / "single", two, micro_batch=1))
     except ValueError as error:

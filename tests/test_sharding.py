@@ -16,8 +16,13 @@ from matrixlib.engine.sharding import OPTIMISERS, refuse
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 
-UNMEASURED = {"time", "seconds", "times", "throughput", "memory", "loader", "messages", "micro_step", "outputs"}
-"""Keys of a row that hang on the clock, the machine, or how many rows rank 0 has."""
+UNMEASURED = {"time", "seconds", "times", "throughput", "memory", "loader", "messages", "micro_step"} | {
+    "outputs",
+    "dead_units",
+    "chance",
+    "floor",
+}
+"""Keys of a row that hang on the clock, the machine, or which rows rank 0 has."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,12 @@ def test_weights_averages_and_moments_are_those_of_a_whole_network(
     assert 0 < results[0][optimiser] < 1e-12
 
 
+def test_each_rank_keeps_a_part(results: list[dict[str, Any]]) -> None:
+    shares = [result["share"] for result in results]
+    assert sum(shares) == pytest.approx(1)
+    assert max(shares) < 0.6
+
+
 def test_what_is_told_of_each_update_is_the_same(results: list[dict[str, Any]]) -> None:
     one, two = results[0]["rows"]
     assert len(one) == len(two) == 10
@@ -58,7 +69,7 @@ def leaves(value: Any, name: str = "") -> dict[str, Any]:
     """What can be compared of a row, by its place in it."""
     if not isinstance(value, dict):
         return {name: value}
-    kept = {key: inner for key, inner in value.items() if key not in UNMEASURED | {"chance", "floor"}}
+    kept = {key: inner for key, inner in value.items() if key not in UNMEASURED}
     return {place: leaf for key, inner in kept.items() for place, leaf in leaves(inner, f"{name}.{key}").items()}
 
 

@@ -229,7 +229,8 @@ class Trainer:
 
     def save(self, best: float | None = None, renew: bool = True) -> Path:
         """Write a checkpoint of the present state, which must lie between two updates, in the background. best: the
-        validation loss that makes it the best one. renew: make what belongs to the averaged weights anew.
+        validation loss that makes it the best one. renew: make what belongs to the averaged weights anew. All ranks of
+        a sharded network have a part in it.
         """
         assert self._between_updates, "a half-made update cannot be saved"
         if self.ranks.first and renew:
