@@ -60,61 +60,6 @@ def test_a_team_sleeps_while_others_compute_and_goes_when_they_have_ended(monkey
     assert threading.active_count() == threads
 
 
-@needs_gnu
-@needs_two
-def test_threads_keep_to_the_processors_that_others_leave_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what they start meanwhile; not where the others want all of them; back on all when the others have ended."""
-    every, own, others = set(usable_processors()), 2.0, 0.0
-
-    def between(*_: object) -> Usage:
-        return Usage(0.01, len(every), own, others, 0.0, 0.0, 0, None)
-
-    def places(wanted: int, *processes: int) -> bool:
-        end = time.monotonic() + 10
-        while (now := [len(os.sched_getaffinity(process)) for process in processes]) != [wanted] * len(processes):
-            if time.monotonic() > end:
-                raise AssertionError(f"{now} processors")
-            time.sleep(0.01)
-        return True
-
-    for name in openmp.BY_PEOPLE:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(openmp, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(Usage, "between", between)
-    monkeypatch.setattr(openmp, "RETRY_LOOKS", 5)
-    with openmp.considerate(len(every)):
-        others = 1.0
-        assert places(len(every) - 1, os.getpid())
-        assert len(usable_processors()) == len(every)
-        child = subprocess.Popen(["sleep", "60"])
-        try:
-            others = len(every) - 0.4
-            assert places(len(every), os.getpid(), child.pid)
-            assert until(True)
-            others = 0.0
-            assert until(False)
-            others = 1.0
-            assert places(len(every) - 1, os.getpid())
-        finally:
-            child.kill()
-            child.wait()
-    assert places(len(every), os.getpid())
-
-
-def test_processors_that_others_leave_free() -> None:
-    """Of four: those beside the others; all where others want them too, and where what was left to them lies idle."""
-    for others, own, now, wanted in (
-        (1.0, 3.0, 0, 3),
-        (1.0, 3.0, 3, 3),
-        (2.4, 1.6, 0, 2),
-        (3.8, 0.2, 0, 0),
-        (1.5, 2.5, 3, 0),
-        (0.5, 0.5, 1, 0),  # two trainings that keep to the same one
-    ):
-        usage = Usage(0.5, 4, own, others, 0.0, 0.0, 0, None)
-        assert openmp.left_free(usage, now) == wanted
-
-
 @pytest.mark.parametrize("variable", openmp.BY_PEOPLE)
 def test_what_people_set_is_obeyed(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "PASSIVE")

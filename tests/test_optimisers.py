@@ -91,6 +91,20 @@ def matrix() -> nn.Module:
     return Net(nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 2))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_may_get_its_first_gradient_late(name: str) -> None:
+    """As that of a head which is gated at first."""
+    net = matrix()
+    optimiser = optim.optimiser(net, load_config("demo", {"optim": changes(name)}).optim, CPU)
+    for layers in (net[:2], net):
+        optimiser.zero_grad()
+        layers(torch.ones(1, 4)).sum().backward()
+        before = copy.deepcopy(net[2].state_dict())
+        optimiser.step()
+        moved = not torch.equal(before["weight"], net[2].weight)
+        assert moved is (layers is net)
+
+
 def library(name: str, own: list[Tensor], o: OptimConfig) -> torch.optim.Optimizer:
     """The plain optimiser, as its own documentation has it."""
     adam: dict[str, Any] = {"lr": o.learning_rate, "betas": (o.beta1, o.beta2), "eps": o.eps}

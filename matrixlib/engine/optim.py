@@ -144,8 +144,8 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
             return Muon(groups, momentum=config.momentum, even_rows=kind == "normuon", **fast, **moments)
         case "adam":
             return torch.optim.Adam(groups, **fast, **moments)
-        case "sgd":
-            return torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.momentum > 0, **fast)
+        case "sgd":  # torch 2.13's fused kernel fails at a parameter whose gradients begin after the others'
+            return torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.momentum > 0, **base)
         case "rmsprop":
             return torch.optim.RMSprop(groups, alpha=config.beta2, eps=config.eps, **base)
         case "radam":

@@ -23,8 +23,8 @@ from matrixlib.hardware.runtime import Runtime
 if TYPE_CHECKING:
     from matrixlib.engine.plan import UpdatePlan
 
-OPTIMISERS = ("adamw", "adam", "rmsprop", "radam", "nadam")
-"""Those that move each number by itself, so that they need no whole matrix. The fused kernel of sgd knows no parts."""
+OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")
+"""Those that move each number by itself, so that they need no whole matrix."""
 
 
 def refuse(config: Config, runtime: Runtime) -> None:

@@ -4,7 +4,6 @@ Reading never guesses from model names, and reports what this process may use ra
 torch is imported inside functions.
 """
 
-import functools
 import os
 import platform
 import re
@@ -204,10 +203,8 @@ def _sysctl(name: str) -> str:
     return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
 
 
-@functools.cache
 def usable_processors() -> list[int]:
-    """Logical processors that this process may run on, as it was when first asked for: `openmp.on_fewer` leaves some of
-    them to others for a while."""
+    """Logical processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -1,5 +1,4 @@
-"""Where the threads of one computation run and how they wait for each other: on every processor and actively where the
-machine is quiet, beside others on those that are free and hardly at all."""
+"""How the threads of one computation wait for each other: actively on a quiet machine, hardly at all on a busy one."""
 
 import contextlib
 import ctypes
@@ -9,10 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from matrixlib.hardware import machine
-from matrixlib.hardware.load import CROWDED, Clocks, Usage
+from matrixlib.hardware.load import Clocks, Usage
 
 BY_PEOPLE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Variables by which somebody has decided how threads wait."""
@@ -20,8 +17,6 @@ LOOK_SECONDS = 0.5
 """Between two looks at the processors."""
 QUIET_LOOKS = 4
 """Looks in a row without anybody else after which threads wait actively again."""
-RETRY_LOOKS = 60
-"""Looks from when the processors that seemed free turned out not to be until it is tried again."""
 
 
 @contextlib.contextmanager
@@ -33,10 +28,9 @@ def considerate(threads: int) -> Iterator[None]:
     be woken too late for the hundreds of barriers of an update. Where another process computes, the loop takes its time
     from the very thread that is waited for, and updates become several times slower than their share of the machine.
     GNU's library, which torch brings for Linux, loops 300,000 times, but 100 times as long as it manages more
-    threads than there are processors; so a team of sleeping threads is kept while others are busy. And a thread that
-    shares its processor with somebody else keeps all of them waiting for its turn, so they share those that are free
-    among themselves. The threads of the computation, and so all bits, stay as they are. Nothing happens with one
-    thread, with another library, or where anybody has decided (`BY_PEOPLE`).
+    threads than there are processors; so a team of sleeping threads is kept while others are busy. The threads of the
+    computation, and so all bits, stay as they are. Nothing happens with one thread, with another library, or where
+    anybody has decided (`BY_PEOPLE`).
     """
     path = libgomp()
     if threads < 2 or path is None or os.environ.keys() & set(BY_PEOPLE):
@@ -65,59 +59,20 @@ def libgomp(maps: Path = Path("/proc/self/maps")) -> Path | None:
 
 
 def _watch(path: Path, threads: int, done: threading.Event) -> None:
-    """Until `done`: while other processes compute, keep a team of sleeping threads and leave the others a place."""
-    quiet, held, free, retry, before = 0, False, 0, 0, Clocks.now(held_back=False)
-    with contextlib.ExitStack() as team, contextlib.ExitStack() as place:
+    """Until `done`: keep a team of sleeping threads while other processes compute."""
+    quiet, before = 0, Clocks.now(held_back=False)
+    with contextlib.ExitStack() as team:
+        held = False
         while not done.wait(LOOK_SECONDS):
             now = Clocks.now(held_back=False)
-            usage, before = Usage.between(before, now), now
-            quiet, retry = 0 if usage.crowded(threads) else quiet + 1, retry - 1
-            if quiet >= QUIET_LOOKS:
-                place.close()
-                team.close()
-                held, free, retry = False, 0, 0
-            elif not quiet and not held:
+            crowded, before = Usage.between(before, now).crowded(threads), now
+            quiet = 0 if crowded else quiet + 1
+            if crowded and not held:
                 team.enter_context(sleeping_team(path))
                 held = True
-            wanted = free if quiet or (retry > 0 and not free) else left_free(usage, free)
-            if wanted != free:
-                place.close()
-                free, retry = wanted, RETRY_LOOKS
-                if wanted:
-                    place.enter_context(on_fewer(wanted))
-
-
-def left_free(usage: Usage, now: int) -> int:
-    """Processors that this process's threads should keep to, which keep to so many now; 0 is all: where others want
-    these too, or leave those idle that were left to them."""
-    if not now:
-        return max(usage.cores - round(usage.others), 0)
-    crossed = usage.others > usage.cores - now + CROWDED / 2
-    return 0 if crossed or usage.own + usage.others < usage.cores - CROWDED else now
-
-
-@contextlib.contextmanager
-def on_fewer(count: int) -> Iterator[None]:
-    """This process's threads, but for the calling one, on so many processors. Afterwards they are on all again, and
-    with them what they have started meanwhile, which was born there."""
-    processors, process = machine.usable_processors(), psutil.Process()
-    start = process.pid % len(processors)  # two trainings side by side need not want the same ones
-    every, fewer = set(processors), set((processors[start:] + processors)[:count])
-    _move(process, every, fewer)
-    try:
-        yield
-    finally:
-        for one in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):  # a child has ended meanwhile
-                _move(one, fewer, every)
-
-
-def _move(process: psutil.Process, origin: set[int], target: set[int]) -> None:
-    """Threads that may run on the processors of `origin`, but for the calling one, to those of `target`."""
-    for thread in process.threads():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            if thread.id != threading.get_native_id() and os.sched_getaffinity(thread.id) == origin:
-                os.sched_setaffinity(thread.id, target)
+            elif held and quiet >= QUIET_LOOKS:
+                team.close()
+                held = False
 
 
 @contextlib.contextmanager
