@@ -104,7 +104,7 @@ test: $(STAMP)
 # Hundreds of processes import the package and call numba's functions, which are compiled once for all of them.
 unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
-	-@$(BIN)/python tests/warm.py
+	@$(BIN)/python tests/warm.py
 	$(BIN)/python -m pytest tests notebooks --nbval -ra -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Soak and browser tests run only with `-m soak` and `-m e2e`; files with the most slow tests come first, so that
-    none of them is left at the end for one process of two.
+    none of them is left at the end for one process alone.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.path.suffix == ".ipynb")
     items.sort(key=lambda item: -slow[item.path])  # stable: a file's tests stay together, in their order

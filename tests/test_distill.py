@@ -29,6 +29,7 @@ from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.files import read_json, write_json
+from matrixlib.play.match import Player
 from matrixlib.runs.data import RunError
 from matrixlib.runs.run import Run, held_out_data, held_out_figures, open_run
 from matrixlib.tasks import load, load_config
@@ -564,3 +565,17 @@ def test_networks_side_by_side() -> None:
 def test_a_duel_pools_pairs_of_networks() -> None:
     elo = strength.duel([material_net(), material_net()], [random_net(), random_net()], games=2, plies=8)
     assert (elo.games, elo.score) == (4, 0.5), "drawn at the ply limit"
+
+
+def test_a_duel_gives_each_side_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = random_net(), random_net()
+    players: list[tuple[Net, int]] = []
+    real = strength.network_player
+
+    def network_player(net: Net, simulations: int) -> Player:
+        players.append((net, simulations))
+        return real(net, simulations)
+
+    monkeypatch.setattr(strength, "network_player", network_player)
+    strength.duel([one], [other], games=2, simulations=(3, 0), plies=2)
+    assert players == [(one, 3), (other, 0)]

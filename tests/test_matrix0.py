@@ -118,9 +118,12 @@ def test_the_preset_is_matrix0s_network() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:small_ckpt.pt")
-def test_a_better_policy_on_its_trunk_differs_in_nothing_else_and_begins_with_its_checkpoints(shared: Path) -> None:
+def test_a_better_policy_on_its_trunk_differs_in_nothing_else() -> None:
     better = difference(load("matrix0_attention_policy"), load("matrix0_53m"))
     assert {key for key in better if not key.startswith("model.policy.")} == {"optim.optimiser"}
+
+
+def test_a_better_policy_on_its_trunk_begins_with_its_checkpoints(shared: Path) -> None:
     checkpoint = shared / "parity" / "small_ckpt.pt"
     network = matrix0_config(json.loads(checkpoint.with_name("small_cfg.json").read_text())["netconfig_full"])
     shape = network.model_dump(exclude={"policy"})

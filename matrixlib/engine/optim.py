@@ -127,7 +127,7 @@ def _edges(network: nn.Module) -> frozenset[nn.Module]:
 
 def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
     """The optimiser that `config` names over `model`, which must already be on `device`: the fused kernel where there
-    is one, else foreach.
+    is one that serves every network, else foreach.
 
     The step sets the learning rate of each update. Without its library 8-bit AdamW is plain AdamW, with a warning.
     Raises ValueError when no parameter can be trained, or when the library of an optimiser is not installed.

@@ -13,6 +13,7 @@ trains nothing. The sentence at its end is what the intervals say, no more.
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -25,12 +26,11 @@ FIGURES = {"top-1": ("top1", 100, "+.2f", " %"), "KL": ("policy kl", -1, "+.3f",
 """Column -> name of the held-out figure, by what a gain is multiplied so that more is better, format, unit."""
 SLACK = 0.03
 """Share of an update's time that is noise: an option within it is not trained again for equal minutes."""
-BEFORE: dict[str, dict[str, Any]] = {
-    "quick": {
-        "optim": {"optimiser": "adamw", "decay_share": 1.0},
-        "model": {"policy": {"kind": "conv", "rank": 96}},
-    }
+_ADAMW_AND_CONV: dict[str, Any] = {
+    "optim": {"optimiser": "adamw", "decay_share": 1.0},
+    "model": {"policy": {"kind": "conv", "rank": 96}},
 }
+BEFORE = {"quick": _ADAMW_AND_CONV, "small": _ADAMW_AND_CONV}
 """What presets were before they got what the table showed to help."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"optim": {"optimiser": "muon"}},
@@ -119,6 +119,8 @@ def main() -> None:
         if (config := config_of(name, options)) not in configs.values():
             configs[name] = config
     new = [name for name in configs if name != "base"]
+    if not new:
+        raise SystemExit(f"{', '.join(options.options)}: that is what the base has; see --base")
     for name in new:  # a library that is missing is told before anything is trained
         config = configs[name].optim
         if not options.table and optimiser_kind(config) != config.optimiser:
@@ -151,7 +153,10 @@ def config_of(name: str, options: argparse.Namespace) -> Any:
 
 def stem(options: argparse.Namespace) -> str:
     """How the names of all runs begin."""
-    return f"verdicts-{options.preset}-{options.updates}" + ("-now" if options.base == "now" else "")
+    parts = ["verdicts", options.preset, str(options.updates), *(["now"] if options.base == "now" else [])]
+    if options.overrides:
+        parts.append(hashlib.sha256(json.dumps(options.overrides, sort_keys=True).encode()).hexdigest()[:8])
+    return "-".join(parts)
 
 
 def measure(name: str, options: argparse.Namespace) -> None:
