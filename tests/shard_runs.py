@@ -21,7 +21,7 @@ from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import metrics
 from matrixlib.engine.parallel import Ranks
-from matrixlib.engine.sharding import OPTIMISERS, Shards, full, own_part
+from matrixlib.engine.sharding import OPTIMISERS, Shards, full, own_part, whole
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.start import Start
@@ -44,8 +44,11 @@ def held_out(kind: str) -> Iterator[Batch]:
 class DeepNet(BranchNet):
     """With blocks that are gathered by themselves; some rows go through a branch, nothing through `idle`."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("scale", torch.full((6,), 0.5))  # averaged as weights are, and whole on each rank
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
 
     def parts(self) -> list[nn.Module]:
@@ -53,7 +56,7 @@ class DeepNet(BranchNet):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for block in self.blocks:
-            x = x + block(x)
+            x = x + self.scale * block(x)
         return super().forward(x)
 
 
@@ -135,7 +138,8 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
 
     for kind in OPTIMISERS:
         trainer = compare(kind, None if kind == "adamw" else 3, optim=CLIPPED | {"optimiser": kind})[-1]
-    held = [tensor for tensor in tensors(trainer).values() if tensor.ndim]  # counters of steps are on both
+    # buffers and counters of steps are on both
+    held = [tensor for name, tensor in tensors(trainer).items() if tensor.ndim and "scale" not in name]
     out["share"] = sum(own_part(tensor).numel() for tensor in held) / sum(tensor.numel() for tensor in held)
     compare("rows", double=False, train={"statistics_interval": 4})
     out["rows"] = [metrics.read(folder / f"rows {size}" / "metrics.jsonl") for size in (1, 2)] if two.first else None
@@ -199,5 +203,6 @@ def mixed(ranks: Ranks) -> dict[str, Any]:
         out[f"mixed {norm}"] = max(
             float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(cut, plain, strict=True)
         )
-        out[f"kept {norm}"] = str(nets[1].get_parameter("tower.0.convs.0.weight").dtype)
+        with whole(nets[1]):
+            out[f"gathered {norm}"] = str(nets[1].get_parameter("tower.0.convs.0.weight").dtype)
     return out

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from matrixlib.config import OptimConfig
 from matrixlib.engine.optim import copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.schedule import Schedule
-from matrixlib.engine.sharding import like
+from matrixlib.engine.sharding import is_cut, like
 
 
 class Average:
@@ -77,7 +77,11 @@ class EMA(Average):
         present = named_tensors(model)
         self._tensors = {name: value.clone() for name, value in present.items()}
         pairs = [(self._tensors[name], value) for name, value in present.items()]
-        self._floating = [pair for pair in pairs if pair[1].is_floating_point()]
+        floating = [pair for pair in pairs if pair[1].is_floating_point()]
+        cut = [is_cut(value) for _, value in floating]  # no operation takes both kinds
+        self._floating = [
+            [pair for pair, other in zip(floating, cut, strict=True) if other is kind] for kind in sorted(set(cut))
+        ]
         self._integer = [pair for pair in pairs if not pair[1].is_floating_point()]
 
     @torch.no_grad()
@@ -85,8 +89,9 @@ class EMA(Average):
         """Average the model's present weights in."""
         decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
         self.averages += 1
-        average, present = zip(*self._floating, strict=True)
-        get_ema_multi_avg_fn(decay)(average, present, None)
+        for pairs in self._floating:
+            average, present = zip(*pairs, strict=True)
+            get_ema_multi_avg_fn(decay)(average, present, None)
         if self._integer:
             copy_tensors(*zip(*self._integer, strict=True))
 

@@ -57,8 +57,9 @@ class Candidate:
         if step.sharded:
             tensors = average.state_dict() if average is not None else optim.named_tensors(self._model)
             whole = sharding.gathered({"": tensors}, step.ranks)[""]
-            model = step.task.build_model().to(step.runtime.torch_device)
+            model = step.task.build_model()
             if step.ranks.first:
+                model = model.to(step.runtime.torch_device)
                 optim.load_tensors(model, whole)
             return model.requires_grad_(False).eval()
         model = copy.deepcopy(self._model)

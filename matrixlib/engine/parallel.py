@@ -154,7 +154,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            if out_of_memory(error) or (not isinstance(error, dist.DistError) and "gloo" not in str(error)):
                 raise
             raise LostRank(self._words(error)) from error
 

@@ -47,6 +47,11 @@ def refuse(config: Config, runtime: Runtime) -> None:
         raise ValueError(f"runtime.shard does not go with {'; nor with '.join(text for text in wrong if wrong[text])}")
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Whether its parts lie on ranks."""
+    return hasattr(tensor, "full_tensor")
+
+
 def full(tensor: Tensor) -> Tensor:
     """A tensor whose parts lie on ranks, which all ask for it, whole."""
     whole_of: Any = getattr(tensor, "full_tensor", None)
@@ -63,7 +68,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 def like(tensor: Tensor, target: Tensor) -> Tensor:
     """A whole tensor, which each rank has, cut as `target` is."""
-    if not hasattr(target, "full_tensor") or hasattr(tensor, "full_tensor"):
+    if not is_cut(target) or is_cut(tensor):
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor
 

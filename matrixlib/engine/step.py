@@ -77,13 +77,13 @@ class Step:
         if low:
             raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
         self.ranks = ranks
+        self.descent = optim.descent(plain)
+        if self.sharded and self.descent is not None:
+            raise ValueError("runtime.shard does not go with teacher.schedule learned: take fixed or linear")
         self.buckets = self._gradients(plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
-        self.descent = optim.descent(plain)
-        if self.sharded and self.descent is not None:
-            raise ValueError("runtime.shard does not go with teacher.schedule learned: take fixed or linear")
         self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
@@ -245,7 +245,7 @@ class Step:
             except (RuntimeError, MemoryError) as error:
                 short, text = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
                 untried = not short and self._untried and unwrap(self.model) is not self.model
-                if not untried and (self.micro_batch == 1 or not short):
+                if not untried and (not short or (self.micro_batch == 1 and not self.sharded)):
                     raise
                 problem = "compiler" if untried else "memory"
             if not (problem := self.buckets.finish(problem)):
@@ -432,7 +432,7 @@ class Step:
         try:
             name = first_nonfinite(lambda: self._accumulate(batch, plan, timed=False), self.model)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if self.sharded or not out_of_memory(error):  # of a cut network the others wait in the middle of a pass
                 raise
             name = "not named, as the replay ran out of memory"
         finally:

@@ -23,7 +23,7 @@ from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.messages import Messages
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
-from matrixlib.engine.parallel import Ranks, newest
+from matrixlib.engine.parallel import LostRank, Ranks, newest
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Stats
 from matrixlib.engine.step import Step
@@ -215,7 +215,8 @@ class Trainer:
         """Updates up to `stop` (default: the last one); yields after each.
 
         However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error in an update or the caller's
-        leaving the loop, the state after the last whole update has been saved. TrainingHalted leaves the last good
+        leaving the loop, the state after the last whole update has been saved; of a network that is cut over ranks
+        only where all of them end, by a signal or at the end. TrainingHalted leaves the last good
         checkpoint, an error after the weights moved (in a validation, say) the last one on disk. After a rollback
         (`action`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
         be reached, CheckpointError where the disk has no room, TrainingHalted when the run cannot be kept stable.
@@ -324,7 +325,7 @@ class Trainer:
             if signals.agreed or not self._step.sharded:  # else the other ranks do not come to give their parts
                 self._save_if_new(renew=not isinstance(error, Exception))  # data or device may be what failed
             self.checkpoints.join()
-        except (CheckpointError, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
+        except (CheckpointError, LostRank, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
             error.add_note(str(failed))
         newest = max(self.checkpoints.steps(), default=-1)
         where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
