@@ -37,7 +37,8 @@ def ray_cluster() -> Iterator[Any]:
         start(node)
 
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": paths}
+    # Ray's own workers give way to everything else, beside four processes of tests for minutes
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": paths}
     with mock.patch.object(Node, "start_ray_processes", quick), mock.patch.dict(os.environ, variables):
         cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node_options())
         try:
