@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ def ray_cluster() -> Iterator[Any]:
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     # Ray's own workers give way to everything else, beside four processes of tests for minutes
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": paths}
+    before = signal.getsignal(signal.SIGTERM)  # each node puts one of its own into this process
     with mock.patch.object(Node, "start_ray_processes", quick), mock.patch.dict(os.environ, variables):
         cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node_options())
         try:
@@ -46,6 +48,7 @@ def ray_cluster() -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
+            signal.signal(signal.SIGTERM, before)
 
 
 def square(number: int, *shared: int) -> int:
