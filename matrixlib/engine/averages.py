@@ -78,10 +78,8 @@ class EMA(Average):
         self._tensors = {name: value.clone() for name, value in present.items()}
         pairs = [(self._tensors[name], value) for name, value in present.items()]
         floating = [pair for pair in pairs if pair[1].is_floating_point()]
-        cut = [is_cut(value) for _, value in floating]  # no operation takes both kinds
-        self._floating = [
-            [pair for pair, other in zip(floating, cut, strict=True) if other is kind] for kind in sorted(set(cut))
-        ]
+        kinds = ([pair for pair in floating if is_cut(pair[1]) is cut] for cut in (False, True))
+        self._floating = [kind for kind in kinds if kind]  # no operation takes both
         self._integer = [pair for pair in pairs if not pair[1].is_floating_point()]
 
     @torch.no_grad()

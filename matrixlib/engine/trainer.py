@@ -216,10 +216,10 @@ class Trainer:
 
         However it ends, by the last update, an early stop, Ctrl-C, SIGTERM, an error in an update or the caller's
         leaving the loop, the state after the last whole update has been saved; of a network that is cut over ranks
-        only where all of them end, by a signal or at the end. TrainingHalted leaves the last good
-        checkpoint, an error after the weights moved (in a validation, say) the last one on disk. After a rollback
-        (`action`) the next stats are of an earlier update. Raises ValueError at once for a target loss that cannot
-        be reached, CheckpointError where the disk has no room, TrainingHalted when the run cannot be kept stable.
+        only where all of them end, by a signal or at the end. TrainingHalted leaves the last good checkpoint, an error
+        after the weights moved (in a validation, say) the last one on disk. After a rollback (`action`) the next stats
+        are of an earlier update. Raises ValueError at once for a target loss that cannot be reached, CheckpointError
+        where the disk has no room, TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
             active = self._step.active - self._step.aids
