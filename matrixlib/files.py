@@ -78,17 +78,24 @@ def writing(folder: Path) -> Iterator[None]:
         raise refused from error
 
 
-@contextmanager
-def exclusive(lock: FileLock, refusal: Exception) -> Iterator[None]:
-    """With a lock that is not waited for: raises `refusal` where another process has it."""
+def take(lock: FileLock, refusal: Exception) -> None:
+    """Take a lock that is not waited for: raises `refusal` where another process has it."""
     from filelock import Timeout
 
     try:
-        held = lock.acquire(timeout=0)
+        lock.acquire(timeout=0)
     except Timeout:
         raise refusal from None
-    with held:
+
+
+@contextmanager
+def exclusive(lock: FileLock, refusal: Exception) -> Iterator[None]:
+    """With a lock that is taken as in `take`."""
+    take(lock, refusal)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def read_json(path: Path) -> dict[str, Any]:

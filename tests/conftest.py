@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import warm
 
+from matrixlib.runs import ending
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def interruptible() -> None:
     """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+PICTURED = ending.UNDRAWN
+"""Of what is left undrawn by itself."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn() -> None:
+    """The end of a run in this process has no pictures, which take a second: notebooks draw them, and `drawn`."""
+    ending.UNDRAWN = PICTURED | {"train", "compare", "cycle", "overfit"}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with their pictures and pages, as they do for users."""
+    monkeypatch.setattr(ending, "UNDRAWN", PICTURED)
 
 
 @pytest.fixture(scope="session")

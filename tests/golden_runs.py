@@ -61,8 +61,10 @@ def versions() -> dict[str, str]:
 def run_all(updates: int) -> None:
     """Train and play in this process; what is looked at is what they leave on the disk."""
     from matrixlib.runs import cycle as cycles
+    from matrixlib.runs import ending
     from matrixlib.runs import run as runs
 
+    ending.UNDRAWN |= {"train", "cycle"}
     for preset in ("demo", "latin_demo"):
         run = runs.open_run(preset, "cpu", 0, preset, UPDATES, SETTINGS)
         for _ in itertools.islice(run.train(), updates if updates < UPDATES else None):  # the whole one with its end

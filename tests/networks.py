@@ -1,5 +1,6 @@
-"""Networks for tests: random ones, one that counts material, and runs made of them without training."""
+"""Networks for tests: random ones, one that counts material, runs made of them without training, Matrix0's names."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.matrix0 import ALIASES, POINTWISE, matrix0_name
+from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask
 
 CPU = {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False}
@@ -37,9 +40,10 @@ class Material(nn.Module):
         }
 
 
-def random_net(**model: Any) -> Net:
-    """A small network with random weights, in fp32 on the CPU."""
-    settings = load_config("demo", {"model": {"channels": 16, "blocks": 1, **model}, "runtime": CPU})
+def random_net(options: Mapping[str, Any] | None = None, **model: Any) -> Net:
+    """A small network with random weights, in fp32 on the CPU. options: over the demo's, beside those of the model."""
+    small = {"model": {"channels": 16, "blocks": 1, **model}, "runtime": CPU}
+    settings = load_config("demo", configuration.merge(small, options or {}))
     task = ChessTask(settings)
     return Net(task.build_model(), task, resolve(settings.runtime, settings.train, settings.data))
 
@@ -56,3 +60,13 @@ def save_run(folder: Path, net: Net) -> Path:
     (folder / "config.yaml").write_text(configuration.to_yaml(net.task.config), encoding="utf-8")
     store = Checkpoints(folder / "checkpoints", 2)
     return store.save(7, {"model": net.model.state_dict()}, {}, wait=True)
+
+
+def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
+    """The model's state dict under Matrix0's keys and shapes, aliases included (474 keys for the 53M network)."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        state[matrix0_name(name)] = tensor[:, :, None, None] if POINTWISE.fullmatch(name) else tensor
+    for alias, original in ALIASES.items():
+        state |= {alias + key.removeprefix(original): state[key] for key in list(state) if key.startswith(original)}
+    return state

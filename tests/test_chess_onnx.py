@@ -1,6 +1,7 @@
 """Chess networks as ONNX: every option says the same in the file, which explains itself; nothing wrong is written."""
 
 import json
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -11,13 +12,14 @@ import chess
 import numpy as np
 import pytest
 import torch
-from networks import CPU, random_net
+from networks import CPU, MATRIX0, random_net
 from packaging.requirements import Requirement
 from positions import hard_positions
 
+import matrixlib
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
-from matrixlib.tasks import load_config
+from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import onnx as export
 from matrixlib.tasks.chess.evaluate import throughput
@@ -74,6 +76,14 @@ def shaken(preset: str, model: dict[str, Any]) -> Net:
     return Net(network, task, resolve(settings.runtime, settings.train, settings.data))
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
+    """A network, and its file."""
+    net, path = random_net(channels=64), tmp_path_factory.mktemp("onnx") / "model.onnx"
+    export.export(net, path)
+    return net, path
+
+
 def packed(net: Net, boards: list[chess.Board]) -> dict[str, np.ndarray]:
     rows = from_boards(boards)
     return net.task.inputs(rows, *legal_indices(rows))
@@ -110,9 +120,12 @@ def test_the_file_says_what_the_network_says(tmp_path: Path, name: str) -> None:
 
 
 @needs_packages
-def test_a_file_that_says_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, path = random_net(), tmp_path / "model.onnx"
+def test_a_file_that_says_something_else_is_not_written(
+    exported: tuple[Net, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (net, stored), path = exported, tmp_path / "model.onnx"
     path.write_text("an earlier one")
+    monkeypatch.setattr(torch.onnx, "export", lambda module, inputs, draft, **_: shutil.copy(stored, draft))
     for wrong in (1e-3, float("nan")):
         result = [np.zeros(3), np.array([0.0, wrong]), np.zeros(2)]
         monkeypatch.setattr(onnx, "differences", lambda *_, result=result: iter(result))
@@ -124,9 +137,8 @@ def test_a_file_that_says_something_else_is_not_written(tmp_path: Path, monkeypa
 
 
 @needs_packages
-def test_the_file_explains_itself_and_becomes_small_and_can_play(tmp_path: Path) -> None:
-    net, path, small = random_net(channels=64), tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
-    export.export(net, path)
+def test_the_file_explains_itself_and_becomes_small_and_can_play(exported: tuple[Net, Path], tmp_path: Path) -> None:
+    (net, path), small = exported, tmp_path / "model.int8.onnx"
     onnx.quantise(path, small)
     assert small.stat().st_size < path.stat().st_size / 2
     notes = onnx.session(small).get_modelmeta().custom_metadata_map
@@ -139,6 +151,25 @@ def test_the_file_explains_itself_and_becomes_small_and_can_play(tmp_path: Path)
     assert 0 < np.abs(expected - answers).max() < 0.1
     assert np.corrcoef(expected, answers)[0, 1] > 0.99, "what is measured with it is about the same network"
     assert network_player(export.load(net, small), 0)
+
+
+@needs_packages
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_a_file_of_ours_opens_as_a_network(exported: tuple[Net, Path], tmp_path: Path, encoding: str) -> None:
+    net, path = exported
+    if encoding == "matrix0":
+        net, path = random_net(ssl=[], **MATRIX0), tmp_path / "net.onnx"
+        export.export(net, path)
+    again = matrixlib.load(path)
+    fens = [board.fen() for board in hard_positions() if any(board.legal_moves)]
+    for ours, theirs in zip(net.evaluate(fens), again.evaluate(fens), strict=True):
+        assert theirs.moves == pytest.approx(ours.moves, abs=1e-4)
+        assert theirs.value == pytest.approx(ours.value, abs=1e-4)
+    with pytest.raises(ValueError, match="not written as ONNX"):
+        get_task("chess").export(again, tmp_path / "out.onnx")
+    (tmp_path / "cut.onnx").write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cut\.onnx is no ONNX file that can be read"):
+        matrixlib.load(tmp_path / "cut.onnx")
 
 
 @pytest.mark.parametrize("encoding", ["oriented", "matrix0"])

@@ -262,6 +262,7 @@ def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest
         runs.finished_run()
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.slow
 def test_a_side_that_blows_up_is_a_result(reports: Path) -> None:
     lines: list[str] = []

@@ -221,21 +221,28 @@ def kill_at(stage: tuple[int, str], process: Any, root: Path) -> None:
     process.join()
 
 
-@pytest.mark.parametrize("stages", [STAGES[:1], pytest.param(STAGES[:-1], marks=pytest.mark.soak)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "stages, generations",
+    [(STAGES[:1], 1), pytest.param(STAGES[:-1], 2, marks=pytest.mark.soak)],
+    ids=["one", "all"],
+)
 @pytest.mark.slow
 def test_killed_anywhere_it_ends_with_the_same_games_and_weights(
-    whole: Path, tmp_path: Path, forkserver: Any, stages: list[tuple[int, str]]
+    whole: Path, tmp_path: Path, forkserver: Any, stages: list[tuple[int, str]], generations: int
 ) -> None:
     for stage in stages:
-        kill_at(stage, run(forkserver, tmp_path), tmp_path)
-    end(run(forkserver, tmp_path))
-    assert positions(tmp_path).tobytes() == positions(whole).tobytes()
-    for generation in (1, 2):
-        ours, theirs = weights(tmp_path, generation), weights(whole, generation)
+        kill_at(stage, run(forkserver, tmp_path, generations=generations), tmp_path)
+    end(run(forkserver, tmp_path, generations=generations))
+    for number in range(1, generations + 1):
+        source = f"selfplay_{number:03d}"
+        assert positions(tmp_path, source).tobytes() == positions(whole, source).tobytes()
+        ours, theirs = weights(tmp_path, number), weights(whole, number)
         assert all((ours[name] == theirs[name]).all() for name in theirs)
-    for path in (whole / "c").glob("matches/*"):
-        assert (tmp_path / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
-    assert decided(tmp_path) == decided(whole)
+        matches = list((whole / "c" / "matches").glob(f"{number:03d}_*"))
+        assert matches
+        for path in matches:
+            assert (tmp_path / "c" / "matches" / path.name).read_bytes() == path.read_bytes()
+    assert decided(tmp_path) == decided(whole)[:generations]
 
 
 @pytest.mark.soak

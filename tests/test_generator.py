@@ -35,7 +35,9 @@ def work(stockfish, tmp_path_factory) -> Path:
     """Four games in two chunks, made in one go."""
     folder = tmp_path_factory.mktemp("work")
     summary = generate(folder, 4, TINY, stockfish, workers=2, progress=False)
-    assert summary["games"] == 4
+    chunks = [chunk for _, chunk in sources.chunks(folder)]
+    assert sum(len(chunk["result"]) for chunk in chunks) == summary["games"] == 4
+    assert sum(len(chunk["ply"]) for chunk in chunks) == summary["positions"] > 0
     return folder
 
 

@@ -19,6 +19,7 @@ import processes
 import psutil
 import pytest
 import torch
+import warm
 import wheels
 from parts import BRIEF_SECONDS, PARTS, ROWS, Part, batches_of, configured, make_plan, step_of
 from torch import nn
@@ -50,11 +51,10 @@ def test_the_dry_run_passes_and_leaves_a_record(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_it_does_not_begin(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "tests" / "gpu")]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=400, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "device 'cuda' was asked for" in done.stderr
-    assert "DEVICE=cpu makes a dry run" in done.stderr
+    done = warm.run(ROOT / "tests" / "gpu", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"device 'cuda' was asked for" in done.stderr
+    assert b"DEVICE=cpu makes a dry run" in done.stderr
 
 
 def test_a_part_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The import rule, by `ast` over the components of each path; light modules stay light; no work at import."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -38,6 +39,12 @@ NOTEBOOK_ROWS = ("runs", "hardware", "bench", "tasks")
 LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue", "data.stats")
 LIGHT += ("runs.launch", "runs.run", "runs.compare", "runs.browse")
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
+
+
+@functools.cache
+def tree_of(parts: tuple[str, ...]) -> ast.Module:
+    """A module, parsed."""
+    return ast.parse(ROOT.joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8"))
 
 
 def ours(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
@@ -90,9 +97,8 @@ def rows_of(parts: tuple[str, ...]) -> tuple[str, ...] | None:
 
 @pytest.mark.parametrize("parts", MODULES, ids=".".join)
 def test_imports_follow_the_rule(parts: tuple[str, ...]) -> None:
-    tree = ast.parse((ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8"))
     rows = rows_of(parts)
-    bad = sorted({m for m, _ in ours(tree, parts[:-1]) if rows is not None and m and not allowed(m, rows)})
+    bad = sorted({m for m, _ in ours(tree_of(parts), parts[:-1]) if rows is not None and m and not allowed(m, rows)})
     assert not bad, f"{'.'.join(parts)} imports {', '.join(bad)}; allowed: {', '.join(rows or ())}"
 
 
@@ -100,9 +106,8 @@ def test_the_imports_go_in_no_circle() -> None:
     """Imports inside functions and for types count too: a circle is two modules that are one."""
     graph = {}
     for parts in MODULES:
-        tree = ast.parse((ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8"))
         name = ".".join(part for part in parts[1:] if part != "__init__")
-        graph[name] = {module for module, _ in ours(tree, parts[:-1])} - {name}
+        graph[name] = {module for module, _ in ours(tree_of(parts), parts[:-1])} - {name}
     with_circle = TopologicalSorter(graph)
     try:
         with_circle.prepare()
@@ -178,8 +183,7 @@ def test_light_modules_load_no_torch_and_start_nothing(names: tuple[str, ...]) -
 @pytest.mark.parametrize("parts", MODULES, ids=".".join)
 def test_no_module_does_work_at_import(parts: tuple[str, ...]) -> None:
     """At the top level stand definitions, constants, imports and their conditions: no loop, `with` or bare call."""
-    tree = ast.parse((ROOT.joinpath(*parts)).with_suffix(".py").read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in tree_of(parts).body:
         if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
             continue
         assert not isinstance(node, ast.For | ast.While | ast.With), f"line {node.lineno} works at import"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from networks import matrix0_state
 from torch import Tensor
 
 from matrixlib.config import difference
@@ -16,7 +17,7 @@ from matrixlib.runs.start import read_start
 from matrixlib.tasks import get_task
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess.evaluate.files import open_matrix0
-from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, matrix0_state, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config, matrix0_name, read_checkpoint
 from matrixlib.tasks.chess.model import PolicyValueNet
 
 SMALL: dict[str, Any] = {

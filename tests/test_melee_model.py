@@ -68,6 +68,7 @@ def test_a_fresh_network_says_what_a_constant_predictor_does() -> None:
     task, batch = melee_task(), melee_batch(rows=20)
     with torch.no_grad():
         sums, _ = task.losses(task.build_model(), batch, active_terms(task))
+    assert task.bounds(batch).keys() == sums.keys() == active_terms(task)
     for term, (chance, floor) in task.bounds(batch).items():
         assert sums[term].item() == pytest.approx(chance, rel=0.02)
         assert floor == 0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import papermill as papermill_api
@@ -23,6 +22,7 @@ from papermill.cli import papermill as papermill_command
 from matrixlib.config import ConfigError
 from matrixlib.runs.run import open_run
 from matrixlib.tasks import get_task
+from matrixlib.tasks.chess.importers.import_files import import_listed
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -241,16 +241,15 @@ GAMES = """[White "Mated"]
 
 @pytest.mark.slow
 def test_data_brings_games_in_and_shows_what_is_in_quarantine(reports: Path, tmp_path: Path) -> None:
-    (tmp_path / "games.pgn").write_text(GAMES)
-    options: dict[str, Any] = {"paths": str(tmp_path / "games.pgn"), "workers": 1}
-    shown = run_notebook("data", **options, backup=str(tmp_path / "copy.sqlite"))
+    path = tmp_path / "games.pgn"
+    path.write_text(GAMES)
+    assert "3 entries: 2 stored, 1 in quarantine, 0 left out" in import_listed(str(path), reports / "data", workers=1)
+    shown = run_notebook("data", paths=str(path), workers=1, repair=True, backup=str(tmp_path / "copy.sqlite"))
     text = shown.text
-    assert "3 entries: 2 stored, 1 in quarantine, 0 left out" in text
+    assert "3 entries: 1 stored, 0 in quarantine, 2 left out" in text
     assert re.search(r'^result contradicts the board +games\.pgn +1 +0-1 .*\[White "Scholar"\]', text, re.MULTILINE)
     assert re.search(r"^games\.pgn +pgn +3 +2 +1 +0 +17$", text, re.MULTILINE)
+    assert re.search("^pass  accounts add up +2 accounts$", text, re.MULTILINE)
     assert shown.pictures == 4
     assert (tmp_path / "copy.sqlite").exists()
     assert (reports / "data" / "catalogue.sqlite").exists()
-    text = run_notebook("data", **options, repair=True).text
-    assert "3 entries: 1 stored, 0 in quarantine, 2 left out" in text
-    assert re.search("^pass  accounts add up +2 accounts$", text, re.MULTILINE)

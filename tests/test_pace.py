@@ -277,6 +277,7 @@ def test_a_run_whose_end_was_moved_resumes_exactly(tmp_path: Path, monkeypatch: 
         assert equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_that_ended_on_time_is_complete_unless_more_is_asked_for(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     assert not different
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
     current = train("one")
     summary = json.loads((reports / "one" / "summary.json").read_text())
@@ -107,6 +108,7 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
     assert "auto" not in (stored["runtime"]["device"], stored["runtime"]["precision"], stored["data"]["workers"])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ def test_an_interrupt_before_the_loop_is_left_reaches_who_leaves_it(reports: Pat
     assert not current.lock.is_locked
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_rate_of_a_run_stands_beside_the_matrix_rate_of_its_device(reports: Path) -> None:
     current = train("share")
     summary = current.summary()
@@ -450,10 +453,10 @@ def test_the_records_of_batches_are_kept_as_a_shard_that_can_be_read(reports: Pa
     from matrixlib.tasks.chess.records import LAYOUT
 
     current = runs.open_run(run="one", overrides=TINY)
-    current.data.records(current.training, [2, 5], tmp_path)
+    current.data.records(current.data.training, [2, 5], tmp_path)
     current.close()
     kept = Shard(tmp_path / "records.npz", LAYOUT)
-    expected = concat([current.training.records(2), current.training.records(5)], LAYOUT)
+    expected = concat([current.data.training.records(2), current.data.training.records(5)], LAYOUT)
     assert len(kept) == 2 * 64
     assert all((kept.arrays[name] == array).all() for name, array in expected.items())
     assert kept.meta["batches"] == [2, 5]
@@ -577,10 +580,10 @@ def test_suspicious_shards_are_named_and_left_out_where_that_is_asked_for(two_so
     )
     assert text == expected
     assert text in current.describe()
-    assert current.training.count == sum(row.count for row in [first, *others])
+    assert current.data.training.count == sum(row.count for row in [first, *others])
     current.close()
     current = runs.open_run(run="left", overrides={**TINY, "data": {**more["data"], "suspicious": "quarantine"}})
-    assert current.training.count == sum(row.count for row in others)
+    assert current.data.training.count == sum(row.count for row in others)
     assert any(text.startswith("suspicious shards, left out of this run: ") for text in current.messages)
     current.close()
     assert len(Catalogue(two_sources).shards("train")) == 1 + len(others), "other runs decide for themselves"

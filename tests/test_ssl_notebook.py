@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cells import run_notebook
+from networks import random_net
 from torch import Tensor, nn
 
 import matrixlib
@@ -59,8 +60,8 @@ class Planted(ChessTask):
 @functools.cache
 def planted_maps(row: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Threats by pawns that attack backwards, and a copy of the board as the control, of a stored position."""
-    board = records.to_board(np.frombuffer(row, records.RECORD)[0])
-    return oracle.maps(board, backwards=True)["threat"], oracle.alternatives([board])["control"][oracle.COPY][0]
+    maps = oracle.maps(records.to_board(np.frombuffer(row, records.RECORD)[0]), backwards=True)
+    return maps["threat"], np.where(maps["piece"] == oracle.EMPTY, 1, np.where(maps["piece"] < 6, 2, 0))
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +166,8 @@ class Contrary(ChessTask):
         return {"ssl_threat": -result["policy"] / 3}, {}
 
 
-def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SMALL | {"model": SMALL["model"] | {"ssl": ["threat"]}, "train": {"steps": 1}}
-    folder = trained(root, "contrary", monkeypatch, settings)
-    net = matrixlib.load(folder, device="cpu")
+def test_a_head_that_fights_policy_is_seen() -> None:
+    net = random_net({"loss": {"ssl": {"threat": 1.0}}}, ssl=["threat"])
     net.task = Contrary(net.task.config)
     result = ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), batches=4)["threat"]
     cosine, effect = result.cosine["policy"], result.effect["policy"]
@@ -180,23 +179,20 @@ def test_a_head_that_fights_policy_is_seen(root: Path, monkeypatch: pytest.Monke
     assert not any(value.requires_grad for value in net.model.parameters())
 
 
-def test_a_network_without_heads_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = trained(root, "none", monkeypatch, SMALL | {"train": {"steps": 1}, "model": {"channels": 16, "blocks": 1}})
-    net = matrixlib.load(folder, device="cpu")
+def test_a_network_without_heads_is_named() -> None:
+    net = random_net()
     with pytest.raises(ValueError, match=r"no self-supervised heads: name some in model\.ssl"):
         head_outputs(net, runs.held_out_data(net.task.config), 8)
     assert ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), 4) == {}
 
 
-def test_too_few_positions_for_gradients_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SMALL | {"model": SMALL["model"] | {"ssl": ["threat"]}, "train": {"steps": 1}}
-    net = matrixlib.load(trained(root, "few", monkeypatch, settings), device="cpu")
+def test_too_few_positions_for_gradients_are_named() -> None:
+    net = random_net(ssl=["threat"])
     with pytest.raises(ValueError, match="take 4 at least"):
         ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), 3)
 
 
-def test_a_head_without_weight_is_not_judged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = SMALL | {"loss": {"ssl": {"threat": 0.0}}, "train": {"steps": 1}}
-    net = matrixlib.load(trained(root, "unweighed", monkeypatch, settings), device="cpu")
+def test_a_head_without_weight_is_not_judged() -> None:
+    net = random_net({"loss": {"ssl": {"threat": 0.0}}}, ssl=["threat"])
     diagnoses = ssl_diagnosis.diagnose_all(net, head_outputs(net, runs.held_out_data(net.task.config), 64))
     assert {one.head: one.reason for one in diagnoses}["threat"].startswith("its weight loss.ssl.threat is 0")

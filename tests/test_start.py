@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import CPU, random_net, save_run
+from networks import CPU, matrix0_state, random_net, save_run
 
 import matrixlib
 from matrixlib import config as configuration
@@ -18,7 +18,7 @@ from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import get_task, load
-from matrixlib.tasks.chess.matrix0 import config_of, matrix0_state, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import config_of, read_checkpoint
 
 SMALL = {"channels": 16, "blocks": 1, "ssl": []}
 

@@ -19,6 +19,7 @@ import chess
 import chess.engine
 import pytest
 import torch
+import warm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import MATRIX0, material_net, random_net, save_run
@@ -349,9 +350,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(run: Path, *options: str) -> list[str]:
-    flags = ["--checkpoint", str(run), "--device", "cpu", *options]
-    return [sys.executable, "-m", "matrixlib.tasks.chess.uci", *flags]
+def command(run: Path) -> list[str]:
+    return [sys.executable, "-m", "matrixlib.tasks.chess.uci", "--checkpoint", str(run), "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +398,7 @@ def test_random_positions_without_an_illegal_move(program: chess.engine.SimpleEn
 
 
 def converse(run: Path, sent: bytes) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(command(run), input=sent, capture_output=True, cwd=ROOT, timeout=WAIT, check=False)
+    return warm.run(*command(run)[1:], sent=sent)
 
 
 def test_bytes_that_mean_nothing_do_not_end_it(run: Path) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
@@ -117,15 +120,47 @@ def serve(argv: Sequence[str], env: dict[str, str], cwd: str, rates: dict[tuple[
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]  # a user's kernel has none of them
+    _as_started(env, cwd)
     MEASURED.update(rates)
     measure_once()
     multiprocessing.current_process().daemon = False  # it may have children
     threading.Thread(target=_end_with_parent, daemon=True).start()
     IPKernelApp.launch_instance(argv=list(argv), parent_handle=os.getppid())
+
+
+def run(*words: str | Path, sent: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    """`python` with these words, of which the first is a script or `-m`, and this input: forked, where a system can."""
+    command = list(map(str, words))
+    if not FORKS:
+        return subprocess.run([sys.executable, *command], input=sent, capture_output=True, cwd=cwd, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("in", "out", "err")]
+        streams[0].write_bytes(sent)
+        process = context().Process(target=_run, args=(command, dict(os.environ), str(cwd or Path.cwd()), streams))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(command, process.exitcode, *(path.read_bytes() for path in streams[1:]))
+
+
+def _run(command: list[str], env: dict[str, str], cwd: str, streams: list[Path]) -> None:
+    for number, path in enumerate(streams):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
+    sys.stdin = os.fdopen(0, closefd=False)
+    _as_started(env, cwd)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _as_started(env: dict[str, str], cwd: str) -> None:
+    """In a forked process: the environment, folder and paths of one that a user starts."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = [path for path in sys.path if not path.startswith(TESTS)]
 
 
 def _end_with_parent() -> None:

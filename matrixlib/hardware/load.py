@@ -99,11 +99,11 @@ class Usage:
         used = f"other processes use {self.others:.1f} of {self.cores} processors"
         if self.others >= CROWDED / 2:
             causes.append(used)
-        seen = "; ".join(causes) or f"{used}, and nothing holds this one back"
+        cause = "; ".join(causes) or f"{used}, and nothing holds this one back"
         facts = [f"load {self.load:.1f}"] if self.load is not None else []
         if threads:
             facts.append(f"this process had {self.own / threads:.0%} of the time of its {threads} threads")
-        return f"{seen} ({', '.join(facts)})" if facts else seen
+        return f"{cause} ({', '.join(facts)})" if facts else cause
 
 
 def load_average() -> float | None:

@@ -35,7 +35,7 @@ class RunError(ValueError):
 @dataclass
 class RunData:
     """What one run trains on and is judged by. messages: what a person should know of it, so far. config, runtime: as
-    resolved, but maybe for the number of updates and the micro-batch.
+    resolved, the number of updates and the micro-batch maybe later than the rest.
 
     share: the rows of each batch that this process makes.
     training, validation: loaders of the whole data. Raises RunError where there is none of either, or of a phase.

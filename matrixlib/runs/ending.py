@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matrixlib.runs.data import RunData
 
 
-UNDRAWN = frozenset({"sweep"})
+UNDRAWN = frozenset({"sweep", "faults"})
 """Kinds of run of which there are many and few are looked at: their pictures and pages, which take seconds, are made by
 `python -m matrixlib.runs.report RUN`, of a sweep's best ones as it ends."""
 

@@ -98,7 +98,7 @@ def out_of_memory(current: Run, at: int) -> None:
 
 def overflow(current: Run, at: int) -> None:
     """Gradients of half precision's range and a loss scale beyond it, at the start and whenever it has grown."""
-    current.runtime = HighScale(**vars(current.runtime), growth=max(1, at // 2))
+    current.data.runtime = HighScale(**vars(current.runtime), growth=max(1, at // 2))
     for parameter in current.model.parameters():
         parameter.register_hook(in_half_precision)
 

@@ -149,12 +149,6 @@ class Trials:
         }
         return pd.DataFrame.from_dict(rows, orient="index")
 
-    def final_losses(self) -> pd.DataFrame:
-        """Final validation losses: of the clean runs, and of each fault beside that of the clean run of its seed."""
-        clean = {run.job.name: (run.loss, run.loss - self.clean[0].loss) for run in self.clean}
-        rows = clean | {row.fault.title: (row.outcome.loss, row.difference) for row in self.rows}
-        return pd.DataFrame.from_dict(rows, orient="index", columns=["loss", "difference"])
-
     def messages(self) -> str:
         """What each run reports of its fault, and exit codes where it took several processes."""
         lines = []

@@ -94,7 +94,7 @@ def check(run: Run, watch: Callable[[Any], None] = lambda stats: None) -> Diagno
         raise RunError(f"the overfit check needs {needs}; override them")
     gaps = demands.gaps or dict.fromkeys(sorted(active_terms(run.task)), GAP)
     bounds = _bounds(run, sorted({*gaps, *(name.partition("/")[0] for name in demands.exact)}))
-    problems = [*run.spec.label_problems(run.task, run.training.batch(0)), *_restless_labels(run, demands)]
+    problems = [*run.spec.label_problems(run.task, run.data.training.batch(0)), *_restless_labels(run, demands)]
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     curve: list[Progress] = []
     failure = ""
@@ -128,7 +128,7 @@ def _restless_labels(run: Run, demands: Overfit) -> list[str]:
     known: dict[bytes, bytes] = {}
     changes = 0
     for visit in range(VISITS):
-        batch = run.training.batch(visit)
+        batch = run.data.training.batch(visit)
         for row in range(ROWS):
             label = _digest(batch, demands.labels, row)
             changes += known.setdefault(_digest(batch, demands.inputs, row), label) != label
@@ -146,7 +146,7 @@ def _digest(batch: dict[str, np.ndarray], names: Sequence[str], row: int) -> byt
 
 def _bounds(run: Run, terms: Sequence[str]) -> dict[str, tuple[float, float]]:
     """(chance, floor) of each term's mean loss over the whole subset (one batch holds it)."""
-    batch = {name: torch.from_numpy(array) for name, array in run.training.batch(0).items()}
+    batch = {name: torch.from_numpy(array) for name, array in run.data.training.batch(0).items()}
     counts = run.task.counts(batch)
     if missing := [term for term in terms if not counts[term]]:
         raise RunError(

@@ -42,9 +42,11 @@ def train(
     current: runs.Run | None = None
     try:
         current = runs.open_run(preset, device, run=run, steps=steps, overrides=overrides)
-        if current.first:
+        if current.ranks.first:
             print(current.describe(), flush=True)
-        panel = LivePlot(current.steps, title=current.preset, history=current.history()) if current.first else None
+        panel = (
+            LivePlot(current.steps, title=current.preset, history=current.history()) if current.ranks.first else None
+        )
         with panel or nullcontext():
             for stats in current.train(trace, tensorboard):
                 if panel is not None:
@@ -56,14 +58,14 @@ def train(
         return 1
     except (KeyboardInterrupt, Terminated) as told:
         number = signal.SIGTERM if isinstance(told, Terminated) else signal.SIGINT
-        if current is not None and current.ranks is not None:
+        if current is not None:
             current.ranks.end_with_first()
         print(f"ended by {number.name}; {GOES_ON}", file=sys.stderr)
         return 128 + number
     except Exception as problem:
         get_error_handler().record_exception(problem)
         raise
-    if current.first:
+    if current.ranks.first:
         summary = current.summary()
         print(f"{summary['positions']:,} positions; held-out: {summary['headline']}")
         print(f"report: {current.folder / 'report.html'}")

@@ -134,16 +134,15 @@ def write_record(
     folder: Path,
     preset: str,
     requested: Config,
-    config: Config,
     data: RunData,
     kind: str,
     update_seconds: float | None,
-    start: Start | None = None,
+    start: Start | None,
 ) -> None:
     """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights
     and teacher, and what an update took in the trial.
     """
-    write_text(folder / "config.yaml", configuration.to_yaml(config))
+    write_text(folder / "config.yaml", configuration.to_yaml(data.config))
     write_json(
         folder / "run.json",
         {

@@ -10,11 +10,11 @@ import contextlib
 import datetime
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from matrixlib import config as configuration
 from matrixlib import files
@@ -52,18 +52,13 @@ class Run:
 
     folder: Path
     preset: str
-    config: Config
-    runtime: runtimes.Runtime
-    spec: TaskSpec[Any]
-    task: Task
     data: RunData
     requested: Config
     resumed: bool
     lock: FileLock
-    messages: list[str] = field(default_factory=list)
-    update_seconds: float | None = None  # of an update in the trial before it began, if there was one
-    start: Start | None = None
-    ranks: Ranks | None = None
+    update_seconds: float | None  # of an update in the trial before it began, if there was one
+    start: Start | None
+    ranks: Ranks
     processes: int = 1  # above 1: ranks that train in processes of their own, which this one starts and follows
     _trainer: Trainer | None = None
 
@@ -72,18 +67,28 @@ class Run:
         return self.folder.name
 
     @property
-    def first(self) -> bool:
-        """Whether this process writes the run: of several ranks the first alone."""
-        return self.ranks is None or self.ranks.first
+    def config(self) -> Config:
+        return self.data.config
+
+    @property
+    def runtime(self) -> runtimes.Runtime:
+        return self.data.runtime
+
+    @property
+    def spec(self) -> TaskSpec[Any]:
+        return self.data.spec
+
+    @property
+    def task(self) -> Task:
+        return self.data.task
 
     @property
     def catalogue(self) -> Catalogue:
         return self.data.catalogue
 
     @property
-    def training(self) -> Loader:
-        """The training rows of all sources."""
-        return self.data.training
+    def messages(self) -> list[str]:
+        return self.data.messages
 
     @property
     def complete(self) -> bool:
@@ -112,9 +117,7 @@ class Run:
         if self._trainer is None:
             from matrixlib.runs.training import build_trainer
 
-            self._trainer = build_trainer(
-                self.data, self.config, self.folder, self.ranks, self._plan(), self.start, self.runtime
-            )
+            self._trainer = build_trainer(self.data, self.folder, self.ranks, self._plan(), self.start)
             self.start = None
         return self._trainer
 
@@ -168,16 +171,16 @@ class Run:
         if self.processes > 1:
             return (yield from self._follow({"trace": trace, "tensorboard": tensorboard}))
         waiting = contextlib.ExitStack()
-        if self.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
+        if self.ranks.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._forget()  # another process has gone on with the run meanwhile: so do we, from there
         try:
             waiting.enter_context(openmp.considerate(self.runtime.cpu_threads))
-            if self.first:
+            if self.ranks.first:
                 peak = autotune.measure_peak(self.folder, self.runtime, self.spec.training_flops(self.config))
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
-            events = self._events() if tensorboard and self.first else None
+            events = self._events() if tensorboard and self.ranks.first else None
             # closed here and not where the last reference goes, from where an interrupt would reach nobody
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
@@ -190,12 +193,12 @@ class Run:
                         events.add(stats.row())
                     yield stats
             model = self.trainer.evaluation_model()
-            if self.first:
+            if self.ranks.first:
                 ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer, model)
         except GeneratorExit:  # the caller has left the loop: nothing has failed
             raise
         except BaseException as error:
-            if self.first:
+            if self.ranks.first:
                 ending.end_early(self.folder, self.preset, self.runtime, error)
             raise
         finally:
@@ -237,7 +240,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         self.messages.append(text)
-        if self.first:
+        if self.ranks.first:
             warnings.warn(text, stacklevel=4)
 
     def history(self) -> list[dict[str, Any]]:
@@ -338,10 +341,7 @@ def _hold(lock: FileLock, name: str) -> bool:
     """Take a run's lock; False where this process has it already. RunError where another process has."""
     if lock.is_locked:
         return False
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise RunError(f"run '{name}' is being written by another process; wait for it or name another") from None
+    files.take(lock, RunError(f"run '{name}' is being written by another process; wait for it or name another"))
     return True
 
 
@@ -456,41 +456,23 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
             data.teacher = spec.teacher(config, data.runtime, {})
     # A device that computes nonsense has been left by now: what is kept of a teacher is kept for good.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
-    runtime, config = data.runtime, data.config
-    if runtime.compile:
+    if data.runtime.compile:
         from matrixlib.engine import compiler
 
         messages.append(f"compiled code is kept in {compiler.keep_code()}, where the next run finds it")
     update_seconds: float | None = record.get("update_seconds")
     if config.train.steps == "auto":
         steps, update_seconds = autotune.fit_steps(data)
-        config = changed(config, {"train": {"steps": steps}})
+        data.config = changed(data.config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if start is not None:
         messages += start.messages()
     if data.teacher is not None:
         messages.append(about_teacher(data.teacher))
     if not record:
-        write_record(folder, preset, requested, config, data, kind, update_seconds, start)
-    messages += autotune.start_notes(runtime, clocks)
-    resumed = bool(record)
+        write_record(folder, preset, requested, data, kind, update_seconds, start)
+    messages += autotune.start_notes(data.runtime, clocks)
     if (size := max(ranks.size, processes)) > 1:
         parts = ", and its part of the network" if config.runtime.shard else ""
         messages.append(f"trained by {size} ranks, each with its own rows of every batch{parts}")
-    return Run(
-        folder,
-        preset,
-        config,
-        runtime,
-        spec,
-        task,
-        data,
-        requested,
-        resumed,
-        lock,
-        messages,
-        update_seconds,
-        start,
-        ranks,
-        processes,
-    )
+    return Run(folder, preset, data, requested, bool(record), lock, update_seconds, start, ranks, processes)

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from matrixlib import config as configuration
-from matrixlib.config import Config
 from matrixlib.engine import optim, storage
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog, NoLog
@@ -16,28 +15,25 @@ from matrixlib.engine.parallel import Ranks, norms_by_rank
 from matrixlib.engine.targets import TargetLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
-from matrixlib.hardware.runtime import Runtime
 from matrixlib.runs.data import RunData
 from matrixlib.runs.start import Start
 
 
-def build_trainer(
-    data: RunData, config: Config, folder: Path, ranks: Ranks | None, plan: Plan, start: Start | None, runtime: Runtime
-) -> Trainer:
+def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: Start | None) -> Trainer:
     """Ready to train; start: weights to begin with, where there is no checkpoint yet."""
-    teacher, ranks, task, steps = data.teacher, ranks or Ranks(), data.task, config.train.steps
+    data.try_workers()
+    config, teacher, task, steps = data.config, data.teacher, data.task, data.config.train.steps
     assert isinstance(steps, int)
     look: Callable[[int, Batch], None] = lambda step, batch: None  # noqa: E731
     if ranks.first:
         targets = partial(data.spec.ssl_targets, task)
         look = TargetLog(folder / "targets.jsonl", config.train.targets_interval, targets).look
-    data.try_workers()
     model, checkpoints = task.build_model(), Checkpoints.of(folder / "checkpoints", config.checkpoint)
     checkpoints.largest = storage.largest_group(model)
     trainer = Trainer(
         task=task,
         model=model,
-        runtime=runtime,
+        runtime=data.runtime,
         config=config,
         data=data,
         folder=folder,

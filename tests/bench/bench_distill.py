@@ -49,15 +49,15 @@ def opened(name: str, preset: str, folder: Path, **teacher: Any) -> Run:
 def updates(run: Run) -> Any:
     """Something that makes one update each time it is called."""
     step = Step(run.task, run.task.build_model(), run.runtime, run.config, 1000, run.data.teacher)
-    arrays = [run.training.batch(i) for i in range(UPDATES)]
+    arrays = [run.data.training.batch(i) for i in range(UPDATES)]
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
     return lambda: step(batches[step.update % UPDATES])
 
 
 def mirrored(run: Run) -> tuple[float, float]:
     """Mean KL in nats of cached rows to what the teacher says of their positions: of mirrored rows, and of others."""
-    arrays = run.task.prepare(run.training.records(0), np.random.default_rng(0))
-    plain = run.task.prepare_plain(run.training.records(0), np.random.default_rng(0))
+    arrays = run.task.prepare(run.data.training.records(0), np.random.default_rng(0))
+    plain = run.task.prepare_plain(run.data.training.records(0), np.random.default_rng(0))
     moved = torch.from_numpy((arrays["pieces"] != plain["pieces"]).any(1))
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     asked, ones = run.data.teacher.ask(batch)["teacher_policy"], torch.ones(len(moved))  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def main(teacher: str = "", preset: str = "quick") -> None:
         cached = runs["teacher, from the cache"]
         print(f"{preset}: updates of {cached.config.train.batch_size} positions, {cached.runtime.threads} threads")
         taken = speed.turns({name: updates(run) for name, run in runs.items()}, SECONDS)
-        making = speed.turns({name: partial(run.training.batch, 3) for name, run in runs.items()}, SECONDS / 4)
+        making = speed.turns({name: partial(run.data.training.batch, 3) for name, run in runs.items()}, SECONDS / 4)
         for name in runs:
             more = f"{taken[name] / taken['labels'] - 1:+7.1%}"
             print(f"{name:26} {1e3 * taken[name]:8.1f} ms an update {more}  batch made in {1e3 * making[name]:6.2f} ms")

@@ -95,7 +95,7 @@ NAMES = (  # our name -> its name, first match wins
     (r"auxiliary\.(\w+)\.input\.norm\.", r"aux_\1.1."),
     (r"auxiliary\.(\w+)\.out\.", r"aux_\1.3."),
 )
-_POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions there, linear layers here
+POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions there, linear layers here
 
 
 @dataclass(frozen=True)
@@ -176,16 +176,6 @@ def matrix0_name(name: str) -> str:
     return name
 
 
-def matrix0_state(model: PolicyValueNet) -> dict[str, Tensor]:
-    """The model's state dict under Matrix0's keys and shapes, aliases included (474 keys for the 53M network)."""
-    state = {}
-    for name, tensor in model.state_dict().items():
-        state[matrix0_name(name)] = tensor[:, :, None, None] if _POINTWISE.fullmatch(name) else tensor
-    for alias, original in ALIASES.items():
-        state |= {alias + key.removeprefix(original): state[key] for key in list(state) if key.startswith(original)}
-    return state
-
-
 def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> LoadReport:
     """Fill `model` in place from a checkpoint of Matrix0: a file, or the dict that it holds.
 
@@ -209,7 +199,7 @@ def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: Poli
     for key in names.keys() & state.keys():
         name, tensor = names[key], state[key]
         shape = tuple(own[name].shape)
-        expected = (*shape, 1, 1) if _POINTWISE.fullmatch(name) else shape
+        expected = (*shape, 1, 1) if POINTWISE.fullmatch(name) else shape
         if tuple(tensor.shape) != expected:
             shapes.append(f"{key} {tuple(tensor.shape)}, expected {expected}")
         elif not torch.isfinite(tensor).all():

@@ -181,18 +181,18 @@ def _button(frames: Frames, place: int) -> dict[str, Any]:
     target, held = frames.target[:, place] > 0, frames.repeated[:, place] > 0
     out: dict[str, Any] = {"rate": _mean(target), "onsets": int((target & ~held).sum())}
     for name, choices in _versions(frames, *DECISIONS):
-        said = choices[:, place] > 0
-        out[name] = {"rate": _mean(said)} | _match(target, said)
-        onset = _match((target & ~held)[~held], (said & ~held)[~held])
+        output = choices[:, place] > 0
+        out[name] = {"rate": _mean(output)} | _match(target, output)
+        onset = _match((target & ~held)[~held], (output & ~held)[~held])
         out[name] |= {f"onset_{key}": value for key, value in onset.items()}
-        out[name]["false_onsets"] = _mean(said[~held & ~target])
+        out[name]["false_onsets"] = _mean(output[~held & ~target])
     return out
 
 
-def _match(true: np.ndarray, said: np.ndarray) -> dict[str, float]:
-    hits = int((true & said).sum())
-    precision, recall = _ratio(hits, int(said.sum())), _ratio(hits, int(true.sum()))
-    return {"precision": precision, "recall": recall, "f1": _ratio(2 * hits, int(true.sum()) + int(said.sum()))}
+def _match(true: np.ndarray, output: np.ndarray) -> dict[str, float]:
+    hits = int((true & output).sum())
+    precision, recall = _ratio(hits, int(output.sum())), _ratio(hits, int(true.sum()))
+    return {"precision": precision, "recall": recall, "f1": _ratio(2 * hits, int(true.sum()) + int(output.sum()))}
 
 
 def _axis(frames: Frames, number: int) -> dict[str, Any]:
@@ -204,11 +204,11 @@ def _axis(frames: Frames, number: int) -> dict[str, Any]:
     ranks = frames.ranks[:, number - 1]
     out: dict[str, Any] = {"top3": _mean(ranks < TOP), "change_top3": _mean(ranks[change] < TOP)}
     for name, choices in _versions(frames, *DECISIONS):
-        said = choices[:, head.choices][:, 0]
-        error = scale * np.abs(centre(said, head.classes) - centre(target, head.classes))
+        output = choices[:, head.choices][:, 0]
+        error = scale * np.abs(centre(output, head.classes) - centre(target, head.classes))
         out[name] = {
-            "accuracy": _mean(said == target),
-            "change_accuracy": _mean(said[change] == target[change]),
+            "accuracy": _mean(output == target),
+            "change_accuracy": _mean(output[change] == target[change]),
             "error": _mean(error),
             "change_error": _mean(error[change]),
         }
