@@ -38,8 +38,8 @@ Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 NonNegative = Annotated[Real, Field(ge=0)]
 Fraction = Annotated[Real, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=1 << 53)]
+CountOrZero = Annotated[int, Field(ge=0, le=1 << 53)]
 Rows = Annotated[int, Field(ge=1, le=1 << 24)]
 Auto = Literal["auto"]
 Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
@@ -366,6 +366,8 @@ def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix:
     `prefix` before each."""
     try:
         return schema.model_validate(dict(data))
+    except RecursionError:  # a list of YAML that holds itself
+        raise ConfigError(f"{name}: nested too deeply; no option takes lists within lists within lists") from None
     except ValidationError as error:
         raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors(), schema, prefix))) from None
 

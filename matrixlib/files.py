@@ -33,15 +33,20 @@ class FolderError(ValueError):
     """A folder that cannot be written; says which, why and what to do."""
 
 
+def from_home(path: str | Path) -> Path:
+    """A path as people write it: `~` is somebody's home, and stays as it is where there is nobody of that name."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises RuntimeError then
+
+
 def reports_root() -> Path:
     """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout, or in the working folder without one."""
-    return Path(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports").expanduser()
+    return from_home(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports")
 
 
 def cache_root() -> Path:
     """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
     if folder := os.environ.get("MATRIXLIB_CACHE"):
-        return Path(folder).expanduser()
+        return from_home(folder)
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "matrixlib"
     if sys.platform == "darwin":

@@ -107,3 +107,5 @@ def test_a_file_that_holds_no_game_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "game.pgn").write_text(text)
     with pytest.raises(ValueError, match=r"'game\.pgn' does not start with a game"):
         analysis.read_game(tmp_path / "game.pgn")
+    with pytest.raises(ValueError, match="no PGN file"):
+        analysis.read_game("x" * 5000)

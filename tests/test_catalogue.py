@@ -13,6 +13,7 @@ import pytest
 from toy_shards import LAYOUT, META, toy_batch, toy_shards
 
 from matrixlib.data import catalogue as catalogues
+from matrixlib.data import shards
 from matrixlib.data.catalogue import MISSING, NAME, Catalogue, CatalogueError, ShardRow
 from matrixlib.data.shards import write_shard
 
@@ -462,6 +463,10 @@ def put(catalogue: Catalogue, **facts: object) -> None:
         {"name": "n.npz", "count": "many"},
         {"name": "n.npz", "quality": "[" * 100_000},
         {"name": "n.npz", "quality": "[1]"},
+        {"name": "n.npz", "count": 0},
+        {"name": "n.npz", "count": -5},
+        {"name": "n.npz", "count": 10**15},
+        {"name": "n.txt"},
     ],
     ids=str,
 )
@@ -485,6 +490,50 @@ def test_a_strange_row_is_left_out_and_nothing_outside_is_touched(tmp_path: Path
     assert (folder / "a.npz").exists()
     assert [path.read_bytes() for path in (tmp_path / "victim.npz", outside / "victim.npz")] == [b"mine", b"mine"]
     assert [path.name for path in outside.iterdir()] == ["victim.npz"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER late AFTER INSERT ON shards BEGIN DELETE FROM shards; END",
+        "CREATE VIEW more AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n",
+        "ALTER TABLE shards ADD COLUMN more GENERATED ALWAYS AS (zeroblob(9)) VIRTUAL",
+    ],
+    ids=lambda statement: statement.split()[1],
+)
+def test_a_catalogue_with_somebody_elses_code_is_made_anew(tmp_path: Path, statement: str) -> None:
+    before = filled(tmp_path).hash()
+    edit(tmp_path, statement)
+    catalogue = Catalogue(tmp_path)
+    assert catalogue.hash() == before
+    assert any("the catalogue has" in message for message in catalogue.messages)
+    assert Catalogue(tmp_path).messages == []
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"split": ["train"]},
+        {"split": None},
+        {"source": "a\ud800"},
+        {"count": "9"},
+        {"count": 10**15},
+        {"count": 0},
+        {"sizes": 3},
+        {"sizes": {"target": 10**15}},
+        {"quality": [1]},
+    ],
+    ids=str,
+)
+def test_a_shard_of_strange_meta_data_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]
+) -> None:
+    filled(tmp_path)
+    full = shards._full_meta
+    with monkeypatch.context() as patch, open(tmp_path / "n.npz", "wb") as file:
+        patch.setattr(shards, "_full_meta", lambda layout, batch, meta: full(layout, batch, meta) | facts)
+        shards._write(file, LAYOUT, toy_batch(9), META)
+    assert names(Catalogue(tmp_path), state=None) == ["a.npz", "b.npz", "v.npz"]
 
 
 def test_a_shard_that_says_it_replaces_what_a_link_leads_to_replaces_nothing(tmp_path: Path) -> None:

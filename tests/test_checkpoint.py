@@ -591,6 +591,19 @@ def test_a_best_that_cannot_be_read_is_said(tmp_path: Path) -> None:
         assert store.best is None
 
 
+@pytest.mark.parametrize("mark", [{"value": 1.0}, [1], {"value": "low", "order": 1}, {"value": 10**400, "order": 1}])
+def test_a_mark_that_is_none_of_ours_does_not_count(tmp_path: Path, mark: Any) -> None:
+    store = Checkpoints(tmp_path, 2)
+    save(store, 100, best=1.0)
+    save(store, 200, best=0.5)
+    state = tmp_path / "step_00000200" / "state.json"
+    data = json.loads(state.read_bytes())
+    del data["sha256"]
+    state.write_bytes(storage._seal(data | {"best": mark}))
+    with pytest.warns(CheckpointWarning, match="step_00000200: its mark as a best one is none of ours"):
+        assert best_of(tmp_path)[0] == 100
+
+
 def test_at_least_two_are_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         Checkpoints(tmp_path, 1)

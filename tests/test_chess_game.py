@@ -207,6 +207,18 @@ def test_tables_are_asked_where_they_are_exact() -> None:
         open_tables(Path(__file__).parent)
 
 
+def test_damaged_tables_are_named_and_asked_no_more(tmp_path: Path) -> None:
+    (tmp_path / "KRvK.rtbw").write_bytes(bytes(80))
+    game = ChessGame(open_tables(tmp_path), pieces=3)
+    states = from_boards([chess.Board("8/8/8/4k3/8/8/3R4/4K3 w - - 0 1")] * 2)
+    with pytest.warns(UserWarning, match="Syzygy tables are damaged, .*invalid magic header") as caught:
+        assert np.isnan(game.proven(states)).all()
+    assert len(caught) == 1
+    for folder in ("x" * 5000, "a\0b", "no/such/folder"):
+        with pytest.raises(ValueError, match="no Syzygy tables"):
+            open_tables(folder)
+
+
 def test_the_search_takes_a_capture_into_a_won_table() -> None:
     board = chess.Board("8/8/8/4k3/8/8/3p1R2/3K4 w - - 10 60")  # Rxd2 leaves king and rook against king
     search = Search(ChessGame(Tables()), uniform)

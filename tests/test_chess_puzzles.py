@@ -78,8 +78,11 @@ def test_puzzles_start_after_the_set_up_move(shared: Path) -> None:
 
 
 def test_bad_puzzle_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no puzzle file"):
-        puzzles.read_puzzles(tmp_path / "none.csv")
+    for absent in (tmp_path / "none.csv", "x" * 5000):
+        with pytest.raises(ValueError, match="no puzzle file"):
+            puzzles.read_puzzles(absent)
+        with pytest.raises(ValueError, match="no EPD file"):
+            puzzles.read_epd(absent)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="FEN"):
         puzzles.read_puzzles(tmp_path / "other.csv")

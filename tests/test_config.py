@@ -297,6 +297,11 @@ def test_a_curriculum_that_makes_no_sense_is_refused(section: dict[str, Any], sa
 def test_reports_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
     assert files.reports_root() == tmp_path
+    monkeypatch.setenv("MATRIXLIB_REPORTS", "~nobody-of-this-name/reports")
+    assert files.reports_root() == Path("~nobody-of-this-name/reports")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MATRIXLIB_REPORTS", "~/reports")
+    assert files.reports_root() == tmp_path / "reports"
     monkeypatch.delenv("MATRIXLIB_REPORTS")
     assert files.reports_root() == ROOT / "reports"
 
@@ -314,8 +319,10 @@ BOMB = "task: chess\nz0: &z0 [1]\n" + "".join(f"z{k + 1}: &z{k + 1} [{', '.join(
         ((BOMB + "seed: *z12\n").encode(), r"'seed': Input should be a valid integer, got \["),
         (b"task: chess\nseed: 18446744073709551616\n", "'seed': Input should be less than"),
         (b"task: chess\ntrain: {batch_size: 1000000000000000}\n", r"'train\.batch_size': Input should be less than"),
+        (b"task: chess\ntrain: {dropout_stages: &a [*a]}\n", r"mine\.yaml: nested too deeply"),
+        (b"task: chess\ntrain: {steps: 1" + b"0" * 400 + b"}\n", r"'train\.steps': Input should be less than"),
     ],
-    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch"],
+    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch", "itself", "steps"],
 )
 def test_a_preset_that_is_none_is_a_short_line(tmp_path: Path, text: bytes, message: str) -> None:
     path = tmp_path / "mine.yaml"

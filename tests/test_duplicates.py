@@ -216,6 +216,9 @@ def test_a_file_of_counts_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         add(folder, "1. e4 *", "b.pgn")
         with pytest.raises(ValueError, match="positions of its shard: delete it"):
             deduplicate(folder)
+    path.write_bytes(b"no array")
+    with pytest.raises(ValueError, match="positions of its shard: delete it"):
+        deduplicate(folder)
     path.unlink()
     deduplicate(folder)
 

@@ -121,6 +121,23 @@ def test_a_trained_run_that_lost_its_record_is_not_begun_anew(reports: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "lock", "metrics.jsonl", "run.json"]
 
 
+def test_somebody_elses_unfinished_run_is_left_alone(reports: Path) -> None:
+    requested = load_config("demo").model_dump(mode="json")
+    folder = make(reports, "theirs", json.dumps({**WHOLE, "requested": requested}))
+    (folder / "summary.json").unlink()
+    (folder / "lock").mkdir()  # as root is refused no file
+    assert runs.name_run("demo").startswith("demo-")
+
+
+def test_a_preset_whose_name_makes_none_of_a_run_is_told(reports: Path, tmp_path: Path) -> None:
+    for stem in ("a\nb", "x" * 240, ".hidden"):
+        path = tmp_path / f"{stem}.yaml"
+        path.write_text("task: chess\n")
+        with pytest.raises(runs.RunError, match=r"which preset and time make, .*; give `run` a name"):
+            runs.name_run(str(path))
+        assert runs.name_run(str(path), run="mine") == "mine"
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "é" * 150, "index.html", "a\nb", "a\0b", "a/b", "..", ".hidden", "\udcff"])
 def test_a_name_that_no_folder_can_have_is_refused(reports: Path, name: str) -> None:
     (reports / "index.html").write_text("")

@@ -106,10 +106,11 @@ def test_a_run_counts_its_children_from_the_start(reports: Path, monkeypatch: py
     assert [start.own for start in clocks] == [24.0]
 
 
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("text", ["2,1", "two", "0", "-1", "1.5"])
-def test_a_number_of_threads_that_is_none_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", text)
-    with pytest.raises(machine.ThreadsError, match=rf"OMP_NUM_THREADS is '{text}'; set it to one whole number above 0"):
+def test_a_number_of_threads_that_is_none_is_named(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(machine.ThreadsError, match=rf"{name} is '{text}'; set it to one whole number above 0"):
         machine.facts()
 
 

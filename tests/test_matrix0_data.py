@@ -132,6 +132,14 @@ def test_a_self_play_file_knows_its_result(tmp_path):
         assert records["result"].tolist() == [white, -white]
 
 
+def test_a_result_that_unpacks_to_far_more_is_not_read(tmp_path, monkeypatch):
+    names, whole = [], zipfile.ZipFile.read
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda self, name: (names.append(name), whole(self, name))[1])
+    path = write(tmp_path, arrays_of(BOARDS[:1]) | {"meta_result": np.zeros(10**5)})
+    assert read_file(Matrix0Data(), path).batch["records"]["result"].tolist() == [2]
+    assert "meta_result.npy" not in names
+
+
 def test_other_names_types_and_shapes(tmp_path):
     boards = BOARDS[:5]
     arrays = arrays_of(boards)

@@ -20,7 +20,7 @@ from networks import random_net, save_run
 from papermill.cli import papermill as papermill_command
 
 from matrixlib.config import ConfigError
-from matrixlib.runs.run import open_run
+from matrixlib.runs.run import RunError, open_run
 from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.importers.import_files import import_listed
 
@@ -143,6 +143,12 @@ def test_a_misspelt_override_stops_before_anything_is_trained(reports: Path) -> 
     with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
         run_notebook("compare", overrides_b={"optim": {"learing_rate": 2e-4}})
     assert list(reports.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["eval", "play"])
+def test_a_name_that_is_too_long_is_no_complete_run(reports: Path, name: str) -> None:
+    with pytest.raises(RunError, match=r"^no complete run 'xxx"):
+        run_notebook(name, run="x" * 300)
 
 
 def test_papermill_reads_every_parameter_with_its_type_and_help() -> None:

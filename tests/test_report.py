@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,22 @@ def test_command_line(reports: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (reports / "index.html").exists()
     assert report.main(["absent"]) == 1
     assert "no run at" in capsys.readouterr().err
+
+
+def test_one_strange_run_is_in_nobodys_way(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep, strange, full, last = (make_run(reports, name) for name in ("deep", "strange", "full", "a-last"))
+    (deep / "summary.json").write_text("[" * 100_000)
+    (deep / "metrics.jsonl").unlink()
+    os.mkfifo(deep / "metrics.jsonl")  # opening one waits for a writer
+    (strange / "metrics.jsonl").write_text('{"step": 1, "skipped": "some", "losses": {"policy": 1e400}}\n')
+    (full / "report.html").mkdir()
+    assert report.main([]) == 1
+    assert "full cannot be written" in capsys.readouterr().err
+    assert (last / "report.html").exists()
+    pages = {folder: Structure((folder / "report.html").read_text(encoding="utf-8")).text for folder in (deep, strange)}
+    assert "summary.json cannot be read" in pages[deep]
+    assert "metrics.jsonl cannot be read: it is no file" in pages[deep]
+    assert "metrics.jsonl holds what no training has written" in pages[strange]
 
 
 def test_the_index_draws_the_loss_of_each_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Shards: round trip, mapping, checksums, clear errors, and writing that is whole or not at all."""
 
+import io
 import json
 import mmap
 import multiprocessing
@@ -28,6 +29,7 @@ from matrixlib.data.shards import (
     file_hash,
     find_damage,
     read_info,
+    read_npy,
     select,
     write_shard,
 )
@@ -248,6 +250,15 @@ def test_foreign_npz(tmp_path: Path) -> None:
     np.savez(path, **arrays | {"target_index": arrays["target_index"][:-1]})
     with pytest.raises(ShardError, match="'target_index' is not"):
         Shard(path, LAYOUT)
+
+
+def test_an_array_that_claims_more_than_its_file_takes_no_memory() -> None:
+    whole = io.BytesIO()
+    np.save(whole, np.arange(5))
+    assert read_npy(whole.getvalue()).tolist() == [0, 1, 2, 3, 4]
+    claim = whole.getvalue().replace(b"(5,), }" + b" " * 12, b"(5000000000000,), }")
+    with pytest.raises(ValueError, match="claim to be an array of shape"):
+        read_npy(claim)
 
 
 def test_other_layouts(tmp_path: Path) -> None:

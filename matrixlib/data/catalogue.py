@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
-from matrixlib.files import read_json, remove_leftovers, write_text
+from matrixlib.files import from_home, read_json, remove_leftovers, write_text
 
 NAME = "catalogue.sqlite"
 REMOTE = "remote.json"  # beside the catalogue of a data set that lies elsewhere: where, see `matrixlib.data.remote`
@@ -132,8 +132,7 @@ class Catalogue:
             except ValueError:
                 raise CatalogueError(f"{info.path} is outside {self.folder}; write the shard inside it") from None
             if split not in SPLITS or split != info.meta["split"]:
-                own = info.meta["split"]
-                raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{own}'")
+                raise CatalogueError(f"{name}: split '{split}', but the shard itself says '{info.meta['split']}'")
             rows.append(self._row(name, info, source, quality))
         for row in rows:  # written anew, so what was wrong with an older file of that name is past
             reason_file(row.path).unlink(missing_ok=True)
@@ -190,7 +189,7 @@ class Catalogue:
     def backup(self, path: Path | str) -> None:
         """Copy the database to `path`, whole or not at all, also while others write to it. CatalogueError where that
         can't be written."""
-        path = Path(path).expanduser()
+        path = from_home(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with closing(sqlite3.connect(temporary)) as copy, self._connection() as db:
@@ -242,8 +241,7 @@ class Catalogue:
         except sqlite3.DatabaseError as error:
             if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGE:
                 return f"the catalogue is damaged ({error})"
-            cause = f"cannot be opened ({error}); is another program using it?"
-            raise CatalogueError(f"{self.path}: {cause}") from error
+            raise CatalogueError(f"{self.path}: cannot be opened ({error}); is another program using it?") from error
 
     def _rebuild(self, problem: str, whole: Iterable[ShardRow] = ()) -> None:
         """Make the database anew from the rows that are `whole`, and from the files of all other shards."""
@@ -371,7 +369,7 @@ class Catalogue:
         for *columns, digest in stored:
             if digest == _digest(columns) and (row := _row_of(columns, self.folder)):
                 sound = row.name.endswith(".npz") and re.fullmatch("[0-9a-f]{64}", row.sha256)  # paths are made of both
-                if self.remote and not (sound and 0 < row.count <= row.bytes <= LARGEST):
+                if not (sound and 0 < row.count <= row.bytes) or (self.remote and row.bytes > LARGEST):
                     continue
                 rows.append(replace(row, remote=self.folder) if self.remote else row)
         if len(rows) == len(stored):
@@ -473,9 +471,11 @@ def _is_newer(db: sqlite3.Connection) -> bool:
 
 def _problem_of(db: sqlite3.Connection) -> str:
     """Why a database is no catalogue of ours, or an empty string."""
+    if foreign := db.execute("SELECT name FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone():
+        return f"the catalogue has code of somebody else's ({foreign[0]!r})"  # a view may never end
     if (result := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
         return f"the catalogue is damaged ({result})"
-    names = [column[1] for column in db.execute("PRAGMA table_info(shards)")]
+    names = [column[1] for column in db.execute("PRAGMA table_xinfo(shards)")]
     return "" if names == [*COLUMNS, "digest"] else "the catalogue has other columns"
 
 

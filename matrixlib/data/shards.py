@@ -10,6 +10,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import mmap
 import os
 import struct
@@ -340,7 +341,17 @@ def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.Zi
 def read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """A member read whole, its zip checksum verified."""
     _stored(path, archive, name)
-    return npy.read_array(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
+    return read_npy(archive.read(f"{name}.npy"))
+
+
+def read_npy(data: bytes) -> np.ndarray:
+    """The array of an NPY file. ValueError where it claims more than it has: NumPy would take the memory first."""
+    file = io.BytesIO(data)
+    header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = header(file)
+    if math.prod(shape) * dtype.itemsize > len(data):
+        raise ValueError(f"{len(data):,} bytes claim to be an array of shape {shape}")
+    return npy.read_array(io.BytesIO(data), allow_pickle=False)
 
 
 def read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -349,7 +360,21 @@ def read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
     if meta["format"] > FORMAT:
         raise ShardError(f"{path}: shard format {meta['format']} is newer than {FORMAT}; update matrixlib")
+    if not _is_sound(meta, archive.start_dir):
+        raise ShardError(f"{path}: its meta data is none that a shard can have; {REMEDY}")
     return meta
+
+
+def _is_sound(meta: Mapping[str, Any], size: int) -> bool:
+    """Whether what a catalogue keeps of meta data is of its type, with no more rows or items than bytes in the file."""
+    sizes = meta["sizes"].values() if isinstance(meta["sizes"], dict) else [None]
+    return (
+        all(isinstance(count, int) and 0 <= count <= size for count in (meta["count"], *sizes))
+        and meta["count"] > 0
+        and meta["split"] in SPLITS
+        and all(isinstance(text, str) and text.isprintable() for text in (meta["task"], meta["source"]))
+        and isinstance(meta.get("quality", {}), dict)
+    )
 
 
 def check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> None:

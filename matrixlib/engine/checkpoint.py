@@ -284,7 +284,10 @@ class Checkpoints:
                 self._warn(f"{error}, so it cannot count as the best")
                 continue
             if mark := data.get("best"):
-                marks.append(Best(data["step"], mark["value"], path, mark["order"]))
+                try:
+                    marks.append(Best(int(data["step"]), float(mark["value"]), path, int(mark["order"])))
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                    self._warn(f"{path.name}: its mark as a best one is none of ours ({error!r}), so it does not count")
         return sorted(marks, key=lambda best: best.order)[-self.keep_best :]
 
     def _discard_after(self, step: int) -> None:

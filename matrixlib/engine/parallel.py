@@ -207,7 +207,7 @@ def _alive(process: str) -> bool:
 
 def launched() -> bool:
     """Whether torchrun has started this process as one of several."""
-    return dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+    return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def join(timeout: float) -> Ranks:

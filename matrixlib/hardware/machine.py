@@ -136,18 +136,21 @@ def facts(ranks: int = 1) -> DeviceFacts:
 
 def local_ranks() -> int:
     """Processes that share this machine for one training: torchrun tells."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, _asked_for("LOCAL_WORLD_SIZE"))
 
 
 def thread_limit() -> int:
     """What OMP_NUM_THREADS asks for; 0 where it is not set. Raises ThreadsError unless it is one number above 0."""
-    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return _asked_for("OMP_NUM_THREADS")
+
+
+def _asked_for(name: str) -> int:
+    """A number of the environment; 0 where it is not set."""
+    text = os.environ.get(name, "").strip()
     if not text:
         return 0
     if not text.isdecimal() or int(text) == 0:
-        raise ThreadsError(
-            f"OMP_NUM_THREADS is '{text}'; set it to one whole number above 0, such as OMP_NUM_THREADS=2, or unset it"
-        )
+        raise ThreadsError(f"{name} is '{text}'; set it to one whole number above 0, such as {name}=2, or unset it")
     return int(text)
 
 

@@ -40,12 +40,15 @@ MAY_CHANGE = (
 
 
 def locked(folder: Path) -> bool:
-    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice."""
+    """Whether another process writes the run. A killed notebook's kernel needs a second or two to notice.
+
+    A run that may not be written, such as somebody else's, is no other one's to go on with either.
+    """
     lock = FileLock(folder / "lock")
     try:
         with lock.acquire(timeout=ORPHAN_SECONDS):
             return False
-    except Timeout:
+    except (Timeout, OSError):
         return True
 
 

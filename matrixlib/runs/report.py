@@ -13,6 +13,7 @@ import base64
 import functools
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ LABELS = {
 }
 MESSAGES = 20  # that a report shows of each kind: what was decided, and the latest of the others
 T = TypeVar("T")
+STRANGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+"""What whoever draws trips over where a file is JSON, but none that was written here."""
 SPARKS, SPARK_ROWS = 40, 5  # points of a sparkline, rows of metrics.jsonl that make one
 
 
@@ -50,7 +53,7 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
     Raises ValueError where the folder does not exist; missing or damaged parts are named in the report.
     """
     folder = Path(run_folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise ValueError(f"no run at {folder}; runs are the folders under {reports_root()}")
     problems: list[str] = []
     summary = _read(folder / "summary.json", problems, _object) or {}
@@ -64,10 +67,15 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
         reasons = _mapping(runtime.pop("reasons", None))
         runtime.pop("requested", None)
         environment = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
+        try:
+            content |= {
+                "pictures": _pictures(rows, folder.name, curves),
+                "messages": _messages(rows),
+                "stability": _stability(rows, _mapping(_mapping(options).get("optim")).get("clip_norm")),
+            }
+        except STRANGE as error:
+            problems.append(f"metrics.jsonl holds what no training has written: {error!r}")
         content |= {
-            "pictures": _pictures(rows, folder.name, curves),
-            "messages": _messages(rows),
-            "stability": _stability(rows, _mapping(_mapping(options).get("optim")).get("clip_norm")),
             "runtime": [(name, words(value), reasons.get(name, "")) for name, value in runtime.items()],
             "configuration": configuration,
             "environment": (environment | _mapping(record.get("versions"))).items(),
@@ -156,16 +164,18 @@ def _baselines(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Command line: rebuild the reports of the runs named (all without any) and the index."""
-    root = reports_root()
-    folders = [path if (path := Path(name)).is_dir() else root / name for name in arguments]
-    try:
-        for folder in folders or sorted(watch.run_folders(root)):
-            print(write_report(folder))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(write_index(root))
-    return 0
+    root, failed = reports_root(), 0
+    folders = [Path(name) if os.path.isdir(name) else root / name for name in arguments]
+    for folder in folders or sorted(watch.run_folders(root)):
+        try:
+            with files.writing(folder):
+                print(write_report(folder))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            failed = 1
+    with files.writing(root):
+        print(write_index(root))
+    return failed
 
 
 def _render(template: str, **content: Any) -> str:
@@ -216,10 +226,12 @@ def _is_share(name: str) -> bool:
 def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | None:
     """What a file holds; None where it is missing or damaged, which is then a problem."""
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
+            raise ValueError("it is no file")
         return read(path)
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
     return None
 
@@ -339,6 +351,8 @@ def _polyline(losses: Sequence[tuple[int, float]]) -> str:
 def _sampled_losses(path: Path) -> list[tuple[int, float]]:
     """(step, mean loss of a few rows) at places spread evenly over a metrics file; damaged lines are left out."""
     means: dict[int, float] = {}
+    if not path.is_file():
+        return []
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -361,7 +375,7 @@ def _loss(line: bytes) -> tuple[int, float] | None:
         losses = row["losses"].values() if "loss" not in row else [row["loss"]]
         loss = sum(map(float, losses))  # "nan" and "inf" stand in the file as text
         return (int(row["step"]), loss) if math.isfinite(loss) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (*STRANGE, RecursionError):
         return None
 
 

@@ -420,6 +420,8 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
             return stored.path
     prefix = "" if kind == "train" else f"{kind}-"
     stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    if problem := files.name_problem(stem):
+        raise RunError(f"the name {stem!r}, which preset and time make, {problem}; give `run` a name")
     names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
     return next(root / name for name in names if not (root / name).exists())
 

@@ -4,6 +4,7 @@ They are written anew whenever a run is opened with them, so a resumed run shows
 rolled back. Needs the extra `tensorboard` (tensorboardX alone; to look at them: `pip install tensorboard`).
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +59,7 @@ class Events:
 def export(folder: Path) -> Path:
     """Events of a run that has been trained without them; returns their folder. ValueError where there is no run."""
     path = folder / "metrics.jsonl"
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
     events = Events(folder, history.read(path))
     events.close()
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         if not arguments:
             raise ValueError("name a run: python -m matrixlib.runs.tensorboard <run>")
         for run in arguments:
-            print(export(Path(run) if Path(run).is_dir() else root / run))
+            print(export(Path(run) if os.path.isdir(run) else root / run))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

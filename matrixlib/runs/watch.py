@@ -8,6 +8,8 @@ The exit code is 1 where a run is stalled.
 """
 
 import argparse
+import math
+import os
 import platform
 import sys
 import time
@@ -52,8 +54,8 @@ def standing(folder: Path, now: datetime | None = None) -> Standing:
         early = summary.get("stopped_early")
         text = f"ended: {summary.get('steps', '?')} updates" + (f", stopped early: {early}" if early else "")
         return Standing("complete", text)
-    if summary.get("end"):
-        return Standing(summary["end"], f"{summary['end']} after {_updates(summary)}: {summary.get('reason', '?')}")
+    if isinstance(end := summary.get("end"), str) and end:
+        return Standing(end, f"{end} after {_updates(summary)}: {summary.get('reason', '?')}")
     if when is not None:
         return Standing("stopped", f"stopped after {_updates(beat, 'step')}; the same command goes on")
     return Standing("begun", "has not made an update yet")
@@ -79,13 +81,13 @@ def _alive(beat: Mapping[str, Any], age: float) -> Standing:
         text = f"gone without a word {ago} ago after {updates}: killed, or out of memory; the same command goes on"
         return Standing("gone", text)
     doing = {"training": "training", "validation": "validating", "evaluation": "evaluating"}.get(
-        beat.get("phase", ""), "training"
+        str(beat.get("phase")), "training"
     )
     # no heartbeats come while the end is evaluated
     patience = max(STALL_SECONDS, STALL_UPDATES * _number(beat, "step_seconds"), 3 * _number(beat, "interval"))
     if age > patience and doing != "evaluating":
         return Standing("stalled", f"stalled for {duration(age)} ({doing}) after {updates}")
-    if doing != "training" or not (each := _number(beat, "step_seconds")):
+    if doing != "training" or (each := _number(beat, "step_seconds")) <= 0:
         return Standing(doing, f"{doing}, {updates}")
     left = each * (_number(beat, "steps") - _number(beat, "step"))
     more = f", about {duration(left)} left" if left > 0 else ""
@@ -116,21 +118,25 @@ def _updates(data: Mapping[str, Any], key: str = "steps") -> str:
 
 def _number(data: Mapping[str, Any], key: str) -> float:
     value = data.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+    except OverflowError:
+        return 0.0
 
 
 def _time(text: object) -> datetime | None:
     try:
-        return datetime.fromisoformat(text) if isinstance(text, str) else None
+        moment = datetime.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
         return None
+    return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _object(path: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none that can be read: a watcher looks at what may be half there."""
     try:
         return files.read_json(path)
-    except ValueError:
+    except (ValueError, OSError):  # OSError: a folder that may not be looked into
         return {}
 
 
@@ -141,8 +147,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")
     options = parser.parse_args(arguments)
     root = files.reports_root()
-    folders = [path if (path := Path(name)).is_dir() else root / name for name in options.runs]
-    if absent := [folder for folder in folders if not folder.is_dir()]:
+    folders = [Path(name) if os.path.isdir(name) else root / name for name in options.runs]
+    if absent := [folder for folder in folders if not os.path.isdir(folder)]:  # Path.is_dir raises for a long name
         print(f"no run at {absent[0]}; runs are the folders under {root}", file=sys.stderr)
         return 2
     while True:

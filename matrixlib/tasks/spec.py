@@ -18,7 +18,7 @@ from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.stages import SourceCurriculumConfig
-from matrixlib.files import reports_root
+from matrixlib.files import from_home, reports_root
 from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
     source = data.source
     if is_remote(source):
         return bring_catalogue(source, data.cache)
-    folder = Path(source).expanduser()
+    folder = from_home(source)
     if not source or not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         either = f"'{name}' or " if name else ""
         problem = f"'{source}' is no folder" if source else "is not set"

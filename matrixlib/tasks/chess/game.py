@@ -4,6 +4,8 @@ A game ends by mate, stalemate, dead position as python-chess sees it, the third
 the 50th move of each side without capture or pawn move (unless it mates): without a claim, as in the data.
 """
 
+import struct
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,8 +46,10 @@ class Tables(Protocol):
 def open_tables(folder: str | Path) -> chess.syzygy.Tablebase:
     """The Syzygy tables of a folder. ValueError if it has none."""
     tables = chess.syzygy.Tablebase()
-    if Path(folder).is_dir():
+    try:
         tables.add_directory(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no Syzygy tables: '{folder}' cannot be looked into ({error})") from error
     if not tables.wdl:
         raise ValueError(f"no Syzygy tables (*.rtbw) in '{folder}'")
     return tables
@@ -128,10 +132,19 @@ class ChessGame:
             return values
         men = np.bitwise_count(bitboard.bitboards(states["pieces"])).sum(1)
         for i in np.flatnonzero((men <= self.pieces) & (states["halfmove"] == 0) & (states["castling"] == 0)):
-            wdl = self.tables.get_wdl(to_board(states[i]))
+            wdl = self._probe(to_board(states[i]))
             if wdl is not None:
                 values[i] = {-2: -1, 2: 1}.get(wdl, 0)
         return values
+
+    def _probe(self, board: chess.Board) -> int | None:
+        """What the tables say. A download that was cut off is met here, in the middle of a game: none are asked again."""
+        try:
+            return self.tables.get_wdl(board) if self.tables is not None else None
+        except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:
+            self.tables = None
+            warnings.warn(f"Syzygy tables are damaged, and are left out from now on: {error}", stacklevel=2)
+            return None
 
     def write(self, game: GameRecord) -> str:
         """The game as PGN."""

@@ -19,6 +19,7 @@ from matrixlib.data.account import FOLDER, ImportReport, quiet_catalogue, read_a
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.imports import Storage, files_of, hash_of, import_each
 from matrixlib.data.shards import Batch, Shard, concat, file_hash
+from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, read
 from matrixlib.tasks.melee.stretches import figures, stretches
@@ -80,7 +81,7 @@ def import_replays(
     """
     if importlib.util.find_spec("peppi_py") is None:
         raise ValueError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'")
-    named = [Path(path).expanduser() for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    named = [from_home(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     replays = {path: _replays(path) for path in named}
     before = _thresholds(Path(folder))
     known = {path: before[digest] for path in named if before and (digest := hash_of(path)) in before}

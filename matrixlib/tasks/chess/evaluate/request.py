@@ -1,5 +1,6 @@
 """What an evaluation is asked for, looked at before it begins: what ends a match after an hour is said at its start."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,19 +20,22 @@ def check_counts(counts: Mapping[str, int]) -> None:
 
 
 def check_outputs(paths: Mapping[str, str]) -> None:
-    """ValueError for a path that no file can be written to; empty ones are not asked for."""
-    for name, path in paths.items():
-        if path and Path(path).is_dir():
+    """ValueError for a path that no file can be written to, or that is given twice; empty ones are not asked for."""
+    given = {name: path for name, path in paths.items() if path}
+    for name, path in given.items():
+        if os.path.isdir(path):
             raise ValueError(f"{name}: '{path}' is a folder; give the path of a file in it")
-        if path and not Path(path).parent.is_dir():
+        if not os.path.isdir(Path(path).parent):
             raise ValueError(f"{name}: no folder '{Path(path).parent}' to write {Path(path).name} to; make it first")
+    if same := [name for name, path in given.items() if list(given.values()).count(path) > 1]:
+        raise ValueError(f"{' and '.join(same)} name one file: give each a path of its own")
 
 
 def check_inputs(paths: Mapping[str, str | Iterable[str]]) -> None:
     """ValueError for a file that is not there; empty ones are not asked for."""
     for name, given in paths.items():
         for path in filter(None, [given] if isinstance(given, str) else given):
-            if not Path(path).is_file():
+            if not os.path.isfile(path):
                 raise ValueError(f"{name}: there is no file '{path}'")
 
 

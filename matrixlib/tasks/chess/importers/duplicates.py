@@ -28,7 +28,7 @@ import numpy as np
 from matrixlib.data.account import FOLDER, MERGED, accounts, locked, quiet_catalogue
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.imports import LOST_GAMES
-from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, select, write_shard
+from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, read_npy, select, write_shard
 from matrixlib.files import sync_folder, write_bytes
 from matrixlib.tasks.chess.importers import audit
 from matrixlib.tasks.chess.keys import hashes_of
@@ -112,7 +112,10 @@ def counts_of(row: ShardRow, rows: np.ndarray, batch: Batch) -> np.ndarray:
     path = _counts_file(row.path)
     if not path.is_file():
         return single_counts(batch)
-    counts = np.load(path, allow_pickle=False)
+    try:
+        counts = read_npy(path.read_bytes())
+    except ValueError:
+        counts = np.zeros(0)
     if counts.dtype != COUNT or len(counts) != row.count:
         raise ValueError(f"{path} does not fit the {row.count} positions of its shard: delete it, and each counts once")
     return counts[rows]

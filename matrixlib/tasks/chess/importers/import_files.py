@@ -18,7 +18,7 @@ from matrixlib.data.entries import Reader
 from matrixlib.data.imports import COMPRESSED, Storage, files_of, import_each
 from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.data.shards import LFS_POINTER
-from matrixlib.files import reports_root
+from matrixlib.files import from_home, reports_root
 from matrixlib.tasks.chess.importers import audit
 from matrixlib.tasks.chess.importers.epd import Epd
 from matrixlib.tasks.chess.importers.evaluations import Evaluations
@@ -93,7 +93,7 @@ def import_listed(
         raise ValueError(f"workers is {workers} and limit {limit}; give whole numbers from 0")
     jobs = []
     for name in filter(None, (part.strip() for part in paths.split(","))):
-        path = Path(name).expanduser()
+        path = from_home(name)
         reader = _checked_reader(path, None if kind == "auto" else readers[kind]())
         jobs.append((path, replace(reader, repair=repair) if isinstance(reader, Pgn) else reader))
     texts = []
@@ -115,7 +115,7 @@ def data_folder(folder: str, paths: str) -> Path:
     if is_remote(folder):
         return bring_catalogue(folder, configuration.DataConfig().cache, look=True)
     if folder:
-        return Path(folder).expanduser()
+        return from_home(folder)
     return reports_root() / "data" if paths.strip(", ") else unpack_sample()
 
 

@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from matrixlib.data.entries import ParseResult, Part, Refused
-from matrixlib.data.shards import LFS_POINTER
+from matrixlib.data.shards import LFS_POINTER, read_npy
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import classes_of, legal_of, standing_rights
 from matrixlib.tasks.chess.importers.parsing import blank
@@ -39,6 +39,7 @@ NAMES = {  # array -> its names, and the shape of a row
 NEEDED = ("s", "pi", "z")
 ROWS = 256  # in a part: 6 MB
 COVERAGE = 0.999  # share of the policy that must lie on legal moves
+RESULT_BYTES = 4096  # of the member with a game's result, at most: it is packed, and might unpack to anything
 TOLERANCE = 0.01  # of the policy's sum, of planes that hold 0 or 1, of |z| <= 1
 
 
@@ -77,9 +78,9 @@ def _arrays_of(archive: zipfile.ZipFile, path: Path) -> dict[str, str]:
 
 def _result_of(archive: zipfile.ZipFile) -> int:
     """The game's result from White's side, 2 unknown."""
-    if "meta_result.npy" not in archive.namelist():
+    if "meta_result.npy" not in archive.namelist() or archive.getinfo("meta_result.npy").file_size > RESULT_BYTES:
         return 2
-    value = npy.read_array(io.BytesIO(archive.read("meta_result.npy")), allow_pickle=False).reshape(-1)
+    value = read_npy(archive.read("meta_result.npy")).reshape(-1)
     return int(value[0]) if value.size == 1 and value[0] in (-1, 0, 1) else 2
 
 
