@@ -138,7 +138,7 @@ class ChessGame:
         return values
 
     def _probe(self, board: chess.Board) -> int | None:
-        """What the tables say. A download that was cut off is met here, in the middle of a game: none are asked then."""
+        """What the tables say. A download that was cut off is met here, in the middle of a game: none is asked then."""
         try:
             return self.tables.get_wdl(board) if self.tables is not None else None
         except (OSError, LookupError, ValueError, AssertionError, struct.error) as error:
