@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from matrixlib.data.shards import OFFSET, Batch, Layout, Shard
+from matrixlib.hardware.kernels import kernel
 
 Ints = np.ndarray  # (B,) int64
 AHEAD = 32  # rows
@@ -32,7 +33,7 @@ class ChangedRow(Exception):
         self.row, self.member = row, member
 
 
-@njit(cache=True)
+@kernel
 def _runs(address: Ints, row: Ints, size: Ints, start: Ints, length: Ints) -> int:
     """start and length (B,) of the items of each row, from the offsets (n + 1,) that lie at its `address`.
 
@@ -48,7 +49,7 @@ def _runs(address: Ints, row: Ints, size: Ints, start: Ints, length: Ints) -> in
     return -1
 
 
-@njit(cache=True)
+@kernel
 def _copy(address: Ints, length: Ints, place: Ints, target: np.ndarray) -> int:
     """`length` bytes from each `address` to target[place:]. Returns a sum of no meaning.
 

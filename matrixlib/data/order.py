@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numba import njit
+
+from matrixlib.hardware.kernels import kernel
 
 ROUNDS = 8
 ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
@@ -43,7 +44,7 @@ def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
     return out.astype(np.int64).reshape(np.shape(index))
 
 
-@njit(cache=True)
+@kernel
 def _walk(index: np.ndarray, n: np.uint64, bits: np.uint64, keys: np.ndarray) -> np.ndarray:
     """Each `index` (B,), uint64, sent through the network of 0..2**bits-1 until it is below n."""
     one = np.uint64(1)
@@ -63,7 +64,7 @@ def _walk(index: np.ndarray, n: np.uint64, bits: np.uint64, keys: np.ndarray) ->
     return out
 
 
-@njit(cache=True)
+@kernel
 def _mix(value: np.uint64, key: np.uint64) -> np.uint64:
     value = (value + key) * MIX[0]
     value = (value ^ value >> np.uint64(30)) * MIX[1]

@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from matrixlib.hardware.kernels import kernel
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -57,14 +58,14 @@ def empty_pool(nodes: int, edges: int) -> Pool:
     return Pool(*(np.zeros(nodes if i < OF_NODES else edges, kind) for i, kind in enumerate(KINDS)))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def quality(p: Pool, e: Int) -> float:
     """Value of an edge that has visits or is proven."""
     average = p.total[e] / p.visits[e] if p.visits[e] > 0 else 0.0
     return min(max(average, p.low[e]), p.high[e])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, loss: float) -> Int:
     """The edge to follow from a node, on the way through its own edge (which counts as pending)."""
     into, first = p.into[node], p.first[node]
@@ -89,7 +90,7 @@ def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, los
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, scores: F64) -> None:
     """logits + sigma(completed q) of each move of a root; an untried move has the mixed value (appendix D there)."""
     first, count = p.first[node], p.size[node]
@@ -111,7 +112,7 @@ def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, sc
         scores[j] = logits[j] + (most + top) * scale * (value + 1) / 2
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def update_bounds(p: Pool, node: Int) -> bool:
     """Take the bounds of a node from its edges to the edge into it; whether they changed."""
     into, first = p.into[node], p.first[node]
@@ -131,7 +132,7 @@ def update_bounds(p: Pool, node: Int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None:
     """End a visit of an edge of a node (-1: of a root's edge) with a value; changed: its bounds are new."""
     while True:
@@ -146,7 +147,7 @@ def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None
         edge, node, value = p.into[node], p.parent[node], -value
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def simulate(
     p: Pool,
     trees: I32,
@@ -211,7 +212,7 @@ def simulate(
     return n
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def settle(p: Pool, leaf: I32, values: F32, distances: I32) -> None:
     """Prove the edges of leaves (edge, node, tree) by the exact values for the sides to move there."""
     for i in range(len(leaf)):
@@ -221,7 +222,7 @@ def settle(p: Pool, leaf: I32, values: F32, distances: I32) -> None:
         backward(p, edge, leaf[i, 1], -values[i], True)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def expand(
     p: Pool,
     node: Int,
@@ -253,7 +254,7 @@ def expand(
         node += 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
     """How often the state of each leaf has occurred before: on its way from the root, and in the game's history."""
     out = np.zeros(len(leaf), np.int32)
@@ -267,7 +268,7 @@ def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[Int, Int]:
     """Keep only what hangs on the roots, in the same order; `moved` (nodes,) gets new numbers or -1."""
     shift = np.zeros(nodes, np.int32)
@@ -305,7 +306,7 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[In
     return new, used
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def surer_edge(p: Pool, node: Int, choice: Int) -> Int:
     """An edge of a node (-1: none), or one that makes sure of more: the shortest win, the longest loss."""
     sure, sure_value = -1, -2.0
@@ -318,7 +319,7 @@ def surer_edge(p: Pool, node: Int, choice: Int) -> Int:
     return choice
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def best_edge(p: Pool, node: Int) -> Int:
     """The edge to play: most visits, then value, then prior; but not below what another one makes sure of."""
     best = -1
@@ -330,7 +331,7 @@ def best_edge(p: Pool, node: Int) -> Int:
     return surer_edge(p, node, best)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def principal_variation(p: Pool, edge: Int, out: I32) -> Int:
     """Write the principal variation from an edge on; return its length."""
     n = 0

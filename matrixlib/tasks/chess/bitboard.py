@@ -21,9 +21,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import ArrayLike, NDArray
+
+from matrixlib.hardware.kernels import kernel
 
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
@@ -166,17 +168,17 @@ _clz: Any = intrinsic(_lower_clz)  # number of leading zero bits (64 for 0)
 _flip: Any = intrinsic(_lower_flip)  # the board upside down (byte swap)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _bit(s: Int) -> Bits:
     return _ONE << np.uint64(s)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _several(x: Bits) -> bool:
     return x & (x - _ONE) != _ZERO
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _unpack(pieces: U8, bb: U64) -> None:
     """Nibbles (32,) to 12 bitboards; a 13th element of bb collects the empty squares (and anything above)."""
     for j in range(13):
@@ -187,7 +189,7 @@ def _unpack(pieces: U8, bb: U64) -> None:
         bb[high if high < EMPTY else EMPTY] |= _bit(2 * byte + 1)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pack(bb: U64, pieces: U8) -> None:
     for byte in range(32):
         pieces[byte] = EMPTY | EMPTY << 4
@@ -203,7 +205,7 @@ def _pack(bb: U64, pieces: U8) -> None:
 # --- attacks --------------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _line_attacks(line: Int, s: Int, occupied: Bits) -> Bits:
     """Attacks along one line, up to and including the first piece each way (obstruction difference)."""
     below = LINE_BELOW[line, s]
@@ -214,30 +216,30 @@ def _line_attacks(line: Int, s: Int, occupied: Bits) -> Bits:
     return (nearest_upper + nearest_upper + from_lower) & (below | above)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _rook_attacks(s: Int, occupied: Bits) -> Bits:
     return _line_attacks(0, s, occupied) | _line_attacks(1, s, occupied)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _bishop_attacks(s: Int, occupied: Bits) -> Bits:
     return _line_attacks(2, s, occupied) | _line_attacks(3, s, occupied)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pawn_west(pawns: Bits, up: bool) -> Bits:
     """Squares that pawns (ours go up, theirs down) attack towards the a-file."""
     x = pawns & _NOT_FILE_A
     return x << _7 if up else x >> _9
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pawn_east(pawns: Bits, up: bool) -> Bits:
     x = pawns & _NOT_FILE_H
     return x << _9 if up else x >> _7
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _piece_attacks(kind: Int, s: Int, occupied: Bits) -> Bits:
     """Attacks of a piece other than a pawn (kind 1-5)."""
     if kind == KNIGHT:
@@ -252,7 +254,7 @@ def _piece_attacks(kind: Int, s: Int, occupied: Bits) -> Bits:
     return attacks
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _attackers(bb: U64, s: Int, occupied: Bits, side: Int) -> Bits:
     """Pieces of a side (0 us, 1 them) that attack square s, pins ignored."""
     o = 6 * side
@@ -268,7 +270,7 @@ def _attackers(bb: U64, s: Int, occupied: Bits, side: Int) -> Bits:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _attacked(bb: U64, occupied: Bits, side: Int) -> Bits:
     """Every square that a side attacks."""
     o = 6 * side
@@ -281,13 +283,13 @@ def _attacked(bb: U64, occupied: Bits, side: Int) -> Bits:
     return attacks
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _occupied(bb: U64, side: Int) -> Bits:
     o = 6 * side
     return bb[o] | bb[o + 1] | bb[o + 2] | bb[o + 3] | bb[o + 4] | bb[o + 5]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pinned(bb: U64, side: Int) -> Bits:
     """Pieces of a side pinned to their own king."""
     if bb[6 * side + KING] == _ZERO:
@@ -311,7 +313,7 @@ def _pinned(bb: U64, side: Int) -> Bits:
 # --- legal moves ----------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _en_passant_capturers(bb: U64, file: Int) -> Bits:
     """Our pawns that may legally capture en passant on a file (-1: none)."""
     if file < 0 or bb[KING] == _ZERO:
@@ -333,7 +335,7 @@ def _en_passant_capturers(bb: U64, file: Int) -> Bits:
     return legal
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
     """Write the legal moves in ascending order of from-square; return how many."""
     if bb[KING] == _ZERO:
@@ -411,7 +413,7 @@ def _legal(bb: U64, castling: Int, file: Int, moves: U16) -> Int:
     return n
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _make(bb: U64, castling: Int, file: Int, clock: Int, move: Int, after: U64) -> tuple[Int, Int, Int]:
     """Play a legal move; `after` (12,) gets the board as the next mover sees it, the result its state."""
     s, t, promotion = move & 63, move >> 6 & 63, move >> 12
@@ -455,7 +457,7 @@ def _make(bb: U64, castling: Int, file: Int, clock: Int, move: Int, after: U64) 
     return (castling & 3) << 2 | castling >> 2, pushed, clock
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _index_of(move: Int) -> Int:
     s, t, promotion = move & 63, move >> 6 & 63, move >> 12
     if 1 <= promotion <= 3:
@@ -464,7 +466,7 @@ def _index_of(move: Int) -> Int:
     return np.int64(POLICY_INDEX[s, t])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _sort_moves(moves: U16, keys: U16, n: Int) -> None:
     """Insertion sort by policy index; moves come grouped by from-square, so this is nearly linear."""
     for i in range(n):
@@ -478,14 +480,14 @@ def _sort_moves(moves: U16, keys: U16, n: Int) -> None:
         keys[j + 1], moves[j + 1] = key, move
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _grown(old: U16, used: Int, need: Int) -> U16:
     new = np.empty(max(2 * old.shape[0], used + need), np.uint16)
     new[:used] = old[:used]
     return new
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _legal_batch(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
     n = pieces.shape[0]
     moves, indices = np.empty(40 * n + 64, np.uint16), np.empty(40 * n + 64, np.uint16)
@@ -508,7 +510,7 @@ def _legal_batch(pieces: U8, castling: U8, file: I8) -> tuple[U16, U16, I64]:
     return moves[:used].copy(), indices[:used].copy(), offsets
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _make_batch(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tuple[U8, U8, I8, U8, Int]:
     n = pieces.shape[0]
     out_pieces, out_castling = np.empty((n, 32), np.uint8), np.empty(n, np.uint8)
@@ -528,7 +530,7 @@ def _make_batch(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tu
     return out_pieces, out_castling, out_file, out_clock, bad
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _perft(boards: U64, moves: U16, castling: Int, file: Int, depth: Int) -> Int:
     n = _legal(boards[depth], castling, file, moves[depth])
     if depth == 1:
@@ -540,7 +542,7 @@ def _perft(boards: U64, moves: U16, castling: Int, file: Int, depth: Int) -> Int
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _perft_root(pieces: U8, castling: Int, file: Int, depth: Int) -> Int:
     boards, moves = np.empty((depth + 1, 13), np.uint64), np.empty((depth + 1, POLICY_SIZE), np.uint16)
     _unpack(pieces, boards[depth])
@@ -550,7 +552,7 @@ def _perft_root(pieces: U8, castling: Int, file: Int, depth: Int) -> Int:
 # --- whole games ----------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
     """Whether a legal move is the one that a notation names; see `replay`."""
     s, t, promotion = move & 63, move >> 6 & 63, move >> 12
@@ -567,7 +569,7 @@ def _fits(bb: U64, move: Int, notation: Int, mirrored: Int) -> bool:
     return (file == 8 or file == s & 7) and (rank == 8 or rank == (s ^ mirrored) >> 3)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _occurrences(pieces: U8, castling: U8, file: I8, since: Int, row: Int, board: U8, rights: Int, capture: Int) -> Int:
     """How many of the rows since, ..., row - 1 with the same side to move as row hold this position."""
     count = 0
@@ -581,7 +583,7 @@ def _occurrences(pieces: U8, castling: U8, file: I8, since: Int, row: Int, board
     return count
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _replay(
     start_pieces: U8, start_castling: U8, start_file: I8, start_clock: U8, black: U8, notation: I32, offset: I64
 ) -> Any:
@@ -654,7 +656,7 @@ def _replay(
 # --- batched queries ------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _bitboards_batch(pieces: U8) -> U64:
     out, bb = np.empty((pieces.shape[0], 12), np.uint64), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
@@ -663,7 +665,7 @@ def _bitboards_batch(pieces: U8) -> U64:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pieces_batch(boards: U64) -> U8:
     out = np.empty((boards.shape[0], 32), np.uint8)
     for i in range(boards.shape[0]):
@@ -671,7 +673,7 @@ def _pieces_batch(boards: U64) -> U8:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _legal_files_batch(pieces: U8, file: I8) -> I8:
     out, bb = np.empty(pieces.shape[0], np.int8), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
@@ -683,7 +685,7 @@ def _legal_files_batch(pieces: U8, file: I8) -> I8:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _check_batch(pieces: U8) -> NDArray[np.bool_]:
     out, bb = np.zeros(pieces.shape[0], np.bool_), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
@@ -694,7 +696,7 @@ def _check_batch(pieces: U8) -> NDArray[np.bool_]:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _attack_sets_batch(pieces: U8) -> U64:
     out, bb = np.zeros((pieces.shape[0], 64), np.uint64), np.empty(13, np.uint64)
     for i in range(pieces.shape[0]):
@@ -716,7 +718,7 @@ def _attack_sets_batch(pieces: U8) -> U64:
 # --- SSL targets ----------------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _count(c: tuple[Bits, Bits, Bits, Bits, Bits], x: Bits) -> tuple[Bits, Bits, Bits, Bits, Bits]:
     """Add a set to 64 counters of five bits each, held bit-sliced (a square has at most 8 + 8 attackers)."""
     c0, c1, c2, c3, c4 = c
@@ -727,13 +729,13 @@ def _count(c: tuple[Bits, Bits, Bits, Bits, Bits], x: Bits) -> tuple[Bits, Bits,
     return c0, c1, c2, c3, c4 ^ x
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pawn_forks(pawns: Bits, up: bool, prey: Bits) -> Bits:
     """Pawns both of whose attacked squares are in prey, found by going back from prey towards each side."""
     return pawns & _pawn_east(prey, not up) & _pawn_west(prey, not up)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _ssl_batch(pieces: U8) -> U64:
     n = pieces.shape[0]
     out, bb = np.empty((n, 5), np.uint64), np.empty(13, np.uint64)
@@ -802,7 +804,7 @@ def _ssl_batch(pieces: U8) -> U64:
     return out
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _mirror_rows(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
     """Map the policy indices of the chosen rows through a table, in place, and sort each row again."""
     for i in range(rows.shape[0]):

@@ -7,8 +7,10 @@ file, because numba's cache does not see changes made elsewhere.
 from typing import Any, TypeAlias
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 from numpy.typing import NDArray
+
+from matrixlib.hardware.kernels import kernel
 
 Int: TypeAlias = Any  # inside a kernel: int64
 U8: TypeAlias = NDArray[np.uint8]
@@ -20,7 +22,7 @@ COUNTS = {1: 1, 2: 2, 3: 12, 4: 576, 5: 161_280, 6: 812_851_200}
 """Number of Latin squares of an order (OEIS A002860)."""
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _below(state: U64, n: Int) -> Int:
     """A random integer of 0..n-1; SplitMix64 on the one-element `state`."""
     state[0] += uint64(0x9E3779B97F4A7C15)
@@ -31,7 +33,7 @@ def _below(state: U64, n: Int) -> Int:
     return np.int64((z >> uint64(32)) * uint64(n) >> uint64(32))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _one(line: I8, state: U64, proper: bool) -> Int:
     """Index of a 1 in `line`: the only one, or one of two at random where the square is improper."""
     first = -1
@@ -46,7 +48,7 @@ def _one(line: I8, state: U64, proper: bool) -> Int:
     return first
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _walk(cube: I8, bad: I64, proper: bool, visits: Int, state: U64) -> bool:
     """Moves of Jacobson and Matthews on the incidence cube until `visits` proper squares have been met.
 
@@ -77,7 +79,7 @@ def _walk(cube: I8, bad: I64, proper: bool, visits: Int, state: U64) -> bool:
     return proper
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _chain(n: Int, count: Int, state: U64, out: U8) -> None:
     """`count` squares from one chain, 2 n**2 proper squares apart, after 10 n**3 from the cyclic one."""
     cube = np.zeros((n, n, n), np.int8)
@@ -116,7 +118,7 @@ def is_latin(squares: np.ndarray) -> np.ndarray:
     return (rows == digits).all((1, 2)) & (columns == digits[:, None]).all((1, 2))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _search(cells: I8, counts: I64, limit: Int, grids: I8) -> Int:
     """Count completions of `cells` (n, n), -1 empty: depth first, the cell with the fewest candidates next.
 
