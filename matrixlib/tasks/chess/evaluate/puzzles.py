@@ -5,7 +5,6 @@ move of the solver must be found, as the literature has it. Shares come with Wil
 """
 
 import csv
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from matrixlib.play.search import Search
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
-from matrixlib.tasks.chess.importers.parsing import opened
+from matrixlib.tasks.chess.importers.parsing import opened, text_lines
 from matrixlib.tasks.chess.records import PIECE_VALUES, before, from_boards, move_from_index, parse_fen
 
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
@@ -99,7 +98,8 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
 def _puzzles(file: Path, limit: int) -> list[Puzzle]:
     puzzles: list[Puzzle] = []
     with opened(file) as stream:
-        reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", "replace", newline=""))
+        text = (line.decode("utf-8", "replace") for line in text_lines(stream))
+        reader = csv.DictReader(line.removeprefix("\ufeff") for line in text)
         missing = {"FEN", "Moves", "Rating"} - set(reader.fieldnames or ())
         if missing:
             raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them")
@@ -134,8 +134,8 @@ def read_epd(path: str | Path) -> list[Exercise]:
         raise ValueError(f"no EPD file at '{path}'")
     exercises = []
     with opened(file) as stream:
-        text = stream.read().decode("utf-8-sig", "replace")
-    for number, line in enumerate(text.splitlines(), start=1):
+        text = [part for line in text_lines(stream) for part in line.decode("utf-8-sig", "replace").splitlines()]
+    for number, line in enumerate(text, start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:

@@ -62,7 +62,7 @@ def inflate(data: bytes) -> bytes:
             out += stream.decompress(data, LONGEST)
         except zlib.error:
             break
-        if stream.unconsumed_tail:
+        if stream.unconsumed_tail or len(out) > LONGEST:
             raise ValueError(f"holds more than {LONGEST >> 20} MiB, which is no game")
         if not stream.eof:
             break
@@ -84,7 +84,10 @@ def games_of(path: Path) -> Iterator[bytes]:
                 archive.members = []  # type: ignore[attr-defined]  # or the list of all members grows
                 file = archive.extractfile(member) if member.isfile() else None
                 if file is not None:
-                    yield inflate(file.read()) if member.name.endswith(".gz") else b""
+                    data = file.read(LONGEST + 1) if member.name.endswith(".gz") else b""
+                    if len(data) > LONGEST:
+                        raise ValueError(f"'{member.name}' in it has more than {LONGEST >> 20} MiB, which is no game")
+                    yield inflate(data)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise ValueError(f"{path} is cut short or no .tar file ({error}): restore it from a copy") from error
 

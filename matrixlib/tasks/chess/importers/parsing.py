@@ -16,6 +16,12 @@ from matrixlib.data.shards import Batch, concat
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, RECORD
 
+LONGEST = 1 << 26  # bytes of a line
+
+
+class LongLine(ValueError):
+    """A line that no text has."""
+
 
 class _Frames(io.RawIOBase):
     """The content of Zstandard frames. The package's own reader takes a file that was cut short for whole."""
@@ -33,7 +39,7 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.content:
-            data = self.left or self.raw.read(1 << 17)
+            data = self.left or self.raw.read(1 << 12)  # which unpacks to 128 MiB at most
             if not data:
                 if self.begun:
                     raise EOFError("it ends in the middle of a frame")
@@ -66,8 +72,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         else:
             with open(path, "rb") as raw:
                 yield raw
+    except LongLine as error:
+        raise ValueError(f"{path}: {error}") from error
     except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
         raise ValueError(f"{path}: damaged or cut short ({error}); get the file again") from error
+
+
+def text_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file. LongLine for one that is longer than any of a text: what is packed may have any length."""
+    while line := file.readline(LONGEST):
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            raise LongLine(f"has a line of more than {LONGEST >> 20} MiB, so it is no text")
+        yield line
 
 
 def lines_in_parts(path: Path, size: int, header: bool = False) -> Iterator[Part]:
@@ -76,11 +92,23 @@ def lines_in_parts(path: Path, size: int, header: bool = False) -> Iterator[Part
     `header`: the first line is no entry, and it is put before every part.
     """
     with opened(path) as file:
-        head = file.readline() if header else b""
+        text = text_lines(file)
+        head = next(text, b"") if header else b""
         number = first = 0
-        while lines := file.readlines(size):
+        while lines := _some_of(text, size):
             yield Part(number, first, head + b"".join(lines))
             number, first = number + 1, first + sum(1 for line in lines if line.strip())
+
+
+def _some_of(lines: Iterator[bytes], size: int) -> list[bytes]:
+    """The next lines, until they have more than `size` bytes."""
+    some, length = list[bytes](), 0
+    for line in lines:
+        some.append(line)
+        length += len(line)
+        if length > size:
+            break
+    return some
 
 
 def lines_of(part: Part) -> list[str]:

@@ -21,7 +21,7 @@ from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.importers.parsing import blank, empty, opened, text_of
+from matrixlib.tasks.chess.importers.parsing import blank, empty, opened, text_lines, text_of
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.scores import wdl_of_score
@@ -305,7 +305,7 @@ class Pgn:
         with opened(path) as file:
             texts: list[bytes] = []
             number = first = size = 0
-            for game in split(file):
+            for game in split(text_lines(file)):
                 texts += game
                 size += len(game[0]) + len(game[1])
                 if len(texts) == 2 * GAMES or size > PART_BYTES:

@@ -17,7 +17,7 @@ import numpy as np
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened
+from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened, text_lines
 from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
 
@@ -54,7 +54,7 @@ class Puzzles:
 
     def parts(self, path: Path) -> Iterator[Part]:
         with opened(path) as file:
-            fields = fields_of(file.readline().decode("utf-8-sig", "replace"))
+            fields = fields_of(next(text_lines(file), b"").decode("utf-8-sig", "replace"))
         header = not any(field.count("/") == 7 for field in fields)  # only a puzzle has a FEN
         standard = len(fields) >= len(COLUMNS) - 1
         missing = [name for name in self.needed if name not in (fields if header else COLUMNS)]
