@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from positions import HARD, KIWIPETE
 from readers import Whole, read_file, same
 
+from matrixlib.tasks.chess.importers import lc0
 from matrixlib.tasks.chess.importers.lc0 import Lc0
 from matrixlib.tasks.chess.lc0.moves import move_name
 
@@ -470,3 +471,15 @@ def test_reading_twice_gives_the_same(tmp_path):
     data, _, _ = game(chess.STARTING_FEN, 30, 8, 5)
     path = write(tmp_path, data)
     assert same(read_file(Lc0(), path).batch, read_file(Lc0(), path).batch)
+
+
+def test_more_than_a_game_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lc0, "LONGEST", 1 << 16)
+    (tmp_path / "training.1.gz").write_bytes(gzip.compress(bytes(40_000)) * 3)
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
+        member = tarfile.TarInfo("training.2.gz")
+        member.size = 1 << 18
+        archive.addfile(member, io.BytesIO(bytes(member.size)))
+    for name, message in (("training.1.gz", "holds more than"), ("a.tgz", r"'training\.2\.gz' in it has more than")):
+        with pytest.raises(ValueError, match=rf"{name} {message} 0 MiB, which is no game"):
+            list(Lc0().parts(tmp_path / name))
