@@ -366,8 +366,6 @@ def validated(schema: type[_Schema], data: Mapping[str, Any], name: str, prefix:
     `prefix` before each."""
     try:
         return schema.model_validate(dict(data))
-    except RecursionError:  # a list of YAML that holds itself
-        raise ConfigError(f"{name}: nested too deeply; no option takes lists within lists within lists") from None
     except ValidationError as error:
         raise ConfigError(f"{name}: " + "; ".join(_explain(error.errors(), schema, prefix))) from None
 
