@@ -13,12 +13,14 @@ def kernel(function: Function) -> Function:
     """`function`, compiled at its first call; it lets other threads go on. numba keeps the code beside the module or in
     the user's cache folder. Where neither can be written it would refuse: then each process compiles for itself.
     """
+    compiled: Any
     try:
-        return njit(cache=True, nogil=True)(function)
+        compiled = njit(cache=True, nogil=True)(function)
     except RuntimeError:
         warnings.warn(
             "compiled functions cannot be kept, so that each process compiles them for half a minute: let "
             "NUMBA_CACHE_DIR name a folder that can be written",
             stacklevel=1,
         )
-        return njit(nogil=True)(function)
+        compiled = njit(nogil=True)(function)
+    return compiled

@@ -49,7 +49,7 @@ def _one(line: I8, state: U64, proper: bool) -> Int:
 
 
 @kernel
-def _walk(cube: I8, bad: I64, proper: bool, visits: Int, state: U64) -> bool:
+def _walk(cube: I8, bad: I64, proper: Any, visits: Int, state: U64) -> bool:
     """Moves of Jacobson and Matthews on the incidence cube until `visits` proper squares have been met.
 
     bad: (row, column, digit) of the -1 of an improper square. Returns True, as the last square is proper.

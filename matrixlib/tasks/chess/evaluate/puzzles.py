@@ -98,8 +98,8 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
 def _puzzles(file: Path, limit: int) -> list[Puzzle]:
     puzzles: list[Puzzle] = []
     with opened(file) as stream:
-        text = (line.decode("utf-8", "replace") for line in text_lines(stream))
-        reader = csv.DictReader(line.removeprefix("\ufeff") for line in text)
+        decoded = (line.decode("utf-8-sig", "replace") for line in text_lines(stream))
+        reader = csv.DictReader(decoded)
         missing = {"FEN", "Moves", "Rating"} - set(reader.fieldnames or ())
         if missing:
             raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them")
