@@ -83,8 +83,14 @@ fen 8/P6k/8/8/8/8/8/K7 w - - 0 1 moves a7a8"""
 
 @pytest.mark.parametrize("text", NO_POSITIONS.split("\n"))
 def test_positions_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as caught:
         parse_position(text.split())
+    assert caught.type is ValueError, "which notebooks show in one line"
+
+
+def test_a_move_that_is_no_text_is_named() -> None:
+    with pytest.raises(ValueError, match="'7'"):
+        protocol.legal_move(chess.Board(), 7)
 
 
 @given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), max_size=12))

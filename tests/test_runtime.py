@@ -12,7 +12,7 @@ from matrixlib import config as configuration
 from matrixlib.hardware import machine, speed
 from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
 from matrixlib.hardware.probe import MACHINES
-from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, serving, suggest
+from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, select_device, serving, suggest
 
 H200, T4, V100, M3, M5, ZEN4 = (
     MACHINES[name] for name in ("H200", "T4", "V100", "MacBook M3", "MacBook M5", "Zen 4 laptop")
@@ -190,6 +190,8 @@ def test_the_environment_variable_replaces_auto_alone(monkeypatch: pytest.Monkey
             resolve(*sections())
     monkeypatch.delenv("MATRIXLIB_DEVICE")
     assert resolve(*sections()).device == "cuda"
+    with pytest.raises(ValueError, match="device 'tpu' is none; use auto, cuda, mps, cpu"):  # of an evaluation
+        select_device(H200, "tpu")
 
 
 def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:

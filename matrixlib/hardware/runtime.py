@@ -297,6 +297,8 @@ def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
         if facts.gpu:
             about["cuda"] = f"{facts.gpu.name}, compute capability {'.'.join(map(str, facts.gpu.capability))}"
         return here[0], about[here[0]]
+    if option not in there:
+        raise ValueError(f"device '{option}' is none; use auto, {', '.join(there)}")
     if there[option]:
         return option, REQUESTED
     problem = facts.gpu_problem if option == "cuda" else facts.mps_problem

@@ -148,7 +148,10 @@ def read_position(text: str) -> chess.Board:
 
 def legal_move(board: chess.Board, text: str) -> chess.Move:
     """The move of a UCI text. ValueError where it is not legal."""
-    move = board.parse_uci(text)
+    try:
+        move = board.parse_uci(str(text))
+    except ValueError as error:  # one of the library's own, which notebooks show with all of their lines
+        raise ValueError(str(error)) from error
     if not move:  # python-chess lets a null move pass
         raise ValueError(f"a null move is not legal: '{text}' in {board.fen()}")
     return move
