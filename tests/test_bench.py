@@ -115,6 +115,8 @@ def test_a_record_is_kept_and_an_unknown_benchmark_is_refused(reports: Path, mon
     plan = make_plan("cpu", 0.0, brief=True)
     with pytest.raises(ValueError, match="unknown benchmark nonsense; there are updates"):
         bench.measure(plan, ["nonsense"])
+    with pytest.raises(ValueError, match="unknown benchmark 1; there are"):
+        bench.measure(plan, [1])
     entry = bench.measure(plan)
     (path,) = bench.folder(entry["machine"]).glob("*.json")
     assert json.loads(path.read_text())["figures"]["updates"][0]["value"] == 1.0

@@ -188,6 +188,10 @@ def test_one_strange_run_is_in_nobodys_way(reports: Path, capsys: pytest.Capture
     assert report.main([]) == 1
     assert "full cannot be written" in capsys.readouterr().err
     assert (last / "report.html").exists()
+    (reports / "index.html").unlink()
+    (reports / "index.html").mkdir()
+    assert report.main(["a-last"]) == 1
+    assert "reports cannot be written" in capsys.readouterr().err
     pages = {folder: Structure((folder / "report.html").read_text(encoding="utf-8")).text for folder in (deep, strange)}
     assert "summary.json cannot be read" in pages[deep]
     assert "metrics.jsonl cannot be read: it is no file" in pages[deep]

@@ -27,6 +27,11 @@ def test_the_median_is_of_calls_without_the_first() -> None:
     assert speed.turns({"a": lambda: time.sleep(next(waits))}, 0.0)["a"] < 0.04
 
 
+def test_measuring_has_an_end() -> None:
+    with pytest.raises(ValueError, match="measuring for nan seconds has no end"):
+        speed.turns({"one": int}, float("nan"))
+
+
 def test_measuring_leaves_the_threads_alone() -> None:
     before = torch.get_num_threads()
     rates = speed.rates("cpu", bf16=False, seconds=0.05)

@@ -52,7 +52,7 @@ def measure(plan: Plan, names: Sequence[str] = (), tell: Callable[[str], object]
     """
     available = workloads()
     if unknown := [name for name in names if name not in available]:
-        raise ValueError(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(available)}")
+        raise ValueError(f"unknown benchmark {', '.join(map(str, unknown))}; there are {', '.join(available)}")
     record = head(plan) | {"figures": {}}
     for name in names or available:
         tell(f"measuring {name} ...")

@@ -6,6 +6,7 @@ torch is imported inside functions.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,8 @@ def turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str
     The calls alternate for `seconds` in all, `FEWEST` of each at least, so that a change in the machine's speed meets
     all alike.
     """
+    if not math.isfinite(seconds):
+        raise ValueError(f"measuring for {seconds} seconds has no end: give a number")
     times: dict[str, list[float]] = {name: [] for name in works}
     end = time.perf_counter() + seconds / 10
     for count in range(WARM):

@@ -166,15 +166,13 @@ def main(arguments: Sequence[str]) -> int:
     """Command line: rebuild the reports of the runs named (all without any) and the index."""
     root, failed = reports_root(), 0
     folders = [Path(name) if os.path.isdir(name) else root / name for name in arguments]
-    for folder in folders or sorted(watch.run_folders(root)):
+    for folder in (*(folders or sorted(watch.run_folders(root))), None):
         try:
-            with files.writing(folder):
-                print(write_report(folder))
+            with files.writing(folder or root):
+                print(write_report(folder) if folder else write_index(root))
         except ValueError as error:
             print(error, file=sys.stderr)
             failed = 1
-    with files.writing(root):
-        print(write_index(root))
     return failed
 
 
