@@ -28,6 +28,9 @@ from matrixlib.data.remote import bring_catalogue
 from matrixlib.data.share import Share
 from matrixlib.engine import buckets
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
+from matrixlib.engine.inspection import tighten
+from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.parallel import LostRank, Ranks
 from matrixlib.engine.signals import Terminated
@@ -75,6 +78,8 @@ def build(
     micro_batch: int = 4,
     teacher: Teacher | None = None,
     source: Any = None,
+    stages: Any = None,
+    curriculum: Curriculum | None = None,
     **sections: dict[str, Any],
 ) -> Trainer:
     task = task or ToyTask()
@@ -91,12 +96,13 @@ def build(
         model=model.double() if double else model,
         runtime=toy_runtime(micro_batch),
         config=config,
-        data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out),
+        data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out, stages),
         folder=folder,
         checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
         metrics=log(folder / "metrics.jsonl"),
         steps=STEPS,
         teacher=teacher,
+        curriculum=curriculum,
         ranks=ranks,
     )
 
@@ -196,11 +202,11 @@ def member(rank: int, size: int, folder: Path) -> None:
     try:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
-        three = Ranks(rank, size, dist.group.WORLD, dist.PrefixStore("ours", store)).introduce()
-        pair = dist.new_group([0, 1])
-        ours = dist.PrefixStore("pair", store)
-        two = Ranks(rank, 2, pair, ours).introduce() if rank < 2 else None
-        results = checks(folder, {1: Ranks() if rank == 0 else None, 2: two, 3: three})
+        worlds: dict[int, Ranks | None] = {1: Ranks() if rank == 0 else None}
+        for members in range(2, size + 1):
+            group, ours = dist.new_group(list(range(members))), dist.PrefixStore(f"of {members}", store)
+            worlds[members] = Ranks(rank, members, group, ours).introduce() if rank < members else None
+        results, two = checks(folder, worlds), worlds[2]
         (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
         if two is not None:
             results["lost first"] = lost(build(folder / "lost_first", two, double=True), two, gone=0)
@@ -211,7 +217,7 @@ def member(rank: int, size: int, folder: Path) -> None:
 
 
 def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
-    """What came out of each training that this rank had a part in; the last one ends rank 2."""
+    """What came out of each training that this rank had a part in; the last one ends rank 2. Rank 3 ends early."""
     out: dict[str, Any] = {}
     for double in (True, False):
         alone: dict[str, Tensor] = {}
@@ -221,16 +227,21 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 alone = alone or weights(trainer)
                 out[f"equal {double} {size}"] = distance(weights(trainer), alone) if ranks.first else None
                 out[f"early {double} {size}"] = [trainer._step.buckets.early, len(trainer._step.buckets._flat)]
-    three = worlds[3]
-    assert three is not None
-    # the same run by two ranks, by one, by three
-    for size, stop in ((2, 4), (1, 7), (3, None)):
+    three, four = worlds[3], worlds[4]
+    assert four is not None
+    # the same run by four ranks, by two, by one, by three
+    for size, stop in ((4, 2), (2, 4), (1, 7), (3, None)):
         ranks = worlds[size]
         if ranks is not None:
             trainer = run(build(folder / "resumed", ranks, double=True), stop)
             if size == 3 and ranks.first:
                 out["resumed"] = distance(weights(trainer), alone_weights(folder / "equal_True_1"))
-        three.same(None)
+        four.same(None)
+    if three is None:
+        return out
+    for size in (1, 2):
+        if (ranks := worlds[size]) is not None:
+            out[f"staged {size}"] = staged(folder / f"staged_{size}", ranks)
     for name, change, sections in (
         ("poison", poison, {"gating": {"freeze_steps": 2}}),
         ("ruin", ruin, {}),
@@ -271,7 +282,9 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
         trainer = run(build(folder / "mixed", ranks, task=mixed, optim={"optimiser": "muon"}))
         state = {**weights(trainer), **trainer.model.state_dict()}
         out["mixed"] = {name: value.flatten().tolist() for name, value in state.items()}
+        out["judged"] = trainer.evaluation_model() is not None
         out["swa"] = averaged(folder / "swa", ranks)
+        out["tight"] = tight(folder / "tight", ranks)
         out["elsewhere"] = elsewhere(folder, ranks)
         out["told"] = told(build(folder / "told", ranks, double=True))
     three.same(None)
@@ -290,6 +303,33 @@ def averaged(folder: Path, ranks: Ranks) -> list[Any]:
         optim={"swa": 0.9, "swa_interval": 1},
     )
     return [[stats.validation["loss"] for stats in trainer.train() if stats.validation], len(made)]
+
+
+def staged(folder: Path, ranks: Ranks) -> list[Any]:
+    """Validations say when the next phase begins and when the run ends: (phases of the updates, why it ended)."""
+    options = {"kind": "adaptive", "metric": "class/hits", "up": 0.2, "down": 0.0, "patience": 2, "dwell": 1}
+    halves = Dimension("half", ("first", "second"), (0.5, 0.5))
+
+    def stages(phase: Phase) -> tuple[ToyTask, ToySource]:
+        return ToyTask(), RankSource(ROWS, seed=phase.number, ranks=ranks, double=True)
+
+    trainer = build(
+        folder,
+        ranks,
+        double=True,
+        stages=stages,
+        curriculum=Curriculum(load_config("latin_quick").curriculum.model_copy(update=options), [halves]),
+        validation={"interval": 2, "full_every": 1, "patience": 3, "min_delta": 10.0},
+    )
+    return [[stats.phase for stats in trainer.train()], trainer.stop_reason]
+
+
+def tight(folder: Path, ranks: Ranks) -> int:
+    """Rows that a self-supervised head works on at once, where rank 1 alone has no memory left."""
+    figures = {"rss_mib": 95.0 if ranks.rank else 5.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
+    step, chunk = build(folder, ranks, task=ToyTask(gate_plane=True))._step, Chunk()
+    tighten(Monitor(torch.device("cpu"), step.config.memory, lambda device: figures), chunk, step, 10)
+    return chunk.rows
 
 
 def elsewhere(folder: Path, ranks: Ranks) -> float | None:

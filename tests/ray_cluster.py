@@ -15,13 +15,13 @@ from unittest import mock
 AGENTS = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent_listen_port", "metrics_export_port")
 
 
-def node_options() -> dict[str, int]:
-    """A thread, and ports of a node's agents, which would have 15 seconds to find their own: on a busy machine they
+def node_options(threads: int = 1) -> dict[str, int]:
+    """Threads, and ports of a node's agents, which would have 15 seconds to find their own: on a busy machine they
     take longer, and nothing here needs them."""
     with ExitStack() as open_ones:
         sockets = [open_ones.enter_context(socket.create_server(("", 0))) for _ in AGENTS]
         ports = [one.getsockname()[1] for one in sockets]
-    return {"num_cpus": 1, **dict(zip(AGENTS, ports, strict=True))}
+    return {"num_cpus": threads, **dict(zip(AGENTS, ports, strict=True))}
 
 
 @contextmanager

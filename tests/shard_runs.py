@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 import traceback
@@ -19,7 +20,7 @@ from rank_runs import BranchNet, ShortTask, build, distance, lost, poison, ruin,
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
-from matrixlib.engine import metrics
+from matrixlib.engine import diagnostics, metrics
 from matrixlib.engine.parallel import Ranks
 from matrixlib.engine.sharding import OPTIMISERS, Shards, full, own_part, whole
 from matrixlib.engine.task import Batch, slice_batch
@@ -30,7 +31,7 @@ from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.config import ModelConfig
 from matrixlib.tasks.chess.model import PolicyValueNet
 
-SIZE = 2
+SIZE = 3
 SHARD = {"runtime": {"shard": True}}
 CLIPPED = {"clip_norm": 0.1}
 
@@ -102,7 +103,8 @@ def layout(folder: Path) -> dict[str, Any]:
 
 
 def member(rank: int, folder: Path) -> None:
-    """One of two processes: all checks, then its results in <folder>/<rank>.json. Rank 1 ends in the last one."""
+    """One of three processes: all checks, then its results in <folder>/<rank>.json. Rank 2 ends in the first one and
+    rank 1 in the last."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rank_runs.toy_held_out = held_out
@@ -110,9 +112,12 @@ def member(rank: int, folder: Path) -> None:
     try:
         store = dist.FileStore(str(folder / "store"), SIZE)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=120))
-        two = Ranks(rank, SIZE, dist.group.WORLD, dist.PrefixStore("ours", store)).introduce()
+        three = Ranks(rank, SIZE, dist.group.WORLD, dist.PrefixStore("three", store)).introduce()
+        two = Ranks(rank, 2, dist.new_group([0, 1]), dist.PrefixStore("two", store))
+        lost_rank = lost_while_looking(folder / "lost", three)
+        two.introduce()
         worlds = [two] if rank else [Ranks(), two]
-        out = {**checks(folder, worlds), **mixed(two)}
+        out = {**checks(folder, worlds), **mixed(two), "lost": lost_rank}
         short = make(folder / "short", two, task=ShortDeepTask(short=rank == 1, after=5))
         try:
             out["short"] = lost(short, two, gone=-1)
@@ -122,6 +127,17 @@ def member(rank: int, folder: Path) -> None:
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def lost_while_looking(folder: Path, ranks: Ranks) -> Any:
+    """Rank 2 is gone where the statistics of the network are made."""
+    trainer, look = make(folder, ranks, double=False, train={"statistics_interval": 3}), diagnostics.block_statistics
+    if ranks.rank == 2:
+        diagnostics.block_statistics = lambda *_: os._exit(1)
+    try:
+        return lost(trainer, ranks, gone=-1)
+    finally:
+        diagnostics.block_statistics = look
 
 
 def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
@@ -155,11 +171,17 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
         out["resumed"] = distance(weights(alone), state)
         network = {f"average {name}": value.double() for name, value in model.state_dict().items()}
         out["network"] = distance(network, state)
+    else:
+        out["network"] = model
     trainers = compare("poison", change=poison, task=DeepTask(gate_plane=True), gating={"freeze_steps": 2})
     out["poison messages"], out["poison health"] = trainers[-1].messages, health(trainers)
     out["idle"] = [trainer.model.get_parameter("idle.weight").grad is None for trainer in trainers]
     out["ruin health"] = health(compare("ruin", change=ruin))
     out["told"] = told(make(folder / "told", two))
+    trainer = make(folder / "bad weight", two)
+    if not two.first:
+        own_part(trainer.model.get_parameter("inner.weight").data)[-1] = torch.nan
+    out["bad weight"] = trainer._step(next(trainer._source.batches(0, 1))).detail
     given = {name: tensor / 2 for name, tensor in DeepNet().state_dict().items()} if two.first else {}
     trainer = make(folder / "init", two, train={"init": "somewhere"})
     begin(trainer, Start("somewhere", "0", given, (), (), (), {}))

@@ -32,7 +32,7 @@ from matrixlib.runs import elastic
 from matrixlib.runs import ranks as launcher
 from matrixlib.runs import run as runs
 
-SIZE = 3
+SIZE = 4
 TESTS = Path(__file__).parent
 PRESET = {
     "task": "toy_spec:TASK",
@@ -46,7 +46,8 @@ IN_PARTS = PRESET["runtime"] | {"shard": True}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[dict[str, Any]]:
-    """What ranks 0 and 1 of three report; rank 2 ends itself in the last check of all, rank 0 in that of two."""
+    """What ranks 0 and 1 report of two, three or four; rank 2 ends itself in the last check of three, rank 0 in that of
+    two."""
     folder = tmp_path_factory.mktemp("ranks")
     processes = [forkserver.Process(target=member, args=(rank, SIZE, folder)) for rank in range(SIZE)]
     for process in processes:
@@ -55,7 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[d
         process.join(400)
         process.kill()
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    assert [process.exitcode for process in processes] == [1, 0, 1], logs
+    assert [process.exitcode for process in processes] == [1, 0, 1, 0], logs
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -63,7 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[d
 def test_any_number_of_ranks_gives_the_same_weights(
     results: list[dict[str, Any]], double: bool, tolerance: float
 ) -> None:
-    for size in (2, 3):
+    for size in (2, 3, 4):
         assert 0 < results[0][f"equal {double} {size}"] < tolerance
         early, all_of_them = results[1][f"early {double} {size}"]
         assert early == all_of_them > 2, "gradients were to be summed during the backward pass"
@@ -105,10 +106,25 @@ def test_parts_left_out_weights_given_and_a_teacher_are_the_same_for_ranks(
     assert what != "branch" or (first["idle 1"] and first["idle 2"]), "a parameter without gradients is left alone"
 
 
+def test_phases_and_an_early_stop_come_at_once(results: list[dict[str, Any]]) -> None:
+    first, second = results
+    assert first["staged 2"] == second["staged 2"] == first["staged 1"]
+    phases, stopped = first["staged 1"]
+    assert phases == sorted(phases)
+    assert set(phases) == {0, 1}
+    assert len(phases) == 8
+    assert stopped.startswith("no improvement")
+
+
+def test_where_one_rank_has_no_memory_left_all_work_on_fewer_rows_at_once(results: list[dict[str, Any]]) -> None:
+    assert [result["tight"] for result in results] == [2, 2]
+
+
 def test_batch_norm_dropout_and_muon_keep_the_ranks_the_same(results: list[dict[str, Any]]) -> None:
     first, second = (result["mixed"] for result in results)
     assert first == second
     assert all(np.isfinite(values).all() for values in first.values())
+    assert [result["judged"] for result in results] == [True, False], "rank 0 alone keeps a second network"
 
 
 def test_rank_0_alone_makes_the_statistics_of_averaged_weights_and_all_are_judged_by_them(
@@ -174,7 +190,7 @@ def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_g
     tmp_path: Path, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
-    preset = toy_preset(tmp_path, steps=200, runtime=IN_PARTS)
+    preset = toy_preset(tmp_path, steps=200, runtime=IN_PARTS, model={"norm": "batch"})
     run = runs.open_run(preset, run="two", ranks=2)
     assert "trained by 2 ranks, each with its own rows of every batch, and its part of the network" in run.describe()
     steps: list[int] = []
@@ -190,6 +206,7 @@ def test_ranks_that_a_notebook_started_save_at_an_interrupt_and_another_number_g
     assert steps == list(range(1, len(steps) + 1)), "each update is shown once"
     assert f"goes on from the checkpoint of update {steps[-1]};" in " ".join(interrupt.value.__notes__)
     assert run.summary()["end"] == "interrupted"
+    assert "batch normalisation: each rank uses its own rows" in (reports / "two" / "ranks.log").read_text()
     assert not ranks_of(psutil.Process())
     alone = runs.open_run(preset, run="two")
     assert [stats.step for stats in alone.train()] == list(range(steps[-1] + 1, 201)), "nothing is lost"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -50,9 +49,9 @@ def nodes() -> Iterator[Any]:
 
 
 @pytest.fixture
-def cluster(nodes: Any, request: pytest.FixtureRequest) -> Any:
-    """The cluster with all of its nodes, of which `make test` has two: a test may kill some."""
-    for _ in range((NODES if request.node.get_closest_marker("soak") else 2) - len(nodes.list_all_nodes())):
+def cluster(nodes: Any) -> Any:
+    """The cluster with all of its nodes: a test may kill some."""
+    for _ in range(NODES - len(nodes.list_all_nodes())):
         nodes.add_node(**node_options())
     return nodes
 
@@ -78,19 +77,17 @@ def raylet(node: Any) -> int:
 
 
 @pytest.mark.slow
-def test_a_node_that_is_killed_gives_its_part_back(cluster: Any, tmp_path: Path) -> None:
+def test_a_node_that_is_killed_gives_its_part_back(nodes: Any, tmp_path: Path) -> None:
+    victim = nodes.add_node(**node_options(threads=2))  # more than another has free, so the first part is this node's
     parts: dict[Any, Any] = {number: partial(square, number) for number in range(5)}
     with closing(open_fleet("ray", 0, False, tmp_path / "log")) as fleet:  # with a log nothing is computed twice
-        while fleet.slots < len(cluster.list_all_nodes()):
+        while fleet.slots < len(nodes.list_all_nodes()) + 1:
             assert not fleet.collect()
         results = {}
         fleet.submit("held", partial(hold, tmp_path))
         above = {process.pid for process in psutil.Process(written(tmp_path / "pid")).parents()}
-        victim = next(node for node in cluster.list_all_nodes() if raylet(node) in above)
-        if victim is cluster.head_node:  # the driver is there: its actor alone
-            os.kill(psutil.Process(written(tmp_path / "pid")).ppid(), signal.SIGKILL)
-        else:
-            cluster.remove_node(victim, allow_graceful=False)
+        assert raylet(victim) in above
+        nodes.remove_node(victim, allow_graceful=False)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             while "held" not in results:

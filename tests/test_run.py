@@ -242,6 +242,16 @@ def test_other_values_under_the_same_name_are_refused_by_name(reports: Path) -> 
     again.close()
 
 
+def test_rows_of_a_pass_and_the_compiler_may_change_when_a_run_goes_on(reports: Path) -> None:
+    runs.open_run(run="mine", overrides=TINY).close()
+    for size, compiled, mode in ((16, True, "default"), (48, "auto", "default"), (32, False, "")):
+        changes = {"train": {"micro_batch": size}, "runtime": {"compile": compiled}}
+        run = runs.open_run(run="mine", overrides=merge(TINY, changes))
+        assert (run.runtime.micro_batch, run.data.runtime.compile) == (size, mode)
+        assert "changed on resume" in run.runtime.reasons["micro_batch"] or size == 32
+        run.close()
+
+
 def test_an_unfinished_run_of_another_kind_is_left_alone(reports: Path) -> None:
     runs.open_run(run="compare-a0", overrides=TINY, kind="compare").close()
     fresh = runs.open_run(overrides=TINY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from toy_task import toy_runtime
 
 from matrixlib.config import merge
 from matrixlib.engine.sharding import OPTIMISERS, refuse
+from matrixlib.runs import autotune
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 
@@ -27,7 +29,7 @@ UNMEASURED = {"time", "seconds", "times", "throughput", "memory", "loader", "mes
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[dict[str, Any]]:
-    """What both ranks report; the last check leaves rank 0 alone."""
+    """What ranks 0 and 1 report; the first check ends rank 2, the last one leaves rank 0 alone."""
     folder = tmp_path_factory.mktemp("shards")
     processes = [forkserver.Process(target=member, args=(rank, folder)) for rank in range(SIZE)]
     for process in processes:
@@ -36,8 +38,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[d
         process.join(300)
         process.kill()
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    assert [process.exitcode for process in processes] == [0, 0], logs
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+    assert [process.exitcode for process in processes] == [0, 0, 1], logs
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
@@ -85,14 +87,29 @@ def test_a_run_goes_on_whole_and_cut_again(results: list[dict[str, Any]]) -> Non
 
 def test_rank_0_gets_the_averaged_network_at_the_end(results: list[dict[str, Any]]) -> None:
     assert results[0]["network"] < 1e-6
+    assert results[1]["network"] is None
 
 
 def test_what_is_not_finite_on_one_rank_is_skipped_by_both(results: list[dict[str, Any]]) -> None:
     assert 0 < results[0]["poison"] < 1e-12
     assert results[0]["poison health"] == [[1, 0], [1, 0]]
     assert results[1]["poison health"] == [[1, 0]]
-    (text,) = [text for text in results[0]["poison messages"] if "skipped" in text]
+    (text,), other = ([text for text in result["poison messages"] if "skipped" in text] for result in results)
     assert "first: " in text, "the rank that met it names the module"
+    assert other == [text]
+
+
+def test_a_weight_that_is_not_finite_is_named_on_both_by_the_rank_that_has_it(results: list[dict[str, Any]]) -> None:
+    first, second = (result["bad weight"] for result in results)
+    assert first.endswith("first: inner (forward output; its weight is not finite)")
+    assert first == second
+
+
+def test_a_rank_that_is_gone_while_the_network_is_looked_at_is_named(results: list[dict[str, Any]]) -> None:
+    for text, step, seconds, _ in (result["lost"] for result in results):
+        assert text.startswith("rank 2 of 3 does not answer")
+        assert step == 3
+        assert seconds < 30
 
 
 def test_both_roll_back_at_once(results: list[dict[str, Any]]) -> None:
@@ -146,7 +163,7 @@ def test_out_of_memory_on_one_rank_ends_both_and_names_it(results: list[dict[str
 )
 def test_options_that_do_not_go_with_it_are_named(word: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="shard does not go with") as refusal:
-        refuse(load_config("demo", merge(SHARD, options)), toy_runtime())
+        refuse(load_config("demo", merge(SHARD, options)), toy_runtime(), 2)
     assert word in str(refusal.value)
 
 
@@ -156,3 +173,15 @@ def test_nothing_is_begun_of_a_run_that_is_refused(tmp_path: Path, reports: Path
         runs.open_run(preset, run="two", ranks=2)
     assert not (reports / "two").exists()
     runs.open_run(preset, run="one").close()
+    preset = toy_preset(tmp_path / "few", runtime=IN_PARTS)
+    with pytest.raises(ValueError, match="33 rows for 2 ranks in passes of 1"):
+        runs.open_run(preset, run="two", ranks=2, overrides={"train": {"micro_batch": 1}})
+    assert not (reports / "two").exists()
+
+
+def test_nothing_is_tried_of_a_network_that_one_device_may_not_hold(tmp_path: Path, reports: Path) -> None:
+    run = runs.open_run(toy_preset(tmp_path, runtime=IN_PARTS), run="two", ranks=2)
+    assert (run.config.train.micro_batch, run.requested.train.micro_batch) == (33, "auto")
+    data = replace(run.data, runtime=replace(run.runtime, device="cuda"))
+    assert autotune.settle(data, run.requested) is data
+    run.close()

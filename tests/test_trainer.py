@@ -673,6 +673,10 @@ def test_a_smaller_micro_batch_is_stored_with_the_run(tmp_path: Path) -> None:
     assert not any("out of memory" in message for s in stats[1:] for message in s.messages)
     assert stats[-1].micro_step == 5 * (STEPS + 1)
     assert again.adapted, "another machine would not get these bits"
+    list(build(tmp_path / "whole").train(2))
+    larger = build(tmp_path / "whole", runtime=toy_runtime(20))
+    larger.resume()
+    assert [stats.micro_step for stats in larger.train(3)] == [7], "what was not halved may be another number"
 
 
 def test_a_validation_and_a_look_at_dead_units_without_memory_are_cut_once(tmp_path: Path) -> None:

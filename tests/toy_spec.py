@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -17,6 +18,7 @@ LAYOUT = Layout("toy", 1, ROW, {})
 
 class ToyModelConfig(Section):
     width: Count = Field(default=16, description="units of the hidden layer")
+    norm: Literal["layer", "batch"] = Field(default="layer", description="normalisation of the hidden layer")
 
 
 class ToyLossConfig(Section):
@@ -40,7 +42,7 @@ class OwnTask(ToyTask):
         assert self.config is not None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            return ToyNet(self.config.model.width)
+            return ToyNet(self.config.model.width, norm=self.config.model.norm)
 
 
 class ToySpec(TaskSpec[ToyConfig]):

@@ -48,23 +48,18 @@ class Candidate:
                 self._step.ranks.broadcast(self._statistics().values())
             yield
 
-    def network(self, source: Source) -> nn.Module:
-        """A copy of the model with these weights, frozen, in eval mode. Of one that is cut over ranks all ask for it,
-        and rank 0 alone gets these weights.
-        """
+    def network(self, source: Source) -> nn.Module | None:
+        """A copy of the model with these weights, frozen, in eval mode. All ranks ask for it, rank 0 alone gets it."""
         self.renew(source)
         average, step = self._step.ema, self._step
+        tensors = average.state_dict() if average is not None else {}
         if step.sharded:
-            tensors = average.state_dict() if average is not None else optim.named_tensors(self._model)
-            whole = sharding.gathered({"": tensors}, step.ranks)[""]
-            model = step.task.build_model()
-            if step.ranks.first:
-                model = model.to(step.runtime.torch_device)
-                optim.load_tensors(model, whole)
-            return model.requires_grad_(False).eval()
-        model = copy.deepcopy(self._model)
-        if average is not None:
-            optim.load_tensors(model, average.state_dict(), "average")
+            tensors = sharding.gathered({"": tensors or optim.named_tensors(self._model)}, step.ranks)[""]
+        if not step.ranks.first:
+            return None
+        model = step.task.build_model().to(step.runtime.torch_device) if step.sharded else copy.deepcopy(self._model)
+        if tensors:
+            optim.load_tensors(model, tensors, "average")
         return model.requires_grad_(False).eval()
 
     def renew(self, source: Source) -> None:

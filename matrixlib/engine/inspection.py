@@ -76,7 +76,7 @@ def tighten(monitor: Monitor, chunk: Chunk, step: Step, update: int) -> list[str
     What a person should know.
     """
     messages, size = monitor.check(update), step.micro_batch
-    if step.task.gated and chunk.look(monitor.needed, step.config.memory.warn, size):
+    if step.task.gated and chunk.look(step.ranks.most(monitor.needed), step.config.memory.warn, size):
         present = step.task.set_chunk(unwrap(step.model), chunk.rows)
         if step.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
             monitor.clear()

@@ -80,6 +80,10 @@ class Ranks:
         """Whether it is so on any rank."""
         return bool(self.total({"": int(flag)})[""])
 
+    def most(self, value: float) -> float:
+        """The largest of all ranks."""
+        return max(self.total({str(rank): value * (rank == self.rank) for rank in range(self.size)}).values())
+
     def same(self, value: Value) -> Value:
         """What rank 0 has, on all: JSON data, so tuples come as lists."""
         if self.size == 1:
@@ -139,22 +143,13 @@ class Ranks:
             dist.broadcast(tensor, group_src=0, group=self.group)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Within it, an error of a collective operation is a LostRank."""
+    def together(self, working: bool = False) -> Iterator[None]:
+        """Within it, an error of a collective operation is a LostRank. working: other errors may come, too."""
         try:
             yield
         except RuntimeError as error:
-            if out_of_memory(error):
-                raise
-            raise LostRank(self._words(error)) from error
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """As `together`, around work that has errors of its own too."""
-        try:
-            yield
-        except RuntimeError as error:
-            if out_of_memory(error) or (not isinstance(error, dist.DistError) and "gloo" not in str(error)):
+            other = working and not isinstance(error, dist.DistError) and "gloo" not in str(error)
+            if other or out_of_memory(error):
                 raise
             raise LostRank(self._words(error)) from error
 

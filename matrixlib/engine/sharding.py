@@ -27,8 +27,8 @@ OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")
 """Those that move each number by itself, so that they need no whole matrix."""
 
 
-def refuse(config: Config, runtime: Runtime) -> None:
-    """ValueError naming all options that do not go with `runtime.shard`, before anything is trained."""
+def refuse(config: Config, runtime: Runtime, size: int) -> None:
+    """ValueError naming all options that do not go with `runtime.shard` on `size` ranks, before anything is trained."""
     wrong = {
         f"optim.optimiser {config.optim.optimiser}: take {', '.join(OPTIMISERS[:-1])} or {OPTIMISERS[-1]}": (
             config.optim.optimiser not in OPTIMISERS
@@ -45,6 +45,21 @@ def refuse(config: Config, runtime: Runtime) -> None:
     }
     if any(wrong.values()):
         raise ValueError(f"runtime.shard does not go with {'; nor with '.join(text for text in wrong if wrong[text])}")
+    count_passes(config.train.batch_size, size, runtime.micro_batch)
+
+
+def count_passes(rows: int, size: int, micro_batch: int) -> int:
+    """Passes of an update of so many rows: as many as the rank with the most rows needs. ValueError where one has fewer
+    rows than that.
+    """
+    count = math.ceil(math.ceil(rows / size) / micro_batch)
+    if rows // size < count:
+        raise ValueError(
+            f"{rows} rows for {size} ranks in passes of {micro_batch}: with runtime.shard all ranks make as many "
+            f"passes, so give a train.batch_size that is a multiple of {size}, or a larger one than {size} and a "
+            "train.micro_batch above 1"
+        )
+    return count
 
 
 def is_cut(tensor: Tensor) -> bool:
@@ -135,7 +150,7 @@ class Shards:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        refuse(config, runtime)
+        refuse(config, runtime, ranks.size)
         assert ranks.group is not None
         ranks.broadcast(model.state_dict().values())
         mesh = DeviceMesh.from_group(ranks.group, runtime.device)
@@ -151,7 +166,7 @@ class Shards:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_reduce_scatter_unused_params(True, recurse=False)
-        with whole(model):
+        with ranks.together(), whole(model):
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._take, name))
@@ -161,17 +176,9 @@ class Shards:
         self._given = set()
 
     def passes(self, plan: UpdatePlan, micro_batch: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the rows of each pass: as many passes as the rank with the most rows needs. ValueError
-        where one has fewer rows than that.
-        """
+        """(start, stop) of the rows of each pass."""
         rows, size = plan.totals[""], self._ranks.size
-        count = math.ceil(math.ceil(rows / size) / micro_batch)
-        if rows // size < count:
-            raise ValueError(
-                f"{rows} rows for {size} ranks in passes of {micro_batch}: with runtime.shard all ranks make as many "
-                f"passes, so give a train.micro_batch above 1, or a train.batch_size that is a multiple of {size}"
-            )
-        own = len(range(self._ranks.rank, rows, size))
+        count, own = count_passes(rows, size, micro_batch), len(range(self._ranks.rank, rows, size))
         for number in range(count):
             yield own * number // count, own * (number + 1) // count
 
@@ -186,7 +193,7 @@ class Shards:
         if problem:
             raise ValueError(
                 f"rank {self._ranks.rank} of {self._ranks.size} ran out of memory. With runtime.shard the micro-batch "
-                "is not halved by itself: start another run with a smaller train.micro_batch, or more ranks"
+                "is not halved by itself: go on with a smaller train.micro_batch, or with more ranks"
             )
         counts = self._ranks.total({name: int(name in self._given) for name in self._parameters})
         for name, parameter in self._parameters.items():

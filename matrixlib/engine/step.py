@@ -127,10 +127,9 @@ class Step:
             self._untried = self.model is not unwrap(self.model)
         optim.copy_tensors(self._before, self._buffers)
         try:
-            with self.ranks.working():
-                plan, sums, messages = self._forward_backward(batch)
-                stats, norm = self._judge(batch, plan, sums, report)
-                messages += self._apply_or_skip(stats, norm)
+            plan, sums, messages = self._forward_backward(batch)
+            stats, norm = self._judge(batch, plan, sums, report)
+            messages += self._apply_or_skip(stats, norm)
             if stats.left_out is not None:
                 messages += self._left_out.add(stats.left_out, rows(batch))
         except BaseException:
@@ -169,7 +168,7 @@ class Step:
         state: dict[str, Any] = {
             "optimiser": optim.optimiser_kind(self.config.optim),
             "optimiser_counters": optim.optimiser_counters(self.optimiser),
-            "micro_batch": self.micro_batch,
+            "micro_batch": self.micro_batch if self.micro_batch < self.runtime.micro_batch else None,
             "health": self.health.to_dict(),
             "gate": self.gate.to_dict(),
             "plateau": self.plateau.to_dict(),
@@ -194,7 +193,7 @@ class Step:
             raise ValueError(
                 f"its optimiser is {other}, and {own} cannot go on with that state; set optim.optimiser to {other}"
             )
-        self.micro_batch = min(self.micro_batch, state["micro_batch"])
+        self.micro_batch = min(self.micro_batch, state["micro_batch"] or self.micro_batch)
         optim.load_tensors(self.model, tensors["model"])
         optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], state["optimiser_counters"])
         if self.ema is not None:
@@ -295,7 +294,8 @@ class Step:
         if not healthy:
             detail = culprits({t: values[t] for t in counts}, str(looked_at))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
-                detail += next(filter(None, self.ranks.texts(self._first_nonfinite(batch, plan))), "")
+                # Whether a weight that is cut is finite only the rank with that part of it knows, and says more.
+                detail += max(self.ranks.texts(self._first_nonfinite(batch, plan)), key=len)
         stats = Stats(
             step=self.update + 1,
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),

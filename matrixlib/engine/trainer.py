@@ -258,9 +258,9 @@ class Trainer:
         self._saving.done(self.step)
         return path
 
-    def evaluation_model(self) -> nn.Module:
-        """A copy of the model with the averaged weights (the raw ones without), frozen, in eval mode. All ranks of a
-        sharded network ask for it, and rank 0 alone gets the weights.
+    def evaluation_model(self) -> nn.Module | None:
+        """A copy of the model with the averaged weights (the raw ones without), frozen, in eval mode. All ranks ask for
+        it, and rank 0 alone gets it.
         """
         return self._candidate.network(self._source)
 
@@ -283,7 +283,8 @@ class Trainer:
             while self.step < self._last(stop) and not self.stop_reason:
                 signals.agree(self.ranks)
                 planned = self.steps
-                stats = self._one(source)
+                with self.ranks.together(working=True):
+                    stats = self._one(source)
                 if self._advance() or stats.action is Action.ROLLBACK or self.steps != planned:
                     source.close()  # with the batches that it has made ahead
                     source = self._open(stop)

@@ -236,7 +236,7 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
         choices["scaler"] = False, f"{dtype} has the exponents of fp32"
     choices["tf32"] = _tf32(facts, device, runtime.precision)
     choices["channels_last"] = _channels_last(facts, device, dtype, runtime.channels_last)
-    choices["compile"] = _compile(device, runtime.compile)
+    choices["compile"] = compile_mode(device, runtime.compile)
     options: dict[str, Any] = {"threads": runtime.threads, "workers": data.workers}
     options |= {"prefetch": data.prefetch, "micro_batch": train.micro_batch}
     for name, advice in suggest(facts, device).items():
@@ -282,7 +282,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
         workers = (0, "the loader is far faster than the model, and would take one of so few cores")
     micro_batch = (MICRO_BATCH[device], f"where more rows in one pass gain little: measured {MEASURED}")
     if device != "cpu":
-        micro_batch = (MICRO_BATCH[device], "a start; each run looks for the best by trying")
+        micro_batch = (MICRO_BATCH[device], "a start; each run whose network is whole looks for the best by trying")
     if facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
         micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
     return {"threads": (facts.threads, threads), "workers": workers, "prefetch": prefetch, "micro_batch": micro_batch}
@@ -373,8 +373,8 @@ def _channels_last(facts: DeviceFacts, device: str, dtype: str, option: bool | s
     return last >= LAST_LOSES * without, why
 
 
-def _compile(device: str, option: bool | str) -> tuple[str, str]:
-    """(mode of torch.compile, why); `auto` on CUDA is off until a run has tried it."""
+def compile_mode(device: str, option: bool | str) -> tuple[str, str]:
+    """(mode of torch.compile, "" = none, why) of the option; `auto` on CUDA is off until a run has tried it."""
     if option != "auto":
         mode = {True: "default", False: ""}[option] if isinstance(option, bool) else option
         return mode, f"{REQUESTED}; {SLOW_COMPILE}" if mode and device == "mps" else REQUESTED

@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "train.minutes",
     "train.on_time",
     "train.heartbeat_seconds",
+    "train.micro_batch",
     "data.cache",
     "data.timeout",
     "data.max_lost",
@@ -32,11 +33,14 @@ MAY_CHANGE = (
     "checkpoint.",
     "health.",
     "memory.",
+    "runtime.compile",
     "runtime.rank_timeout",
     "runtime.shard",
     "teacher.network",  # where it lies: by its SHA-256 it is the same
 )
 """Options, or sections with a dot at their end, that may be other ones when a run is resumed."""
+SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")
+"""Those whose `auto` stands for what was settled as the run began."""
 
 
 def locked(folder: Path) -> bool:
@@ -89,8 +93,22 @@ def stored_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
-    """The stored resolved configuration with the permitted changes; anything else is refused by name."""
+def resume_record(
+    folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str], processes: int
+) -> tuple[Config, runtimes.Runtime]:
+    """The resolved configuration and the runtime of a run that goes on, with the permitted changes; anything else is
+    refused by name. processes: that this one is to start.
+    """
+    config = _resume_config(folder, requested, record, messages)
+    runtime = runtimes.reuse(record["runtime"], ranks=processes)
+    compiled, _ = runtimes.compile_mode(runtime.device, config.runtime.compile)
+    for name, value in (("micro_batch", config.train.micro_batch), ("compile", compiled)):
+        if value != getattr(runtime, name):
+            runtime = runtime.with_choice(name, value, "changed on resume")
+    return config, runtime
+
+
+def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
     data, file = read_run_config(folder)
     stored = parse_config(data, file, requested.task)
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
@@ -102,7 +120,7 @@ def resume_config(folder: Path, requested: Config, record: Mapping[str, Any], me
     data = configuration.dump(stored)
     for key, (old, new) in changes.items():
         section, name = key.split(".")
-        if key != "train.steps" or new != "auto":
+        if key not in SETTLED or new != "auto":
             data[section][name] = new
             messages.append(f"changed on resume: {key} {old} -> {new}")
     config = parse_config(data, file, requested.task)

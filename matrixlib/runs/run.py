@@ -29,7 +29,7 @@ from matrixlib.hardware import load, openmp
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
-from matrixlib.runs.record import complete_run, locked, resume_config, runtime_config, stored_record, write_record
+from matrixlib.runs.record import complete_run, locked, resume_record, runtime_config, stored_record, write_record
 from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, teacher_of
 from matrixlib.tasks import changed, get_task, load_config
 
@@ -193,7 +193,7 @@ class Run:
                         events.add(stats.row())
                     yield stats
             model = self.trainer.evaluation_model()
-            if self.ranks.first:
+            if model is not None:
                 ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer, model)
         except GeneratorExit:  # the caller has left the loop: nothing has failed
             raise
@@ -434,24 +434,22 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     messages: list[str] = []
     clocks = load.Clocks.now(children=True)
     if record:
-        config = resume_config(folder, requested, record, messages)
+        config, runtime = resume_record(folder, requested, record, messages, processes)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
-        runtime = runtimes.reuse(record["runtime"], ranks=processes)
     else:
         runtime = runtimes.resolve(requested.runtime, requested.train, requested.data, processes)
         config = runtime_config(requested, runtime)
-    if config.runtime.shard and max(ranks.size, processes) > 1:
+    size = max(ranks.size, processes)
+    if config.runtime.shard and size > 1:
         from matrixlib.engine import sharding
 
-        sharding.refuse(config, runtime)
+        sharding.refuse(config, runtime, size)
     runtime.apply()
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder, spec, config, runtime, record)
-    data = RunData(
-        config, runtime, spec, task, catalogue, messages, teacher, Share(ranks.rank, max(ranks.size, processes))
-    )
+    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, Share(ranks.rank, size))
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:
@@ -474,7 +472,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     if not record:
         write_record(folder, preset, requested, data, kind, update_seconds, start)
     messages += autotune.start_notes(data.runtime, clocks)
-    if (size := max(ranks.size, processes)) > 1:
+    if size > 1:
         parts = ", and its part of the network" if config.runtime.shard else ""
         messages.append(f"trained by {size} ranks, each with its own rows of every batch{parts}")
     return Run(folder, preset, data, requested, bool(record), lock, update_seconds, start, ranks, processes)
