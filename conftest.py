@@ -6,6 +6,7 @@ Kernels that the tests' own process starts are forked, here and in other tests.
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 import warm
 from jupyter_client.provisioning import local_provisioner
-from nbval.plugin import IPyNbCell
 
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
 
+sys.modules.setdefault("rfc3987_syntax", None)  # two seconds, for checks of schemas' addresses
+pytest_plugins = ["nbval.plugin"]
 REPORTS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -32,7 +34,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with pytest.MonkeyPatch.context() as patch:
         if warm.FORKS:
             patch.setattr(local_provisioner, "launch_kernel", warm.launch_kernel)
-        if isinstance(item, IPyNbCell):
+        if item.path.suffix == ".ipynb":
             kept = item.parent.stash
             if REPORTS not in kept:
                 kept[REPORTS] = tempfile.TemporaryDirectory()
@@ -44,7 +46,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if isinstance(item, IPyNbCell) and item.path.stem == "sample" and (reason := without_stockfish()):
+    if item.path.name == "sample.ipynb" and (reason := without_stockfish()):
         pytest.skip(reason)
 
 

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
 PRELOAD += ["matrixlib.tasks.chess.task", "matrixlib.runs.notebook", "matplotlib.figure", "ipykernel.kernelapp"]
-PRELOAD += ["ipykernel.zmqshell", "matplotlib_inline", "pandas"]
+PRELOAD += ["ipykernel.zmqshell", "matplotlib_inline", "pandas", "compiled"]
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 
 
@@ -34,7 +35,9 @@ def context() -> Any:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), TESTS]))
+    with mock.patch.dict(os.environ, PYTHONPATH=paths):
+        forkserver.ensure_running()
     return context
 
 
@@ -172,16 +175,18 @@ def _end_with_parent() -> None:
 
 
 def compile_kernels() -> None:
-    """What a training and a search call of numba's functions, into the cache that all processes read."""
+    """What a training and a search call of numba's functions, into the cache that all processes read, or from it."""
     from matrixlib.bench.workloads import open_loader
-    from matrixlib.hardware.benchmark import make_plan
+    from matrixlib.play.game import uniform
+    from matrixlib.play.search import Search, SearchOptions
     from matrixlib.tasks import get_task, load_config
-    from matrixlib.tasks.chess.benchmarks import search
+    from matrixlib.tasks.chess.game import ChessGame
 
     for preset, task in (("demo", "chess"), ("latin_demo", "latin")):
         open_loader(load_config(preset, get_task(task).viewer_overrides), 64).batch(0)
-    for _ in search(make_plan("cpu", 0.0, brief=True)):
-        pass
+    tree = Search(ChessGame(), uniform, SearchOptions(), 1)
+    tree.reset(0, ChessGame().initial(1))
+    tree.run(4)
 
 
 if __name__ == "__main__":

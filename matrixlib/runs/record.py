@@ -1,6 +1,7 @@
 """What a run's folder records of its beginning, and what may change when it goes on."""
 
 import datetime
+import functools
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,8 +183,10 @@ def write_record(
     )
 
 
+@functools.cache
 def git_commit() -> str:
-    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere."""
+    """Commit of the checkout that the package runs from, with `+changes` where the tree is not clean; '' elsewhere. As
+    this process was first asked: it goes on with the code that it began with."""
     if files.CHECKOUT is None:
         return ""
 

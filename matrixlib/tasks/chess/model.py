@@ -8,6 +8,7 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 (`encoding: oriented`) or rank 8 of White's board (`encoding: matrix0`); column 0 is the a-file.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = 
     return int(counter.get_total_flops())
 
 
+@functools.lru_cache
 def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
     """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted."""
     with torch.device("meta"):
