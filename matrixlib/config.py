@@ -41,6 +41,8 @@ Fraction = Annotated[Real, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=1 << 53)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 53)]
 Rows = Annotated[int, Field(ge=1, le=1 << 24)]
+Processes = Annotated[int, Field(ge=1, le=1024)]
+ProcessesOrZero = Annotated[int, Field(ge=0, le=1024)]
 Auto = Literal["auto"]
 Elementwise = Literal["adamw", "adam", "sgd", "rmsprop", "radam", "nadam", "lamb", "adafactor"]
 
@@ -88,8 +90,8 @@ class DataConfig(Section):
     suspicious: Literal["use", "quarantine"] = option(
         "use", "shards that an import found far from the others of their source: use or leave out"
     )
-    workers: CountOrZero | Auto = option("auto", "loader processes; 0 = in the main process")
-    prefetch: Count | Auto = option("auto", "updates prepared ahead by each worker")
+    workers: ProcessesOrZero | Auto = option("auto", "loader processes; 0 = in the main process")
+    prefetch: Processes | Auto = option("auto", "updates prepared ahead by each worker")
     timeout: NonNegative = option(
         300.0, "seconds without a batch after which the workers count as hung and are started again; 0 = never"
     )
@@ -242,7 +244,7 @@ class CheckpointConfig(Section):
 class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "`auto` takes the best that works")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "autocast dtype; weights stay fp32")
-    threads: Count | Auto = option("auto", "intra-op threads on the CPU; part of what makes runs bit-equal")
+    threads: Processes | Auto = option("auto", "intra-op threads on the CPU; part of what makes runs bit-equal")
     rank_timeout: Positive = option(
         600.0, "of several ranks: seconds after which one that does not answer counts as hung"
     )

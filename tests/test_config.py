@@ -319,9 +319,10 @@ BOMB = "task: chess\nz0: &z0 [1]\n" + "".join(f"z{k + 1}: &z{k + 1} [{', '.join(
         ((BOMB + "seed: *z12\n").encode(), r"'seed': Input should be a valid integer, got \["),
         (b"task: chess\nseed: 18446744073709551616\n", "'seed': Input should be less than"),
         (b"task: chess\ntrain: {batch_size: 1000000000000000}\n", r"'train\.batch_size': Input should be less than"),
+        (b"task: chess\ndata: {workers: 1000000}\n", r"'data\.workers': Input should be less than"),
         (b"task: chess\ntrain: {steps: 1" + b"0" * 400 + b"}\n", r"'train\.steps': Input should be less than"),
     ],
-    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch", "steps"],
+    ids=["utf-16", "latin-1", "lists", "mappings", "bomb", "seed", "batch", "workers", "steps"],
 )
 def test_a_preset_that_is_none_is_a_short_line(tmp_path: Path, text: bytes, message: str) -> None:
     path = tmp_path / "mine.yaml"

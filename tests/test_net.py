@@ -248,6 +248,15 @@ def test_load_a_run_by_name_and_by_folder(reports: Path) -> None:
     assert by_name.evaluate(KIWIPETE)[0].moves == by_folder.evaluate(KIWIPETE)[0].moves
     newest = matrixlib.load("mine", checkpoint="newest", device="cpu")
     assert newest.parameters == by_name.parameters
+    config = reports / "mine" / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("channels: 16", "channels: 24"))
+    with pytest.raises(ValueError, match=r"mine/config\.yaml is not that of step_00000004: .* has shape"):
+        matrixlib.load("mine", device="cpu")
+    config.write_text(text.replace("channels: 16", "channels: 1000000"))
+    with pytest.raises(ValueError, match="no memory for this network, make it smaller"):
+        matrixlib.load("mine", device="cpu")
+    config.write_text(text)
     folder = reports / "mine" / "checkpoints" / "step_00000002"
     assert find_run(folder) == (reports / "mine", "step_00000002")
     second = matrixlib.load(folder, device="cpu").evaluate(KIWIPETE)[0]

@@ -260,6 +260,8 @@ def test_an_unfinished_run_of_another_kind_is_left_alone(reports: Path) -> None:
 
 
 def test_explicit_parameters_beat_overrides_which_beat_the_preset(reports: Path) -> None:
+    with pytest.raises(ConfigError, match="'seed': Input should be greater than or equal to 0, got -5"):
+        runs.open_run(seed=-5)
     current = runs.open_run(run="layers", seed=7, steps=3, overrides={**TINY, "seed": 5})
     assert (current.config.seed, current.steps, current.config.train.batch_size) == (7, 3, 64)
     assert current.config.optim.beta2 == 0.98

@@ -708,6 +708,13 @@ def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path
         build(tmp_path, ToyTask(width=13, norm="batch")).resume()
     with pytest.raises(CheckpointError, match="another name"):
         build(tmp_path, ToyTask(norm="layer")).resume()
+    checkpoint = build(tmp_path).checkpoints.newest()
+    assert checkpoint is not None
+    for strange in ({"gate": None}, {"gate": 3}, {"chunk": []}, {"skip": [[1]]}, {"pace": {"elapsed": 10**400}}):
+        again = build(tmp_path)
+        again.checkpoints.newest = lambda before=None, own=strange: replace(checkpoint, state=checkpoint.state | own)
+        with pytest.raises(CheckpointError, match=r"does not fit this run .*another name"):
+            again.resume()
 
 
 def test_names_in_a_checkpoint_are_plain_although_the_model_is_compiled(tmp_path: Path) -> None:

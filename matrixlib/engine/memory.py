@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from matrixlib.config import MemoryConfig
-from matrixlib.engine.task import Batch, rows, slice_batch
+from matrixlib.engine.task import Batch, Task, rows, slice_batch
 from matrixlib.hardware.runtime import machine
 
 MEBI = 2**20
@@ -134,6 +134,16 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.AcceleratorError):
         return False
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def fresh_model(task: Task) -> torch.nn.Module:
+    """A network of the task. ValueError where there is no memory for one of its size."""
+    try:
+        return task.build_model()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ValueError(f"no memory for this network, make it smaller: {str(error).splitlines()[0][:200]}") from error
 
 
 @contextmanager

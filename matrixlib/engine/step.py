@@ -21,7 +21,7 @@ from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradie
 from matrixlib.engine.dropout import Dropout
 from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
-from matrixlib.engine.memory import out_of_memory
+from matrixlib.engine.memory import fresh_model, out_of_memory
 from matrixlib.engine.optim import unwrap
 from matrixlib.engine.parallel import Ranks, norms_by_rank
 from matrixlib.engine.plan import UpdatePlan
@@ -40,7 +40,7 @@ def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
     """A step with a fresh network, for updates before a run; random streams are afterwards as they were."""
     streams = rng.capture(runtime.torch_device)
     try:
-        yield Step(task, task.build_model(), runtime, config, steps=1000)
+        yield Step(task, fresh_model(task), runtime, config, steps=1000)
     finally:
         rng.restore(streams, runtime.torch_device)
 

@@ -147,7 +147,7 @@ class Trainer:
             self._chunk = Chunk(**checkpoint.state["chunk"])
             self.pace.restore(checkpoint.state["pace"])
             self._step.schedule = self.pace.schedule
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring "
                 "back the configuration it was made with"

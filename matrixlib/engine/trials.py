@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from matrixlib.config import Config, GatingConfig, dump
 from matrixlib.engine import optim, rng
 from matrixlib.engine.diagnostics import block_of
-from matrixlib.engine.memory import out_of_memory
+from matrixlib.engine.memory import fresh_model, out_of_memory
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.step import Step, throwaway
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
@@ -82,7 +82,7 @@ def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> Compa
     plain = replace(runtime, device="cpu", dtype="fp32", scaler=False, channels_last=False, compile="")
     streams = rng.capture(runtime.torch_device)
     try:
-        network = _rough(task.build_model())
+        network = _rough(fresh_model(task))
         with LinearRows() as linear:
             expected = _update(task, copy.deepcopy(network), plain, config, [part])
         try:

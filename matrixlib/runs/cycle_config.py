@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SerializeAsAny
 
-from matrixlib.config import Config, ConfigError, Count, Section, option, read_preset, validated
+from matrixlib.config import Config, ConfigError, Count, Processes, Section, option, read_preset, validated
 from matrixlib.files import PARAMS
 from matrixlib.play.match import MatchOptions
 from matrixlib.play.search import SearchOptions
@@ -27,7 +27,7 @@ class CycleConfig(Section):
     games: Annotated[int, Field(ge=20)] = option(512, "games of self-play in a generation; every twentieth is held out")
     chunk: Count = option(128, "games of a shard; what a killed process loses at most")
     window: Count = option(3, "latest generations that are trained on")
-    workers: Count = option(1, "processes of self-play and matches, each of which computes on one thread")
+    workers: Processes = option(1, "processes of self-play and matches, each of which computes on one thread")
     fleet: Kind = option(
         "local",
         "`ray`: every thread, or every GPU, of the Ray cluster that this machine belongs to, in place of `workers`",

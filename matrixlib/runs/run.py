@@ -398,7 +398,7 @@ def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any],
     arguments: dict[str, Any] = {}
     if device != "auto":
         arguments["runtime"] = {"device": device}
-    if seed >= 0:
+    if seed != -1:
         arguments["seed"] = seed
     given = ({"steps": steps} if steps else {}) | ({"init": init} if init else {})
     if given:

@@ -21,6 +21,7 @@ from matrixlib.config import (
     CountOrZero,
     NonNegative,
     Positive,
+    Processes,
     Section,
     difference,
     merge,
@@ -85,7 +86,7 @@ class SweepConfig(Section):
         False, "the greatest measure is the best one, not the least; to be given where `measure` is no loss"
     )
     prune: bool = option(False, "end a trial whose validation loss is above the median, from a third of the updates on")
-    workers: Count = option(1, "processes, which share the processor's threads and the GPUs")
+    workers: Processes = option(1, "processes, which share the processor's threads and the GPUs")
     fleet: Kind = option(
         "local",
         "`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "

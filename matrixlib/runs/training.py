@@ -9,6 +9,7 @@ import torch
 from matrixlib import config as configuration
 from matrixlib.engine import optim, storage
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.pace import Plan
 from matrixlib.engine.parallel import Ranks, norms_by_rank
@@ -28,7 +29,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: 
     if ranks.first:
         targets = partial(data.spec.ssl_targets, task)
         look = TargetLog(folder / "targets.jsonl", config.train.targets_interval, targets).look
-    model, checkpoints = task.build_model(), Checkpoints.of(folder / "checkpoints", config.checkpoint)
+    model, checkpoints = fresh_model(task), Checkpoints.of(folder / "checkpoints", config.checkpoint)
     checkpoints.largest = storage.largest_group(model)
     trainer = Trainer(
         task=task,

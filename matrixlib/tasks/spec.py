@@ -339,14 +339,15 @@ def load_network(
     device: also the whole runtime, of a network that is to compute as it did before. Raises ValueError naming the
     checkpoint that is missing or damaged.
     """
-    from matrixlib.engine import storage
+    from matrixlib.engine import optim, storage
     from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine.memory import fresh_model
 
-    model = spec.task(config).build_model()
+    model = fresh_model(spec.task(config))
     limit = storage.largest_group(model)
     stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep, largest=limit).pick(checkpoint)
     tensors, sha256 = weights(stored)
-    model.load_state_dict(tensors, strict=True)
+    optim.load_tensors(model, tensors, f"{folder.name}/config.yaml is not that of {stored.path.name}")
     runtime = runtime_for_use(config, device)
     net = spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
     net.sha256, net.lesson = sha256, stored.state.get("teacher", {})
