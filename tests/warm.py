@@ -17,9 +17,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+with suppress(ImportError):  # no system without POSIX has it
+    from multiprocessing import forkserver
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 PRELOAD = ["matrixlib.runs.injection_job", "matrixlib.engine.trainer", "matrixlib.runs.report", "torch._dynamo"]
@@ -31,8 +35,6 @@ FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 @functools.cache
 def context() -> Any:
     """Starts processes, in the environment of its first call, where a system `FORKS`."""
-    from multiprocessing import forkserver
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), TESTS]))
@@ -86,8 +88,9 @@ class Kernel:
     stdin = stdout = stderr = None
 
     def __init__(self, argv: Sequence[str], env: dict[str, str], cwd: str | None) -> None:
-        arguments = (argv, env, cwd or os.curdir, measured())
-        self.process = context().Process(target=serve, args=arguments, daemon=True)
+        server = context()
+        arguments = (argv, env, cwd or os.curdir, measured(), forkserver._forkserver._forkserver_address)
+        self.process = server.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         self.pid = self.process.pid
         while os.getpgid(self.pid) != self.pid:  # the client signals its group, which must not be ours
@@ -116,10 +119,14 @@ def launch_kernel(command: Sequence[str], *, env: dict[str, str], cwd: str | Non
     return Kernel(command[command.index("ipykernel_launcher") + 1 :], env, cwd)
 
 
-def serve(argv: Sequence[str], env: dict[str, str], cwd: str, rates: dict[tuple[Any, ...], Any]) -> None:
-    """A kernel, in a process of its own that looks like one that was not forked. rates: as `measured` gives them."""
+def serve(argv: Sequence[str], env: dict[str, str], cwd: str, rates: dict[tuple[Any, ...], Any], server: str) -> None:
+    """A kernel, in a process of its own that looks like one that was not forked. rates: as `measured` gives them.
+    server: from which its own processes come, too; a new one would import everything again."""
     from ipykernel.kernelapp import IPKernelApp
 
+    if sys.version_info < (3, 14):  # from then on it asks for a key
+        forkserver._forkserver._forkserver_address = server
+        forkserver._forkserver.ensure_running = lambda: None
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
