@@ -127,6 +127,9 @@ def test_index_browse_and_the_command_say_it(reports: Path, capsys: pytest.Captu
     assert watch.main(["busy", "broken"]) == 0
     assert "has not made an update yet" in capsys.readouterr().out
     assert watch.main(["absent"]) == watch.main(["x" * 5000]) == 2
+    for seconds in ("-1", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            watch.main(["--every", seconds])
     page = report.write_index(reports).read_text(encoding="utf-8")
     assert '<td class="fail">stalled</td>' in page
     assert '<td class="open">training</td>' in page

@@ -146,6 +146,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="name or folder; without any, those that began last")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="say it again and again")
     options = parser.parse_args(arguments)
+    if not 0 <= options.every < math.inf:
+        parser.error(f"--every {options.every:g}: give seconds, from 0")
     root = files.reports_root()
     folders = [Path(name) if os.path.isdir(name) else root / name for name in options.runs]
     if absent := [folder for folder in folders if not os.path.isdir(folder)]:  # Path.is_dir raises for a long name
