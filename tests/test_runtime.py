@@ -125,6 +125,17 @@ def test_round_trip_through_json_and_reuse() -> None:
     assert reuse(stored, T4) == runtime
     with pytest.raises(ValueError, match=r"began on 'cuda'.*no CUDA device was found"):
         reuse(stored, ZEN4)
+    for strange in (
+        {"device": []},
+        {"threads": "x"},
+        {"threads": -1},
+        {"dtype": "fp8"},
+        {"reasons": [1]},
+        {"tf32": None},
+    ):
+        (name,) = strange
+        with pytest.raises(ValueError, match=f"the stored runtime's {name} is .*bring the file back"):
+            Runtime.from_dict(stored | strange)
     del stored["ranks"]
     assert Runtime.from_dict(stored) == runtime, "of a run begun before there were several"
     del stored["tf32"]

@@ -38,6 +38,17 @@ REQUESTED = "asked for"  # the reason of what `auto` did not decide
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
 
+KINDS: Mapping[str, Any] = {
+    "str": (str, bool),  # of older runs, which were compiled or not
+    "bool": bool,
+    "int": int,
+    "Mapping[str, str]": Mapping,
+    "tuple[str, ...]": (list, tuple),
+}
+"""What a stored choice may be, by its annotation."""
+DTYPES = ("fp32", "bf16", "fp16")
+
+
 @dataclass(frozen=True)
 class Runtime:
     """All choices for one run; stored with it and reused on resume: the result's bits depend on them."""
@@ -122,12 +133,19 @@ class Runtime:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
-        """Inverse of to_dict. Raises ValueError on a missing or unknown key."""
+        """Inverse of to_dict. Raises ValueError on a missing or unknown key, and a value that is none of it."""
         known = {item.name for item in fields(cls)}
         data = {"ranks": 1, **data}  # runs begun before there were several
         if wrong := known ^ set(data):
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
+        numbers = ("threads", "workers", "prefetch", "micro_batch", "ranks")
+        odd = [item.name for item in fields(cls) if not isinstance(data[item.name], KINDS[str(item.type)])]
+        odd += [] if odd else [name for name in numbers if data[name] < (name != "workers")]
+        odd += [] if odd or data["dtype"] in DTYPES else ["dtype"]
+        if odd:
+            strange = str(data[odd[0]])[:80]
+            raise ValueError(f"the stored runtime's {odd[0]} is '{strange}': bring the file back, or start a new run")
         return cls(**{**data, "requested": tuple(data["requested"])})
 
 
