@@ -262,6 +262,9 @@ def test_a_folder_without_a_training_lacks_nothing(tmp_path: Path) -> None:
 def test_what_nobody_knows_breaks_nothing(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
+    huge = dict.fromkeys(("seconds", "share_of_peak", "peak_gflops", "steps", "positions", "parameters"), 10**400)
+    write_json(folder / "summary.json", summary | huge)
+    assert "PASS" in Structure(report.write_index(tmp_path).read_text(encoding="utf-8")).text
     odd = {"items": 1, "evaluation": ["no", "mapping"], "verdict": "good", "steps": "many", "seconds": "nan"}
     write_json(folder / "summary.json", summary | odd | {"runtime": 3, "new": {"deep": [1, {}]}, "headline": 5})
     write_json(folder / "run.json", {"versions": "none", "runtime": [1], "started": 7})

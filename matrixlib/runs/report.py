@@ -235,7 +235,8 @@ def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | Non
 
 
 def _object(path: Path) -> dict[str, Any]:
-    data = json.loads(path.read_text(encoding="utf-8"))
+    # a whole number of hundreds of digits is inf: as no float it would break whatever formats it
+    data = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda digits: (int, float)[len(digits) > 18](digits))
     if not isinstance(data, dict):
         raise ValueError("it holds no mapping")
     return data
