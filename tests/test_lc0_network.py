@@ -344,6 +344,8 @@ def test_opponents_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert list(strength.load_opponents(given, "cpu")) == [*given[:2], "own.pb.gz"]
     with pytest.raises(ValueError, match=r"opponents: '.*own.pb.gz' stands there twice"):
         strength.load_opponents([given[2], given[2]])
+    with pytest.raises(ValueError, match="opponents: 3 is no name"):
+        strength.load_opponents([given[2], 3])
 
 
 def test_a_file_is_one_network(tmp_path: Path) -> None:

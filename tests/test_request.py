@@ -23,6 +23,8 @@ COUNTS = {"sample": 2048, "games": 4}
         ({"counts": {"sample": -3}}, "sample is -3"),
         ({"inputs": {"game": "nowhere.pgn"}}, r"game: there is no file 'nowhere\.pgn'"),
         ({"inputs": {"suites": ["nowhere.epd"]}}, r"suites: there is no file 'nowhere\.epd'"),
+        ({"inputs": {"suites": [None]}}, "suites: there is no file 'None'"),
+        ({"inputs": {"suites": [1]}}, "suites: there is no file '1'"),
         ({"outputs": {"pgn": "nowhere/games.pgn"}}, "pgn: no folder 'nowhere' to write"),
         ({"outputs": {"onnx": "."}}, r"onnx: '\.' is a folder"),
         ({"outputs": {"onnx": "x" * 5000 + "/y"}}, "onnx: no folder 'xxx"),

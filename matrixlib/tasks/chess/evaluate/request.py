@@ -34,8 +34,8 @@ def check_outputs(paths: Mapping[str, str]) -> None:
 def check_inputs(paths: Mapping[str, str | Iterable[str]]) -> None:
     """ValueError for a file that is not there; empty ones are not asked for."""
     for name, given in paths.items():
-        for path in filter(None, [given] if isinstance(given, str) else given):
-            if not os.path.isfile(path):
+        for path in ([given] if given else []) if isinstance(given, str) else given:
+            if not isinstance(path, str) or not os.path.isfile(path):
                 raise ValueError(f"{name}: there is no file '{path}'")
 
 

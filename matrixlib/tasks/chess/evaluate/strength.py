@@ -28,6 +28,8 @@ def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]
 
     ValueError for a path that stands twice, and where there is no network of chess.
     """
+    if odd := [path for path in paths if not isinstance(path, str)]:
+        raise ValueError(f"opponents: {odd[0]!r} is no name: give runs, checkpoints or files, in quotes")
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise ValueError(f"opponents: '{twice[0]}' stands there twice")
     last = [Path(path).name for path in paths]
