@@ -26,7 +26,18 @@ WHOLE: dict[str, Any] = {
     "runtime": {},
     "catalogue": "",
 }
-NO_RECORDS = ("", "{", "[]", "3", "null", "{}", '{"requested": []}', '{"requested": {}, "started": 5}', "[" * 100_000)
+NO_RECORDS = (
+    "",
+    "{",
+    "[]",
+    "3",
+    "null",
+    "{}",
+    '{"requested": []}',
+    '{"requested": {}, "started": 5}',
+    '{"requested": {}, "peak": 3}',
+    "[" * 100_000,
+)
 NO_SUMMARIES = ("", '{"complete": tr', "[1]", '"x"', '{"complete": true, "steps": "many"}', '{"verdict": 3}')
 
 
