@@ -57,8 +57,10 @@ def test_nothing_else_in_the_folder_is_deleted(tmp_path: Path) -> None:
     assert note.read_text() == "mine"
 
 
-@pytest.mark.parametrize("options", [{"games": 0}, {"games": -1}, {"workers": 0}, {"seed": -5}])
-def test_numbers_that_make_no_set_are_named(tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="give whole numbers from 1, 1 and 0"):
+@pytest.mark.parametrize(
+    "options", [{"games": 0}, {"games": -1}, {"workers": 0}, {"seed": -5}, {"nodes": (500, 100)}, {"nodes": (0, 5)}]
+)
+def test_numbers_that_make_no_set_are_named(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give whole numbers from 1, "):
         make_set(str(tmp_path / "s"), **options)
     assert not (tmp_path / "s").exists()

@@ -139,14 +139,18 @@ class MatchOptions(Sprt):
 
     RENAMED: ClassVar[Mapping[str, str]] = {"simulations": "num_simulations"}
 
-    pairs: Count = option(64, "at most so many pairs of games, each from one opening with sides swapped")
+    pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(
+        64, "at most so many pairs of games, each from one opening with sides swapped"
+    )
     batch: Count = option(16, "pairs played at once; the test looks after each batch")
     num_simulations: CountOrZero = option(16, "simulations of a move; 0 = the most probable move")
     random_plies: Annotated[int, Field(ge=3)] = option(
         6, "random plies of an opening; fewer than 3 give too few different ones"
     )
     plies: Count = option(240, "longer games are drawn")
-    anchor_pairs: CountOrZero = option(32, "pairs of each candidate against generation 0, for the Elo curve")
+    anchor_pairs: Annotated[int, Field(ge=0, le=1 << 20)] = option(
+        32, "pairs of each candidate against generation 0, for the Elo curve"
+    )
 
 
 @dataclass(frozen=True)

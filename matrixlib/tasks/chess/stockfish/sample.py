@@ -30,6 +30,10 @@ def make_set(
     """
     if games < 1 or workers < 1 or seed < 0:
         raise ValueError(f"games is {games}, workers {workers}, seed {seed}; give whole numbers from 1, 1 and 0")
+    if not 1 <= nodes[0] <= nodes[1]:
+        raise ValueError(
+            f"nodes_low is {nodes[0]} and nodes_high {nodes[1]}; give whole numbers from 1, the low one first"
+        )
     folder = Path(out) if out else files.reports_root() / "sample"
     shards, chunks = folder / "shards", folder / "chunks"
     _refuse_others(shards, chunks)
