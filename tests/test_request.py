@@ -21,6 +21,7 @@ COUNTS = {"sample": 2048, "games": 4}
         ({"engine_elo": ["strong"]}, r"engine_elo: 'strong'.*-y 'engine_elo: \[1350"),
         ({"counts": {"games": -2}}, "games is -2; give a whole number from 0"),
         ({"counts": {"sample": -3}}, "sample is -3"),
+        ({"counts": {"engine_nodes": 0}, "engine_elo": [1400]}, "engine_nodes is 0"),
         ({"inputs": {"game": "nowhere.pgn"}}, r"game: there is no file 'nowhere\.pgn'"),
         ({"inputs": {"suites": ["nowhere.epd"]}}, r"suites: there is no file 'nowhere\.epd'"),
         ({"inputs": {"suites": [None]}}, "suites: there is no file 'None'"),

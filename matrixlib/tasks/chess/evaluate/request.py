@@ -51,6 +51,8 @@ def check_request(
     check_numbers("simulations", simulations, "-y 'simulations: [16, 64]'")
     check_numbers("engine_elo", engine_elo, "-y 'engine_elo: [1350, 1800]'")
     check_counts(counts)
+    if engine_elo and not counts.get("engine_nodes", 1):
+        raise ValueError("engine_nodes is 0, with which an engine thinks without an end; give a whole number from 1")
     check_inputs(inputs or {})
     check_outputs(outputs or {})
     if outputs and outputs.get("int8") and not outputs.get("onnx"):
