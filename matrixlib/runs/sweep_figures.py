@@ -68,7 +68,9 @@ def dimensions_figure(sweep: Sweep) -> Figure:
             axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0)
             axes.set_xlim(-0.5, len(names) - 0.5)
         elif dimension.log or _spread(complete, key):
-            log(axes, [place(one) for one in complete], "x")
+            log(axes, [place(one) for one in (*complete, *pruned)], "x")
+        elif 0 < len(names) < 8:
+            axes.set_xticks([float(choice) for choice in choices], names)
         axes.set_xlabel(key)
     for axes in grid[::COLUMNS]:
         axes.set_ylabel("validation loss [nat]" if sweep.config.measure == "loss" else sweep.config.measure)

@@ -86,8 +86,9 @@ def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> N
         return
     axes.set(**{f"{name}scale": "log"})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
-    wide = max(finite) > 100 * min(finite)
-    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    decades = math.log10(max(finite) / min(finite))
+    some = (1.0, 3.0) if name == "x" and decades > 1 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # labels are broad, not high
+    axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else some))
     axis.set_major_formatter(lambda x, _: f"{x:,.{DIGITS}f}".rstrip("0").rstrip("."))
     axis.set_minor_formatter(NullFormatter())
 
