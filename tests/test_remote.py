@@ -362,10 +362,10 @@ def test_what_a_source_refuses_is_said(
         with pytest.raises(RemoteError, match="credentials: log in"):
             bring_catalogue(url, 1)
     line.down = True
-    shards_asked = len(line.requests)
     with pytest.raises(RemoteError, match=r"could not be read in 4 tries .* goes on where this one stopped"):
         bring_catalogue(url, 1)
-    assert len(line.requests) == shards_asked
+    folder = url.removeprefix("s3:/")
+    assert not [request for request in line.requests if folder in request]  # one of the test before may come late
 
 
 def test_a_catalogue_that_names_nonsense_is_refused(
