@@ -583,6 +583,9 @@ def test_a_catalogue_that_is_a_folder_is_named(tmp_path: Path) -> None:
 def test_a_backup_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(CatalogueError, match="cannot be written"):
-        filled(tmp_path / "data").backup(tmp_path / "folder")
+    for target in (tmp_path / "folder", Path("/")):
+        with pytest.raises(CatalogueError, match="cannot be written"):
+            filled(tmp_path / "data").backup(target)
+    with pytest.raises(CatalogueError, match="no such folder"):
+        Catalogue("x" * 5000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "folder"]

@@ -8,6 +8,7 @@ import pytest
 from test_packing import make_work
 
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.files import FolderError
 from matrixlib.tasks.chess.stockfish import generator as sources
 from matrixlib.tasks.chess.stockfish import packing
 from matrixlib.tasks.chess.stockfish.sample import make_set
@@ -64,3 +65,5 @@ def test_numbers_that_make_no_set_are_named(tmp_path: Path, options: dict[str, A
     with pytest.raises(ValueError, match="give whole numbers from 1, "):
         make_set(str(tmp_path / "s"), **options)
     assert not (tmp_path / "s").exists()
+    with pytest.raises(FolderError, match="cannot be written: File name too long"):
+        make_set("x" * 5000)

@@ -85,7 +85,7 @@ class Catalogue:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):  # Path.is_dir raises for a name that is too long
             raise CatalogueError(f"{self.folder}: no such folder; give a folder of shards, or make it first")
         self.path = self.folder / NAME
         if self.path.is_dir():
@@ -190,7 +190,7 @@ class Catalogue:
         """Copy the database to `path`, whole or not at all, also while others write to it. CatalogueError where that
         can't be written."""
         path = from_home(path)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary = path.parent / f"{path.name}.{os.getpid()}.tmp"
         try:
             with closing(sqlite3.connect(temporary)) as copy, self._connection() as db:
                 db.backup(copy)

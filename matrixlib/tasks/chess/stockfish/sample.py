@@ -36,7 +36,8 @@ def make_set(
         )
     folder = Path(out) if out else files.reports_root() / "sample"
     shards, chunks = folder / "shards", folder / "chunks"
-    _refuse_others(shards, chunks)
+    with files.writing(folder):
+        _refuse_others(shards, chunks)
     parameters = generator.Parameters(seed=seed, games_per_chunk=games_per_chunk, nodes=nodes)
     with files.writing(folder):
         figures = generator.generate(chunks, games, parameters, stockfish or None, workers)
