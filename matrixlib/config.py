@@ -354,7 +354,7 @@ def read_preset(
     Raises ConfigError for an unknown preset, with the nearest name.
     """
     path = Path(preset) if preset.endswith((".yaml", ".yml")) else folder / f"{preset}.yaml"
-    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
+    if not os.path.isfile(path):
         known = presets(folder)
         raise ConfigError(f"unknown preset {_short(preset)}{nearest(preset, known)} (presets: {', '.join(known)})")
     return merge(read_yaml_file(path, path.name), overrides or {}), path.name

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,14 @@ def from_home(path: str | Path) -> Path:
 
 
 def reports_root() -> Path:
-    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout, or in the working folder without one."""
-    return from_home(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports")
+    """Folder of all runs: $MATRIXLIB_REPORTS, else reports/ in the checkout, or in the working folder without one.
+
+    It need not be there yet. FolderError for a path that no folder can have.
+    """
+    root = from_home(os.environ.get("MATRIXLIB_REPORTS") or (CHECKOUT or Path.cwd()) / "reports")
+    with writing(root), suppress(FileNotFoundError):
+        root.stat()
+    return root
 
 
 def cache_root() -> Path:
@@ -73,7 +79,7 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-        where = f" ({error.filename})" if error.filename else ""
+        where = f" ({error.filename})" if error.filename and Path(error.filename) != folder else ""
         refused = FolderError(
             f"{folder} cannot be written: {error.strerror}{where}. Make room or make it writable, or let "
             "MATRIXLIB_REPORTS name another folder for all runs"
@@ -81,6 +87,15 @@ def writing(folder: Path) -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):  # of what was saved all the same
             refused.add_note(note)
         raise refused from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where there is none; a FolderError names the one above where that fails."""
+    with writing(folder.parent):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # /proc and its like answer so
+            raise PermissionError(errno.EACCES, "no folder can be made in it") from error
 
 
 def take(lock: FileLock, refusal: Exception) -> None:

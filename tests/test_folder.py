@@ -157,10 +157,25 @@ def test_a_name_that_no_folder_can_have_is_refused(reports: Path, name: str) -> 
     assert [path.name for path in reports.iterdir()] == ["index.html"]
 
 
-def test_a_reports_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("root", "why"),
+    [
+        ("file/reports", "file/reports cannot be written: Not a directory"),
+        ("x" * 5000, "x cannot be written: File name too long"),
+        pytest.param(
+            "/proc/reports",
+            "/proc/reports cannot be written: no folder can be made in it",
+            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc here"),
+        ),
+    ],
+    ids=["below-a-file", "too-long", "proc"],
+)
+def test_a_reports_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, why: str
+) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / "file" / "reports"))
-    with pytest.raises(files.FolderError, match=r"file/reports cannot be written: Not a directory.*MATRIXLIB_REPORTS"):
+    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path / root))
+    with pytest.raises(files.FolderError, match=rf"{why}.*MATRIXLIB_REPORTS"):
         runs.open_run()
 
 

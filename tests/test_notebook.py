@@ -21,6 +21,8 @@ resume: bool = False
 limit: int | None = None
 overrides: dict = {}
 suites: list = []
+paths: list[str] = []
+sizes: list[int] = []
 plain = "text"
 free = None
 '''
@@ -49,6 +51,8 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
         "limit": None,
         "overrides": {"optim": {"beta1": 0.5}},
         "suites": [],
+        "paths": [],
+        "sizes": [],
         "plain": "text",
         "free": [1],
     }
@@ -75,6 +79,9 @@ def test_valid_parameters_are_returned_with_the_defaults() -> None:
             "suites = '[]'",
             "parameter 'suites' must be list, got str '[]'; pass it as YAML: -y 'suites: [first, second]'",
         ),
+        ("paths = ['a', 1]", "parameter 'paths' must be list[str], got list ['a', 1]; pass it as YAML: -y 'paths: ["),
+        ("paths = 'a'", "parameter 'paths' must be list[str], got str 'a'"),
+        ("sizes = [True]", "parameter 'sizes' must be list[int], got list [True]"),
     ],
 )
 def test_wrong_parameters_are_one_clear_line(line: str, message: str) -> None:

@@ -145,6 +145,14 @@ def test_a_misspelt_override_stops_before_anything_is_trained(reports: Path) -> 
     assert list(reports.iterdir()) == []
 
 
+def test_an_experiment_that_cannot_be_made_is_told_before_its_teacher_is_trained(reports: Path) -> None:
+    with pytest.raises(ValueError, match=r"seeds of at least 1 .* not 0 and 0$"):
+        run_notebook("distill", seeds=0)
+    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
+        run_notebook("distill", overrides={"optim": {"learing_rate": 2e-4}})
+    assert list(reports.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["eval", "play"])
 def test_a_name_that_is_too_long_is_no_complete_run(reports: Path, name: str) -> None:
     with pytest.raises(RunError, match=r"^no complete run 'xxx"):

@@ -22,6 +22,13 @@ def test_the_policy_table_names_every_machine() -> None:
     assert table.loc["Zen 4 laptop", ["compile", "workers"]].tolist() == ["no", 1], "1 is no yes"
 
 
+def test_the_probe_takes_no_arguments(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        probe.main(["--seconds", "3"])
+    assert "unrecognized arguments: --seconds 3" in capsys.readouterr().err
+    assert list(reports.iterdir()) == []
+
+
 def test_the_probe_describes_this_machine_and_is_kept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MATRIXLIB_DEVICE", "cpu")
     result = probe.measure(seconds=0.1)

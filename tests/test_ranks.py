@@ -23,7 +23,7 @@ from rank_runs import member
 
 from matrixlib.data.reader import LoaderError
 from matrixlib.data.share import Share
-from matrixlib.engine import metrics
+from matrixlib.engine import metrics, parallel
 from matrixlib.engine.candidate import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.rows import newer
@@ -58,6 +58,13 @@ def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[d
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
     assert [process.exitcode for process in processes] == [1, 0, 1, 0], logs
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_half_of_what_torchrun_sets_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="TORCHELASTIC_RUN_ID needs LOCAL_RANK, MASTER_ADDR, MASTER_PORT beside it"):
+        parallel.join(1)
 
 
 @pytest.mark.parametrize(("double", "tolerance"), [(True, 1e-12), (False, 1e-5)])

@@ -29,6 +29,11 @@ COUNTS = {"sample": 2048, "games": 4}
         ({"outputs": {"pgn": "nowhere/games.pgn"}}, "pgn: no folder 'nowhere' to write"),
         ({"outputs": {"onnx": "."}}, r"onnx: '\.' is a folder"),
         ({"outputs": {"onnx": "x" * 5000 + "/y"}}, "onnx: no folder 'xxx"),
+        pytest.param(
+            {"outputs": {"onnx": "/proc/model.onnx"}},
+            "onnx: no file can be written in '/proc': No such file",
+            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc here"),
+        ),
         ({"inputs": {"game": "x" * 5000}}, "game: there is no file 'xxx"),
         ({"outputs": {"pgn": "a.pgn", "onnx": "model", "int8": "model"}}, "onnx and int8 name one file"),
         ({"outputs": {"onnx": "", "int8": "small.onnx"}}, "int8 is made of the file that `onnx` names"),

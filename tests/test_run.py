@@ -171,6 +171,14 @@ def test_without_memory_for_the_matrix_rate_a_run_trains(reports: Path, monkeypa
     assert "share of peak" not in current.times()
 
 
+@pytest.mark.parametrize("trace", [-1, 3, 10**9])
+def test_a_trace_that_would_never_be_is_told(reports: Path, trace: int) -> None:
+    current = runs.open_run(run="traced", overrides=TINY | {"train": {**TINY["train"], "steps": 3}})
+    with pytest.raises(runs.RunError, match=f"trace is {trace}: give an update before the last one, 3, or 0"):
+        next(current.train(trace))
+    assert not (current.folder / "metrics.jsonl").exists()
+
+
 def test_an_interrupt_before_the_loop_is_left_reaches_who_leaves_it(reports: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     current = runs.open_run(run="left", overrides=TINY)

@@ -20,7 +20,7 @@ from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow, replaced
 from matrixlib.data.entries import Refused
 from matrixlib.data.remote import whole
 from matrixlib.data.shards import Layout, Shard, is_shard
-from matrixlib.files import exclusive, write_text, writing
+from matrixlib.files import exclusive, make_folder, write_text, writing
 
 FOLDER = "imports"
 MERGED = "merged_"  # how the name of a folder of merged shards begins
@@ -201,8 +201,7 @@ def locked(folder: Path) -> Iterator[Catalogue]:
         raise ValueError(
             f"{folder} was merged by an older version: train with it, or import its sources into a new folder"
         )
-    with writing(folder):
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    make_folder(folder / FOLDER)
     check_inside(folder / FOLDER, folder)
     busy = ImportStopped(f"another import into {folder} is running; wait until it has ended")
     with ExitStack() as held:

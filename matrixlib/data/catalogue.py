@@ -85,7 +85,7 @@ class Catalogue:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        if not os.path.isdir(self.folder):  # Path.is_dir raises for a name that is too long
+        if not os.path.isdir(self.folder):
             raise CatalogueError(f"{self.folder}: no such folder; give a folder of shards, or make it first")
         self.path = self.folder / NAME
         if self.path.is_dir():

@@ -138,7 +138,7 @@ def session(path: Path | str, threads: int = 0) -> Any:
 def _draft(path: Path | str) -> Iterator[Path]:
     """A file to write and to look at, which gets its name only if nothing was wrong with it."""
     path = Path(path)
-    if not os.path.isdir(path.parent):  # Path.is_dir raises for a name that is too long
+    if not os.path.isdir(path.parent):
         raise ValueError(f"no folder '{path.parent}' to write {path.name} to")
     draft = path.with_name(path.name + ".tmp")
     try:

@@ -211,6 +211,8 @@ def join(timeout: float) -> Ranks:
     """
     if not launched():
         return Ranks()
+    if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(f"TORCHELASTIC_RUN_ID needs {', '.join(missing)} beside it: start with torchrun, or unset it")
     local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if there:
         if local >= there:

@@ -1,7 +1,9 @@
 """What this machine can do: the probe notebook's measurements, and the policy for machines of all kinds."""
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -69,8 +71,8 @@ def measure(device: str = "auto", seconds: float = 2.0) -> dict[str, Any]:
 
 def save(result: dict[str, Any]) -> None:
     """Keep what was measured in reports/probe/summary.json."""
+    files.make_folder(folder())
     with files.writing(folder()):
-        folder().mkdir(parents=True, exist_ok=True)
         files.write_json(folder() / "summary.json", result)
 
 
@@ -95,8 +97,9 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(f"{name:12} {text}" for name, text in lines)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m matrixlib.hardware.probe`: measure this machine, keep it, print it; 2 where a device is absent."""
+    argparse.ArgumentParser(description="Measures what this machine can do.").parse_args(arguments)
     try:
         result = measure()
         save(result)

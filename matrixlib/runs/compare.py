@@ -46,6 +46,12 @@ T_QUANTILES = [
 ]
 
 
+def check_seeds(seed: int, seeds: int) -> None:
+    """ValueError for what no comparison can have as its first seed and number of seeds."""
+    if seeds < 1 or seed < 0:
+        raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
+
+
 def train_arms(
     arms: Mapping[str, tuple[str, Mapping[str, Any]]],
     device: str = "auto",
@@ -66,8 +72,7 @@ def train_arms(
     halted for instability stays as it is: that is a result. log: is told of each run that ended.
     Raises what `run.open_run` raises, for a misspelt option of the last arm before the first is trained.
     """
-    if seeds < 1 or seed < 0:
-        raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
+    check_seeds(seed, seeds)
     arms = {arm: (preset, merge(overrides or {}, own)) for arm, (preset, own) in arms.items()}
     for preset, changes in arms.values():
         load_config(preset, changes)

@@ -75,9 +75,8 @@ def open_cycle(
         )
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer: say so now
     random_openings(_rules(config).game, needed, config.seed, config.match.random_plies)
-    with files.writing(folder.parent):
-        for part in ("shards", "matches"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
+    for part in ("shards", "matches"):
+        files.make_folder(folder / part)
     # One of several that begin it decides. It is a lock of its own, as a cycle that is trained may be looked at.
     with FileLock(folder / "opening.lock"):
         if not path.exists():

@@ -62,8 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         name = runs.name_run(options.preset, options.device, -1, options.run, options.steps, overrides)
         folder = files.reports_root() / name
-        with files.writing(folder.parent):
-            folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
     except ValueError as problem:
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         return 2

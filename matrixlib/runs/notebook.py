@@ -176,11 +176,11 @@ def _assignments(source: str) -> dict[str, tuple[ast.expr | None, ast.expr]] | N
 
 
 def _types(annotation: ast.expr | None, default: ast.expr) -> tuple[str, ...]:
-    """Names of the types allowed: `int | None` -> ("int", "None"), `dict[str, int]` -> ("dict",)."""
+    """Names of the types allowed: `int | None` -> ("int", "None"), `list[str]` -> ("list[str]",)."""
     names = [type(ast.literal_eval(default)).__name__]
     if annotation is not None:
-        names = [part.strip().split("[")[0] for part in ast.unparse(annotation).split("|")]
-    return tuple(names) if all(name in _TYPES for name in names) else ()
+        names = [part.strip() for part in ast.unparse(annotation).split("|")]
+    return tuple(names) if all(name.partition("[")[0] in _TYPES for name in names) else ()
 
 
 def _is_literal(value: ast.expr) -> bool:
@@ -191,17 +191,24 @@ def _is_literal(value: ast.expr) -> bool:
     return True
 
 
+def _is(value: object, kind: str) -> bool:
+    """Whether a value is of a type of _TYPES, the items of a list, too, where it says of which: `list[int]`."""
+    name, _, items = kind.removesuffix("]").partition("[")
+    if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and name != "bool"):
+        return False
+    return not isinstance(value, list) or items not in _TYPES or all(_is(item, items) for item in value)
+
+
 def _mismatch(name: str, allowed: tuple[str, ...], value: object) -> str:
     """Why `value` does not fit, with what to type instead; '' where it fits."""
-    fits = any(isinstance(value, _TYPES[name]) for name in allowed)
-    if not allowed or (fits and (not isinstance(value, bool) or "bool" in allowed)):
+    if not allowed or any(_is(value, kind) for kind in allowed):
         return ""
-    hint = ""
-    if "dict" in allowed:
+    hint, kinds = "", [kind.partition("[")[0] for kind in allowed]
+    if "dict" in kinds:
         hint = f"; pass it as YAML: -y '{name}: {{optim: {{learning_rate: 2e-4}}}}'"
-    elif "list" in allowed:
+    elif "list" in kinds:
         hint = f"; pass it as YAML: -y '{name}: [first, second]'"
-    elif "str" in allowed:
+    elif "str" in kinds:
         hint = f"; -r {name} {value} keeps it as text"
     return f"parameter '{name}' must be {' or '.join(allowed)}, got {type(value).__name__} {value!r}{hint}"
 

@@ -53,7 +53,7 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
     Raises ValueError where the folder does not exist; missing or damaged parts are named in the report.
     """
     folder = Path(run_folder)
-    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
+    if not os.path.isdir(folder):
         raise ValueError(f"no run at {folder}; runs are the folders under {reports_root()}")
     problems: list[str] = []
     summary = _read(folder / "summary.json", problems, _object) or {}
@@ -379,4 +379,8 @@ def _loss(line: bytes) -> tuple[int, float] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except files.FolderError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

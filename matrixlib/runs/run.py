@@ -166,6 +166,8 @@ class Run:
         events: Events | None = None
         if self.complete:
             return
+        if not 0 <= trace < self.steps:
+            raise RunError(f"trace is {trace}: give an update before the last one, {self.steps}, or 0")
         if isinstance(self.data.teacher, AbsentTeacher):  # before anything is written
             raise RunError(self.data.teacher.problem)
         if self.processes > 1:
@@ -319,9 +321,9 @@ def open_run(
     folder = files.reports_root() / name
     own.wait_for_first(name)  # the others open what it has written down
     lock = FileLock(folder / "lock")
-    with files.writing(folder.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-        if own.first:
+    files.make_folder(folder)
+    if own.first:
+        with files.writing(folder.parent):
             _hold(lock, folder.name)
     try:
         with files.writing(folder):

@@ -100,8 +100,8 @@ def open_sweep(
         raise SweepError(f"sweep name {name!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "sweep.yaml"
-    with files.writing(folder.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
+    with files.writing(folder):
         if not path.exists():
             files.write_text(path, to_yaml(config))
     stored = validated(SweepConfig, read_yaml_file(path, str(path)), str(path))

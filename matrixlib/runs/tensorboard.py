@@ -59,7 +59,7 @@ class Events:
 def export(folder: Path) -> Path:
     """Events of a run that has been trained without them; returns their folder. ValueError where there is no run."""
     path = folder / "metrics.jsonl"
-    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
+    if not os.path.isfile(path):
         raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
     events = Events(folder, history.read(path))
     events.close()

@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--every {options.every:g}: give seconds, from 0")
     root = files.reports_root()
     folders = [Path(name) if os.path.isdir(name) else root / name for name in options.runs]
-    if absent := [folder for folder in folders if not os.path.isdir(folder)]:  # Path.is_dir raises for a long name
+    if absent := [folder for folder in folders if not os.path.isdir(folder)]:
         print(f"no run at {absent[0]}; runs are the folders under {root}", file=sys.stderr)
         return 2
     while True:
@@ -168,5 +168,8 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
+    except files.FolderError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

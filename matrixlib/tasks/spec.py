@@ -287,7 +287,7 @@ def given_folder(data: DataConfig, name: str = "") -> Path:
     if is_remote(source):
         return bring_catalogue(source, data.cache)
     folder = from_home(source)
-    if not source or not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
+    if not source or not os.path.isdir(folder):
         either = f"'{name}' or " if name else ""
         problem = f"'{source}' is no folder" if source else "is not set"
         raise ConfigError(f"data.source {problem}; use {either}a folder of shards, or its URL")
@@ -305,7 +305,7 @@ def find_run(run: str | Path) -> tuple[Path, str]:
 
     checkpoint: `best` unless one was named. Of a file: its path, and no checkpoint. ValueError where there is nothing.
     """
-    if os.path.isfile(run):  # Path.is_file raises for a name that is too long
+    if os.path.isfile(run):
         return Path(run), ""
     for folder in (Path(run), reports_root() / run):
         if os.path.exists(folder / "config.yaml"):

@@ -133,7 +133,7 @@ def _games(folder: Path) -> tuple[set[int], bool]:
 
 def _replays(path: Path) -> list[Path]:
     """The replays of a path; ValueError where there is none."""
-    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+    if not os.path.exists(path):
         raise ValueError(f"{path}: no such file or folder")
     files = [file for file in files_of(path) if file.suffix.lower() == ENDING]
     if not files:

@@ -100,7 +100,7 @@ def analyse(net: Net, position: str, simulations: int = 400) -> Analysis:
 def read_game(path: str | Path) -> list[chess.Board]:
     """The positions of the first game of a PGN file, with its moves. ValueError where there is none."""
     file = Path(path)
-    if not os.path.isfile(file):  # Path.is_file raises for a name that is too long
+    if not os.path.isfile(file):
         raise ValueError(f"no PGN file at '{path}'")
     try:
         with file.open(encoding="utf-8", errors="replace") as stream:

@@ -87,7 +87,7 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     limit: the first so many, 0 all. ValueError names the file, and the line of a puzzle that is not legal chess.
     """
     file = Path(path)
-    if not os.path.isfile(file):  # Path.is_file raises for a name that is too long
+    if not os.path.isfile(file):
         raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV")
     try:
         return _puzzles(file, limit)
@@ -130,7 +130,7 @@ def read_epd(path: str | Path) -> list[Exercise]:
     Raises ValueError naming the file, and the line that is not an exercise; also where there is none at all.
     """
     file = Path(path)
-    if not os.path.isfile(file):  # Path.is_file raises for a name that is too long
+    if not os.path.isfile(file):
         raise ValueError(f"no EPD file at '{path}'")
     exercises = []
     with opened(file) as stream:

@@ -1,6 +1,7 @@
 """What an evaluation is asked for, looked at before it begins: what ends a match after an hour is said at its start."""
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def check_outputs(paths: Mapping[str, str]) -> None:
             raise ValueError(f"{name}: '{path}' is a folder; give the path of a file in it")
         if not os.path.isdir(Path(path).parent):
             raise ValueError(f"{name}: no folder '{Path(path).parent}' to write {Path(path).name} to; make it first")
+        try:
+            with tempfile.TemporaryFile(dir=Path(path).parent):
+                pass
+        except OSError as error:
+            raise ValueError(f"{name}: no file can be written in '{Path(path).parent}': {error.strerror}") from error
     if same := [name for name, path in given.items() if list(given.values()).count(path) > 1]:
         raise ValueError(f"{' and '.join(same)} name one file: give each a path of its own")
 

@@ -140,7 +140,7 @@ def reader_for(path: Path) -> Reader:
 
 def _checked_reader(path: Path, reader: Reader | None) -> Reader:
     """The reader of a file. ValueError for what can't be imported, and what to do about it."""
-    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+    if not os.path.exists(path):
         raise ValueError(f"{path}: no such file")
     files = files_of(path)
     if not files:
