@@ -407,6 +407,9 @@ def test_arms_are_compared_each_at_its_best_rate(reports: Path) -> None:
     current.trials |= {number: replace(current.trials[number], state="failed") for number in (0, 1)}
     current._results.clear()
     assert "difference to first" not in studies.arms_table(current), "the first has no result"
+    assert list(studies.compared(current, None).index) == ["wide", "narrow"]
+    current.config = SweepConfig(space=options["space"])
+    assert studies.compared(current, None) is None, "no empty table where there are no arms"
     current.config = SweepConfig(arms=arms)
     assert "was not searched for each arm (it was the same for all arms)" in studies.rate_note(current)
 

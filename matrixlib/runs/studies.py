@@ -191,6 +191,15 @@ def scaling(sweep: Sweep) -> Scaling | None:
     return Scaling(table, law, of_size, {compute: sorted(losses.items()) for compute, losses in points.items()})
 
 
+def compared(sweep: Sweep, study: Scaling | None) -> DataFrame | None:
+    """A table of the sizes, the stages or the arms of a sweep; None of one that has none of them."""
+    if study is not None:
+        return study.table
+    if sweep.config.method == "staged":
+        return stages_table(sweep)
+    return arms_table(sweep) if sweep.config.arms else None
+
+
 def scaling_figure(study: Scaling) -> Figure:
     """Loss over the size at each budget, and the least loss over the budget with its law."""
     figure, (left, right) = panels(2, (5, 3.8))
