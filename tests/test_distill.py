@@ -428,6 +428,21 @@ def test_a_hard_label_is_the_best_move(reports: Path) -> None:
     assert hard.bounds(batch)["policy"][1] == pytest.approx(0.0, abs=1e-6)
     assert plain.bounds(batch)["policy"][1] > 1.0
     assert best["policy"] != soft["policy"]
+    with pytest.raises(ConfigError, match="no temperature changes a best move alone: set policy_temperature to 1"):
+        load_config("demo", {"loss": {"best_move": True, "policy_temperature": 0.5}})
+
+
+def test_a_temperature_of_the_policy_changes_what_is_learned_and_no_metric(reports: Path) -> None:
+    plain, sharp = (ChessTask(load_config("demo", {"loss": {"policy_temperature": t}})) for t in (1.0, 0.5))
+    batch = batch_of(plain)
+    batch["policy_weight"][:, 0] *= 3
+    model, active = plain.build_model().eval(), frozenset({"policy"})
+    with torch.no_grad():
+        (soft, metrics), (sharper, same) = plain.losses(model, batch, active), sharp.losses(model, batch, active)
+    assert metrics == same
+    assert sharper["policy"] != soft["policy"]
+    assert sharp.bounds(batch)["policy"][1] < plain.bounds(batch)["policy"][1]
+    assert sharp.bounds(batch)["policy"][0] == plain.bounds(batch)["policy"][0]
 
 
 # Features

@@ -33,7 +33,7 @@ def tensors(case: Arrays) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value) for name, value in case.items()}
 
 
-def slow_policy(case: Arrays, smoothing: float) -> dict[str, float]:
+def slow_policy(case: Arrays, smoothing: float, temperature: float) -> dict[str, float]:
     """The same, move by move in float64, without pads."""
     out = {
         "loss": 0.0,
@@ -55,11 +55,13 @@ def slow_policy(case: Arrays, smoothing: float) -> dict[str, float]:
             out["skipped"] += 1
             continue
         target = [w / sum(weight) for w in weight]
-        soft = [(1 - smoothing) * t + smoothing / len(moves) for t in target]
+        sharp = [t ** (1 / temperature) for t in target]
+        soft = [(1 - smoothing) * t / sum(sharp) + smoothing / len(moves) for t in sharp]
         scores = [float(case["logits"][row, case["index"][row, k]]) for k in moves]
         log_z = math.log(sum(math.exp(s) for s in scores))
+        log_y = math.log(sum(math.exp(s / temperature) for s in scores))
         out["count"] += 1
-        out["loss"] += sum(q * (log_z - s) for q, s in zip(soft, scores, strict=True))
+        out["loss"] += sum(q * (log_y - s / temperature) for q, s in zip(soft, scores, strict=True))
         out["kl"] += sum(t * (math.log(t) + log_z - s) for t, s in zip(target, scores, strict=True) if t > 0)
         order = sorted(range(len(moves)), key=lambda k: -scores[k])
         out["top1"] += target[order[0]] == max(target)
@@ -71,12 +73,16 @@ def slow_policy(case: Arrays, smoothing: float) -> dict[str, float]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), smoothing=st.sampled_from([0.0, 0.1, 0.9]))
-def test_policy_equals_a_slow_reference(seed: int, smoothing: float) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    smoothing=st.sampled_from([0.0, 0.1, 0.9]),
+    temperature=st.sampled_from([1.0, 0.1, 0.5, 3.0]),
+)
+def test_policy_equals_a_slow_reference(seed: int, smoothing: float, temperature: float) -> None:
     case = policy_case(seed)
     given_ = tensors(case)
-    expected = slow_policy(case, smoothing)
-    loss, metrics = losses.policy_loss(**given_, smoothing=smoothing)
+    expected = slow_policy(case, smoothing, temperature)
+    loss, metrics = losses.policy_loss(**given_, smoothing=smoothing, temperature=temperature)
     inputs = [given_[name] for name in ("index", "weight", "rows")]
     assert int(losses.policy_rows(*inputs).sum()) == expected["count"]
     assert loss.dtype == torch.float32
@@ -84,7 +90,7 @@ def test_policy_equals_a_slow_reference(seed: int, smoothing: float) -> None:
     for name in ("top1", "top3", "top5", "skipped"):
         assert int(metrics[name]) == expected[name], name
     assert float(metrics["kl"]) == pytest.approx(expected["kl"], rel=1e-4, abs=1e-4)
-    chance, floor = losses.policy_bounds(*inputs, smoothing)
+    chance, floor = losses.policy_bounds(*inputs, smoothing, temperature=temperature)
     assert chance == pytest.approx(expected["chance"], rel=1e-6, abs=1e-6)
     assert floor == pytest.approx(expected["floor"], rel=1e-5, abs=1e-5)
     assert floor <= chance + 1e-6
@@ -154,6 +160,23 @@ def test_rows_without_target_or_moves_are_skipped_with_zero_gradient() -> None:
     assert torch.isfinite(logits.grad).all()
     assert not logits.grad[1:].any()
     assert set(logits.grad[0].nonzero().squeeze(1).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 4.0])
+def test_what_a_temperature_learns_is_the_target_itself(temperature: float) -> None:
+    """The loss reaches its floor, without a gradient, where the softmax of the logits is the target."""
+    weight = torch.tensor([[0.6, 0.3, 0.1, 0.0]])
+    index, rows = torch.tensor([[0, 1, 2, -1]], dtype=torch.int16), torch.tensor([True])
+    logits = torch.zeros(1, MOVES)
+    logits[0, :3] = weight[0, :3].log() + 5
+    logits.requires_grad_()
+    loss, metrics = losses.policy_loss(logits, index, weight, rows, 0.0, temperature=temperature)
+    loss.backward()
+    _, floor = losses.policy_bounds(index, weight, rows, 0.0, temperature=temperature)
+    assert float(loss.detach()) == pytest.approx(floor, abs=1e-5)
+    assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6)
+    assert logits.grad is not None
+    assert float(logits.grad.abs().max()) < 1e-5
 
 
 def test_no_valid_row_gives_a_differentiable_zero() -> None:

@@ -72,6 +72,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "without_ssl": {"model": {"ssl": []}},
     "ssl_third": {"loss": {"ssl": {"threat": 0.5, "control": 0.5}}},
     "best_move": {"loss": {"best_move": True}},
+    "policy_temperature_05": {"loss": {"policy_temperature": 0.5}},
+    "policy_temperature_07": {"loss": {"policy_temperature": 0.7}},
     "decay_last_third": {"optim": {"decay_share": 0.35}},
     "linear": {"optim": {"schedule": "linear", "final_fraction": 0.0}},
     "ema_0998": {"optim": {"ema_decay": 0.998}},
@@ -90,6 +92,8 @@ LATER: dict[str, dict[str, Any]] = {
     "policy_rank_64": {"model": {"policy": {"rank": 64}}},
     "policy_channels_96": {"model": {"policy": {"channels": 96}}},
     "value_half": {"loss": {"value": 0.5}},
+    "policy_temperature_05_half": {"loss": {"policy_temperature": 0.5, "policy": 0.5}},
+    "policy_temperature_033": {"loss": {"policy_temperature": 0.33}},
 }
 """More options, which mean something for `quick` as it is alone."""
 CHANGES = OPTIONS | LATER

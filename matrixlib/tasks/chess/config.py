@@ -118,6 +118,9 @@ class LossConfig(Section):
     ssl: SSLWeights = SSLWeights()
     positive: PositiveWeights = PositiveWeights()
     best_move: bool = option(False, "learn the best move alone, a hard label, in place of every move's share")
+    policy_temperature: Annotated[Real, Field(ge=0.1, le=10)] = option(
+        1.0, "T: policies p are compared as p^(1/T); below 1 likely moves count more, and what is predicted stays true"
+    )
     label_smoothing: Annotated[Real, Field(ge=0, lt=1)] = option(
         0.0, "share of the policy target spread over the legal moves"
     )
@@ -126,6 +129,14 @@ class LossConfig(Section):
     )
     scalar: Literal["mse", "huber"] = option("mse", "loss of the scalar value head")
     huber_delta: Positive = option(1.0, "delta of the Huber loss")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> LossConfig:
+        if self.best_move and self.policy_temperature != 1:
+            raise ValueError(
+                "no temperature changes a best move alone: set policy_temperature to 1 or best_move to false"
+            )
+        return self
 
 
 class TeacherConfig(Section):

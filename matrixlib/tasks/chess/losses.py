@@ -52,21 +52,38 @@ def best_alone(target: Tensor) -> Tensor:
     return best / best.sum(1, keepdim=True).clamp(min=1)
 
 
+def sharpened(target: Tensor, temperature: float) -> Tensor:
+    """Targets p (B, L) as p^(1/T), again with a sum of 1; rows of zeros stay. T > 1 softens."""
+    if temperature == 1:
+        return target
+    most = target.amax(1, keepdim=True)
+    powers = (target / torch.where(most > 0, most, 1.0)).pow(1 / temperature)
+    return powers / powers.sum(1, keepdim=True).clamp(min=1)
+
+
 def policy_loss(
-    logits: Tensor, index: Tensor, weight: Tensor, rows: Tensor, smoothing: float, best: bool = False
+    logits: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    smoothing: float,
+    best: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Sums]:
     """Cross-entropy over the legal moves, summed over `policy_rows`.
 
     logits (B, 4672); index (B, L) ALL legal moves in the network's frame, PAD elsewhere; weight (B, L) of
-    any scale. best: learn the best move alone, of which no metric knows. Metrics: `top1`, `top3` and `top5` (one of so
-    many best moves is one of the target's best), `kl` to the target without smoothing, `skipped` (rows without a
-    target, so per valid row after division).
+    any scale. What is learned, but no metric knows of: best: the best move alone; temperature T: both the target and
+    what the logits say with p^(1/T) in place of p, so that the logits stay those of the target itself. Metrics: `top1`,
+    `top3` and `top5` (one of so many best moves is one of the target's best), `kl` to the target without smoothing,
+    `skipped` (rows without a target, so per valid row after division).
     """
     valid, legal = policy_rows(index, weight, rows), index != PAD
     scores, target = legal_logits(logits, index), policy_target(index, weight)
     log_p = torch.where(legal, scores.log_softmax(1), 0.0)
-    learned = best_alone(target) if best else target
-    loss = -(smoothed(learned, index, smoothing) * log_p).sum(1)
+    learned = best_alone(target) if best else sharpened(target, temperature)
+    learner = log_p if temperature == 1 else torch.where(legal, (scores / temperature).log_softmax(1), 0.0)
+    loss = -(smoothed(learned, index, smoothing) * learner).sum(1)
     with torch.no_grad():
         right = target >= target.amax(1, keepdim=True)
         top = scores.topk(min(5, scores.shape[1]), dim=1).indices
@@ -83,13 +100,14 @@ def policy_loss(
 
 
 def policy_bounds(
-    index: Tensor, weight: Tensor, rows: Tensor, smoothing: float, best: bool = False
+    index: Tensor, weight: Tensor, rows: Tensor, smoothing: float, best: bool = False, temperature: float = 1.0
 ) -> tuple[float, float]:
     """(chance, floor) sums: ln(number of legal moves), and the entropy of the smoothed target."""
     valid = policy_rows(index, weight, rows)
     moves = (index != PAD).sum(1)[valid].double()
     target = policy_target(index, weight)
-    target = smoothed(best_alone(target) if best else target, index, smoothing)[valid].double()
+    target = best_alone(target) if best else sharpened(target, temperature)
+    target = smoothed(target, index, smoothing)[valid].double()
     return float(moves.log().sum()), float(entropy(target).sum())
 
 

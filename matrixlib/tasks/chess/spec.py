@@ -103,7 +103,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         overrides={
             "data": {"mirror": False},
             "model": {"droppath": 0.0, "dropout": 0.0, "ssl": [], "value": {"kind": "wdl"}},
-            "loss": {"label_smoothing": 0.0, "best_move": False},
+            "loss": {"label_smoothing": 0.0, "best_move": False, "policy_temperature": 1.0},
             "teacher": {"network": ""},
         },
         gaps={"policy": 0.05},

@@ -178,7 +178,7 @@ class ChessTask:
         if term == "policy":
             index, weight = self.network_index(batch), batch["policy_weight"]
             rows = _plain_rows(batch)
-            return losses.policy_loss(out["policy"], index, weight, rows, options.label_smoothing, options.best_move)
+            return losses.policy_loss(out["policy"], index, weight, rows, **self._learned_policy)
         if term == "value":
             target, rows = self._value_target(batch)
             if self.config.model.value.kind == "scalar":
@@ -204,6 +204,15 @@ class ChessTask:
             return losses.class_loss(logits, target, squares)
         return losses.binary_loss(logits, target, squares, self._positive(name))
 
+    @property
+    def _learned_policy(self) -> dict[str, Any]:
+        options = self.config.loss
+        return {
+            "smoothing": options.label_smoothing,
+            "best": options.best_move,
+            "temperature": options.policy_temperature,
+        }
+
     def additions(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
         """As `features.additions`, on the oriented board where `squares` are wanted each by itself."""
         return features.additions(stream, blocks, functools.partial(self.oriented, batch=batch) if squares else None)
@@ -228,8 +237,7 @@ class ChessTask:
                 batch["policy_index"],
                 batch["policy_weight"],
                 _plain_rows(batch),
-                options.label_smoothing,
-                options.best_move,
+                **self._learned_policy,
             ),
             "value": losses.value_bounds(target, rows, scalar, options.scalar, options.huber_delta),
         }
