@@ -66,14 +66,20 @@ def text_bar(**options: Any) -> Any:
         def __init__(self, **options: Any) -> None:
             now = time.monotonic()
             self.pace = LinePace(now, now + options.get("delay", 0.0))
+            self.told: float = 0
             super().__init__(**{**options, "bar_format": LINE, "leave": False})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             if msg is None and self.pace.due(time.monotonic()):
+                self.told = self.n
                 print(f"{clock_time()}  {self}", file=self.fp, flush=True)
 
+        @classmethod
+        def write(cls, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
+            print(s, file=file or sys.stderr, end=end, flush=True)  # there is no bar to clear
+
         def close(self) -> None:
-            if not self.disable and self.n and time.monotonic() > self.pace.last:
+            if not self.disable and self.n != self.told and time.monotonic() > self.pace.last:
                 self.pace.last = -math.inf  # where it ended is always told
                 self.display()
             super().close()

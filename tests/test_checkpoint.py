@@ -645,14 +645,14 @@ def test_room_for_a_whole_run_is_looked_for_before_it(tmp_path: Path, monkeypatc
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage(10**9, 0, 58 * 10**6))
     size = 9 * 10**6
-    Checkpoints(tmp_path / "new" / "checkpoints", 3).require_room(size, 1000, 100)
+    Checkpoints(tmp_path / "new" / "checkpoints", 3).require_room(size, 1000, 20)
     with pytest.raises(CheckpointError, match=r"no room .* 6 checkpoints of 9\.0 MB .* 2\.3 MB more than"):
-        Checkpoints(tmp_path, 3, every=600).require_room(size, 1000, 100)
-    Checkpoints(tmp_path, 3, every=600).require_room(size, 10, 100)  # so few updates leave no more than two
-    Checkpoints(tmp_path, 3, 1, every=600).require_room(size, 1000, 100)  # compressed: nobody knows
+        Checkpoints(tmp_path, 3, every=600).require_room(size, 1000, 20)
+    Checkpoints(tmp_path, 3, every=600).require_room(size, 10, 2)  # so few are ever made
+    Checkpoints(tmp_path, 3, 1, every=600).require_room(size, 1000, 20)  # compressed: nobody knows
     save(Checkpoints(tmp_path, 3), 100)
     (tmp_path / "step_00000100" / "model.safetensors").write_bytes(bytes(3 * 10**6))
-    Checkpoints(tmp_path, 3, every=600).require_room(size, 1000, 100)  # what it holds already counts
+    Checkpoints(tmp_path, 3, every=600).require_room(size, 1000, 20)  # what it holds already counts
 
 
 REAL_DISK = """

@@ -80,7 +80,7 @@ def smaller(line: str) -> str:
         if word == "-p":
             name, value = words[i + 1 : i + 3]
             words[i + 2] = SMALLER.get(name, {}).get(value, value)
-            if name == "preset" and words[i + 2] == "tiny.yaml" and "notebooks/cycle.ipynb" in words:
+            if words[i + 2] == "tiny.yaml" and {"notebooks/cycle.ipynb", "notebooks/sweep.ipynb"} & {*words}:
                 words[i + 2] = "demo"
     return " ".join(word if word == "&&" else shlex.quote(word) for word in words)
 

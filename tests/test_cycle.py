@@ -441,6 +441,8 @@ def test_a_match_ends_when_the_test_decides(script: Script) -> None:
     (generation,) = script.cycle.train(1)
     assert sum(generation.pairs("match")) == 32
     assert script.cycle.best == 1
+    (cell,) = cycle_figures.generation_table([generation])["SPRT"]
+    assert cell.startswith("accepts early (the truth is less extreme): +")
 
 
 def test_damaged_files_are_named(script: Script, reports: Path) -> None:

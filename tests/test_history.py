@@ -132,6 +132,10 @@ def test_an_interval_keeps_what_a_person_must_know() -> None:
     assert history.not_finite(merged) == 1
     assert merged["loss"] == pytest.approx((8 + 8 / 3 + 2) / 3)
     assert history.messages([merged]) == [(1, "first"), (2, "a"), (2, "b")]
+    warned = [row(step, messages=[f"warning {step}"]) for step in range(6, 30)]
+    kept = history.messages([history.merge([row(5, messages=["rolled back to update 3"]), *warned])])
+    assert kept[0] == (5, "rolled back to update 3"), "what was decided outlives warnings"
+    assert kept[1:] == [(step, f"warning {step}") for step in range(15, 30)]
 
 
 def test_times_of_intervals_add_up_to_those_of_updates() -> None:

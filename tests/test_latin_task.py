@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import refuse_below_floor
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import losses, pool, squares
-from matrixlib.tasks.latin.model import LatinNet, cell_relations
+from matrixlib.tasks.latin.model import Block, LatinNet, cell_relations
 from matrixlib.tasks.latin.task import LatinTask
 from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token
 
@@ -275,6 +276,27 @@ def test_every_option_trains_every_parameter(changes: dict[str, Any]) -> None:
     sums, _ = task.losses(model, batch(task, records()), frozenset({"cell", "constraint"}))
     torch.stack(list(sums.values())).sum().backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_no_more_biases_are_kept_than_are_used_again(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias is (B, heads, L, L), which at size 16 is more than all else of a block."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    relate = Block.relate
+
+    def counted(block: Block, relations: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        bias = relate(block, relations, mask)
+        made.append(weakref.ref(bias))
+        most = max(most, sum(one() is not None for one in made))
+        return bias
+
+    monkeypatch.setattr(Block, "relate", counted)
+    task = latin_task(model={"repeats": repeats, "layers": 4})
+    with torch.no_grad():
+        task.losses(task.build_model().eval(), batch(task, records()), frozenset({"cell"}))
+    assert (len(made), most) == (4, 4 if repeats > 1 else 1)
 
 
 def test_the_full_preset_is_as_large_as_the_specification_s() -> None:

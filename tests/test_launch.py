@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,10 +74,17 @@ def test_into_a_file_the_progress_is_lines_and_says_when_a_run_is_stalled(
         old = "2026-01-01T00:00:00Z"
         (tmp_path / "heartbeat.json").write_text(json.dumps({"time": old, "host": "another", "step": 20}))
         launch.show_progress(bar, tmp_path)
+        (tmp_path / "heartbeat.json").unlink()
+        row = {"step": 30, "loss": 1.0, "throughput": 5.0, "slow": "updates take 600 ms in place of 200 ms"}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        launch.show_progress(bar, tmp_path)
     text = capsys.readouterr().err
+    lines = text.splitlines()
     assert "\r" not in text
     assert "training: 20/50" in text
-    assert "stalled for" in text.splitlines()[-1]
+    assert "stalled for" in lines[-3]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \w+  updates take 600 ms in place of 200 ms", lines[-2])
+    assert "30/50" in lines[-1]
 
 
 def test_an_unknown_preset_is_one_line_and_exit_code_2(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:

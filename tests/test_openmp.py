@@ -13,9 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import matrixlib
 from matrixlib.hardware import machine, openmp
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.machine import usable_processors
+from matrixlib.runs import run as runs
+from matrixlib.runs.rate_test import rate_test
 
 GNU = torch.get_num_threads() > 0 and openmp.libgomp() is not None  # torch has to be loaded
 needs_two = pytest.mark.skipif(
@@ -159,3 +162,24 @@ def test_with_a_sleeping_team_the_library_waits_briefly() -> None:
     active, asleep, again = map(float, done.stdout.split())
     assert asleep < active / 2
     assert asleep < again / 2
+
+
+def test_everything_that_computes_with_several_threads_is_considerate(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int] = []
+    for name in openmp.BY_PEOPLE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(openmp, "libgomp", lambda: Path("libgomp.so"))
+    monkeypatch.setattr(openmp, "_watch", lambda path, threads, done: entered.append(threads))
+    monkeypatch.setattr(openmp.machine, "usable_processors", lambda: [0, 1, 2])
+    model = {"channels": 16, "blocks": 1, "ssl": []}
+    options = {"runtime": {"threads": 2}, "model": model, "train": {"batch_size": 16}, "validation": {"limit": 64}}
+    run = runs.open_run(device="cpu", run="considerate", steps=2, overrides=options)
+    assert entered == [3], "trials before the run"
+    for _ in run.train():
+        pass
+    assert entered == [3, 2]
+    rate_test(run, 10)
+    runs.held_out_figures(matrixlib.load(run.folder), 64)
+    assert entered == [3, 2, 3, 3]

@@ -553,6 +553,27 @@ def test_a_run_says_what_it_lost_and_ends_above_the_limit(two_sources: Path) -> 
         train("many", **merge(TINY, options))
 
 
+def test_a_summary_that_says_little_ends_no_run(reports: Path) -> None:
+    current = train("short", **TINY)
+    (current.folder / "summary.json").write_text('{"complete": true}')
+    again = runs.open_run(run="short", overrides=TINY)
+    assert not again.complete
+    for _ in again.train():
+        pass
+    assert again.complete
+
+
+@pytest.mark.filterwarnings("ignore:shard")
+def test_of_much_damage_a_run_says_some(two_sources: Path, reports: Path) -> None:
+    data = runs.open_run(run="damaged", overrides=merge(TINY, {"data": {"max_lost": 1.0}})).data
+    before = len(data.messages)
+    for block in range(100):
+        data._damaged("train", data.catalogue.shards()[0].name, block, "its check failed")
+    told = data.messages[before:]
+    assert len(told) == 8, "the first three, the 4th, 8th, 16th, 32nd and 64th"
+    assert told[-1].endswith("are lost so far, in 64 blocks")
+
+
 def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loader, "try_workers", lambda loader: "no shared memory")
     current = runs.open_run(run="alone", overrides=merge(TINY, {"data": {"workers": 2}}))

@@ -14,6 +14,7 @@ from networks import CPU, matrix0_state, random_net, save_run
 import matrixlib
 from matrixlib import config as configuration
 from matrixlib.engine import storage
+from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 from matrixlib.runs.data import RunError
@@ -64,6 +65,28 @@ def test_a_run_begins_with_the_weights_of_another(source: Path, reports: Path) -
             "left_out": [],
         }
         run.close()
+
+
+def test_no_more_is_unpacked_than_the_network_of_the_source_needs(source: Path, reports: Path) -> None:
+    """A few kB that say they are 256 MiB of zeros, in the run that a stranger has sent."""
+    bomb = {"model": {"w": torch.zeros(256 << 20, dtype=torch.uint8)}}
+    path = Checkpoints(source.parent, 2, 3).save(9, bomb, {}, wait=True)
+    with pytest.raises(ValueError, match=r"claims 268,435,\d+ bytes, of which this network needs"):
+        opened(path, "never")
+
+
+@pytest.mark.parametrize("broken", [b"\xff\xfe", b"model: [", None])
+def test_a_source_whose_options_are_broken_is_named_with_the_way_on(
+    source: Path, reports: Path, broken: bytes | None
+) -> None:
+    path = reports / "source" / "config.yaml"
+    path.unlink()
+    if broken is None:
+        path.mkdir()
+    else:
+        path.write_bytes(broken)
+    with pytest.raises(configuration.ConfigError, match=r"^source/config\.yaml.*; bring it back from a copy, or take"):
+        opened("source", "never")
 
 
 def test_it_goes_on_as_any_run_does(source: Path, reports: Path) -> None:

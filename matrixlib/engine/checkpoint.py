@@ -145,13 +145,13 @@ class Checkpoints:
             self.join()
         return self.folder / name
 
-    def require_room(self, needed: int, steps: int, interval: int) -> None:
+    def require_room(self, needed: int, steps: int, saves: int) -> None:
         """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
-        `steps` updates, one every `interval`, will hold at once: better as it begins than after hours. Not of
-        compressed ones, whose size only the writing tells.
+        `steps` updates, which makes `saves` of them at most, will hold at once: better as it begins than after hours.
+        Not of compressed ones, whose size only the writing tells.
         """
         count = self._most() + (steps // self.keep_every if self.keep_every else 0)
-        count = min(count, steps // interval + 2)
+        count = min(count, saves)
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         missing = count * (needed + _SLACK) - self._held() - shutil.disk_usage(folder).free
         if missing > 0 and not self.compress:

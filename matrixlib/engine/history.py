@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from matrixlib.engine import rows as files_of_rows
+from matrixlib.engine.messages import is_decision
 from matrixlib.engine.rows import MetricsError, Row
 from matrixlib.files import plain, write_text
 
@@ -73,7 +74,8 @@ def merge(rows: Sequence[Mapping[str, Any]]) -> Row:
     full = [row["validation"] for row in rows if row.get("validation", {}).get("kind") == "full"]
     if full:
         merged["validation"] = full[-1]
-    if texts := messages(rows)[-MESSAGES:]:
+    said = messages(rows)
+    if texts := sorted(sorted(said, key=lambda one: is_decision(one[1]))[-MESSAGES:], key=lambda one: one[0]):
         merged["message_steps"] = [step for step, _ in texts]
         merged["messages"] = [text for _, text in texts]
     return merged

@@ -225,7 +225,10 @@ class Trainer:
             active = self._step.active - self._step.aids
             refuse_below_floor(target, self.task, self._held_out.batches("sample"), active, self.ranks)
         size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
-        self.checkpoints.require_room(size, self.steps, self.config.checkpoint.interval)
+        saves, every = self.steps, self.config.validation.interval
+        if every != "auto" and not self.config.checkpoint.minutes:
+            saves = self.steps // self.config.checkpoint.interval + self.steps // every + 1  # regular, best, the last
+        self.checkpoints.require_room(size, self.steps, saves)
         return self._updates(stop)
 
     def save(self, best: float | None = None, renew: bool = True) -> Path:

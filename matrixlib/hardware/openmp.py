@@ -20,9 +20,9 @@ QUIET_LOOKS = 4
 
 
 @contextlib.contextmanager
-def considerate(threads: int) -> Iterator[None]:
-    """While inside, this process's threads, `threads` to a computation, give their cores away at once where other
-    processes want them.
+def considerate(threads: int | None = None) -> Iterator[None]:
+    """While inside, this process's threads, `threads` to a computation (None: one on each processor), give their cores
+    away at once where other processes want them.
 
     A thread that has done its part waits for the others in a loop, for milliseconds: that is fast, and asleep it would
     be woken too late for the hundreds of barriers of an update. Where another process computes, the loop takes its time
@@ -32,7 +32,7 @@ def considerate(threads: int) -> Iterator[None]:
     computation, and so all bits, stay as they are. Nothing happens with one thread, with another library, or where
     anybody has decided (`BY_PEOPLE`).
     """
-    path = libgomp()
+    path, threads = libgomp(), len(machine.usable_processors()) if threads is None else threads
     if threads < 2 or path is None or os.environ.keys() & set(BY_PEOPLE):
         yield
         return

@@ -383,12 +383,12 @@ class Cycle:
         pairs, number = generation.pairs("match"), generation.number
         accepted = self.config.match.decision(pairs)
         outcome = {True: "SPRT accepts", False: "SPRT refuses", None: "SPRT is undecided"}[accepted]
-        early = " (ended early: more extreme than the truth)" if sum(pairs) < self.config.match.pairs else ""
+        early = " early (the truth is less extreme)" if sum(pairs) < self.config.match.pairs else ""
         decision = Decision(
             kind="match",
             after=number,
             best=number if accepted else self.best,
-            reason=f"{outcome}: {rating(pairs)}{early}",
+            reason=f"{outcome}{early}: {rating(pairs)}",
             time=files.utc_now(),
         )
         return generation.grown(self.folder, decision=decision)

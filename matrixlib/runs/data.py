@@ -208,7 +208,10 @@ class RunData:
                 self._sidecars.note(path).touch()
             reason = f"what belongs to it in {path} is damaged, and made anew when the run is opened again"
             restored = ""
-        self._say(f"{where}: {reason}; its rows are replaced by others; {share:.2%} {rows} are lost so far")
+        count = len(self._lost[split])
+        if count < 4 or count.bit_count() == 1:  # of many the 4th, 8th, 16th ...
+            far = f"{share:.2%} {rows} are lost so far" + (f", in {count} blocks" if count > 1 else "")
+            self._say(f"{where}: {reason}; its rows are replaced by others; {far}")
         if share > self._max_lost:
             raise RunError(
                 f"{share:.1%} {rows} are damaged, more than data.max_lost allows ({self._max_lost:.1%}): {restored}"

@@ -178,7 +178,7 @@ def show_progress(bar: Any, folder: Path) -> None:
     bar.total = row.get("steps", bar.total)  # its end may have been moved
     slow = row.get("slow", "")
     if slow and not bar.desc.startswith(SLOW):
-        bar.write(slow, file=sys.stderr)
+        bar.write(f"{progress.clock_time()}  {slow}", file=sys.stderr)
     standing = watch.standing(folder)
     words = {"validating": "validating", "evaluating": "evaluating", "stalled": standing.text}
     bar.set_description_str(words.get(standing.word, SLOW if slow else TRAINING), refresh=False)

@@ -15,6 +15,7 @@ from matrixlib.engine import rng
 from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
+from matrixlib.hardware import openmp
 from matrixlib.runs.run import Run
 from matrixlib.tasks.plotting import beside, log, panels
 
@@ -85,6 +86,7 @@ class RateTest:
         return figure
 
 
+@openmp.considerate()
 def rate_test(run: Run, updates: int = 100) -> RateTest:
     """So many updates of a copy of the run's network as it stands, on its next batches, with the rate growing from
     `LOWEST` to `HIGHEST`; it ends where the loss diverges. The optimiser begins anew; clipping and all else are the

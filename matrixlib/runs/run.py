@@ -100,8 +100,9 @@ class Run:
         if not summary.get("complete"):
             return False
         planned = self.config.train.steps  # the run may have ended its schedule before or after it
-        ended = summary["steps"] if summary["stopped_early"] else summary.get("planned_steps", summary["steps"])
-        return ended >= planned or bool(summary["stopped_early"] and self.trainer.stop_reason)
+        early, steps = summary.get("stopped_early"), summary.get("steps", 0)
+        ended = steps if early else summary.get("planned_steps", steps)
+        return ended >= planned or bool(early and self.trainer.stop_reason)
 
     @property
     def steps(self) -> int:
@@ -288,6 +289,7 @@ class Run:
         self.lock.release()
 
 
+@openmp.considerate()
 def open_run(
     preset: str = "demo",
     device: str = "auto",
@@ -376,6 +378,7 @@ def held_out_data(config: Config) -> Loader:
     return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
+@openmp.considerate()
 def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     """The held-out figures of a network (`tasks.load`) with their baselines; sample: on so many rows, 0 = all."""
     config: Config = net.task.config

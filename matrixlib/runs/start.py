@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import config as configuration
-from matrixlib.config import Config, read_yaml
+from matrixlib.config import Config
 from matrixlib.data.shards import file_hash
+from matrixlib.engine.folder import read_run_config
 from matrixlib.files import read_json
 from matrixlib.runs.data import RunError
 from matrixlib.tasks import get_task, open_file, parse_config
-from matrixlib.tasks.spec import find_run, other_weights, weights
+from matrixlib.tasks.spec import find_run, other_weights, pick_checkpoint, weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,7 +171,6 @@ def write_base(trainer: Trainer, name: str) -> Path:
 
 def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, str, set[str]]:
     """(tensors, options of the network, SHA-256 of the tensors' file, names of those that are not of the network)."""
-    from matrixlib.engine.checkpoint import Checkpoints
     from matrixlib.engine.optim import own_to_training
 
     folder, named = find_run(source)
@@ -178,12 +178,12 @@ def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, st
         net = open_file(folder, "cpu", False, config.task)
         options = net.task.config.model  # type: ignore[attr-defined]
         return net.model.state_dict(), options, file_hash(folder), set()
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    given = parse_config(read_yaml(text, f"{folder.name}/config.yaml"), f"{folder.name}/config.yaml", config.task)
+    given = parse_config(*read_run_config(folder), config.task)
     if given.task != config.task:
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
-    tensors, sha256 = weights(Checkpoints(folder / "checkpoints", given.checkpoint.keep).pick(named))
-    return tensors, given.model, sha256, own_to_training(get_task(given.task).task(given).build_model())
+    model = get_task(given.task).task(given).build_model()
+    tensors, sha256 = weights(pick_checkpoint(folder, given, named, model))
+    return tensors, given.model, sha256, own_to_training(model)
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -339,19 +339,27 @@ def load_network(
     device: also the whole runtime, of a network that is to compute as it did before. Raises ValueError naming the
     checkpoint that is missing or damaged.
     """
-    from matrixlib.engine import optim, storage
-    from matrixlib.engine.checkpoint import Checkpoints
+    from matrixlib.engine import optim
     from matrixlib.engine.memory import fresh_model
 
     model = fresh_model(spec.task(config))
-    limit = storage.largest_group(model)
-    stored = Checkpoints(folder / "checkpoints", config.checkpoint.keep, largest=limit).pick(checkpoint)
+    stored = pick_checkpoint(folder, config, checkpoint, model)
     tensors, sha256 = weights(stored)
     optim.load_tensors(model, tensors, f"{folder.name}/config.yaml is not that of {stored.path.name}")
     runtime = runtime_for_use(config, device)
     net = spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))
     net.sha256, net.lesson = sha256, stored.state.get("teacher", {})
     return net
+
+
+def pick_checkpoint(folder: Path, config: Config, checkpoint: str, model: nn.Module) -> Checkpoint:
+    """A checkpoint of a run's folder, of which no more is unpacked than this network needs. CheckpointError naming
+    one that is missing or damaged."""
+    from matrixlib.engine import storage
+    from matrixlib.engine.checkpoint import Checkpoints
+
+    largest = storage.largest_group(model)
+    return Checkpoints(folder / "checkpoints", config.checkpoint.keep, largest=largest).pick(checkpoint)
 
 
 def runtime_for_use(config: Config, device: str | Runtime = "auto", precision: str = "auto") -> Runtime:

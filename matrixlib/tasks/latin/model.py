@@ -86,12 +86,12 @@ class LatinNet(nn.Module):
         first = self.token(tokens) + self.row(places)[:, None] + self.column(places) + whole
         first = first.flatten(1, 2)
         relations, mask = cell_relations(side, tokens.device), self._mask(tokens.flatten(1))
-        blocks = [(block, cast(Block, block).relate(relations, mask)) for block in self.blocks]
-        x = first
+        blocks, x = [cast(Block, block) for block in self.blocks], first
+        kept = [block.relate(relations, mask) for block in blocks] if self.config.repeats > 1 else []
         for repeat in range(self.config.repeats):
             x = x + first if repeat else x
-            for block, bias in blocks:
-                x = block(x, bias)
+            for number, block in enumerate(blocks):
+                x = block(x, kept[number] if kept else block.relate(relations, mask))
         logits: Tensor = self.head(self.norm(x))
         return logits.unflatten(1, (side, side))
 
