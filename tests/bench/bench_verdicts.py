@@ -276,10 +276,38 @@ def gains(option: list[Path], base: list[Path]) -> tuple[float, list[str], str]:
 
 
 def cost(name: str, options: argparse.Namespace) -> str:
-    """What differs by more than noise of an update's time and of the optimiser's state."""
+    """What differs by more than noise of an update's time, of what it keeps in memory, and of the optimiser's state."""
     state, of_base = (state_bytes(folders(arm, stem(options), options)[0]) for arm in (name, "base"))
-    ratios = {"time": time_ratio(name, options), "optimiser's state": state / of_base}
+    kept = activation_bytes(name, options) / activation_bytes("base", options)
+    ratios = {"time": time_ratio(name, options), "activations": kept, "optimiser's state": state / of_base}
     return ", ".join(f"{r:.2f} times the {what}" for what, r in ratios.items() if abs(r - 1) > SLACK) or "none"
+
+
+def activation_bytes(name: str, options: argparse.Namespace) -> int:
+    """What the forward pass of an update keeps for its backward pass, weights among it; measured once, kept with the
+    times."""
+    import torch
+
+    from matrixlib import files
+    from matrixlib.bench.workloads import Update
+    from matrixlib.hardware.benchmark import make_plan
+
+    path = files.reports_root() / f"{stem(options)}-activations.json"
+    known = files.read_json(path)
+    if name not in known:
+        work = Update(make_plan(), options.preset, changes_of(name, options), config_of(name, options).train.batch_size)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            work()
+        known[name] = sum(kept.values())
+        files.write_json(path, known)
+    return int(known[name])
 
 
 def state_bytes(folder: Path) -> int:
