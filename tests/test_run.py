@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from safetensors.torch import load_file
 from matrixlib import config as configuration
 from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import Loader
+from matrixlib.data.loader import WORTH_WORKERS, Loader
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics, pace
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.folder import read_run
+from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.task import rows
+from matrixlib.engine.trainer import Trainer
 from matrixlib.engine.trials import Comparison
 from matrixlib.hardware import speed
 from matrixlib.hardware.runtime import Runtime
@@ -108,31 +112,49 @@ def test_a_run_ends_with_summary_report_and_baselines(reports: Path) -> None:
     assert "auto" not in (stored["runtime"]["device"], stored["runtime"]["precision"], stored["data"]["workers"])
 
 
-@pytest.mark.usefixtures("drawn")
-def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(
-    reports: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matrixlib.engine.trainer import Trainer
+def lose_the_disk(trainer: Trainer) -> None:
+    raise OSError("the disk is gone")
 
+
+def lose_the_weights(trainer: Trainer) -> None:
+    for parameter in trainer.model.parameters():
+        parameter.data.fill_(torch.nan)
+
+
+@pytest.mark.usefixtures("drawn")
+@pytest.mark.parametrize(
+    "trouble, error, word, updates",
+    [(lose_the_disk, OSError, "failed", 4), (lose_the_weights, TrainingHalted, "halted", 6)],
+)
+def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(
+    reports: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[Trainer], None],
+    error: type[Exception],
+    word: str,
+    updates: int,
+) -> None:
     validate = Trainer._validate
 
     def fail(trainer: Trainer, messages: list[str]) -> Any:
         if trainer.step == 5:
-            raise OSError("the disk is gone")
+            trouble(trainer)
         return validate(trainer, messages)
 
     monkeypatch.setattr(Trainer, "_validate", fail)
-    with pytest.raises(OSError, match="the disk is gone") as caught:
-        train("one")
+    health = {"skips": 1, "rollbacks": 0}
+    with pytest.raises(error) as caught:
+        train("one", health=health)
     folder = reports / "one"
     assert any(note == f"curves and report: {folder / 'report.html'}" for note in caught.value.__notes__)
     assert (folder / "training.png").stat().st_size > 5_000
-    assert "failed after 4 updates: OSError: the disk is gone" in (folder / "report.html").read_text()
-    assert '<td class="fail">failed</td>' in (reports / "index.html").read_text()
-    assert watch.standing(folder).word == "failed"
+    reason = f"{word} after {updates} updates: {error.__name__}: {' '.join(str(caught.value).split())}"
+    assert reason in html.unescape((folder / "report.html").read_text())
+    assert f'<td class="fail">{word}</td>' in (reports / "index.html").read_text()
+    assert watch.standing(folder).word == word
     monkeypatch.undo()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(reports))
-    assert train("one").complete
+    assert train("one", health=health).complete
     assert watch.standing(folder).word == "complete"
 
 
@@ -586,7 +608,8 @@ def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypat
 
 def test_what_the_policy_derives_reaches_the_loaders_processes(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that is printed and applied nowhere is the specification's own fault."""
-    run = runs.open_run(run="derived", overrides=TINY)
+    many = {"batch_size": 1, "limit": WORTH_WORKERS}  # batches of a pass over what is held out
+    run = runs.open_run(run="derived", overrides=merge(TINY, {"data": {"timeout": 3.0}, "validation": many}))
     run.close()
     given: dict[str, Any] = {}
 
@@ -596,9 +619,12 @@ def test_what_the_policy_derives_reaches_the_loaders_processes(reports: Path, mo
 
     monkeypatch.setattr("matrixlib.data.loader.DataLoader", started)
     data = replace(run.data, runtime=replace(run.runtime, device="cuda", workers=8, prefetch=6))  # of the V-Cache rule
-    with pytest.raises(InterruptedError):
-        next(data.training.batches(0))
-    assert (given["num_workers"], given["prefetch_factor"], given["pin_memory"]) == (8, 6, True)
+    for batches in (data.training.batches(0), iter(data.held_out("full"))):
+        given.clear()
+        with pytest.raises(InterruptedError):
+            next(batches)
+        assert (given["num_workers"], given["prefetch_factor"], given["pin_memory"]) == (8, 6, True)
+        assert given["timeout"] == 3.0
 
 
 def test_what_is_quarantined_is_told_as_a_share_of_the_data(two_sources: Path) -> None:

@@ -477,7 +477,13 @@ def test_without_a_name_the_training_that_ended_last_plays(
     with pytest.raises(SystemExit):
         uci.main([])
     assert "no finished training of chess in" in capfd.readouterr().err
-    for number, (name, kind, task) in enumerate((("old", "train", "chess"), ("new", "train", "chess"))):
+    ended = (
+        ("old", "train", "chess"),
+        ("new", "train", "chess"),
+        ("tried", "overfit", "chess"),
+        ("other", "train", "latin"),
+    )
+    for number, (name, kind, task) in enumerate(ended):
         shutil.copytree(run, reports / name)
         record = {"kind": kind, "requested": {"task": task}}
         (reports / name / "run.json").write_text(json.dumps(record))
