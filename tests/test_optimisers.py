@@ -13,6 +13,7 @@ from toy_task import ToyNet, ToySource, toy_runtime
 
 from matrixlib.config import Config, ConfigError, OptimConfig
 from matrixlib.engine import noise, optim
+from matrixlib.engine.averages import average
 from matrixlib.engine.checkpoint import CheckpointError
 from matrixlib.engine.muon import Muon, _by_steps, orthogonal
 from matrixlib.tasks import get_task, load_config
@@ -103,6 +104,27 @@ def test_a_layer_may_get_its_first_gradient_late(name: str) -> None:
         optimiser.step()
         moved = not torch.equal(before["weight"], net[2].weight)
         assert moved is (layers is net)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_in_another_memory_format_stays_where_it_lies_and_is_averaged(name: str) -> None:
+    """The average looks tensors up once: it would stay that of a kernel which has been left behind."""
+    config = load_config("demo", {"optim": changes(name)}).optim
+    torch.manual_seed(6)
+    net = matrix()
+    net[1] = nn.Conv2d(6, 8, 3)
+    net.to(memory_format=torch.channels_last)
+    kernel = net[1].weight
+    optimiser = optim.optimiser(net, config, CPU)
+    averaged = average(net, optimiser, config)
+    assert averaged is not None
+    start, place = kernel.detach().clone(), kernel.data_ptr()
+    for _ in range(3):
+        kernel.grad = torch.ones_like(kernel)
+        optimiser.step()
+        averaged.update()
+    assert kernel.data_ptr() == place
+    assert not torch.equal(averaged.state_dict()["1.weight"], start)
 
 
 def library(name: str, own: list[Tensor], o: OptimConfig) -> torch.optim.Optimizer:

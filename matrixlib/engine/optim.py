@@ -161,6 +161,8 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
             free.train()  # before the first update it sets a flag alone
             return cast(torch.optim.Optimizer, free)
         case "adamw_8bit":
+            for parameter in (parameter for group in groups for parameter in group["params"]):
+                parameter.data = parameter.data.contiguous()  # its updates would, after the average has looked them up
             return cast(
                 torch.optim.Optimizer,
                 _library("bitsandbytes", config).optim.AdamW8bit(groups, lr=config.learning_rate, **moments),
