@@ -145,11 +145,13 @@ class OptimConfig(Section):
     swa_interval: Count = option(10, "updates between two weights that go into this mean")
 
     @model_validator(mode="after")
-    def _free_of_a_schedule(self) -> OptimConfig:
+    def _fits_its_schedule(self) -> OptimConfig:
         if self.optimiser == "schedule_free" and (self.schedule != "constant" or not self.beta1 or self.swa):
             raise ValueError(
                 "schedule_free averages in place of a decay: set optim.schedule to constant, beta1 above 0 and swa to 0"
             )
+        if self.schedule == "constant" and (self.restarts or self.decay_share < 1):
+            raise ValueError("a constant schedule does not decay: leave optim.restarts at 0 and decay_share at 1")
         return self
 
 

@@ -1,5 +1,6 @@
 """One contract for every optimiser, on the toy task; the first update of each beside the library's own."""
 
+import contextlib
 import copy
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from matrixlib.engine import noise, optim
 from matrixlib.engine.averages import average
 from matrixlib.engine.checkpoint import CheckpointError
 from matrixlib.engine.muon import Muon, _by_steps, orthogonal
+from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import get_task, load_config
 
 CPU = torch.device("cpu")
@@ -31,6 +33,12 @@ def changes(name: str) -> dict[str, Any]:
         pytest.importorskip(LIBRARIES[name])
     schedule = {"schedule": "constant"} if name == "schedule_free" else {}
     return {"optimiser": name, "learning_rate": RATES.get(name, 0.01), **schedule}
+
+
+class Large(Runtime):
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Exact in fp32, and without an overflow."""
+        return torch.amp.GradScaler("cpu", init_scale=2.0**16)
 
 
 def configured(name: str, **sections: dict[str, Any]) -> Config:
@@ -79,6 +87,23 @@ def test_the_state_of_another_optimiser_is_refused_by_name(tmp_path: Path, name:
     list(build(tmp_path, config=configured(other), steps=2).train())
     with pytest.raises(CheckpointError, match=rf"its optimiser is {other}, and {name} cannot"):
         build(tmp_path, config=configured(name), steps=2).resume()
+
+
+@pytest.mark.parametrize(("then", "way"), [(None, "; install"), ("bitsandbytes", "; uninstall")])
+def test_a_run_that_began_with_or_without_the_library_of_8_bit_adamw_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str | None, way: str
+) -> None:
+    """Another optim.optimiser would be refused: a run keeps its own."""
+    config = configured("adamw_8bit")
+    first = "bitsandbytes" if then is None else None
+    monkeypatch.setattr(optim.importlib.util, "find_spec", lambda name: first)
+    with contextlib.nullcontext() if first else pytest.warns(RuntimeWarning, match="is plain AdamW"):
+        list(build(tmp_path, config=config, steps=2).train())
+    monkeypatch.setattr(optim.importlib.util, "find_spec", lambda name: then)
+    with contextlib.nullcontext() if then else pytest.warns(RuntimeWarning, match="is plain AdamW"):
+        trainer = build(tmp_path, config=config, steps=2)
+    with pytest.raises(CheckpointError, match=f"{way} bitsandbytes"):
+        trainer.resume()
 
 
 def matrix() -> nn.Module:
@@ -220,6 +245,14 @@ def test_schedule_free_is_evaluated_and_saved_at_its_averaged_point(tmp_path: Pa
         assert not torch.equal(point[name], raw[name])
 
 
+@pytest.mark.parametrize("change", [{"restarts": 1}, {"decay_share": 0.3}])
+def test_a_constant_rate_has_no_decay_to_shape(change: dict[str, float]) -> None:
+    plain = {"schedule": "constant", "restarts": 0, "decay_share": 1.0}
+    assert load_config("demo", {"optim": plain}).optim.schedule == "constant"
+    with pytest.raises(ConfigError, match=r"optim\.restarts at 0 and decay_share at 1"):
+        load_config("demo", {"optim": plain | change})
+
+
 def test_schedule_free_wants_no_decay_of_the_rate() -> None:
     with pytest.raises(ConfigError, match=r"optim\.schedule to constant"):
         load_config("demo", {"optim": {"optimiser": "schedule_free"}})
@@ -342,6 +375,8 @@ def test_noise_has_its_variance_and_its_own_stream(tmp_path: Path) -> None:
     quiet = next(iter(build(tmp_path / "quiet", steps=8).train()))
     assert stats[0].loss == quiet.loss
     assert stats[0].grad_norm > quiet.grad_norm, "before clipping, so that the norm counts it"
+    scaled = build(tmp_path / "scaled", config=noisy, runtime=Large(**toy_runtime(8).to_dict()), steps=8)
+    assert next(iter(scaled.train())).grad_norm == pytest.approx(stats[0].grad_norm), "not by the loss scale less"
     list(build(tmp_path / "part", config=noisy, steps=8).train(3))
     part = build(tmp_path / "part", config=noisy, steps=8)
     part.resume()

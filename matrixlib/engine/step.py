@@ -190,9 +190,10 @@ class Step:
         tensors, state = checkpoint.tensors, checkpoint.state
         own, other = optim.optimiser_kind(self.config.optim), state["optimiser"]
         if own != other:
-            raise ValueError(
-                f"its optimiser is {other}, and {own} cannot go on with that state; set optim.optimiser to {other}"
-            )
+            way = f"set optim.optimiser to {other}"
+            if self.config.optim.optimiser == "adamw_8bit" and other in ("adamw", "adamw_8bit"):  # by its library alone
+                way = "uninstall bitsandbytes" if other == "adamw" else "install bitsandbytes"
+            raise ValueError(f"its optimiser is {other}, and {own} cannot go on with that state; {way}")
         self.micro_batch = min(self.micro_batch, state["micro_batch"] or self.micro_batch)
         optim.load_tensors(self.model, tensors["model"])
         optim.load_optimiser(self.optimiser, self.model, tensors["optimiser"], state["optimiser_counters"])
