@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trainer import Scaled, build, equal, history, settings, weights
+from test_trainer import Scaled, build, equal, history, poison, settings, weights
 from toy_task import ToyData, ToySource, ToyTask, toy_runtime
 
 from matrixlib.engine import rng
@@ -48,6 +48,17 @@ def test_it_leaves_everything_as_it_was(tmp_path: Path) -> None:
     list(updates)
     assert equal(weights(trainer), weights(plain))
     assert history(tmp_path / "tested") == history(tmp_path / "plain")
+
+
+def test_it_leaves_out_what_a_rollback_left_out(tmp_path: Path) -> None:
+    trainer = build(tmp_path, source=poison(6, 8), config=settings(health={"skips": 3}), steps=14)
+    list(trainer.train())
+    data: Any = ToyData(trainer.task, poison(6, 8))
+    data.teacher = None
+    trainer.step = 4  # batches that it left out lie ahead
+    test = rate_test(SimpleNamespace(trainer=trainer, data=data, processes=1), 10)  # type: ignore[arg-type]
+    assert "no longer finite" not in test.end
+    assert len(test.rates) == 10
 
 
 def test_it_ends_where_the_loss_diverges(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Trainer:
 
     Attributes: model (plain module, raw weights), ema (its averages, or None), step (updates done), initial (the first
     losses beside chance level), messages (warnings so far), peak (rows a second that would take the device's whole
-    matrix rate, where that is known), curriculum, pace.
+    matrix rate, where that is known), curriculum, pace, skip (ranges of batches that are left out).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer:
         self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
         self.state_extra, self._look = state_extra if state_extra is not None else {}, look
         self._data, self._source = data, data.batches()[1]
-        self._skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime, ranks)
+        self.skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime, ranks)
         self._folder, self._memory, self._chunk = Path(folder), Monitor(runtime.torch_device, config.memory), Chunk()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
@@ -187,7 +187,7 @@ class Trainer:
         self.metrics.truncate_to(checkpoint.step)
 
     def _skip_batches(self, ranges: list[tuple[int, int]]) -> None:
-        self._skip, self._source = ranges, self._source.skipping(ranges)
+        self.skip, self._source = ranges, self._source.skipping(ranges)
 
     def _enter_phase(self) -> None:
         """Task, source and held-out batches of the curriculum's phase in force."""
@@ -195,7 +195,7 @@ class Trainer:
         phase = self.curriculum.phases[self.curriculum.phase]
         task, source = self._data.batches(phase)
         self._step.train_on(task)
-        self._source = source.skipping(self._skip)
+        self._source = source.skipping(self.skip)
         if self.curriculum.config.kind == "adaptive":
             self._held_out.enter(task, phase)
 
@@ -248,7 +248,7 @@ class Trainer:
             "micro_step": self.micro_step,
             "chunk": asdict(self._chunk),
             "saves_by_clock": self._saving.by_clock,
-            "skip": self._skip,
+            "skip": self.skip,
             "pace": self.pace.to_dict(),
             "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
             "cadence": self._cadence.to_dict(),
@@ -432,7 +432,7 @@ class Trainer:
         """
         health = self._step.health
         window = self._source.raw(health.onset), self._source.raw(self.step - 1) + 1
-        skip = sorted([*self._skip, window])  # also those that a checkpoint from before them does not know
+        skip = sorted([*self.skip, window])  # also those that a checkpoint from before them does not know
         where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
         checkpoint = newest(self.ranks, self.checkpoints, target)
         assert checkpoint is not None, "newest raises where every checkpoint is damaged"

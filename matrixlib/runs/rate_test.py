@@ -112,7 +112,7 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
         rates, losses, end = list[float](), list[float](), "the highest rate was reached"
         average = least = math.inf
         overflows = 0
-        with contextlib.closing(source.batches(trainer.step, trainer.step + updates)) as batches:  # type: ignore[type-var]
+        with contextlib.closing(source.skipping(trainer.skip).batches(trainer.step, trainer.step + updates)) as batches:  # type: ignore[type-var]
             for batch in batches:
                 stats = step(batch)
                 overflows = overflows + 1 if stats.overflow else 0
