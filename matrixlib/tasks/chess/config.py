@@ -42,7 +42,9 @@ class AttentionConfig(Section):
 
 class PolicyHeadConfig(Section):
     kind: Literal["conv", "attention", "factored", "dense"] = option(
-        "conv", "how 4,672 move logits are made; `attention` by queries of from-squares and keys of to-squares"
+        "conv",
+        "how 4,672 move logits are made; `attention` by queries of from-squares and keys of to-squares; "
+        "`factored` and `dense` cost top-1 (guide of verdicts)",
     )
     channels: Count = option(48, "channels before the logits")
     rank: Count = option(96, "inner width of the `factored` head, width of queries and keys of `attention`")
@@ -64,7 +66,7 @@ class ModelConfig(Section):
     encoding: Literal["oriented", "matrix0"] = option("oriented", "input planes and move frame")
     channels: Count = option(48, "width of the trunk")
     blocks: CountOrZero = option(6, "residual blocks")
-    block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1")
+    block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1, which costs top-1")
     bottleneck: Count = option(2, "a bottleneck block's inner width is channels // bottleneck")
     preact: bool = option(True, "norm and activation before each convolution")
     activation: Activation = option("silu", "activation of trunk and heads")
