@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 from matrixlib import config
 from matrixlib.config import ConfigError, read_yaml_file
+from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
@@ -37,6 +39,7 @@ from matrixlib.runs.trial import Job, Outcome
 from matrixlib.tasks import get_task, load_config
 
 RATE = "optim.learning_rate"
+BUDGET = "every complete trial has the same budget"
 Curve = Callable[[Mapping[str, Any], int, int], float]
 """(overrides, seed, update) -> validation loss."""
 
@@ -174,6 +177,7 @@ def test_a_logarithmic_grid() -> None:
         ),
         ({"space": {"validation.interval": [5, 10]}, "prune": True}, "pruning compares at the same updates"),
         ({"space": {"validation.full_every": [1, 2]}, "prune": True}, "and all trials the same `validation`"),
+        ({"prune": True, "steps": 9, "overrides": {"validation": {"interval": 2, "plateau": 1}}}, "plateau 0"),
         ({"measure": "top1"}, "Give `highest: true` or `highest: false`"),
         ({**EQUAL, "space": {"model.channels": [16, 32]}}, "equal: flops sets 'model.channels'"),
         ({**EQUAL, "space": {"model.blocks": [1, 4]}}, "what changes the size goes into the arms"),
@@ -265,20 +269,25 @@ def test_a_trial_whose_run_is_gone_has_failed_and_the_others_go_on(reports: Path
 
 
 @pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
-def test_threads_are_divided_anew_but_for_a_run_that_has_begun(reports: Path, workers: tuple[int, int]) -> None:
-    threads: list[int | str] = []
+def test_threads_and_loader_processes_are_divided_anew_but_for_a_run_that_has_begun(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(sweep, "suggest", lambda *_: {"workers": (4, "")})
+    taken: list[tuple[int | str, int | str]] = []
     for count in workers:
         options = {"space": {RATE: [0.001, 0.003, 0.01]}, "steps": 12, "workers": count}
+        options["overrides"] = {"data": {"workers": "auto"}}
         current = sweep.open_sweep("demo", "cpu", "s", options)
         trials = [current._next(set(range(number))) for number in range(3)]
         jobs = [current._job(trial) for trial in trials if trial is not None]
-        threads += [load_config(job.preset, job.overrides).runtime.threads for job in jobs]
+        configs = [load_config(job.preset, job.overrides) for job in jobs]
+        taken += [(one.runtime.threads, one.data.workers) for one in configs]
         if not (reports / jobs[0].names[0]).exists():
             killed = partial(trial.train, jobs[0])  # its process, so the sweep has not heard of it
             Fake(reports, by_rate).submit(0, killed)
-    part = {1: "auto", 2: max(1, machine.facts().threads // 2)}
+    part = {1: ("auto", "auto"), 2: (max(1, machine.facts().threads // 2), 2)}
     first, second = (part[count] for count in workers)
-    assert threads == [first] * 3 + [first, second, second]
+    assert taken == [first] * 3 + [first, second, second]
 
 
 def test_a_misspelt_measure_is_told_and_can_be_mended(reports: Path) -> None:
@@ -414,6 +423,17 @@ def test_arms_are_compared_each_at_its_best_rate(reports: Path) -> None:
     assert "was not searched for each arm (it was the same for all arms)" in studies.rate_note(current)
 
 
+def test_a_rate_beyond_which_others_failed_is_at_no_edge(reports: Path) -> None:
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        rate = overrides["optim"]["learning_rate"]
+        return math.nan if rate > 0.02 else by_rate(overrides, seed, step)
+
+    options = {"space": {RATE: [0.001, 0.003, 0.03]}, "arms": {"one": {}, "two": {"model.channels": 8}}}
+    current, _ = fake_sweep(reports, loss, **options)
+    assert [row.trial.state for row in current.results()] == ["complete", "complete", "failed"] * 2
+    assert studies.rate_note(current) == "The learning rate was searched for each arm."
+
+
 def test_a_power_law_comes_back_with_its_interval() -> None:
     x = [1e12, 3e12, 1e13, 3e13, 1e14]
     exact = studies.power_law(x, [30 * c**-0.05 for c in x])
@@ -460,6 +480,7 @@ def test_sizes_at_fixed_budgets_give_both_laws(reports: Path) -> None:
     assert 0.6 < study.size.exponent < 1.1, "four times the parameters at four times the budget"
     assert len(studies.scaling_figure(study).axes) == 2
     assert str(study).startswith("loss = ")
+    assert "was not searched for each size (it was the same for all sizes)" in studies.rate_note(current)
 
 
 def test_a_staged_sweep_keeps_what_helped(reports: Path) -> None:
@@ -475,6 +496,30 @@ def test_a_staged_sweep_keeps_what_helped(reports: Path) -> None:
     assert list(frame["kept"]) == ["base", "yes", "no", "no"]
     assert list(frame["added to"][1:]) == ["base", "warm", "warm"]
     assert len(sweep_figures.dimensions_figure(current).axes) == 1
+
+
+def test_a_staged_sweep_whose_base_failed_ends_with_its_reason(reports: Path) -> None:
+    options = {"method": "staged", "arms": {"warm": {"optim.warmup_steps": 5}}, "space": {}}
+    with pytest.raises(sweep.SweepError, match=r"base of sweep 's' failed, .* its loss is not finite"):
+        fake_sweep(reports, lambda *_: math.nan, **options)
+
+
+@pytest.mark.parametrize(("minutes", "kept"), [(0.02, True), (0.018, False), (0.05, False)])
+def test_trials_of_equal_minutes_took_them(reports: Path, minutes: float, kept: bool) -> None:
+    """Each of these took 1.2 seconds."""
+    current, _ = fake_sweep(reports, by_rate, space={RATE: [0.001, 0.003]}, steps=0, minutes=minutes)
+    assert (BUDGET, kept) in [check[:2] for check in sweep_tables.checks(current)]
+
+
+def test_trials_at_a_budget_of_operations_made_the_updates_that_it_pays(reports: Path) -> None:
+    config = load_config("demo")
+    compute = 12 * get_task("chess").training_flops(config) * config.train.batch_size
+    current, _ = fake_sweep(reports, by_rate, space={RATE: [0.001, 0.003]}, steps=0, compute=[compute])
+    assert (BUDGET, True) in [check[:2] for check in sweep_tables.checks(current)]
+    current.config = current.config.model_copy(update={"compute": (2 * compute,)})
+    current.trials = {k: replace(t, values={**t.values, "compute": 2 * compute}) for k, t in current.trials.items()}
+    current._results.clear()
+    assert (BUDGET, False) in [check[:2] for check in sweep_tables.checks(current)]
 
 
 # Real trainings
@@ -501,6 +546,22 @@ def test_a_reason_of_any_length_becomes_a_short_one(reports: Path, monkeypatch: 
     outcome = trial.train(job(reports))
     assert outcome.reason.startswith("ValueError: xxx")
     assert len(outcome.reason) == trial.LONGEST
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_full_disk_ends_the_sweep_and_the_trial_goes_on_with_room(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    def full(*_: Any) -> Any:
+        if before:
+            return SimpleNamespace(free=1000)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(*((shutil, "disk_usage") if before else (Checkpoints, "_check_room")), full)
+        with pytest.raises(FolderError, match="no room for this run" if before else "No space left"):
+            trial.train(job(reports))
+    assert trial.train(job(reports)) == Outcome("complete")
 
 
 def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,35 +603,35 @@ def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> N
     assert ended[1] == Outcome("failed", "its process was killed by signal 9, perhaps out of memory")
 
 
-TWO = {"space": {RATE: [0.001, 0.01], "optim.optimiser": ["muon"]}}
+FOUR = {"space": {RATE: [0.001, 0.01], "optim.optimiser": ["adamw", "muon"]}}
 
 
-def sweep_two(reports: Path) -> None:
-    """In a process of its own: a sweep of two trials."""
+def sweep_four(reports: Path) -> None:
+    """In a process of its own: a sweep of four trials."""
     os.environ["MATRIXLIB_REPORTS"] = str(reports)
-    list(sweep.open_sweep("demo", "cpu", "", TWO).train())
+    list(sweep.open_sweep("demo", "cpu", "", FOUR).train())
 
 
 def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
     reports: Path, tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = sweep.open_sweep("demo", "cpu", "", TWO)
+    whole = sweep.open_sweep("demo", "cpu", "", FOUR)
     list(whole.train())
     sweep_tables.write_report(whole)
 
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(other))
-    process = forkserver.Process(target=sweep_two, args=(other,))
+    process = forkserver.Process(target=sweep_four, args=(other,))
     process.start()
     while process.is_alive() and not list(other.glob("sweep-demo-001-s0/checkpoints/step_00000005")):
         time.sleep(0.01)
     process.kill()
     process.join()
-    killed = sweep.open_sweep("demo", "cpu", "", TWO)
+    killed = sweep.open_sweep("demo", "cpu", "", FOUR)
     assert [row.state for row in killed.trials.values()] == ["complete", "running"]
     first = (other / "sweep-demo-000-s0" / "summary.json").read_bytes()
-    assert len(list(killed.train())) == 1
+    assert len(list(killed.train())) == 3
     sweep_tables.write_report(killed)
     assert (other / "sweep-demo-000-s0" / "summary.json").read_bytes() == first, "what had ended stays"
     for name in ("table.csv", "table.json", "best.yaml"):

@@ -155,7 +155,7 @@ class Checkpoints:
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         missing = count * (needed + _SLACK) - self._held() - shutil.disk_usage(folder).free
         if missing > 0 and not self.compress:
-            raise CheckpointError(
+            raise storage.UnwritableCheckpoint(
                 f"the disk of {self.folder} has no room for this run: up to {count} checkpoints of "
                 f"{needed / 1e6:,.1f} MB (checkpoint.keep, keep_best, keep_every and the one being written) need "
                 f"{missing / 1e6:,.1f} MB more than there are; make room, or keep fewer"
@@ -388,7 +388,7 @@ class Checkpoints:
             free = "free space unknown"
         paths = self._paths()
         earlier = f"{paths[-1].name} is untouched" if paths else "there is no earlier one"
-        return CheckpointError(
+        return storage.UnwritableCheckpoint(
             f"cannot write checkpoint {name} to {self.folder}: {error}; needs {needed / 1e6:,.1f} MB, "
             f"{free}; {earlier}. Make room or make the folder writable, then start the same run again"
         )

@@ -29,7 +29,7 @@ import torch
 import zstandard
 from safetensors import SafetensorError
 
-from matrixlib.files import utc_now, write_bytes
+from matrixlib.files import FolderError, utc_now, write_bytes
 from matrixlib.hardware import machine
 
 SCHEMA = 2
@@ -57,6 +57,10 @@ _DTYPES = {
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message says which, why and what to do."""
+
+
+class UnwritableCheckpoint(CheckpointError, FolderError):
+    """There is no room for a checkpoint, or its folder cannot be written."""
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -45,22 +45,23 @@ def arms_table(sweep: Sweep) -> DataFrame:
 
 
 def rate_note(sweep: Sweep) -> str:
-    """What an arm's result owes to its learning rate, in a sentence; "" without arms. One rate for all of them
-    favours the arm that it fits."""
-    if not sweep.config.arms or sweep.config.method == "staged":
+    """What the result of an arm, or of a size at fixed budgets, owes to its learning rate, in a sentence; "" without
+    either. One rate for all of them favours the one that it fits."""
+    if not (sweep.config.arms or sweep.config.compute) or sweep.config.method == "staged":
         return ""
+    each = "arm" if sweep.config.arms else "size"
     own = [arm for arm, changes in sweep.config.arms.items() if RATE in changes]
     if RATE not in sweep.config.space:
-        given = f"of its own for {', '.join(own)}" if own else "the same for all arms"
-        return f"The learning rate was not searched for each arm (it was {given}): part of a difference may be that."
+        given = f"of its own for {', '.join(own)}" if own else f"the same for all {each}s"
+        return f"The learning rate was not searched for each {each} (it was {given}): part of a difference may be that."
     edge = []
-    rates = sorted(float(one.trial.values[RATE]) for one in sweep.results() if one.measures)
+    rates = sorted(float(one.trial.values[RATE]) for one in sweep.results())
     for arm in sweep.config.arms:
         trials = [one for one in sweep.results() if one.measures and one.trial.values[ARM] == arm]
         best = min(trials, key=lambda one: sweep.better(one.mean), default=None)
         if best is not None and best.trial.values[RATE] in (rates[0], rates[-1]):
             edge.append(arm)
-    text = "The learning rate was searched for each arm."
+    text = f"The learning rate was searched for each {each}."
     if edge:
         text += f" At the edge of what was tried: {', '.join(edge)}, so a wider range may change the order."
     return text

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from filelock import FileLock
 
 from matrixlib import files, progress
 from matrixlib.config import ConfigError, merge, read_yaml_file, validated
 from matrixlib.hardware import machine
+from matrixlib.hardware.runtime import select_device, suggest
 from matrixlib.runs import watch
 from matrixlib.runs.compare import LOSS, RunResult, read_result
 from matrixlib.runs.fleet import Fleet, open_fleet
@@ -239,6 +240,11 @@ class Sweep:
             if number in running or (trial is not None and trial.ended):
                 continue
             before = self._before(number)
+            if number and self.config.method == "staged" and not (base := self.result(self.trials[0])).measures:
+                raise SweepError(
+                    f"the base of sweep '{self.name}' failed, so no change can help: {base.trial.reason}. Mend it, and "
+                    "give the sweep another name"
+                )
             if not all(k in self.trials and self.trials[k].ended for k in before):
                 return None
             return trial or self._write(Trial(number, self.propose(number, self.told(before))))
@@ -252,20 +258,28 @@ class Sweep:
     def _job(self, trial: Trial) -> Job:
         preset, overrides = request(self.config, trial.values)
         names = self.run_names(trial.number)
-        if threads := self._threads(names.values()):
-            overrides = merge({"runtime": {"threads": threads}}, overrides)
+        overrides = merge(overrides, self._part(names.values(), preset, overrides))
         limits = {seed: self._limits(trial, seed) for seed in names} if self.config.prune else {}
         return Job(trial.number, names, preset, overrides, limits)
 
-    def _threads(self, names: Iterable[str]) -> int | str | None:
-        """Of each run of a trial: what its first one that has begun was asked to take, which it has to keep, else its
-        part of the machine; None: as the configuration says.
+    def _part(self, names: Iterable[str], preset: str, overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Threads and loader processes of each run of a trial: what its first one that has begun was asked to take,
+        which it has to keep, else its part of what the configuration leaves to the machine.
         """
         for name in names:
             if record := files.read_json(files.reports_root() / name / "run.json"):
-                return cast(int | str, record["requested"]["runtime"]["threads"])
+                requested = record["requested"]
+                return {key: {of: requested[key][of]} for key, of in (("runtime", "threads"), ("data", "workers"))}
         workers = self.config.workers if self.config.fleet == "local" else 1  # a cluster's nodes divide their own
-        return max(1, machine.facts().threads // workers) if workers > 1 else None
+        if workers == 1:
+            return {}
+        facts, config = machine.facts(), load_config(preset, overrides)
+        threads, loaders = config.runtime.threads, config.data.workers
+        if threads == "auto":
+            threads = max(1, facts.threads // workers)
+        if loaders == "auto":
+            loaders = suggest(facts, select_device(facts, config.runtime.device)[0])["workers"][0] // workers
+        return {"runtime": {"threads": threads}, "data": {"workers": loaders}}
 
     def _limits(self, trial: Trial, seed: int) -> dict[int, float]:
         """Update -> median validation loss, with this seed, of the complete trials that this one may know of."""

@@ -319,10 +319,11 @@ def _check_comparable(sweep: SweepConfig, configs: Sequence[Config], name: str) 
         raise ConfigError(f"{name}: the presets have other budgets ({budgets}); give `steps` or `minutes`")
     if sweep.prune:
         other_rows = any(key.startswith("validation.") for key in keys)
-        if other_rows or "auto" in (first.validation.interval, first.train.steps) or len(budgets) > 1:
+        rarer = first.validation.plateau > 0 or first.validation.interval == "auto"
+        if other_rows or rarer or first.train.steps == "auto" or len(budgets) > 1:
             raise ConfigError(
                 f"{name}: pruning compares at the same updates and rows: give `steps`, a validation.interval in "
-                "updates, and all trials the same `validation`"
+                "updates, validation.plateau 0, and all trials the same `validation`"
             )
 
 

@@ -24,6 +24,9 @@ from matrixlib.tasks.spec import Check
 GROUPS = 4
 """Groups of equal size that the values of a range are put into."""
 LEFT = "difference to the best"
+LEAST, MOST = 0.5, 1.1
+"""Shares of its minutes that the updates of a trial take: validations and checkpoints, which are not among them, count
+too; a machine that becomes slower at the end is late."""
 
 
 def table(sweep: Sweep) -> DataFrame:
@@ -131,17 +134,26 @@ def checks(sweep: Sweep) -> list[Check]:
     complete = [result for result in results if result.measures]
     failed = [result for result in results if result.trial.state == "failed"]
     updates = {result.updates for result in complete}
-    alike = bool(sweep.config.minutes or sweep.config.compute) or len(updates) < 2
+    other = [result.trial.number for result in complete if not _in_budget(sweep, result)]
+    spent = f"updates: {sorted(updates)}" + (f"; not of trial {', '.join(map(str, other))}" if other else "")
     pruned = [result for result in results if result.trial.state == "pruned"]
     late = all(max(result.curve, default=0) >= EARLIEST * sweep.steps(result.trial) for result in pruned)
     best = sweep.best()
     return [
         ("every trial has ended", sweep.complete, f"{len(results)} of {sweep.planned}"),
         ("most trials are no failures", 2 * len(failed) < max(1, len(results)), f"{len(failed)} failed"),
-        ("every complete trial has the same budget", alike and bool(complete), f"updates: {sorted(updates)}"),
+        ("every complete trial has the same budget", bool(complete) and not other, spent),
         ("no trial was pruned before a third of the updates", late, f"{len(pruned)} pruned"),
         ("there is a best one", best is not None, f"trial {best.trial.number}: {best.mean:.4g}" if best else "none"),
     ]
+
+
+def _in_budget(sweep: Sweep, result: Result) -> bool:
+    """Whether a complete trial was trained for what it was to have: updates, or minutes."""
+    train = load_config(*request(sweep.config, result.trial.values)).train
+    if train.steps == "auto":
+        return LEAST <= result.seconds / (60 * train.minutes) <= MOST
+    return result.updates == train.steps
 
 
 def write_report(sweep: Sweep) -> Path:

@@ -45,8 +45,8 @@ class Outcome:
 def train(job: Job, tick: Callable[[], None] = lambda: None) -> Outcome:
     """Train every run of a trial, or go on with it. tick: is called after each update.
 
-    Whatever its configuration trips over is the trial's outcome; Ctrl-C, SIGTERM, and folders that cannot be written,
-    or that another process does not stop to write, end the sweep.
+    Whatever its configuration trips over is the trial's outcome; Ctrl-C, SIGTERM, a full disk, and folders that cannot
+    be written, or that another process does not stop to write, end the sweep.
     """
     for seed, name in job.names.items():
         try:
