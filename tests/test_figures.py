@@ -55,6 +55,8 @@ def test_phases_are_stacked_to_the_whole_of_an_update() -> None:
     assert list(drawn["backward"].values - drawn["backward"].baseline) == pytest.approx([5.0] * 4)
     assert list(drawn["other"].values) == pytest.approx([10.0] * 4), "milliseconds of an update"
     assert list(drawn["other"].edges) == [1, 26, 51, 76, 101]
+    (nothing,) = phases_figure([]).axes
+    assert [text.get_text() for text in nothing.texts] == ["nothing yet"]
 
 
 def test_a_short_curve_is_exact() -> None:
@@ -103,6 +105,8 @@ def test_a_small_loss_has_an_axis_of_its_own() -> None:
     assert sum(axes.get_ylabel() == "loss [nat]" for axes in figure.axes) == 2
     many = {f"loss{k}": 10.0**-k for k in range(0, 12, 2)}
     assert [len(names) for names in loss_groups(History([row(1, losses=many)]))] == [1, 1, 4], "three axes at most"
+    steps = {str(value): value for value in (2.6, 0.6, 0.12, 0.05, 0.01, 0.002)}
+    assert loss_groups(History([row(1, losses=steps)])) == [["2.6", "0.6", "0.12", "0.05"], ["0.01", "0.002"]]
 
 
 def test_legends_lie_beside_the_curves() -> None:
@@ -113,6 +117,18 @@ def test_legends_lie_beside_the_curves() -> None:
     assert len(legends) == 3
     for axes in legends:
         assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 2
+
+
+@pytest.mark.parametrize("count", [1, 6, 9, 12, 30])
+def test_legends_of_many_lines_leave_room_for_the_title(count: int) -> None:
+    values = {f"head{k}": 1.0 for k in range(count)}
+    shares = {f"head{k}/accuracy": 0.5 for k in range(count)}
+    figure = training_figure([row(1, losses=values, metrics=shares, validation={**values, **shares})], "run")
+    size(figure)
+    title = figure.texts[0].get_window_extent().padded(-3)
+    legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
+    assert len(legends) == 2
+    assert not any(title.overlaps(legend.get_window_extent()) for legend in legends)
 
 
 def test_raw_values_are_faint_under_a_smooth_line() -> None:
@@ -130,6 +146,21 @@ def test_a_fall_of_the_throughput_is_named() -> None:
     assert speed.get_title("left").startswith("red: slower than usual, -60% at 4")
     steady = [axes.get_title("left") for axes in training_figure([row(step) for step in range(1, 9)]).axes]
     assert not any(steady)
+
+
+@pytest.mark.parametrize("first", [300.0, math.nan])
+@pytest.mark.parametrize("slow", [(), (40,)])
+def test_warming_up_is_no_fall_and_one_slow_point_has_a_width(first: float, slow: tuple[int, ...]) -> None:
+    rows = [row(step, throughput=400.0 if step in slow else 1000.0) for step in range(1, 51)]
+    rows[0]["throughput"] = first
+    (speed,) = (axes for axes in training_figure(rows).axes if axes.get_ylabel() == "positions/s")
+    if not slow:
+        assert not speed.get_title("left")
+        return
+    assert speed.get_title("left") == "red: slower than usual, -60% at 40"
+    (red,) = speed.patches
+    heights, edges, _ = red.get_data()
+    assert [(edges[i], edges[i + 1]) for i in heights.nonzero()[0]] == [(39.5, 40.5)]
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1}], [row(1, losses={"policy": 0.0}, grad_norm=0.0)]])
@@ -153,11 +184,16 @@ def test_a_rollback_is_drawn_over_and_marked_and_phases_are_marked() -> None:
 def test_runs_of_a_side_share_a_line_and_a_band() -> None:
     """Running means at the steps that all runs have; a run that went on alone adds nothing."""
 
-    def rows(losses: list[float]) -> list[dict[str, Any]]:
-        return [row(step, loss=loss, seconds=0.1) for step, loss in enumerate(losses, 1)]
+    def rows(losses: list[float], seconds: float = 0.1) -> list[dict[str, Any]]:
+        return [row(step, loss=loss, seconds=seconds) for step, loss in enumerate(losses, 1)]
 
-    sides = {"A": [rows([4.0, 3.0, 2.0]), rows([6.0, 5.0])], "B": [rows([1.0, math.nan, 1.0])]}
-    loss = comparison_figure(sides).axes[0]
+    sides = {
+        "A": [rows([4.0, 3.0, 2.0]), rows([6.0, 5.0])],
+        "B": [rows([1.0, math.nan, 1.0])],
+        "C": [rows([1.0], seconds=0)],
+    }
+    loss, _, speed = comparison_figure(sides).axes
     a, b = loss.get_lines()[0], loss.get_lines()[3]
     assert (list(a.get_xdata()), list(a.get_ydata())) == ([1, 2], [5.0, 4.0])
     assert math.isnan(list(b.get_ydata())[1])
+    assert [bar.get_height() for bar in speed.patches] == pytest.approx([10, 10, 0]), "no speed by a clock that stood"

@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 
 from matrixlib.engine.history import not_finite, updates
 from matrixlib.engine.rows import flatten
-from matrixlib.engine.timing import PHASES, totals
+from matrixlib.engine.timing import FIRST_UPDATES, PHASES, totals
 from matrixlib.play.elo import share_interval
 from matrixlib.tasks.plotting import RED, above, beside, caption, log, panels, plain, whole
 
 POINTS = 2000  # per curve
 SMOOTH = 30  # a drawn line is the mean over so manieth part of its points
-APART = 10  # times smaller than the next larger: a loss that belongs on an axis of its own
+APART = 10  # times smaller than the next larger, or squared than the largest: a loss that belongs on another axis
 AXES = 3  # of losses, at most
 TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
@@ -137,9 +137,11 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     notes += [f"rolled back to update {step - 1:,}" for step in history.rollbacks]
     note = "".join(f" - {text}" for text in notes)
     figure.suptitle(title + note, fontsize=11, color=RED if note else "black")
-    # fixed margins: matplotlib's constrained layout takes half of the drawing time
-    grid = figure.add_gridspec(2, 3, left=0.072, right=0.985, bottom=0.085, top=0.87, wspace=0.28, hspace=0.42)
     groups = loss_groups(history)
+    names = max(len(groups[0]), len({**history.shares, **history.held_out_shares}))
+    top = max(0.5, 0.87 - 0.027 * max(0, names // 3 - 2))  # for legends of more than three lines, with their note
+    # fixed margins: matplotlib's constrained layout takes half of the drawing time
+    grid = figure.add_gridspec(2, 3, left=0.072, right=0.985, bottom=0.085, top=top, wspace=0.28, hspace=0.42)
     column = grid[:, 0].subgridspec(len(groups), 1, hspace=0.14 + 0.14 * len(groups))
     colours = {name: f"C{index}" for index, name in enumerate({**history.losses, **history.held_out_losses})}
     losses = [figure.add_subplot(column[index]) for index in range(len(groups))]
@@ -187,7 +189,8 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
 def loss_groups(history: History) -> list[list[str]]:
     """Names of the losses by size, largest first: what would be a flat line beside the others has an axis of its own.
 
-    A new group begins where a loss is APART times smaller than the next larger one; AXES groups at most.
+    A new group begins where a loss is APART times smaller than the next larger one, or its square times than the
+    group's largest; AXES groups at most.
     """
     sizes: dict[str, float] = {}
     for name in {**history.losses, **history.held_out_losses}:
@@ -196,8 +199,8 @@ def loss_groups(history: History) -> list[list[str]]:
         sizes[name] = statistics.median(finite) if finite else 0.0
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        smaller = bool(groups) and sizes[name] * APART < sizes[groups[-1][-1]]
-        if not groups or (smaller and len(groups) < AXES):
+        largest, least = [sizes[groups[-1][at]] for at in (0, -1)] if groups else (math.inf, math.inf)
+        if len(groups) < AXES and (sizes[name] * APART < least or sizes[name] * APART**2 < largest):
             groups.append([])
         groups[-1].append(name)
     return groups or [[]]
@@ -214,15 +217,17 @@ def _raw_and_smooth(axes: Axes, steps: Sequence[float], values: Sequence[float],
 
 
 def _mark_slow(axes: Axes, steps: Sequence[float], values: Sequence[float]) -> None:
-    """Where the throughput fell: the updates, and how far at the worst."""
-    smooth = _smooth(values)
-    share = (smooth / smooth.median()).to_numpy()
+    """Where the throughput fell: the updates, and how far at the worst. What it is a mean of begins with warming up."""
+    later = np.array(steps) > FIRST_UPDATES
+    smooth = _smooth(np.array(values)[later])
+    share, at = (smooth / smooth.median()).to_numpy(), np.array(steps)[later]
     slow = share < SLOW
     if not slow.any():
         return
-    axes.fill_between(steps, 0, 1, where=slow, transform=axes.get_xaxis_transform(), color=RED, alpha=0.15, lw=0)
-    worst = int(share.argmin())
-    text = f"{share[worst] - 1:.0%} at {steps[worst]:,.0f}"
+    edges = [at[0] - 0.5, *(at[1:] + at[:-1]) / 2, at[-1] + 0.5]
+    axes.stairs(slow, edges, fill=True, transform=axes.get_xaxis_transform(), color=RED, alpha=0.15)
+    worst = int(np.nanargmin(share))
+    text = f"{share[worst] - 1:.0%} at {at[worst]:,.0f}"
     axes.set_title(f"red: slower than usual, {text}", fontsize=7, color=RED, loc="left", pad=3)
 
 
@@ -304,6 +309,9 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
     What is far above the median is cut off and says its height.
     """
     figure, (axes,) = panels(size=(9, 3.2))
+    if not rows:
+        _nothing(axes, "ms an update")
+        return figure
     parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
     steps = np.array([rows[part[0]]["step"] - updates(rows[part[0]]) + 1 for part in parts])
     edges = np.append(steps, rows[-1]["step"] + 1)
@@ -352,8 +360,9 @@ def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "lo
             dots = [row["validation"]["loss"] for row in full]
             loss.plot([row["step"] for row in full], dots, "o", markersize=4, color=colour)
             drawn += dots
-        rates = [1 / statistics.median(row["seconds"] for row in rows) for rows in runs]
-        speed.bar(index, statistics.fmean(rates), color=colour, alpha=0.5)
+        medians = [statistics.median(row["seconds"] for row in rows) for rows in runs]
+        rates = [1 / seconds for seconds in medians if seconds]  # 0: too short for the clock
+        speed.bar(index, statistics.fmean(rates or [0.0]), color=colour, alpha=0.5)
         speed.plot([index] * len(rates), rates, "o", markersize=4, color=colour)
     log(loss, drawn)
     log(norm, norms)
