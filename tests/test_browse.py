@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from networks import random_net, save_run
 
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.runs import browse
+from matrixlib.tasks.chess.board.widget import BoardWidget
 from matrixlib.tasks.chess.evaluate.viewer import BoardViewer
 
 GAME = "1. f3 e5 2. g4 Qh4# 0-1\n"
@@ -42,17 +42,11 @@ def shelf(reports: Path, tmp_path: Path) -> browse.Shelf:
 
 @pytest.fixture
 def display(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was displayed; a picture that was drawn again in place stands as "updated"."""
+    """What was displayed."""
     import IPython.display
 
     outputs: list[Any] = []
-    handle = SimpleNamespace(update=lambda picture: outputs.append("updated"))
-
-    def display(value: Any, display_id: bool = False) -> Any:
-        outputs.append(value)
-        return handle if display_id else None
-
-    monkeypatch.setattr(IPython.display, "display", display)
+    monkeypatch.setattr(IPython.display, "display", outputs.append)
     return outputs
 
 
@@ -111,6 +105,7 @@ def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
         ({"against": "ab"}, "no run 'ab'"),
         ({"run": "ab"}, "no complete run 'ab'"),
         ({"position": 5}, "0 to 4"),
+        ({"checkpoint": "step_8"}, "no checkpoint 'step_8' in .*; there are: best, newest, step_00000007"),
         ({"positions": 0}, "at least 1"),
     ],
     ids=lambda value: str(value),
@@ -134,23 +129,27 @@ def test_headless_one_picture_and_no_widget(
 def test_menus_slider_and_buttons_draw_again_in_place(display: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     calls: list[tuple[str, int]] = []
+    pictures: list[bytes] = []
 
     def draw(value: str, position: int) -> Figure:
         if value == "bad":
             raise ValueError("cannot be drawn")
         calls.append((value, position))
-        return Figure(figsize=(1, 1))
+        return Figure(figsize=(1, len(calls)))
 
     browse.show(draw, {"value": (("a", "b", "bad"), "a")}, ("position", 3, 1))
     box = display[0]
     (menu,), (slider, previous, following) = box.children[0].children, box.children[1].children
-    note = box.children[2]
+    note, picture = box.children[2:]
+    pictures.append(picture.value)
+    picture.observe(lambda change: pictures.append(change.new), "value")
     menu.value = "b"
     following.click()
     following.click()  # the last one already
     previous.click()
     assert calls == [("a", 1), ("b", 1), ("b", 2), ("b", 1)]
-    assert display[2:] == ["updated"] * 3
+    assert len(set(pictures)) == len(pictures) == 4
+    assert len(display) == 1, "no output is updated: a page that was loaded again would not show it"
     menu.value = "bad"
     assert note.value == "cannot be drawn"
     slider.value = 0
@@ -172,5 +171,6 @@ def test_the_menu_of_checkpoints_follows_the_run(
     run.value = "newer"
     assert checkpoint.options == ("best", "newest", "step_00000009")
     assert checkpoint.value == "best"
-    assert (len(display), len(networks)) == (2, 2), "the same board, drawn again"
+    assert (len(display), len(networks)) == (1, 2), "the same board, drawn again"
+    assert isinstance(display[0].children[3], BoardWidget)
     assert "damaged" in display[0].children[2].value, "a renamed checkpoint is none, and that is told"

@@ -112,7 +112,7 @@ def open_shelf(
     and where there is none, a demo that is trained now with all that there is to look at.
 
     run may also be the file of a network. game: path of a file whose first game takes the place of `positions` held-out
-    rows. ValueError for an unknown run, a position that is not there, or a file without a game.
+    rows. ValueError for an unknown run or checkpoint, a position that is not there, or a file without a game.
     """
     if positions < 1:
         raise ValueError(f"positions must be at least 1, not {positions}")
@@ -127,8 +127,11 @@ def open_shelf(
     names = tuple(known_runs())
     if against and against not in names:
         raise ValueError(f"no run '{against}'; runs: {', '.join(names)}")
+    checkpoint = checkpoint or "best"
     shelf = Shelf(names, name, against, checkpoint, device, game, positions, position)
     viewer = shelf.viewer()
+    if viewer is not None and checkpoint not in (known := checkpoints(name)):  # a menu would only say "invalid"
+        raise ValueError(f"no checkpoint '{checkpoint}' in {_folder(name)}; there are: {', '.join(known)}")
     if viewer is not None and not 0 <= position < len(viewer):
         raise ValueError(f"position {position} is not there: take one from 0 to {len(viewer) - 1}")
     return shelf
@@ -184,13 +187,13 @@ def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tupl
     menus: name -> (choices, the first one). steps: (name, how many, the first one). A menu of checkpoints holds those
     of the menu of runs.
     """
-    from IPython.display import display
+    from IPython.display import Image, display
 
     values: dict[str, Any] = {name: first for name, (_, first) in menus.items()}
     if steps:
         values[steps[0]] = steps[2]
     if not progress.interactive():
-        display(_image(draw(**values)))
+        display(Image(data=figures.png(draw(**values)), format="png"))
         return
     import ipywidgets as widgets
 
@@ -208,9 +211,11 @@ def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tupl
         controls[name] = slider
         rows.append(widgets.HBox([slider, _stepper(slider, -1, "previous"), _stepper(slider, 1, "next")]))
     note = widgets.Label()
-    display(widgets.VBox([*rows, note]))
-    first = draw(**values)
-    handle = display(_image(first), display_id=True)
+    picture = draw(**values)
+    if isinstance(picture, Figure):  # no output: a page that was loaded again would not draw that anew
+        layout = widgets.Layout(width="fit-content")
+        picture = widgets.Image(value=figures.png(picture), format="png", layout=layout)
+    display(widgets.VBox([*rows, note, picture]))
 
     def redraw(change: Any) -> None:
         values = {name: control.value for name, control in controls.items()}
@@ -218,9 +223,9 @@ def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tupl
             return
         note.value = "drawing ..."
         try:
-            picture = draw(**values)
-            if picture is not first:
-                handle.update(_image(picture))
+            drawn = draw(**values)
+            if isinstance(drawn, Figure):
+                picture.value = figures.png(drawn)
             note.value = ""
         except ValueError as error:  # nobody would see it elsewhere
             note.value = str(error)
@@ -250,15 +255,6 @@ def _stepper(slider: Any, by: int, text: str) -> Any:
 
     button.on_click(step)
     return button
-
-
-def _image(figure: Any) -> Any:
-    """What is displayed: of a figure its picture, a widget as it is."""
-    from IPython.display import Image
-
-    if not isinstance(figure, Figure):
-        return figure
-    return Image(data=figures.png(figure), format="png")
 
 
 # What is looked at
