@@ -2,14 +2,18 @@
 be ended."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import chess
 import chess.pgn
 import pytest
-from networks import material_net, random_net
+from networks import CPU, material_net, random_net
 
+from matrixlib.engine.network import Network
+from matrixlib.hardware.runtime import resolve
+from matrixlib.tasks import get_task, load_config
 from matrixlib.tasks.chess.board import play
 from matrixlib.tasks.chess.board.session import Session
 from matrixlib.tasks.chess.board.table import Page, Table, session_page
@@ -21,6 +25,13 @@ PROMOTION = "8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"
 @pytest.fixture(scope="module")
 def net() -> Any:
     return random_net(ssl=["threat", "control"])
+
+
+def latin_net() -> Network:
+    settings = load_config("latin_demo", {"runtime": CPU})
+    spec = get_task("latin")
+    runtime = resolve(settings.runtime, settings.train, settings.data)
+    return spec.network(spec.task(settings).build_model(), settings, runtime)
 
 
 def session(net: Any, **options: Any) -> Session:
@@ -132,7 +143,41 @@ def test_the_best_move_is_played_and_shown() -> None:
     assert thought.line == "1. Rd8#"
     assert next(iter(thought.visits)) == "d1d8"
     assert game.answer() == chess.Move.from_uci("d1d8")
-    assert "1. Rd8# (+1.00" in str(game.latest)
+    assert str(game.latest).startswith("1. Rd8# (+1.00 for White, "), "though Black is to move now"
+
+
+def test_a_time_a_move_is_kept_and_the_simulations_are_counted(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the test's own: a batch takes a tenth of a second."""
+    now = [0.0]
+    game = Session(net, simulations=0, seconds=2.0)
+    predict = net.predict
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 0.1
+        return predict(*arguments)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(net, "predict", slow)
+    thought = game.think()
+    assert 2.0 <= now[0] < 2.3
+    assert thought is not None
+    assert thought.simulations > 20
+    monkeypatch.undo()
+    counted = session(net).think()
+    assert counted is not None
+    assert counted.simulations == 16
+
+
+def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:
+    """PGN's standard, 8.1.1 and 7: a quote and a backslash stand behind a backslash."""
+    text = session(net, name=r'my "best" \ net').pgn()
+    assert r'[Black "my \"best\" \\ net"]' in text
+    assert all(passed for _, passed, _ in play.checks(session(net, name='"')))
+
+
+def test_a_network_of_another_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="'mine' is a network of latin, and this is a game of chess"):
+        Session(latin_net(), "mine")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +226,10 @@ def test_a_page_plays_and_is_answered(net: Any) -> None:
     page = visitor.wait(lambda page: not page["thinking"])
     assert (page["turn"], page["problem"], len(page["chances"])) == ("black", "", 4)
     assert len(page["maps"]["threat"]) == 64
+    assert [name for name, _ in page["keys"]["threat"]] == ["0%", "50%", "100%"]
+    assert [name for name, _ in page["keys"]["control"]] == ["theirs", "even", "ours"]
+    assert set(page["maps"]["control"]) <= {colour for _, colour in page["keys"]["control"]}
+    assert page["status"] == "your move"
     assert page["line"].startswith("2. ")
     table.handle({"kind": "search"})
     page = visitor.wait(lambda page: not page["thinking"] and page["arrows"]["search"] != [])
@@ -206,12 +255,40 @@ def test_thinking_ends_with_the_page_and_goes_on_with_the_next(net: Any) -> None
     assert all(one.name != "board" or not one.is_alive() for one in threading.enumerate())
 
 
-def test_a_second_page_of_a_game_ends_the_thinking_of_the_first(net: Any) -> None:
+def test_a_second_page_of_a_game_ends_the_thinking_of_the_first_unless_it_is_closed(net: Any) -> None:
     game = Session(net, simulations=0, seconds=3600, side="black")
-    Table(game, Visitor()).handle({"kind": "open"})
+    first, second = Visitor(), Visitor()
+    here, there = Table(game, first), Table(game, second)
+    here.handle({"kind": "open"})
     (thread,) = (one for one in threading.enumerate() if one.name == "board")
-    Table(game, Visitor()).handle({"kind": "resign"})
+    there.handle({"kind": "closed"})
+    assert thread.is_alive()
+    assert first.pages[-1]["thinking"]
+    there.handle({"kind": "resign"})
     assert not thread.is_alive()
+    assert not first.pages[-1]["thinking"], "and its page knows"
+
+
+def test_a_search_at_ones_own_move_is_ended_by_pressing_again(net: Any) -> None:
+    visitor = Visitor()
+    table = Table(Session(net, simulations=0, seconds=3600), visitor)
+    table.handle({"kind": "search"})
+    assert visitor.pages[-1]["status"].startswith("searching")
+    table.handle({"kind": "search"})
+    assert (visitor.pages[-1]["status"], visitor.pages[-1]["thinking"]) == ("your move", False)
+    assert all(one.name != "board" for one in threading.enumerate())
+
+
+@pytest.mark.parametrize(("typed", "wanted"), [("1e3", 1000), ("1.5", "a whole number, not 1.5"), ("", 0)])
+def test_simulations_are_a_whole_number(net: Any, typed: str, wanted: int | str) -> None:
+    visitor = Visitor()
+    table = Table(session(net, seconds=1.0), visitor)
+    table.handle({"kind": "limit", "simulations": typed, "seconds": "1"})
+    problem = visitor.pages[-1]["problem"]
+    if isinstance(wanted, int):
+        assert (table.session.simulations, problem) == (wanted, "")
+    else:
+        assert problem == f"simulations must be {wanted}"
 
 
 def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +303,4 @@ def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPa
     page = visitor.wait(lambda page: bool(page["problem"]))
     assert not page["thinking"]
     assert "broke off" in page["problem"]
+    assert page["status"] == "the network is to move: press search here"

@@ -285,11 +285,15 @@ def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str], pictures: Path, 
         assert page.locator("svg.cg-shapes line").count() == 5, "arrows of the policy"
         page.locator("select.map").select_option("threat")
         assert page.locator("svg.cg-custom-below rect").count() == 64
+        assert page.locator(".key").inner_text().split() == ["0%", "50%", "100%"]
         play.picture("1-game")
         page.get_by_role("button", name="search here").click()
         page.locator("input.search").check()
         page.wait_for_function("() => document.querySelectorAll('svg.cg-shapes line').length > 5")
         play.picture("2-search")
+        page.locator("select.map").select_option("control")
+        assert page.locator(".key").inner_text().split() == ["theirs", "even", "ours"]
+        play.picture("2-map")
         page.locator("select.map").select_option("")
         page.get_by_role("button", name="take back").click()
         page.wait_for_function("() => document.querySelectorAll('svg.chances rect').length == 33")
@@ -301,12 +305,16 @@ def test_a_game_is_played_with_the_mouse(lab: tuple[Path, str], pictures: Path, 
         move(page, "e7e8")
         page.locator(".promotion button[title=rook]").wait_for()
         play.picture("3-promotion")
+        page.get_by_role("button", name="flip").click()
+        assert page.locator(".promotion").count() == 0, "it belongs to what was shown before"
+        move(page, "e7e8")
         page.locator(".promotion button[title=rook]").click()
         board = answered(page, chess.Board("8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"), "e7e8r")
         play.picture("4-promoted")
 
         page.locator("input.start").fill("")
         page.locator("select.side").select_option("black")
+        assert page.locator(".cg-wrap.orientation-black").count() == 1, "turned round above"
         page.get_by_role("button", name="new game").click()
         page.wait_for_selector(".matrixlib-board[data-fen*=' b ']")
         board = position(page)

@@ -283,8 +283,8 @@ def test_muon_moves_hidden_matrices_alone(preset: str) -> None:
     assert not any(id(net.get_parameter(name)) in edges for name in hidden)
     if preset == "quick":
         assert "tower.0.convs.0.weight" in hidden
-        assert {"stem.conv.weight", "policy_head.planes.weight", "value_head.fc3.weight"}.isdisjoint(hidden)
-        assert {"policy_head.input.conv.weight", "value_head.fc1.weight"} <= hidden
+        assert {"stem.conv.weight", "policy_head.pairs.key.weight", "value_head.fc3.weight"}.isdisjoint(hidden)
+        assert {"policy_head.input.conv.weight", "policy_head.pairs.query.weight", "value_head.fc1.weight"} <= hidden
 
 
 def test_a_network_that_does_not_name_its_edges_is_told() -> None:

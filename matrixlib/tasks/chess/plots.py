@@ -192,6 +192,14 @@ def square_colours(head: str, values: NDArray[Any]) -> list[str]:
     return [to_hex(colour) for colour in shades["cmap"](shares)]
 
 
+def colour_key(head: str) -> list[tuple[str, str]]:
+    """(words, colour) of what the colours of such a map mean."""
+    names = CLASSES.get(head, ["0%", "50%", "100%"])
+    places = np.linspace(0, 1, len(names))
+    words = ["empty" if name == "." else name for name in names]
+    return [(word, to_hex(_shades(head)["cmap"](place))) for word, place in zip(words, places, strict=True)]
+
+
 def course_figure(values: NDArray[Any], first: int) -> Figure:
     """Expected results for White (N,) in a game whose first position has the ply `first`."""
     figure, (axes,) = panels(size=(7, 2.6))

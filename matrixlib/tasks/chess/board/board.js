@@ -2,6 +2,7 @@
 // done with the mouse.
 
 const ARROWS = 5; // of each kind
+const SHADE = 0.5; // of a map: more would drown the arrows
 const BRUSHES = ["blue", "green", "red", "yellow"];
 const COLOURS = ["#003088", "#15781b", "#882020", "#e68f00"]; // chessground's, of these brushes
 const ROLES = { q: "queen", r: "rook", b: "bishop", n: "knight" };
@@ -39,7 +40,7 @@ function arrows(page, shown) {
 function squares(colours) {
   return (colours ?? []).map((colour, square) => ({
     orig: FILES[square % 8] + (1 + Math.floor(square / 8)),
-    customSvg: { html: `<rect width="100" height="100" fill="${colour}" opacity="0.75"/>` },
+    customSvg: { html: `<rect width="100" height="100" fill="${colour}" opacity="${SHADE}"/>` },
     below: true,
   }));
 }
@@ -69,12 +70,14 @@ async function render({ model, el }) {
   const shown = new Set(plays ? [] : Object.keys(model.get("page").arrows));
   let map = "";
   let flipped = false;
+  let seat = "";
 
   const status = element(aside, "div", { className: "status" });
   const problem = element(aside, "div", { className: "problem" });
   const chances = element(aside, "div");
   const odds = element(aside, "div", { className: "odds" });
   const toggles = element(aside, "div", { className: "row toggles" });
+  const key = element(aside, "div", { className: "row key" });
   const line = element(aside, "div", { className: "line" });
   const press = (row, text, act) => element(row, "button", { textContent: text, onclick: act });
   let game = null;
@@ -112,7 +115,7 @@ async function render({ model, el }) {
 
   const choose = (from, to) => {
     const colour = model.get("page").turn;
-    const veil = element(place, "div", { className: "promotion cg-wrap", onclick: () => (veil.remove(), draw()) });
+    const veil = element(place, "div", { className: "promotion cg-wrap", onclick: () => draw() });
     Object.assign(veil.style, { width: "auto", height: "auto" });
     for (const [letter, role] of Object.entries(ROLES)) {
       const button = element(veil, "button", { title: role }, element(null, "piece", { className: `${role} ${colour}` }));
@@ -139,6 +142,7 @@ async function render({ model, el }) {
 
   const drawToggles = (page) => {
     toggles.replaceChildren();
+    key.replaceChildren();
     Object.keys(page.arrows).forEach((whose, number) => {
       const label = element(toggles, "label");
       const change = () => (shown.has(whose) ? shown.delete(whose) : shown.add(whose), draw());
@@ -149,6 +153,10 @@ async function render({ model, el }) {
     const heads = Object.keys(page.maps);
     if (!heads.length) return;
     if (!heads.includes(map)) map = "";
+    for (const [name, colour] of page.keys[map] ?? []) {
+      const entry = element(key, "span", {}, element(null, "span", { className: "swatch" }), name);
+      entry.firstChild.style.background = colour;
+    }
     const label = element(toggles, "label", {}, "map ");
     const select = element(label, "select", { className: "map", onchange: () => ((map = select.value), draw()) });
     for (const head of ["", ...heads]) element(select, "option", { value: head, textContent: head || "none" });
@@ -159,6 +167,9 @@ async function render({ model, el }) {
     const page = model.get("page");
     const own = page.side ?? "white";
     const other = own === "white" ? "black" : "white";
+    if (own !== seat) flipped = false; // a new game as the other side
+    seat = own;
+    place.querySelector(".promotion")?.remove(); // it belongs to the page before
     drawToggles(page);
     ground.set({
       fen: page.fen,

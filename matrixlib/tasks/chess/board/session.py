@@ -29,9 +29,11 @@ Chances = tuple[float, float, float]
 class Thought:
     """What a search makes of a position.
 
-    visits: UCI -> share of the visits, most first. line: principal variation in SAN, with numbers of the moves. value:
-    expected result in [-1, 1] of the side to move.
+    turn: the side to move there. visits: UCI -> share of the visits, most first. line: principal variation in SAN, with
+    numbers of the moves. value: expected result in [-1, 1] of that side.
     """
+
+    turn: chess.Color
 
     best: chess.Move
     visits: Mapping[str, float]
@@ -40,7 +42,8 @@ class Thought:
     simulations: int
 
     def __str__(self) -> str:
-        return f"{self.line} ({self.value:+.2f} for the side to move, {self.simulations:,} simulations)"
+        side = "White" if self.turn else "Black"
+        return f"{self.line} ({self.value:+.2f} for {side}, {self.simulations:,} simulations)"
 
 
 class Session:
@@ -48,7 +51,7 @@ class Session:
 
     net: plays one side. name: of the network, for the PGN. start: a FEN, or a position as UCI has it; empty for that
     of chess. side: `white` or `black`, the person's. simulations, seconds: of each of the network's moves; 0 for no
-    limit, not both. ValueError for what is not so.
+    limit, not both. ValueError for what is not so, and for a network of something else than chess.
     """
 
     def __init__(
@@ -60,6 +63,9 @@ class Session:
         simulations: int = 200,
         seconds: float = 0.0,
     ) -> None:
+        if not isinstance(net, Net):
+            task = net.task.config.task
+            raise ValueError(f"'{name}' is a network of {task}, and this is a game of chess: give a run of chess")
         self.net, self.name = net, name
         self.thinker = Thinker(net)
         self.end_thinking: Callable[[], None] = lambda: None  # of the table that was asked for something last
@@ -140,7 +146,7 @@ class Session:
         deadline = time.monotonic() + self.seconds if self.seconds else math.inf
         if not self.thinker.place(board):  # neither side can mate
             move = next(iter(board.legal_moves))
-            self._thoughts[self.ply] = Thought(move, {move.uci(): 1.0}, self._san([move]), 0.0, 0)
+            self._thoughts[self.ply] = Thought(board.turn, move, {move.uci(): 1.0}, self._san([move]), 0.0, 0)
             return self._thoughts[self.ply]
         for result, done in self.thinker.think(self.simulations or math.inf, deadline, stop):
             if stop():
@@ -207,7 +213,8 @@ class Session:
     def pgn(self) -> str:
         """The game."""
         game = chess.pgn.Game.from_board(self.board.copy())
-        names = {self.person: "person", not self.person: self.name}
+        name = self.name.replace("\\", "\\\\").replace('"', '\\"')  # as the standard of PGN says, section 7
+        names = {self.person: "person", not self.person: name}
         game.headers["Event"] = "A game in a notebook"
         game.headers["White"], game.headers["Black"] = names[chess.WHITE], names[chess.BLACK]
         game.headers["Result"] = self.result[0]
@@ -229,7 +236,8 @@ class Session:
         order = np.argsort(-result.policy, kind="stable")
         visits = {moves[row]: float(result.policy[row]) for row in order if result.policy[row] > 0}
         line = self._san(self.thinker.line(self.board, result.best))
-        return Thought(move_from_index(result.best, self.board), visits, line, result.value, done)
+        best = move_from_index(result.best, self.board)
+        return Thought(self.board.turn, best, visits, line, result.value, done)
 
     def _san(self, moves: list[chess.Move]) -> str:
         return self.board.variation_san(moves)

@@ -1,7 +1,8 @@
 """A session behind a page: what the page is shown, what it asks for, and the network's thinking on a thread of its own.
 
 A page is told of every change by one mapping of plain values, and sends mappings with a `kind`. Whatever it asks for
-ends the thinking first, that of another table of the session, too; so only one thread ever changes the session.
+ends the thinking first, that of another table of the session, too; so only one thread ever changes the session. A page
+that is closed ends that of its own table alone.
 """
 
 import threading
@@ -14,6 +15,12 @@ from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.board.session import Session
 
 Page = dict[str, Any]
+STATUS = {  # of a game that goes on: whether the network is to move, and whether there is a search
+    (True, True): "the network thinks",
+    (True, False): "the network is to move: press search here",
+    (False, True): "searching; search here again stops it",
+    (False, False): "your move",
+}
 
 
 def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]], maps: Mapping[str, Any]) -> Page:
@@ -26,6 +33,7 @@ def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]],
         "last": [chess.square_name(square) for square in (last.from_square, last.to_square)] if last else [],
         "arrows": {whose: [[move, share] for move, share in moves.items()] for whose, moves in arrows.items()},
         "maps": {head: plots.square_colours(head, values) for head, values in maps.items()},
+        "keys": {head: plots.colour_key(head) for head in maps},
     }
 
 
@@ -43,7 +51,7 @@ def session_page(session: Session, thinking: bool = False, problem: str = "") ->
         "promotions": promotions,
         "thinking": thinking,
         "problem": problem,
-        "status": f"{result}, {why}" if session.over else "the network thinks" if thinking else "your move",
+        "status": f"{result}, {why}" if session.over else STATUS[session.network_to_move, thinking],
         "over": session.over,
         "chances": session.course(),
         "line": str(latest or ""),
@@ -69,26 +77,35 @@ class Table:
     def handle(self, message: Mapping[str, Any]) -> None:
         """Do what a page asks for; what cannot be is said on the page."""
         session, problem, search = self.session, "", False
-        session.end_thinking()
-        session.end_thinking = self.stop
+        stopped = self.stop()
+        if message.get("kind") == "closed":
+            self._pages = max(0, self._pages - 1)
+            if not stopped:  # another table may think
+                return
+        else:
+            session.end_thinking()
+            session.end_thinking = self._give_way
         try:
             match message.get("kind"):
                 case "open":
                     self._pages += 1
                 case "closed":
-                    self._pages = max(0, self._pages - 1)
+                    pass
                 case "move":
                     session.play(str(message["move"]))
                 case "new":
                     session.new_game(str(message["start"]), str(message["side"]))
                 case "limit":
-                    session.limit(int(message["simulations"] or 0), float(message["seconds"] or 0))
+                    simulations = float(message["simulations"] or 0)
+                    if not simulations.is_integer():
+                        raise ValueError(f"simulations must be a whole number, not {message['simulations']}")
+                    session.limit(int(simulations), float(message["seconds"] or 0))
                 case "back":
                     session.take_back()
                 case "resign":
                     session.resign()
                 case "search":
-                    search = not session.over
+                    search = not session.over and not stopped
                 case other:
                     raise ValueError(f"the board does not know what '{other}' is")
         except ValueError as error:
@@ -100,12 +117,19 @@ class Table:
             self._thread = threading.Thread(target=self._think, args=(self._stop,), name="board", daemon=True)
             self._thread.start()
 
-    def stop(self) -> None:
-        """End the thinking; comes back when it has ended, which takes one batch."""
-        if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
+    def stop(self) -> bool:
+        """End the thinking, and whether there was any; comes back when it has ended, which takes one batch."""
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():
+            return False
+        self._stop.set()
+        thread.join()
+        return True
+
+    def _give_way(self) -> None:
+        """Another table takes over."""
+        if self.stop():
+            self.show(session_page(self.session))
 
     def _think(self, stop: threading.Event) -> None:
         problem = "the search broke off; the kernel's log says why"
