@@ -138,8 +138,8 @@ def draw(figure: Figure, history: History, title: str, total: int = 0) -> None:
     note = "".join(f" - {text}" for text in notes)
     figure.suptitle(title + note, fontsize=11, color=RED if note else "black")
     groups = loss_groups(history)
-    names = max(len(groups[0]), len({**history.shares, **history.held_out_shares}))
-    top = max(0.5, 0.87 - 0.027 * max(0, names // 3 - 2))  # for legends of more than three lines, with their note
+    entries = max(len(groups[0]), len({**history.shares, **history.held_out_shares}))
+    top = max(0.5, 0.87 - 0.027 * max(0, entries // 3 - 2))  # for legends of more than three lines, with their note
     # fixed margins: matplotlib's constrained layout takes half of the drawing time
     grid = figure.add_gridspec(2, 3, left=0.072, right=0.985, bottom=0.085, top=top, wspace=0.28, hspace=0.42)
     column = grid[:, 0].subgridspec(len(groups), 1, hspace=0.14 + 0.14 * len(groups))
@@ -219,7 +219,7 @@ def _raw_and_smooth(axes: Axes, steps: Sequence[float], values: Sequence[float],
 def _mark_slow(axes: Axes, steps: Sequence[float], values: Sequence[float]) -> None:
     """Where the throughput fell: the updates, and how far at the worst. What it is a mean of begins with warming up."""
     later = np.array(steps) > FIRST_UPDATES
-    smooth = _smooth(np.array(values)[later])
+    smooth = _smooth([value for value, counts in zip(values, later, strict=True) if counts])
     share, at = (smooth / smooth.median()).to_numpy(), np.array(steps)[later]
     slow = share < SLOW
     if not slow.any():
