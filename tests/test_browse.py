@@ -61,6 +61,8 @@ def test_runs_are_listed_newest_first(shelf: browse.Shelf, reports: Path) -> Non
 
 def test_the_menus_hold_checkpoints_and_runs_of_the_same_task(shelf: browse.Shelf, reports: Path) -> None:
     assert browse.checkpoints("older") == ("best", "newest", "step_00000007")
+    (reports / "older" / "checkpoints" / "best_00000005").mkdir()  # of a course that was left
+    assert browse.checkpoints("older") == ("best", "newest", "step_00000007", "best_00000005")
     (reports / "newer" / "run.json").write_text('{"requested": {"task": "latin"}}')
     assert browse.runs_like("older", shelf.names) == ("older",)
     assert browse.checkpoints("absent") == ()

@@ -157,8 +157,8 @@ def checkpoints(run: str) -> tuple[str, ...]:
     """What `matrixlib.load` takes for a run, newest checkpoint first; empty where there is none yet."""
     if is_file(run):
         return ("best",)
-    steps = sorted((path.name for path in _folder(run).glob("checkpoints/step_*[0-9]")), reverse=True)
-    return ("best", "newest", *steps) if steps else ()
+    folders = [path.name for kind in ("best", "step") for path in _folder(run).glob(f"checkpoints/{kind}_*[0-9]")]
+    return ("best", "newest", *sorted(folders, reverse=True)) if folders else ()
 
 
 def table(names: Sequence[str]) -> DataFrame:
