@@ -32,7 +32,7 @@ IN_SIGHT = """() => {
   const bar = document.querySelector('.jupyter-widgets .progress').getBoundingClientRect();
   return bar.top > 0 && bar.bottom < window.innerHeight;
 }"""
-STEPS = 300  # of the training that is interrupted: enough to watch it, on a fast machine too
+STEPS = 600  # of the training that is interrupted: enough to watch it, on a fast machine and on a slow one
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_training_is_watched_interrupted_and_resumed(lab: tuple[Path, str], pi
         train.picture("1-opened")
         page.evaluate(SEES_FRAMES)
         train.run_all()
-        watch_frames(train, 5)
+        watch_frames(train, 3)
         line = page.locator("div.widget-label").first.inner_text()
         assert re.search(rf"^step [\d,]+/{STEPS} \(\d+%\) \| .* a step \| .* left$", line)
         assert "positions/s" in page.locator(".widget-html-content").inner_text()
