@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,18 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
-from matrixlib.runs import proposals, record, sizes, studies, sweep, sweep_config, sweep_figures, sweep_tables, trial
+from matrixlib.runs import (
+    processes,
+    proposals,
+    record,
+    sizes,
+    studies,
+    sweep,
+    sweep_config,
+    sweep_figures,
+    sweep_tables,
+    trial,
+)
 from matrixlib.runs import run as runs
 from matrixlib.runs.processes import Processes
 from matrixlib.runs.proposals import Told
@@ -343,7 +355,7 @@ def test_random_values_depend_on_seed_and_number_alone() -> None:
 
 
 def test_optuna_learns_from_what_it_is_told_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
+    optuna = pytest.importorskip("optuna")
     options = SweepConfig(method="tpe", trials=40, space={"x": "log 1e-4..1", "y": [1, [2], "c"], "z": "1..5"})
     propose, count = proposals.method(options)
     history: list[Told] = []
@@ -356,7 +368,34 @@ def test_optuna_learns_from_what_it_is_told_and_goes_on_as_if_never_stopped(tmp_
     losses = [one.loss if one.losses else 9.0 for one in history]
     assert np.mean(losses[-15:]) < 0.6 * np.mean(losses[:10])
     proposals.write_journal(tmp_path / "optuna.log", options, history)
-    assert (tmp_path / "optuna.log").stat().st_size
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "optuna.log")))
+    (study,) = optuna.study.get_all_study_summaries(storage)
+    assert study.direction == optuna.study.StudyDirection.MINIMIZE
+    assert study.best_trial.value == min(one.loss for one in history if one.losses)
+    kept = optuna.load_study(study_name=study.study_name, storage=storage).trials
+    assert [one.state.name.lower().replace("fail", "failed") for one in kept] == [one.state for one in history]
+
+
+def test_a_journal_of_a_figure_where_more_is_better_is_least_at_the_best(reports: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    options = {"space": {RATE: [0.001, 0.003, 0.01]}, "method": "tpe", "trials": 6, "measure": "top1", "highest": True}
+    current, _ = fake_sweep(reports, by_rate, **options)
+    best = current.best()
+    assert best is not None
+    journal = optuna.storages.journal.JournalFileBackend(str(sweep_tables.write_report(current) / "optuna.log"))
+    storage = optuna.storages.JournalStorage(journal)
+    (study,) = optuna.study.get_all_study_summaries(storage)
+    assert study.best_trial.number == best.trial.number
+
+
+@pytest.mark.parametrize(("named", "seen"), [("", ["0", "1", "2", "0"]), ("3,5,7", ["3", "5", "7", "3"])])
+def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, named: str, seen: list[str]) -> None:
+    monkeypatch.setattr(processes, "DRIVERS", [os.curdir])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for slot, gpu in enumerate(seen):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        processes._take_gpu(slot)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
 
 
 def test_without_optuna_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,14 +629,14 @@ def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monke
 @pytest.mark.soak
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> None:
-    with closing(Processes(2, reports / "log.txt")) as processes:
-        processes.submit(0, partial(trial.train, job(reports, preset="no_such_preset")))
-        processes.submit(1, partial(trial.train, job(reports, number=1)))
-        pids = {number: worker.process.pid for number, worker in processes._busy.values()}
+    with closing(Processes(2, reports / "log.txt")) as workers:
+        workers.submit(0, partial(trial.train, job(reports, preset="no_such_preset")))
+        workers.submit(1, partial(trial.train, job(reports, number=1)))
+        pids = {number: worker.process.pid for number, worker in workers._busy.values()}
         os.kill(pids[1] or 0, signal.SIGKILL)
         ended: dict[int, Outcome] = {}
         while len(ended) < 2:
-            ended |= {number: trial.outcome_of(result) for number, result in processes.collect()}
+            ended |= {number: trial.outcome_of(result) for number, result in workers.collect()}
     assert ended[0].state == "failed"
     assert "unknown preset 'no_such_preset'" in ended[0].reason
     assert ended[1] == Outcome("failed", "its process was killed by signal 9, perhaps out of memory")

@@ -13,6 +13,7 @@ import chess.pgn
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib.hardware.openmp import considerate
 from matrixlib.play.search import SearchResult
 from matrixlib.tasks.chess.evaluate import analysis
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
@@ -135,6 +136,7 @@ class Session:
             raise ValueError(f"it is the network's turn, not that of {uci}")
         self.board.push(protocol.legal_move(self.board, uci))
 
+    @considerate()
     def think(self, stop: Callable[[], bool] = lambda: False) -> Thought | None:
         """Search the position, keeping what was thought before; None where it was stopped.
 

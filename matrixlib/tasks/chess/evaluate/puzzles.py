@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from matrixlib.hardware.openmp import considerate
 from matrixlib.play.elo import share_interval
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
@@ -247,6 +248,7 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
     return after
 
 
+@considerate()
 def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
     """A row for each group and solver: puzzles, and the `Share` of first moves and whole lines.
 
@@ -273,6 +275,7 @@ def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
     return {group: members for group, members in groups.items() if members}
 
 
+@considerate()
 def solve_suites(by: Mapping[str, Solver], suites: Mapping[str, Sequence[Exercise]]) -> pd.DataFrame:
     """A row for each suite and solver: positions, and the `Share` of those that it solves."""
     rows = []

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
+from matrixlib.hardware.openmp import considerate
 from matrixlib.play.elo import Rating, rating, rating_table
 from matrixlib.play.match import Match, Player, play_pairs, random_openings, random_player
 from matrixlib.tasks.chess.evaluate.net import Net
@@ -77,7 +78,9 @@ def gauntlet(
             met = {frozenset(names) for names in meetings}
             meetings += [names for names in combinations(players, 2) if frozenset(names) not in met]
         for names in meetings:
-            yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
+            with considerate():  # of the engine, too
+                match = play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
+            yield names, match
 
 
 def duel(
