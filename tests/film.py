@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     both = Image.new("RGB", (WIDTH, 2 * frames[0][0].height))  # colours with a map, and without one
     both.paste(frames[len(frames) // 2][0])
     both.paste(frames[-1][0], (0, frames[0][0].height))
-    palette = both.quantize(COLOURS)
+    palette = both.quantize(COLOURS, Image.Quantize.MAXCOVERAGE)  # also the few dots of a key
     pictures = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture, _ in frames]
     durations = [duration for _, duration in frames]
     pictures[0].save(FILM, save_all=True, append_images=pictures[1:], duration=durations, loop=0, optimize=True)

@@ -224,6 +224,8 @@ def test_8_bit_moments_of_a_large_matrix_are_saved_bit_for_bit() -> None:
     go(part, first, range(3))
     saved = {key: value.clone().contiguous() for key, value in optim.optimiser_tensors(first, part).items()}
     assert saved["weight/state1"].dtype == torch.uint8
+    held = sum(value.nbytes for key, value in saved.items() if key.startswith("weight/"))
+    assert held < 0.4 * 2 * whole.weight.nbytes, "of what AdamW's two moments would take"
     second = optim.optimiser(part, config, CPU)
     optim.load_optimiser(second, part, saved, optim.optimiser_counters(first))
     go(part, second, range(3, 6))
