@@ -109,6 +109,30 @@ def test_live_panel_is_throttled_and_replaced_by_one_picture(monkeypatch: pytest
     assert outputs[1].data[16:24] == bytes([0, 0, 3, 232, 0, 0, 2, 48]), "1000 x 560"
 
 
+def test_bar_and_figures_go_on_where_drawing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+
+    boxes: list[Any] = []
+    monkeypatch.setenv("MATRIXLIB_LIVE", "1")
+    monkeypatch.setattr(IPython.display, "display", lambda box, display_id: boxes.append(box))
+    clock, shown = [100.0], set()
+    monkeypatch.setattr(live_module.time, "perf_counter", lambda: clock[0])
+
+    def slow(figure: Any, dpi: int) -> bytes:
+        clock[0] += 0.4
+        return b""
+
+    monkeypatch.setattr(live_module, "png", slow)
+    plot = LivePlot(1000)
+    for step in range(1, 201):
+        clock[0] += 0.1
+        plot.update(stats(step))
+        shown.add(boxes[0].children[0].children[0].value)
+    assert 4 <= plot.draws <= 5, "20 seconds, a twentieth of them"
+    assert len(shown) >= 35
+    plot._box.close()
+
+
 def test_papermill_leaves_one_static_picture(tmp_path: Path) -> None:
     """Headless, and with the panel forced on: either way the notebook holds one PNG and no widget."""
     sources = [f"import os\nos.environ['MATRIXLIB_LIVE'] = '{live}'\n{PROGRAM}" for live in (0, 1)]

@@ -14,8 +14,8 @@ from matrixlib.engine.stats import Stats
 from matrixlib.progress import LinePace, clock_time, duration, in_notebook, interactive, silent
 from matrixlib.runs.figures import History, draw, numbers, png
 
-EVERY = 0.5  # seconds between two redraws, or PAUSES times what a redraw takes: a slow machine trains, it does not draw
-PAUSES = 19
+EVERY = 0.5  # seconds between two looks at bar and figures
+PAUSES = 19  # times what the curves take to draw, until they are drawn again: a slow machine trains, it does not draw
 BUILT = 1.0  # seconds after which the browser has made a widget that it was told to show
 
 
@@ -39,7 +39,7 @@ class LivePlot:
         self._live = interactive()
         self._began = time.perf_counter()
         self._first = self.history.step
-        self._next = 0.0
+        self._next = self._redraw = 0.0
         self._lines = LinePace(self._began, self._began)
         self._closed = self._in_sight = False
         self._figure = Figure(figsize=(10, 5.6))
@@ -64,8 +64,10 @@ class LivePlot:
         self._bar.value = min(self.history.step, self.total)
         self._pace.value = self._progress(now)
         self._now.value = html.escape(_line(row))
-        self._image.value = self._png(72)
-        self._next = now + max(EVERY, PAUSES * (time.perf_counter() - now))
+        self._next = now + EVERY
+        if now >= self._redraw:
+            self._image.value = self._png(72)
+            self._redraw = now + PAUSES * (time.perf_counter() - now)
 
     def close(self) -> None:
         """Show the final picture: in place of the panel, or as an output of a headless notebook."""
