@@ -351,6 +351,24 @@ def test_predictions_are_distributions(rows: Rows) -> None:
         assert ((maps >= 0) & (maps <= 1)).all()
 
 
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+def test_a_network_that_is_asked_for_all_moves_says_the_same(rows: Rows, encoding: str) -> None:
+    """As a compiled one is, and one on a GPU."""
+
+    class Compiled(nn.Module):
+        def forward(self, planes: Tensor, heads: frozenset[str]) -> dict[str, Any]:
+            out: dict[str, Any] = net(planes, heads)
+            assert out["policy"].shape[1] == records.POLICY_SIZE
+            return out
+
+    chess_task = task(encoding, model={"policy": {"kind": "attention"}})
+    net = chess_task.build_model().eval()
+    batch = tensors(chess_task.prepare(rows, rng()))
+    with torch.no_grad():
+        for one, other in zip(*(chess_task.predict(each, batch).values() for each in (net, Compiled())), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_illegal_target_mass_is_found(rows: Rows) -> None:
     chess_task = task(ssl=[])
     batch = chess_task.prepare_plain(rows, rng())

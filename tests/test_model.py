@@ -16,6 +16,7 @@ from matrixlib.engine.compiler import place
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.chess import blocks, model
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig, PolicyHeadConfig
+from matrixlib.tasks.chess.losses import PAD, legal_logits
 from matrixlib.tasks.chess.model import AUXILIARY_CHANNELS, MOVES, PLANES, PolicyValueNet, forward_flops, training_flops
 
 C, BLOCKS, HIDDEN = 32, 3, 24
@@ -259,6 +260,31 @@ def test_attention_policy_compares_squares(encoding: str) -> None:
     torch.testing.assert_close(logits[48 * 73 + 28], query @ key / 5**0.5 + head.pairs.bias[48, 57])
     promoted = query @ (key + head.pairs.piece[1, 0]) / 5**0.5 + head.pairs.bias[48, 64 + ends + 1]
     torch.testing.assert_close(logits[48 * 73 + 64 + 3 + 2], promoted)
+
+
+@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
+@pytest.mark.parametrize("changes", [{}, {"clamp": 0.5}, {"logit_norm": True}])
+def test_listed_moves_are_what_they_are_among_all(encoding: str, changes: dict[str, Any]) -> None:
+    """Values and gradients, of every index, also of those that are no move, and with rows of no move at all."""
+    net = build(encoding=encoding, policy={"kind": "attention", **changes}).eval()
+    randomise(net)
+    generator = torch.Generator().manual_seed(5)
+    moves = torch.stack([torch.randperm(MOVES, generator=generator) for _ in range(4)]).to(torch.int16)
+    moves[torch.rand(moves.shape, generator=generator) < 0.3] = PAD
+    moves[2] = PAD
+    moves = moves[:, 1:]
+    pulls = torch.randn(moves.shape, generator=generator)
+    found = []
+    for listed in (None, moves):
+        net.zero_grad()
+        logits = legal_logits(net(planes(), frozenset({"policy"}), listed)["policy"], moves)
+        (logits * pulls)[moves != PAD].sum().backward()
+        found.append([logits, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)])
+    assert len(found[0]) == len(found[1])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    nothing = net(planes(), frozenset({"policy"}), moves[:, :0])["policy"]
+    assert nothing.shape == ((4, MOVES) if "logit_norm" in changes else (4, 0))
 
 
 @pytest.mark.parametrize("kind", ["conv", "attention", "dense", "factored"])

@@ -41,8 +41,10 @@ def entropy(target: Tensor) -> Tensor:
 
 
 def legal_logits(logits: Tensor, index: Tensor) -> Tensor:
-    """(B, L) fp32 logits of the listed moves out of (B, 4672), FILL at pads."""
-    picked = logits.float().gather(1, index.clamp(min=0).long())
+    """(B, L) fp32 logits of the listed moves out of (B, 4672), or given as (B, L); FILL at pads."""
+    picked = logits.float()
+    if logits.shape != index.shape:
+        picked = picked.gather(1, index.clamp(min=0).long())
     return torch.where(index != PAD, picked, FILL)
 
 

@@ -92,6 +92,8 @@ class MovePairs(nn.Module):
     """Squares (B, 64, C) -> (B, 4672) fp32 logits: the product of a query of the from-square with a key of the
     to-square, plus a learned number of the pair, as Leela's attention policy has it. An under-promotion's key is that
     of its to-square plus one of the piece. Indices that are no move get the number of some other pair.
+
+    Given `moves` (B, L), policy indices, it computes these alone: (B, L), 0 in pads (-1).
     """
 
     ends: Tensor
@@ -106,16 +108,34 @@ class MovePairs(nn.Module):
         self.register_buffer("ends", ends, persistent=False)
         self.register_buffer("place", place, persistent=False)
 
-    def forward(self, squares: Tensor) -> Tensor:
+    def forward(self, squares: Tensor, moves: Tensor | None = None) -> Tensor:
         query, key = self.query(squares), self.key(squares).float()
+        query = query * key.shape[2] ** -0.5
+        if moves is not None:
+            return self._listed(query.float(), key, moves)
         keys = torch.cat([key, (key[:, None, self.ends] + self.piece).flatten(1, 2)], dim=1)
         # products and bias apart: torch's one operation for both is a quarter slower on a CPU, and so is a gather
-        pairs = in_fp32(torch.matmul, query * key.shape[2] ** -0.5, keys.transpose(1, 2)) + self.bias
+        pairs = in_fp32(torch.matmul, query, keys.transpose(1, 2)) + self.bias
         return pairs.flatten(1).index_select(1, self.place)
+
+    def _listed(self, query: Tensor, key: Tensor, moves: Tensor) -> Tensor:
+        known = moves >= 0
+        place = self.place[moves[known].long()]
+        origin, target = place // self.bias.shape[1], place % self.bias.shape[1]
+        under = target - SQUARES  # of an under-promotion 0 and more
+        target = torch.where(under < 0, target, self.ends[under % len(self.ends)])
+        piece = torch.where(under < 0, 0, 1 + under // len(self.ends))
+        pieces = torch.cat([torch.zeros_like(self.piece[:1]), self.piece])[:, 0]
+        first = SQUARES * known.nonzero()[:, 0]
+        ours = query.flatten(0, 1).index_select(0, first + origin)
+        theirs = key.flatten(0, 1).index_select(0, first + target) + pieces.index_select(0, piece)
+        logits = (ours * theirs).sum(1) + self.bias.flatten().index_select(0, place)
+        return logits.new_zeros(moves.shape).masked_scatter(known, logits)
 
 
 class PolicyHead(nn.Module):
-    """(B, C, 8, 8) -> (B, 4672) logits, index = from-square * 73 + plane; illegal moves are not masked here.
+    """(B, C, 8, 8) -> (B, 4672) logits, index = from-square * 73 + plane; illegal moves are not masked here. `moves`:
+    indices (B, L) whose logits (B, L) alone `attention` computes; the other kinds make all.
 
     `conv` gives each square its 73 planes; `attention` compares from- and to-squares (`MovePairs`, `rank` wide);
     `dense` and `factored` (through `rank` numbers) mix all squares.
@@ -155,13 +175,14 @@ class PolicyHead(nn.Module):
     def limit(self, x: Tensor, factor: float = 1.0) -> Tensor:
         return x.clamp(-factor * self.clamp, factor * self.clamp) if self.clamp else x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, moves: Tensor | None = None) -> Tensor:
         x = self.dropout(self.limit(self.input(x)))
         if self.kind == "conv":
             planes = in_fp32(self.planes, x)
             logits = (planes.flip(2) if self.flip else planes).permute(0, 2, 3, 1).flatten(1)
         elif self.kind == "attention":
-            logits = self.pairs((x.flip(2) if self.flip else x).flatten(2).transpose(1, 2))
+            squares = (x.flip(2) if self.flip else x).flatten(2).transpose(1, 2)
+            logits = self.pairs(squares, moves if self.logit_norm is None else None)
         elif self.kind == "dense":
             logits = self.limit(in_fp32(self.dense, x.flatten(1)), 2)
         else:
@@ -249,10 +270,13 @@ class PolicyValueNet(nn.Module):
         self.auxiliary.requires_grad_(False)
         _initialise(self)
 
-    def forward(self, planes: Tensor, heads: frozenset[str] | None = None) -> dict[str, Any]:
+    def forward(
+        self, planes: Tensor, heads: frozenset[str] | None = None, moves: Tensor | None = None
+    ) -> dict[str, Any]:
         """Outputs for `planes` (B, 19, 8, 8).
 
-        heads: of "policy", "value", "ssl_<name>", "features" and "stream"; None means policy and value. Returns of
+        heads: of "policy", "value", "ssl_<name>", "features" and "stream"; None means policy and value. moves: policy
+        indices (B, L) whose logits suffice: "policy" is (B, L) where that is less work. Returns of
         {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B, c, 8, 8) logits},
         "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of `trunk`} what `heads` names, all fp32 but the last
         two.
@@ -265,7 +289,7 @@ class PolicyValueNet(nn.Module):
         out: dict[str, Any] = {"stream": []} if "stream" in names else {}
         x = self.trunk(planes, out.get("stream"))
         if "policy" in names:
-            out["policy"] = self.policy_head(x)
+            out["policy"] = self.policy_head(x, moves)
         if "value" in names:
             out["value"] = self.value_head(x)
         if "features" in names:

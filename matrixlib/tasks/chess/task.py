@@ -319,7 +319,11 @@ class ChessTask:
     def network_outputs(self, model: nn.Module, batch: Batch, heads: frozenset[str]) -> dict[str, Any]:
         """What the network says of a packed batch, in its own frame: see `PolicyValueNet.forward`."""
         names = frozenset(TAUGHT.get(head, head) for head in heads)
-        out: dict[str, Any] = model(planes(batch, self.config.model.encoding), names)
+        arguments: list[Any] = [planes(batch, self.config.model.encoding), names]
+        # A GPU makes all moves' in no time, and of a compiled network every number of moves would be another graph
+        if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
+            arguments.append(self.network_index(batch))
+        out: dict[str, Any] = model(*arguments)
         return out
 
     def network_index(self, batch: Batch) -> Tensor:
