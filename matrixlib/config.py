@@ -105,7 +105,7 @@ class OptimConfig(Section):
         "adamw",
         "`muon`: orthogonal updates of AdamW's size for the matrices of hidden layers, `normuon` with all "
         "outputs moved alike; `schedule_free`: AdamW with an average of its own in place of decay and ema_decay; "
-        "`adamw_8bit` keeps small moments",
+        "`adamw_8bit` keeps small moments; `lamb` and `adafactor` cost top-1 (guide of verdicts)",
     )
     learning_rate: Annotated[Real, Field(ge=0)] = option(0.003, "peak learning rate")
     rate_batch: CountOrZero = option(
@@ -128,7 +128,9 @@ class OptimConfig(Section):
     eps: Positive = option(1e-08, "Adam's epsilon")
     momentum: Annotated[Real, Field(ge=0, lt=1)] = option(0.95, "of muon's matrices, and of sgd")
     clip_norm: Positive = option(1.0, "global gradient norm above which gradients are scaled down")
-    noise: NonNegative = option(0.0, "variance of normal noise on the gradients at the first update; 0 = none")
+    noise: NonNegative = option(
+        0.0, "variance of normal noise on the gradients at the first update; 0.01 costs top-1 (guide of verdicts)"
+    )
     noise_decay: NonNegative = option(0.55, "g of its decay, noise / (1 + update)^g")
     plateau: CountOrZero = option(
         0, "full validations without improvement after which the rate is cut for good; 0 = never"
