@@ -29,7 +29,7 @@ def test_counters_never_go_back_and_the_own_time_is_part_of_the_busy() -> None:
 
 def test_a_share_is_of_the_time_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     end = Clocks(wall=110.0, busy=65.0, own=25.0, stolen=3.0, throttled=4.0, hot=7)
-    monkeypatch.setattr(Clocks, "now", lambda children=False: end)
+    monkeypatch.setattr(Clocks, "now", lambda children=False, **_: end)
     monkeypatch.setattr(machine, "usable_processors", lambda: [0, 1])
     monkeypatch.setattr(load, "load_average", lambda: 2.5)
     usage = Usage.since(CLOCKS)
@@ -93,14 +93,14 @@ def test_our_own_children_are_nobody_else_as_a_run_starts(monkeypatch: pytest.Mo
     """The compiler's workers, say, which live on. They computed for a whole second."""
     start, end = replace(CLOCKS, own=20.0), replace(CLOCKS, wall=101.0, busy=54.0)
     monkeypatch.setattr(autotune, "load_average", lambda: 3.0)
-    monkeypatch.setattr(Clocks, "now", lambda children=False: replace(end, own=24.0 if children else 20.0))
+    monkeypatch.setattr(Clocks, "now", lambda children=False, **_: replace(end, own=24.0 if children else 20.0))
     runtime = Runtime("cpu", "fp32", False, False, False, False, 4, 0, 2, 64, ())
     assert autotune.start_notes(runtime, start) == []
 
 
 def test_a_run_counts_its_children_from_the_start(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks: list[Clocks] = []
-    monkeypatch.setattr(Clocks, "now", lambda children=False: replace(CLOCKS, own=24.0 if children else 20.0))
+    monkeypatch.setattr(Clocks, "now", lambda children=False, **_: replace(CLOCKS, own=24.0 if children else 20.0))
     monkeypatch.setattr(autotune, "start_notes", lambda _, start: clocks.append(start) or [])
     runs.open_run(run="start", overrides=TINY).close()
     assert [start.own for start in clocks] == [24.0]
