@@ -32,7 +32,9 @@ class NormConfig(Section):
 
 
 class AttentionConfig(Section):
-    every: CountOrZero = option(0, "one attention block after every k-th residual block; 0 = none")
+    every: CountOrZero = option(
+        0, "one attention block after every k-th residual block; 0 = none; in a small network not worth its time"
+    )
     heads: Count = option(4, "attention heads; must divide `channels`")
     bias: bool = option(True, "learned additive bias for every head and pair of squares (heads, 64, 64)")
     mask: bool = option(False, "let a square attend only to squares one queen, knight or king move away")
@@ -69,7 +71,7 @@ class ModelConfig(Section):
     block: Literal["basic", "bottleneck"] = option("basic", "3x3-3x3, or 1x1-3x3-1x1, which costs top-1")
     bottleneck: Count = option(2, "a bottleneck block's inner width is channels // bottleneck")
     preact: bool = option(True, "norm and activation before each convolution")
-    activation: Activation = option("silu", "activation of trunk and heads")
+    activation: Activation = option("silu", "activation of trunk and heads; `relu` costs top-1 (guide of verdicts)")
     norm: NormConfig = NormConfig()
     se_ratio: Fraction = option(0.25, "squeeze-and-excitation width as a share of channels; 0 = none")
     droppath: Annotated[Real, Field(ge=0, lt=1)] = option(
@@ -119,7 +121,9 @@ class LossConfig(Section):
     value: NonNegative = option(1.0, "weight of the value loss")
     ssl: SSLWeights = SSLWeights()
     positive: PositiveWeights = PositiveWeights()
-    best_move: bool = option(False, "learn the best move alone, a hard label, in place of every move's share")
+    best_move: bool = option(
+        False, "learn the best move alone, a hard label, in place of every move's share; costs KL (guide of verdicts)"
+    )
     policy_temperature: Annotated[Real, Field(ge=0.1, le=10)] = option(
         1.0, "T: policies p are compared as p^(1/T); below 1 likely moves count more, and what is predicted stays true"
     )
