@@ -17,6 +17,7 @@ import matrixlib
 from matrixlib.hardware import machine, openmp
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.machine import usable_processors
+from matrixlib.hardware.turns import short_turns
 from matrixlib.runs import run as runs
 from matrixlib.runs.rate_test import rate_test
 from matrixlib.tasks.chess.board.session import Session
@@ -30,7 +31,7 @@ needs_gnu = pytest.mark.skipif(not GNU, reason="torch's OpenMP library here is n
 
 
 def sleeping() -> bool:
-    return any(thread.name == "sleeping team" for thread in threading.enumerate())
+    return {"sleeping team", "short turns"} <= {thread.name for thread in threading.enumerate()}
 
 
 def until(wanted: bool) -> bool:
@@ -43,10 +44,10 @@ def until(wanted: bool) -> bool:
 
 @needs_gnu
 def test_a_team_sleeps_while_others_compute_and_goes_when_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = 0.0
+    own, others = 1.0, 0.0
 
     def between(*_: object) -> Usage:
-        return Usage(0.01, 2, 1.0, others, 0.0, 0.0, 0, None)
+        return Usage(0.01, 2, own, others, 0.0, 0.0, 0, None)
 
     for name in openmp.BY_PEOPLE:
         monkeypatch.delenv(name, raising=False)
@@ -62,7 +63,30 @@ def test_a_team_sleeps_while_others_compute_and_goes_when_they_have_ended(monkey
         assert until(False)
         others = 1.0
         assert until(True)
+        own = 0.1  # a training that rests while others compute
+        assert until(False)
+        own = 1.0
+        assert until(True)
     assert threading.active_count() == threads
+
+
+@needs_gnu
+def test_a_thread_on_each_processor_keeps_turns_short() -> None:
+    def woken(thread: threading.Thread) -> int:
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    mine = os.sched_getaffinity(0)
+    with short_turns():
+        threads = [thread for thread in threading.enumerate() if thread.name == "short turns"]
+        end = time.monotonic() + 10
+        while min(map(woken, threads)) < 100 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert min(map(woken, threads)) >= 100
+        kept = [os.sched_getaffinity(thread.native_id or 0) for thread in threads]
+        assert sorted(processor for (processor,) in kept) == sorted(usable_processors())
+        assert os.sched_getaffinity(0) == mine
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("variable", openmp.BY_PEOPLE)

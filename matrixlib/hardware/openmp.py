@@ -15,6 +15,8 @@ BY_PEOPLE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Variables by which somebody has decided how threads wait."""
 LOOK_SECONDS = 0.5
 """Between two looks at the processors."""
+IDLE = 0.1
+"""Share of its threads' time that a process uses at most while its computation rests and has nothing to give away."""
 QUIET_LOOKS = 4
 """Looks in a row without anybody else after which threads wait actively again."""
 
@@ -27,10 +29,10 @@ def considerate(threads: int | None = None) -> Iterator[None]:
     A thread that has done its part waits for the others in a loop, for milliseconds: that is fast, and asleep it would
     be woken too late for the hundreds of barriers of an update. Where another process computes, the loop takes its time
     from the very thread that is waited for, and updates become several times slower than their share of the machine.
-    GNU's library, which torch brings for Linux, loops 300,000 times, but 100 times as long as it manages more
-    threads than there are processors; so a team of sleeping threads is kept while others are busy. The threads of the
-    computation, and so all bits, stay as they are. Nothing happens with one thread, with another library, or where
-    anybody has decided (`BY_PEOPLE`).
+    GNU's library, which torch brings for Linux, loops 300,000 times, but only 100 while it manages more threads
+    than there are processors; so a team of sleeping threads is kept while others are busy, and turns are short
+    (`turns`). The threads of the computation, and so all bits, stay as they are. Nothing happens with one thread, with
+    another library, or where anybody has decided (`BY_PEOPLE`).
     """
     path, threads = libgomp(), len(machine.usable_processors()) if threads is None else threads
     if threads < 2 or path is None or os.environ.keys() & set(BY_PEOPLE):
@@ -59,19 +61,23 @@ def libgomp(maps: Path = Path("/proc/self/maps")) -> Path | None:
 
 
 def _watch(path: Path, threads: int, done: threading.Event) -> None:
-    """Until `done`: keep a team of sleeping threads while other processes compute."""
+    """Until `done`: keep a team of sleeping threads, and turns short, while other processes compute."""
     quiet, before = 0, Clocks.now(held_back=False)
-    with contextlib.ExitStack() as team:
+    with contextlib.ExitStack() as remedies:
         held = False
         while not done.wait(LOOK_SECONDS):
             now = Clocks.now(held_back=False)
-            crowded, before = Usage.between(before, now).crowded(threads), now
+            usage, before = Usage.between(before, now), now
+            crowded = usage.own > IDLE * threads and usage.crowded(threads)
             quiet = 0 if crowded else quiet + 1
             if crowded and not held:
-                team.enter_context(sleeping_team(path))
+                from matrixlib.hardware.turns import short_turns  # numba takes a second to import
+
+                remedies.enter_context(sleeping_team(path))
+                remedies.enter_context(short_turns())
                 held = True
             elif held and quiet >= QUIET_LOOKS:
-                team.close()
+                remedies.close()
                 held = False
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,7 @@ class Training:
         )
         if self._answers.readline() != "ready\n":
             raise RuntimeError("quick could not be trained here; run tests/bench/bench_busy.py --train to see why")
+        self._process.send_signal(signal.SIGSTOP)
         self.updates = 0
 
     @property
@@ -68,13 +70,17 @@ class Training:
         return self._process.stdout
 
     def ask(self, count: int) -> Any:
-        """Seconds of so many updates; the weights' hash for 0."""
+        """Seconds of so many updates; the weights' hash for 0. It does nothing, and looks at nothing, until then."""
         assert self._process.stdin is not None
         print(count, file=self._process.stdin, flush=True)
         self.updates += count
-        return json.loads(self._answers.readline())
+        self._process.send_signal(signal.SIGCONT)
+        answer = json.loads(self._answers.readline())
+        self._process.send_signal(signal.SIGSTOP)
+        return answer
 
     def close(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
         self._process.communicate()
         self._folder.cleanup()
 
