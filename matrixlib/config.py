@@ -213,6 +213,10 @@ class HealthConfig(Section):
     clip_warning: Annotated[Real, Field(gt=0, le=1)] = option(
         0.1, "share of clipped gradients after the warm-up above which there is a warning"
     )
+    update_warning: Positive = option(
+        0.1, "size of an update of a block over that of its weights, after the warm-up, above which there is a warning"
+    )
+    dead_warning: Fraction = option(0.05, "share of dead units of an activation above which there is a warning")
     hooks: bool = option(True, "replay a non-finite update to name the module where a value first stops being finite")
 
 

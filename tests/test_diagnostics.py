@@ -124,15 +124,15 @@ def test_norms_and_ratio_of_one_update() -> None:
 def test_warnings_about_blocks_that_stand_still_or_jump() -> None:
     row = {"weight": 1.0, "gradient": 1.0, "update": 0.01, "ratio": 0.01}
     still, jump = row | {"update": 0.0, "ratio": 0.0}, row | {"ratio": 0.2}
-    assert block_warnings({"a": row}) == []
-    assert block_warnings({"a": {"weight": 1.0}, "b": {"weight": 1.0, "gradient": 1.0}}) == []  # not measured
-    assert block_warnings({"a": still | {"gradient": 0.0}}) == []
-    messages = block_warnings({"a": row, "b": still, "c": jump})
+    assert block_warnings({"a": row}, 0.1) == []
+    assert block_warnings({"a": {"weight": 1.0}, "b": {"weight": 1.0, "gradient": 1.0}}, 0.1) == []  # not measured
+    assert block_warnings({"a": still | {"gradient": 0.0}}, 0.1) == []
+    messages = block_warnings({"a": row, "b": still, "c": jump}, 0.1)
     assert len(messages) == 2
     assert "move b," in messages[0]
     assert "c (20%)" in messages[1]
-    assert block_warnings({"c": jump}, warming_up=True) == []
-    many = block_warnings({str(i): jump for i in range(8)})
+    assert block_warnings({"c": jump}, 0.2) == []
+    many = block_warnings({str(i): jump for i in range(8)}, 0.1)
     assert "4 (20%) and 3 more" in many[0]
 
 
@@ -142,7 +142,7 @@ def test_a_weight_that_the_optimiser_does_not_hold_is_named() -> None:
     before = snapshot(model)
     model(torch.randn(8, 6))["class"].logsumexp(1).sum().backward()
     optimiser.step()
-    assert any("classes" in message for message in block_warnings(block_statistics(model, before)))
+    assert any("classes" in message for message in block_warnings(block_statistics(model, before), 0.1))
 
 
 def plant_relu(norm: nn.Module, channels: tuple[int, ...]) -> None:
@@ -239,7 +239,7 @@ def test_a_single_batch_counts_too_many() -> None:
     few = dead_units(Outputs(), Rare(), normal((64, 2), 1), toy_runtime())
     assert few.dead == {"relu": (1,)}
     assert few.rows == 64
-    assert few.warnings() == []  # too few rows to tell
+    assert few.warnings(0.05) == []  # too few rows to tell
     many = dead_units(Outputs(), Rare(), normal((64, 2), 100), toy_runtime())
     assert many.rows == DEAD_ROWS
     assert many.dead == {"relu": ()}
@@ -281,9 +281,9 @@ def test_the_toy_task_and_a_compiled_model() -> None:
 def test_dead_warning_names_the_worst() -> None:
     widths = {"a": 100, "b": 100, "c": 100}
     units = {"a": tuple(range(5)), "b": tuple(range(6)), "c": tuple(range(50))}
-    assert DeadUnits(DEAD_ROWS - 1, widths, units).warnings() == []
-    assert DeadUnits(DEAD_ROWS, widths, units).warnings() == [
-        "more than 5% of the units are dead over 4096 rows: c (50 of 100), b (6 of 100)"
+    assert DeadUnits(DEAD_ROWS - 1, widths, units).warnings(0.05) == []
+    assert DeadUnits(DEAD_ROWS, widths, units).warnings(0.05) == [
+        "more than 5% of the units (health.dead_warning) are dead over 4096 rows: c (50 of 100), b (6 of 100)"
     ]
 
 

@@ -24,10 +24,6 @@ from matrixlib.hardware.runtime import Runtime
 
 INITIAL_TOLERANCE = 0.15
 """Relative difference between the first losses and chance level that is worth a warning."""
-UPDATE_RATIO = 0.1
-"""Size of one update relative to a block's weights above which, after the warm-up, it is too large."""
-DEAD_SHARE = 0.05
-"""Share of an activation's units that may be dead."""
 DEAD_DEVIATION = 1e-4
 """Standard deviation below which a unit behind a smooth activation is dead."""
 DEAD_ROWS = 4096
@@ -209,20 +205,20 @@ def block_statistics(model: nn.Module, before: Mapping[str, Tensor] | None = Non
     return table
 
 
-def block_warnings(table: Mapping[str, Mapping[str, float]], warming_up: bool = False) -> list[str]:
-    """Warnings about a `block_statistics` with updates: blocks that stood still, or moved too far."""
+def block_warnings(table: Mapping[str, Mapping[str, float]], limit: float) -> list[str]:
+    """Warnings about a `block_statistics` with updates: blocks that stood still, or moved by more than `limit`."""
     still = [name for name, row in table.items() if row.get("update") == 0 and row.get("gradient", 0.0) > 0]
-    far = [f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > UPDATE_RATIO]
+    far = [f"{name} ({row['ratio']:.0%})" for name, row in table.items() if row.get("ratio", 0) > limit]
     messages = []
     if still:
         messages.append(
             f"the update did not move {_listed(still)}, though there are gradients: are these weights in the "
             "optimiser, and is the learning rate large enough for their precision?"
         )
-    if far and not warming_up:
+    if far:
         messages.append(
-            f"one update moved weights by more than {UPDATE_RATIO:.0%} of their size: {_listed(far)}; the "
-            "learning rate is probably too high"
+            f"one update moved weights by more than {limit:.0%} of their size (health.update_warning): "
+            f"{_listed(far)}; the learning rate is probably too high"
         )
     return messages
 
@@ -243,15 +239,14 @@ class DeadUnits:
         """Share of dead units by activation."""
         return {name: len(self.dead[name]) / width for name, width in self.widths.items()}
 
-    def warnings(self) -> list[str]:
-        """One line about the activations with too many; none where too few rows were looked at."""
+    def warnings(self, limit: float) -> list[str]:
+        """One line about the activations with a larger share; none where too few rows were looked at."""
         shares = sorted(self.shares.items(), key=lambda item: -item[1])
-        names = [
-            f"{name} ({len(self.dead[name])} of {self.widths[name]})" for name, share in shares if share > DEAD_SHARE
-        ]
+        names = [f"{name} ({len(self.dead[name])} of {self.widths[name]})" for name, share in shares if share > limit]
         if not names or self.rows < DEAD_ROWS:
             return []
-        return [f"more than {DEAD_SHARE:.0%} of the units are dead over {self.rows} rows: {_listed(names)}"]
+        share = f"{limit:.0%} of the units (health.dead_warning)"
+        return [f"more than {share} are dead over {self.rows} rows: {_listed(names)}"]
 
 
 def dead_units(

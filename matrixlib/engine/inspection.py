@@ -48,10 +48,10 @@ def inspect(
         outputs = diagnostics.output_statistics(step.task, model, part, runtime)
         dead = diagnostics.dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
     quantiles = norm_quantiles(norms)
-    warming_up = step.update <= step.schedule.warmup
+    health, warming_up = step.config.health, step.update <= step.schedule.warmup
     messages = [
-        *diagnostics.block_warnings(blocks, warming_up),
-        *dead.warnings(),
+        *diagnostics.block_warnings(blocks, math.inf if warming_up else health.update_warning),
+        *dead.warnings(health.dead_warning),
         *(collapse_warnings(outputs, step.task.weights, rows(part)) if not warming_up else ()),
         *step.health.clip_warning(quantiles.get("p95", math.nan), step.config.optim.clip_norm),
     ]
