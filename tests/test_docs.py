@@ -33,7 +33,6 @@ README = ROOT / "README.md"
 GUIDES = ROOT / "notebooks" / "guides"
 MEASURED = ROOT / "tests" / "golden" / "presets.json"
 RECORD = MEASURED.with_name("bench.json")
-TREES = ("params", "notebooks", "matrixlib")
 
 
 def first_cells(text: str) -> list[str]:
@@ -126,47 +125,14 @@ def own_options(task: str) -> list[tuple[str, str, str, str]]:
     return [row for row in own if row not in shared and row[0] != "task"]
 
 
-def tree() -> str:
-    """Every preset, notebook and module with the first sentence that it says of itself; folders before files."""
-    out: list[str] = []
-
-    def show(folder: Path, depth: int) -> None:
-        out.append(f"{'  ' * depth}{folder.name}/".ljust(26) + " " + opening(folder / "__init__.py"))
-        entries = sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name))
-        for path in entries:
-            if path.is_dir() and path.name not in (
-                "__pycache__",
-                "guides",
-                "sample",
-                "templates",
-                ".ipynb_checkpoints",
-            ):
-                show(path, depth + 1)
-            elif path.suffix in (".py", ".yaml", ".ipynb") and path.name != "__init__.py":
-                out.append(f"{'  ' * (depth + 1)}{path.name}".ljust(26) + " " + opening(path))
-
-    for name in TREES:
-        show(ROOT / name, 0)
-    return "```text\n" + "\n".join(line.rstrip() for line in out) + "\n```"
-
-
-def opening(path: Path) -> str:
-    """The first clause of what a file says of itself."""
-    if not path.exists():
-        return ""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".yaml":
-        return purpose(text, path.stem).rstrip(".")
-    if path.suffix == ".ipynb":
-        return "".join(json.loads(text)["cells"][0]["source"]).splitlines()[0].lstrip("# ")
-    words = " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
-    assert words, f"{path.name} needs a docstring"
-    return re.split(r"(?<=[^.]{20}[.:;])\s", words, maxsplit=1)[0].rstrip(".:;")
+def test_every_module_says_what_it_is() -> None:
+    for path in ROOT.joinpath("matrixlib").rglob("*.py"):
+        if path.name != "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} needs a docstring"
 
 
 OPTIONS = GUIDES / "options.md"
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "tree": (ROOT / "CONTRIBUTING.md", tree),
     "presets": (README, presets_table),
     "performance": (README, performance),
     "commands": (OPTIONS, commands_help),
