@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
-from matrixlib.engine import memory
 from matrixlib.engine.memory import Figures
 from matrixlib.engine.microbatch import TOLERANCE, Tuning, best, largest, tune, tune_step
 from matrixlib.engine.step import throwaway
 from matrixlib.engine.task import Batch
+from matrixlib.hardware import backend
 from matrixlib.tasks import load_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -116,7 +116,7 @@ def test_headroom_is_measured_and_what_would_overrun_the_memory_is_not_run() -> 
 
 
 def test_running_out_on_an_accelerator_is_a_trial_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     cleared = []
     machine = Machine(on_cuda=True)
 
@@ -124,7 +124,7 @@ def test_running_out_on_an_accelerator_is_a_trial_like_others(monkeypatch: pytes
         cleared.append(device)
         machine.used = 100
 
-    monkeypatch.setattr(memory, "clear_cache", clear)
+    monkeypatch.setattr(backend, "empty_cache", clear)
     tuning = machine.tune(2048, CUDA, headroom=0.0)
     assert tuning.size == 512
     problems = {trial.size: trial.problem for trial in tuning.trials}

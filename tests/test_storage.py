@@ -189,7 +189,7 @@ def test_without_page_locked_memory_a_checkpoint_is_copied_all_the_same(monkeypa
         return plain(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     values = {"w": torch.arange(3.0), "b": torch.ones(2)}
     tensors = {"model": {name: value.as_subclass(OnCard) for name, value in values.items()}}
     warnings: list[str] = []

@@ -862,7 +862,7 @@ def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch
         cache[0] = max(cache[0], 95.0 if not trainer.model.chunk else 70.0)
         return {"rss_mib": 9.0, "allocated_mib": 9.0, "driver_mib": cache[0], "device_total_mib": 100.0}
 
-    monkeypatch.setattr("matrixlib.engine.memory.clear_cache", lambda device: cache.__setitem__(0, 0.0))
+    monkeypatch.setattr("matrixlib.hardware.backend.empty_cache", lambda device: cache.__setitem__(0, 0.0))
     monkeypatch.setattr("matrixlib.engine.trainer.Monitor", partial(Monitor, read=read))
     trainer = build(tmp_path, ToyTask(gate_plane=True))
     trainer.model.chunk = 0

@@ -28,8 +28,9 @@ from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.optim import parameter_groups
 from matrixlib.engine.step import Step
 from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware.backend import synchronize
 from matrixlib.hardware.benchmark import Figure, Plan, Workload
-from matrixlib.hardware.speed import FEWEST, copy_rate, synchronize, turns
+from matrixlib.hardware.speed import FEWEST, copy_rate, turns
 from matrixlib.tasks import TASKS, changed, get_task, load_config
 
 UPDATE_FLOPS = {"cpu": 1.3e12, "mps": 1.3e13, "cuda": 6e13}

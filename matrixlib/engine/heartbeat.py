@@ -11,6 +11,7 @@ import torch
 
 from matrixlib.engine import memory
 from matrixlib.files import utc_now, write_json
+from matrixlib.hardware import backend
 
 
 class Heartbeat:
@@ -45,6 +46,6 @@ class Heartbeat:
                 "step_seconds": step_seconds,
                 "interval": self._seconds,
                 **memory.usage(self._device),
-                **memory.utilisation(self._device),
+                **backend.utilisation(self._device),
             },
         )

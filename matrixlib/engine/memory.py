@@ -5,7 +5,6 @@ emptied, because the next update would have to ask the driver for the same block
 """
 
 import gc
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ import torch
 
 from matrixlib.config import MemoryConfig
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
-from matrixlib.hardware.runtime import machine
+from matrixlib.hardware import backend, machine
 
 MEBI = 2**20
 FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
@@ -43,45 +42,13 @@ def usage(device: torch.device) -> Figures:
 
     Everywhere: `rss_mib` (resident memory, memory-mapped shards included), `rss_peak_mib` (of the process's whole life:
     the system never lets it fall, and Linux starts it at the parent's), `total_mib` (what the process may use: the
-    machine's memory, or the cgroup's limit). On an accelerator: `allocated_mib` (in tensors), `driver_mib` (as the
-    driver counts it: caches, contexts and, on CUDA, other processes) and `device_total_mib` (on MPS what Metal
-    recommends as the most, which is less than the machine's memory). CUDA also has `allocated_peak_mib` (since
-    `Monitor.interval` last reset it) and `reserved_mib` (tensors and the allocator's cache).
+    machine's memory, or the cgroup's limit). On an accelerator also what `backend.memory` has; the peak is since
+    `Monitor.interval` last reset it.
     """
     info = psutil.Process().memory_info()
     figures = {"rss_mib": info.rss, "rss_peak_mib": max(info.rss, _rss_peak(info)), "total_mib": machine.memory()}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        figures |= {
-            "allocated_mib": torch.cuda.memory_allocated(device),
-            "allocated_peak_mib": torch.cuda.max_memory_allocated(device),
-            "reserved_mib": torch.cuda.memory_reserved(device),
-            "driver_mib": total - free,
-            "device_total_mib": total,
-        }
-    elif device.type == "mps":
-        figures |= {
-            "allocated_mib": torch.mps.current_allocated_memory(),
-            "driver_mib": torch.mps.driver_allocated_memory(),
-            "device_total_mib": torch.mps.recommended_max_memory(),
-        }
+    figures |= {f"{name}_mib": value for name, value in backend.memory(device).items()}
     return {name: round(value / MEBI, 1) for name, value in figures.items()}
-
-
-def utilisation(device: torch.device) -> Figures:
-    """`busy`: share of the last second or so in which the GPU computed, as its driver counts it, by `torch`; {} where
-    nobody tells: not on CUDA, without the package nvidia-ml-py, or on a part of a GPU (MIG).
-    """
-    if device.type != "cuda":
-        return {}
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return {}
-    try:
-        return {"busy": torch.cuda.utilization(device) / 100}
-    except (nvml.NVMLError, RuntimeError):
-        return {}
 
 
 def _rss_peak(info: Any) -> int:
@@ -113,14 +80,6 @@ def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
     if "allocated_peak_mib" not in figures:
         return share(figures, limit)
     return figures["allocated_peak_mib"] / (figures["device_total_mib"] * (limit or 1.0))
-
-
-def clear_cache(device: torch.device) -> None:
-    """Give the allocator's unused blocks back to the driver. The CPU's allocator keeps none."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -279,10 +238,7 @@ class Monitor:
                 "memory.limit is not applied: it is for an accelerator; limit the CPU's memory from outside, by a "
                 "cgroup (a container's memory option) or `ulimit -v`"
             )
-        if self._device.type == "cuda":  # None: this torch call refuses a device without an index
-            torch.cuda.set_per_process_memory_fraction(self._limit, self._device.index)
-        else:
-            torch.mps.set_per_process_memory_fraction(self._limit)
+        backend.limit_memory(self._device, self._limit)
         total = self._read(self._device)["device_total_mib"]
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
 
@@ -292,7 +248,7 @@ class Monitor:
         """
         if self._device.type != "cpu":
             gc.collect()  # a network of a trial lies in reference cycles
-            clear_cache(self._device)
+            backend.empty_cache(self._device)
         self._forget_peak()
 
     def check(self, step: int) -> list[str]:
@@ -320,7 +276,7 @@ class Monitor:
 
     def clear(self) -> None:
         """Empty the allocator's cache and count it."""
-        clear_cache(self._device)
+        backend.empty_cache(self._device)
         self._clears += 1
 
     def interval(self) -> Figures:
@@ -328,7 +284,7 @@ class Monitor:
 
         peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
         """
-        figures = self._look() | utilisation(self._device)
+        figures = self._look() | backend.utilisation(self._device)
         figures |= {
             "share": round(share(figures, self._limit), 4),
             "peak_mib": figures.get("allocated_peak_mib", self._peak),
@@ -339,8 +295,7 @@ class Monitor:
         return figures
 
     def _forget_peak(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        backend.reset_peak_memory(self._device)
         self._peak = 0.0
 
     def _look(self) -> Figures:

@@ -16,6 +16,7 @@ import torch
 from matrixlib.engine import memory
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, rows
+from matrixlib.hardware import backend
 from matrixlib.hardware.speed import seconds_of
 
 TOLERANCE = 0.03  # sizes this near to the best rate are as good: the smallest of them leaves most memory
@@ -165,7 +166,7 @@ def _timed(
     clock: Callable[[], float],
 ) -> tuple[float | None, memory.Figures]:
     """(seconds of the faster update, None if memory ran out; figures at the highest use)."""
-    memory.clear_cache(device)  # else the driver's count would hold the blocks of larger sizes
+    backend.empty_cache(device)  # else the driver's count would hold the blocks of larger sizes
     seconds: float | None = None
     try:
         with memory.sampled(device, read) as peak:

@@ -11,6 +11,7 @@ from torch import nn
 from matrixlib.engine.compiler import compiled, place
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.task import Batch, to_device
+from matrixlib.hardware import backend
 from matrixlib.hardware import runtime as runtimes
 
 RECOMPILES = 64
@@ -79,7 +80,7 @@ class Network:
             batch = {name: array[rows] for name, array in batch.items()}
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         if self.runtime.pin:
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+            tensors, _ = backend.pin(tensors)
         tensors = to_device(tensors, self.runtime.torch_device)
         with torch.inference_mode(), self.runtime.autocast():
             out = self._predict(tensors, heads)

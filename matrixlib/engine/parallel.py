@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from matrixlib.engine.memory import out_of_memory
 from matrixlib.engine.storage import Checkpoint, CheckpointError
+from matrixlib.hardware import backend
 
 if TYPE_CHECKING:
     from matrixlib.engine.checkpoint import Checkpoints
@@ -213,17 +214,17 @@ def join(timeout: float) -> Ranks:
         return Ranks()
     if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(f"TORCHELASTIC_RUN_ID needs {', '.join(missing)} beside it: start with torchrun, or unset it")
-    local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, there = int(os.environ["LOCAL_RANK"]), backend.device_count()
     if there:
         if local >= there:
             raise ValueError(f"rank {local} of this host has no GPU of its own: there are {there}; start fewer ranks")
-        torch.cuda.set_device(local)
+        backend.set_device(local)
     limit = datetime.timedelta(seconds=timeout)
     store, rank, size = _meet(limit)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if there else "gloo"
+        channels = "cpu:gloo,cuda:nccl" if there else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
+            channels, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
         )
     return Ranks(rank, size, dist.group.WORLD, store).introduce()
 

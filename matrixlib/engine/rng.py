@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matrixlib.hardware import backend
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -51,7 +53,7 @@ def from_saved(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Strea
 def capture(device: torch.device) -> Streams:
     """The present state; waits for no device."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream is what is saved
-    return Streams(random.getstate(), numpy, torch.get_rng_state(), _device_state(device))
+    return Streams(random.getstate(), numpy, torch.get_rng_state(), backend.rng_state(device))
 
 
 def restore(streams: Streams, device: torch.device) -> None:
@@ -59,10 +61,8 @@ def restore(streams: Streams, device: torch.device) -> None:
     random.setstate(streams.python)
     np.random.set_state(streams.numpy)  # noqa: NPY002
     torch.set_rng_state(streams.torch)
-    if streams.device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(streams.device, device)
-    if streams.device is not None and device.type == "mps":
-        torch.mps.set_rng_state(streams.device)
+    if streams.device is not None:
+        backend.set_rng_state(device, streams.device)
 
 
 def seeded(seed: int, device: torch.device) -> Streams:
@@ -80,9 +80,3 @@ def of_rank(seed: int, rank: int, update: int, device: torch.device) -> Streams:
     """Streams of a rank's update: functions of these numbers alone, so that nothing of them has to be stored."""
     digest = hashlib.blake2b(f"{seed} {rank} {update}".encode(), digest_size=8).digest()
     return seeded(int.from_bytes(digest, "little"), device)
-
-
-def _device_state(device: torch.device) -> Tensor | None:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.mps.get_rng_state() if device.type == "mps" else None

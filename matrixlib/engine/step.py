@@ -31,8 +31,8 @@ from matrixlib.engine.sharding import Shards, full, gathered
 from matrixlib.engine.stats import Action, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
+from matrixlib.hardware.backend import synchronize
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.hardware.speed import synchronize
 
 
 @contextlib.contextmanager

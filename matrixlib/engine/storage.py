@@ -30,7 +30,7 @@ import zstandard
 from safetensors import SafetensorError
 
 from matrixlib.files import FolderError, utc_now, write_bytes
-from matrixlib.hardware import machine
+from matrixlib.hardware import backend, machine
 
 SCHEMA = 2
 FOLDER = re.compile(r"(?:step|best)_(\d{8,})(?:\.replaced)?")
@@ -124,7 +124,7 @@ def host_copies(
             if tensor.is_cuda:
                 devices.add(tensor.device)
     for device in devices:
-        torch.cuda.synchronize(device)
+        backend.synchronize(device)
     return copies
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from matrixlib.hardware import backend
+
 if TYPE_CHECKING:
     from matrixlib.engine.curriculum import Phase
 
@@ -167,13 +169,9 @@ def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`; the copy runs beside the computation where the host tensors are pinned."""
-    return {name: value.to(device, non_blocking=_overlaps(value, device)) for name, value in batch.items()}
+    return {name: value.to(device, non_blocking=backend.copies_overlap(value, device)) for name, value in batch.items()}
 
 
 def active_terms(task: Task) -> frozenset[str]:
     """Terms with a weight above 0: those that are computed at all."""
     return frozenset(term for term, weight in task.weights.items() if weight > 0)
-
-
-def _overlaps(value: Tensor, device: torch.device) -> bool:
-    return device.type == "cuda" and value.device.type == "cpu" and value.is_pinned()

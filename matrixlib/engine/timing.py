@@ -14,6 +14,7 @@ import numpy as np
 
 from matrixlib.engine import history
 from matrixlib.engine.stats import Stats
+from matrixlib.hardware import backend
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,23 +48,22 @@ class Throughput:
 
 
 class Clock:
-    """Adds up the seconds of phases. Those that run on a GPU are measured there, by CUDA events that are read when the
+    """Adds up the seconds of phases. Those that run on a GPU are measured there, by events that are read when the
     device has passed them: nothing is waited for, so they may come one update late. Elsewhere by the host's clock,
     which on MPS sees the launching of work, and the work itself in `read`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._seconds: dict[str, float] = {}
         self._events: deque[tuple[str, Any, Any]] = deque()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure what is done inside the context; not counted if it fails."""
-        if self._cuda and name in ON_DEVICE:
-            import torch
-
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = backend.timing_event(self._device) if name in ON_DEVICE else None
+        if start is not None:
+            stop = backend.timing_event(self._device)
             start.record()
             yield
             stop.record()

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from matrixlib.hardware import machine, speed
+from matrixlib.hardware import backend, machine, speed
 from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Runtime:
     @property
     def pin(self) -> bool:
         """Whether host batches should lie in pinned memory, for copies that do not block."""
-        return self.device == "cuda"
+        return backend.pins(self.device)
 
     @property
     def cpu_threads(self) -> int:

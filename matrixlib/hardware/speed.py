@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matrixlib.hardware.backend import synchronize
 from matrixlib.hardware.machine import Rates
 
 if TYPE_CHECKING:
@@ -28,14 +29,6 @@ WARM, FEWEST, MOST = 10, 3, 200
 """Calls of each function in `turns`: those that do not count at most, and those that do."""
 Kinds = Mapping[str, tuple[float, Callable[[], object]]]
 """Name -> (FLOP or bytes of a call, call)."""
-
-
-def synchronize(device: str) -> None:
-    """Wait until `device` (cpu, cuda or mps) has done all that it was sent: else a clock sees launches alone."""
-    import torch
-
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 def seconds_of(

@@ -25,7 +25,7 @@ from matrixlib.engine import history, timing
 from matrixlib.engine.folder import newest_complete, whole_runs
 from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
-from matrixlib.hardware import load, openmp
+from matrixlib.hardware import backend, load, openmp
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
@@ -212,12 +212,11 @@ class Run:
 
     def _follow(self, options: Mapping[str, Any]) -> Generator[Stats]:
         """Train in processes of their own, the first of which holds the lock and writes."""
-        from matrixlib.engine.memory import clear_cache
         from matrixlib.runs import elastic
 
         self.close()
         self._forget()
-        clear_cache(self.runtime.torch_device)  # of the trials: the first rank has the same GPU
+        backend.empty_cache(self.runtime.torch_device)  # of the trials: the first rank has the same GPU
         request = {"preset": self.preset, "run": self.name, "overrides": configuration.dump(self.requested), **options}
         yield from elastic.follow(self.folder, self.processes, request, self._say)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from matrixlib.engine.diagnostics import block_of
 from matrixlib.engine.optim import unwrap
+from matrixlib.hardware.backend import synchronize
 from matrixlib.hardware.benchmark import Figure, Plan
 from matrixlib.hardware.runtime import native_bf16
-from matrixlib.hardware.speed import synchronize, turns
+from matrixlib.hardware.speed import turns
 from matrixlib.tasks import changed
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from parts import ROWS, Skip, batches_of, check_that, configured, run_overrides,
 from matrixlib import files
 from matrixlib.bench.workloads import LARGE, open_loader
 from matrixlib.data.loader import Loader
-from matrixlib.engine import memory
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.microbatch import tune_step
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.step import Step
+from matrixlib.hardware import backend
 from matrixlib.hardware.benchmark import Figure, Plan
 from matrixlib.runs import faults
 from matrixlib.runs.run import Run, open_run
@@ -134,7 +134,7 @@ def little_memory(plan: Plan) -> Iterator[Figure | str]:
         check_that(apart < LOSS, f"{words}: the loss after running out of memory differs by {apart:.2g}")
         yield f"{words}: {config.train.batch_size:,} rows in passes of {step.micro_batch}, loss within {apart:.1g}"
         del step, small
-        memory.clear_cache(plan.runtime.torch_device)
+        backend.empty_cache(plan.runtime.torch_device)
         tuned = step_of(config)
         room(plan, tuned)
         size = tune_step(tuned, batch, share).size
@@ -143,7 +143,7 @@ def little_memory(plan: Plan) -> Iterator[Figure | str]:
         check_that(not messages, f"{words}: the tuner's {size} rows do not fit: {'; '.join(messages)}")
         yield f"{words}: the tuner takes {size} rows"
         del tuned
-        memory.clear_cache(plan.runtime.torch_device)
+        backend.empty_cache(plan.runtime.torch_device)
         if share:
             yield tuned_run(plan, share)
     if plan.device == "cuda":
@@ -262,7 +262,7 @@ def saving(plan: Plan) -> Iterator[Figure | str]:
 
 def wait(plan: Plan) -> None:
     """Until the device has done its work, which a save would else be held to account for."""
-    from matrixlib.hardware.speed import synchronize
+    from matrixlib.hardware.backend import synchronize
 
     synchronize(plan.device)
 

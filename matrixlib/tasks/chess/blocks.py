@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from matrixlib.hardware import backend
 from matrixlib.tasks.chess.attention import MASKED_SCORE, clamped
 from matrixlib.tasks.chess.config import ModelConfig
 
@@ -69,27 +70,27 @@ def recomputed(block: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # it keeps side effects out of the second pass itself
         return checkpoint(block, x, use_reentrant=False)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
-    stream = torch.mps.get_rng_state() if x.device.type == "mps" else None
+    stream = None if backend.replays_rng(x.device) else backend.rng_state(x.device)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _second_pass(norms, stream)
+        return nullcontext(), _second_pass(norms, x.device, stream)
 
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _second_pass(norms: list[nn.BatchNorm2d], stream: Tensor | None) -> Iterator[None]:
+def _second_pass(norms: list[nn.BatchNorm2d], device: torch.device, stream: Tensor | None) -> Iterator[None]:
     """While a block is run again, its batch must not enter the running statistics a second time.
 
     A momentum of 0 keeps them bit for bit; `track_running_stats` off would change what autograd saves.
-    stream: random state of an MPS device at the first pass. torch replays those of CPU and CUDA, but not this one,
-    without a word (pytorch issue 127676): dropout would draw other masks, and the gradient would be wrong.
+    stream: random state of the device at the first pass, where torch does not replay it: dropout would draw other
+    masks, and the gradient would be wrong.
     """
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     after = None
     if stream is not None:
-        after = torch.mps.get_rng_state()
-        torch.mps.set_rng_state(stream)
+        after = backend.rng_state(device)
+        backend.set_rng_state(device, stream)
     for norm in norms:
         norm.momentum = 0.0
         norm.num_batches_tracked = norm.num_batches_tracked.clone() if norm.num_batches_tracked is not None else None
@@ -99,7 +100,7 @@ def _second_pass(norms: list[nn.BatchNorm2d], stream: Tensor | None) -> Iterator
         for norm, momentum, counter in before:
             norm.momentum, norm.num_batches_tracked = momentum, counter
         if after is not None:
-            torch.mps.set_rng_state(after)
+            backend.set_rng_state(device, after)
 
 
 class ConvNorm(nn.Module):
