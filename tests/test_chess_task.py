@@ -1,5 +1,6 @@
 """The chess task: packed batches from stored rows, counts, losses at the start, both encodings."""
 
+import dataclasses
 import json
 import math
 import pickle
@@ -18,7 +19,9 @@ from matrixlib.config import ConfigError, merge
 from matrixlib.engine.task import slice_batch
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import losses, records
-from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.chess.config import ChessConfig, ModelConfig
+from matrixlib.tasks.chess.heads import Head
+from matrixlib.tasks.chess.losses import plain_rows
 from matrixlib.tasks.chess.matrix0 import load_matrix0, matrix0_config
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.ssl_targets import target as ssl_target
@@ -521,3 +524,74 @@ def test_batchnorm_heads_are_never_cut(rows: Rows) -> None:
     whole, _ = heads_only(chess_task, rows, 0)
     parts, _ = heads_only(chess_task, rows, 7)
     assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))
+
+
+class Mobility(Head):
+    """How many legal moves there are, in tens."""
+
+    name = "mobility"
+
+    def build(self, config: ModelConfig) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64 * config.channels, 1), nn.Flatten(0))
+
+    def targets(self, rows: Rows) -> np.ndarray:
+        return (np.diff(rows["policy_offset"]) / 10).astype(np.float32)
+
+    def row_losses(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square()
+
+    def row_metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"moves": 10 * output}
+
+
+class Flat(nn.Module):
+    """A trunk without a tower."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(19, config.channels, 3, padding=1)
+
+    def forward(self, planes: Tensor) -> Tensor:
+        return self.layer(planes).relu()
+
+
+def surely_won(outputs: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    return (1 - outputs["value"].softmax(1)[:, 0])[plain_rows(batch)].sum()
+
+
+def test_parts_of_ones_own_keep_the_task_contract(rows: Rows) -> None:
+    plain = task()
+    own = dataclasses.replace(plain, trunk=Flat, heads=(Mobility(),), loss_functions={"value": surely_won})
+    check_task(own, rows)
+    batch, model = tensors(own.prepare(rows, rng())), own.build_model()
+    assert own.weights == plain.weights | {"mobility": 1.0}
+    assert own.gated == plain.gated
+    assert set(own.bounds(batch)) == set(plain.bounds(batch)) - {"value"}, "nobody knows those of another loss"
+    sums, metrics = own.losses(model, batch, frozenset({"value", "mobility"}))
+    shown, counts = plain_rows(batch), own.counts(batch)
+    assert counts["mobility"] == int(shown.sum()) < len(shown)
+    outputs = own.forward(model, batch, frozenset(own.weights))
+    moves = torch.from_numpy(np.diff(rows["policy_offset"]) / 10)
+    assert sums["mobility"].item() == pytest.approx(
+        float((outputs["mobility"] - moves).square()[shown].sum()), rel=1e-5
+    )
+    assert metrics["mobility/moves"].item() == pytest.approx(10 * float(outputs["mobility"][shown].sum()), rel=1e-4)
+    assert sums["value"].item() == surely_won(outputs, batch).item()
+    assert not [name for name in model.state_dict() if name.startswith(("stem", "tower"))], "the trunk is another"
+    beside = dataclasses.replace(plain, loss_functions={"surely_won": surely_won})
+    assert set(plain.build_model().state_dict()) == set(beside.build_model().state_dict())
+    assert "surely_won" in beside.losses(beside.build_model(), batch, frozenset(beside.weights))[0]
+
+
+@pytest.mark.parametrize(
+    "parts, problem",
+    [
+        ({"trunk": lambda config: nn.Conv2d(19, 5, 3)}, r"trunk: it makes \(1, 5, 6, 6\)"),
+        ({"heads": (Mobility(), Mobility())}, "heads: the name 'mobility' is taken"),
+        ({"loss_functions": {"value": lambda outputs, batch: outputs["value"]}}, "function of 'value' gives no sum"),
+    ],
+)
+def test_parts_of_ones_own_that_cannot_work_are_named(rows: Rows, parts: dict[str, Any], problem: str) -> None:
+    own = dataclasses.replace(task(), **parts)
+    with pytest.raises(ValueError, match=problem):
+        own.losses(own.build_model(), tensors(own.prepare(rows, rng())), frozenset({"value"}))

@@ -5,6 +5,7 @@ loss at all. A sum without any valid item is a zero that keeps its graph. Nothin
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ FILL = -1e9  # logit of a pad: finite, so that nothing times it is NaN
 PAD = -1  # policy index of a pad
 UNKNOWN = 2  # result
 Sums = dict[str, Tensor]
+
+
+def plain_rows(batch: Mapping[str, Tensor]) -> Tensor:
+    """(B,) bool: rows whose whole board is shown; the others train the piece head alone."""
+    if "hidden" not in batch:
+        return torch.ones(len(batch["pieces"]), dtype=torch.bool, device=batch["pieces"].device)
+    return batch["hidden"].eq(0).all(1)
 
 
 def policy_rows(index: Tensor, weight: Tensor, rows: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ Shapes: B positions, C trunk channels, 8 rows and 8 columns of squares. Row 0 is
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from matrixlib.tasks.chess.blocks import (
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
 from matrixlib.tasks.chess.planes import move_keys
 
+if TYPE_CHECKING:
+    from matrixlib.tasks.chess.heads import Head
+
 PLANES = 19
 MOVE_PLANES = 73
 MOVES = SQUARES * MOVE_PLANES
@@ -41,6 +44,8 @@ AUXILIARY_CHANNELS = {"from_square": 64, "move_type": 12}
 AUXILIARY_WIDTH = 32
 HEAD_INIT = 0.1  # last layer of each head: outputs start near zero, so losses start at chance level
 PLAY_HEADS = frozenset({"policy", "value"})
+RESERVED = PLAY_HEADS | {"features", "stream"}
+Trunk = Callable[[ModelConfig], nn.Module]
 
 
 def ssl_width(channels: int) -> int:
@@ -68,10 +73,14 @@ def forward_flops(net: nn.Module, planes: int = PLANES, heads: frozenset[str] = 
 
 
 @functools.lru_cache
-def training_flops(config: ModelConfig, heads: frozenset[str]) -> int:
-    """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted."""
+def training_flops(
+    config: ModelConfig, heads: frozenset[str], trunk: Trunk | None = None, own: tuple["Head", ...] = ()
+) -> int:
+    """As `forward_flops`, of forward and backward; what activation checkpointing repeats is not counted. trunk, own: as
+    `PolicyValueNet` takes them.
+    """
     with torch.device("meta"):
-        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0})).to("meta")  # tables too
+        net = PolicyValueNet(config.model_copy(update={"checkpoint_every": 0}), trunk, own).to("meta")  # tables too
         planes = torch.empty(1, PLANES, 8, 8)
     with _counted() as counter:
         out = net(planes, heads)
@@ -243,21 +252,26 @@ class SquareHead(nn.Module):
 
 
 class PolicyValueNet(nn.Module):
-    """The network that `config` describes.
+    """The network that `config` describes: planes -> trunk -> heads by name.
+
+    trunk: makes the trunk in place of ours: a module (B, 19, 8, 8) -> (B, config.channels, 8, 8). heads: heads of one's
+    own beside ours. Both keep their own initialisation.
 
     The auxiliary heads are there for the parameter count of Matrix0's checkpoints alone: they are frozen and
-    no output comes from them. Raises ValueError for widths that GroupNorm cannot divide.
+    no output comes from them. Raises ValueError for widths that GroupNorm cannot divide, for a trunk that gives other
+    shapes, and for a head whose name is taken.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, trunk: Trunk | None = None, heads: Sequence["Head"] = ()) -> None:
         super().__init__()
         self.config = config
         self.temperature: nn.Module | None = None  # of a student that learns it
         self.ssl_chunk = 0  # positions that a self-supervised head works on at once; 0: all
         width = config.channels
-        self.stem = ConvNorm(config, PLANES, width, 3)
-        self.features = ChessFeatures(config) if config.chess_features else None
-        self.tower = nn.ModuleList(_tower(config))
+        if trunk is None:
+            self.stem = ConvNorm(config, PLANES, width, 3)
+            self.features = ChessFeatures(config) if config.chess_features else None
+            self.tower = nn.ModuleList(_tower(config))
         self.policy_head = PolicyHead(config)
         self.value_head = ValueHead(config)
         self.ssl_heads = nn.ModuleDict(
@@ -269,21 +283,26 @@ class PolicyValueNet(nn.Module):
         )
         self.auxiliary.requires_grad_(False)
         _initialise(self)
+        self.own_trunk = None if trunk is None else _checked(trunk(config), config)
+        names = [head.name for head in heads]
+        if bad := [name for name in names if name in RESERVED or name.startswith("ssl_") or names.count(name) > 1]:
+            raise ValueError(f"heads: the name '{bad[0]}' is taken; call your head otherwise")
+        self.own_heads = nn.ModuleDict({head.name: head.build(config) for head in heads})
 
     def forward(
         self, planes: Tensor, heads: frozenset[str] | None = None, moves: Tensor | None = None
     ) -> dict[str, Any]:
         """Outputs for `planes` (B, 19, 8, 8).
 
-        heads: of "policy", "value", "ssl_<name>", "features" and "stream"; None means policy and value. moves: policy
-        indices (B, L) whose logits suffice: "policy" is (B, L) where that is less work. Returns of
+        heads: of "policy", "value", "ssl_<name>", heads of one's own, "features" and "stream"; None means policy and
+        value. moves: policy indices (B, L) whose logits suffice: "policy" is (B, L) where that is less work. Returns of
         {"policy": (B, 4672) logits, "value": (B, 3) logits or (B,) in -1..1, "ssl": {name: (B, c, 8, 8) logits},
-        "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of `trunk`} what `heads` names, all fp32 but the last
-        two.
+        own head: (B, ...), "features": (B, C, 8, 8), "stream": [(B, C, 8, 8), ...] as of `trunk`} what `heads` names,
+        all fp32 but the last two.
         Raises ValueError for a head that the network does not have.
         """
         names = PLAY_HEADS if heads is None else heads
-        known = {"policy", "value", "features", "stream", *(f"ssl_{name}" for name in self.ssl_heads)}
+        known = {*RESERVED, *(f"ssl_{name}" for name in self.ssl_heads), *self.own_heads}
         if unknown := sorted(names - known):
             raise ValueError(f"the network has no head {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         out: dict[str, Any] = {"stream": []} if "stream" in names else {}
@@ -298,28 +317,31 @@ class PolicyValueNet(nn.Module):
         if ssl:
             shared = x if self.config.ssl_trunk else x.detach()
             out["ssl"] = {name: _in_chunks(head, shared, self.ssl_chunk) for name, head in ssl.items()}
-        return out
+        return out | {name: head(x).float() for name, head in self.own_heads.items() if name in names}
 
     def edges(self) -> list[nn.Module]:
-        """The layers that take the planes and those that give the outputs."""
-        return [self.stem, self.policy_head.last, self.value_head.fc3, *(head.out for head in self._square_heads())]
+        """The layers that take the planes and those that give the outputs; of parts of one's own the whole heads."""
+        first = [self.stem] if self.own_trunk is None else []
+        squares = [module.out for module in self.modules() if isinstance(module, SquareHead)]
+        return [*first, self.policy_head.last, self.value_head.fc3, *squares, *self.own_heads.values()]
 
     def parts(self) -> list[nn.Module]:
         """What a network that is cut over ranks gathers one at a time."""
-        return list(self.tower)
-
-    def _square_heads(self) -> list[SquareHead]:
-        return [module for module in self.modules() if isinstance(module, SquareHead)]
+        return list(self.tower) if self.own_trunk is None else [self.own_trunk]
 
     def trunk_parameters(self) -> list[nn.Parameter]:
         """The parameters that all heads share."""
-        parts = [self.stem, self.tower] + ([self.features] if self.features is not None else [])
-        return [parameter for part in parts for parameter in part.parameters()]
+        parts = [self.stem, self.tower, self.features] if self.own_trunk is None else [self.own_trunk]
+        return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def trunk(self, planes: Tensor, stream: list[Tensor] | None = None) -> Tensor:
         """Features (B, C, 8, 8) that all heads share. stream: gets what goes into the blocks and what comes out of each
-        of them, of the same shape.
+        of them, of the same shape; ValueError where the trunk is not ours.
         """
+        if self.own_trunk is not None:
+            if stream is not None:
+                raise ValueError("a trunk of one's own has no blocks to compare: set teacher.features to 0")
+            return self.own_trunk(planes)
         x = self.stem(planes)
         if self.features is not None:
             x = self.features(x)
@@ -331,6 +353,18 @@ class PolicyValueNet(nn.Module):
         if stream is not None:
             stream.append(x)
         return x
+
+
+def _checked(trunk: nn.Module, config: ModelConfig) -> nn.Module:
+    """A trunk of one's own, tried on one position."""
+    device = next((parameter.device for parameter in trunk.parameters()), torch.device("cpu"))
+    trunk.eval()
+    with torch.no_grad():
+        shape = tuple(trunk(torch.zeros(1, PLANES, 8, 8, device=device)).shape)
+    trunk.train()
+    if shape != (1, config.channels, 8, 8):
+        raise ValueError(f"trunk: it makes {shape} of one position, not (1, model.channels {config.channels}, 8, 8)")
+    return trunk
 
 
 def _in_chunks(head: nn.Module, x: Tensor, rows: int) -> Tensor:

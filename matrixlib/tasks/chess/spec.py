@@ -166,12 +166,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return cache.sidecars(teacher, self.task(config), folder, shards)
 
     def training_flops(self, config: ChessConfig) -> float:
-        from matrixlib.engine.task import active_terms
-        from matrixlib.tasks.chess.model import training_flops
-        from matrixlib.tasks.chess.task import TAUGHT
-
-        heads = frozenset(TAUGHT.get(term, term) for term in active_terms(self.task(config)))
-        return training_flops(config.model, heads - {"stream"})
+        return self.task(config).training_flops()
 
     def benchmarks(self) -> Mapping[str, Workload]:
         from matrixlib.tasks.chess.benchmarks import BENCHMARKS

@@ -7,9 +7,10 @@ Terms: "policy", "value" and "ssl_<head>" for each self-supervised head of the m
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import chess
 import numpy as np
@@ -20,12 +21,13 @@ from matrixlib.engine.task import Batch
 from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
-from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
+from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
 from matrixlib.tasks.chess.distill import features, outputs
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.distill.temperature import LearnedTemperature
-from matrixlib.tasks.chess.losses import Sums
-from matrixlib.tasks.chess.model import PLANES, PolicyValueNet
+from matrixlib.tasks.chess.heads import Head
+from matrixlib.tasks.chess.losses import Sums, plain_rows
+from matrixlib.tasks.chess.model import PLANES, PLAY_HEADS, PolicyValueNet, training_flops
 from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, SIDE, move_map, planes, unpack_maps
 
 MIN_MOVES = 96  # places for legal moves in a row; more, in steps of STEP_MOVES, where a position has more
@@ -35,30 +37,75 @@ TAUGHT = {"teacher_policy": "policy", "teacher_value": "value", "teacher_feature
 STATE = ("castling", "en_passant", "halfmove", "repetition", "side", "ply")
 
 
+LossFunction = Callable[[dict[str, Any], Batch], tuple[Tensor, Sums]]
+"""From the network's outputs and the batch to the SUM over a term's items and sums of its metrics."""
+
+
+class Term(NamedTuple):
+    """A part of the loss. count: valid items of a host batch. bounds: (chance, floor) as sums over these, if known."""
+
+    weight: float
+    loss: LossFunction
+    count: Callable[[Batch], int]
+    bounds: Callable[[Batch], tuple[float, float]] | None = None
+
+
 @dataclass(frozen=True)
 class ChessTask:
-    """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy."""
+    """Chess as `config` describes it. Frozen and picklable, because the loader's workers get a copy.
+
+    trunk, heads: parts of one's own for the network, see `PolicyValueNet`. loss_functions: (outputs, batch) -> SUM, or
+    (SUM, sums of metrics), by term: in place of ours, of the same items, or beside them, of weight 1 and over the rows
+    of `losses.plain_rows`.
+    """
 
     config: ChessConfig
+    trunk: Callable[[ModelConfig], nn.Module] | None = None
+    heads: tuple[Head, ...] = ()
+    loss_functions: Mapping[str, Callable[[dict[str, Any], Batch], Any]] = field(default_factory=dict, hash=False)
     input_planes: ClassVar[int] = PLANES
     """That a network takes."""
     history: ClassVar[int] = 0
     """Plies before a position that its networks look at."""
 
     @property
+    def terms(self) -> dict[str, Term]:
+        """Every part of the loss by name."""
+        options, teacher = self.config.loss, self.config.teacher
+        terms = {
+            "policy": Term(options.policy, self._policy_loss, self._policy_count, self._policy_bounds),
+            "value": Term(options.value, self._value_loss, self._value_count, self._value_bounds),
+        }
+        for name in self.config.model.ssl:
+            terms[f"ssl_{name}"] = Term(
+                getattr(options.ssl, name),
+                partial(self._ssl_loss, name),
+                partial(self._ssl_count, name),
+                partial(self._ssl_bounds, name),
+            )
+        if teacher.network:
+            terms["teacher_policy"] = Term(
+                teacher.policy, self._teacher_policy_loss, self._moving_count, self._teacher_policy_bounds
+            )
+            terms["teacher_value"] = Term(teacher.wdl, self._teacher_value_loss, _count, self._teacher_value_bounds)
+            if teacher.features:
+                terms["teacher_features"] = Term(teacher.features, self._teacher_features_loss, _count)
+        terms |= {head.name: Term(head.weight, head.loss, head.count) for head in self.heads}
+        for term, function in self.loss_functions.items():
+            weight, count = (terms[term].weight, terms[term].count) if term in terms else (1.0, _count)
+            terms[term] = Term(weight, partial(_own_loss, term, function), count)
+        return terms
+
+    @property
     def weights(self) -> dict[str, float]:
         """Weight of each term."""
-        weights = self.config.loss
-        heads = {f"ssl_{name}": getattr(weights.ssl, name) for name in self.config.model.ssl}
-        teacher = self.config.teacher
-        taught = {"teacher_policy": teacher.policy, "teacher_value": teacher.wdl} if teacher.network else {}
-        taught |= {"teacher_features": teacher.features} if teacher.network and teacher.features else {}
-        return {"policy": weights.policy, "value": weights.value} | heads | taught
+        return {name: term.weight for name, term in self.terms.items()}
 
     @property
     def gated(self) -> frozenset[str]:
-        """The self-supervised heads' terms."""
-        return frozenset(f"ssl_{name}" for name in self.config.model.ssl)
+        """Terms of the self-supervised heads, and of heads of one's own that say so."""
+        own = (head.name for head in self.heads if head.gated)
+        return frozenset((*(f"ssl_{name}" for name in self.config.model.ssl), *own))
 
     def prepare(self, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Stored rows to packed training arrays, all with leading dimension B.
@@ -72,7 +119,7 @@ class ChessTask:
 
         Where `data.mirror` is on, half of the rows without castling rights are mirrored left and right,
         before anything else is made of them. Every random number is drawn whether it is used or not. Rows with
-        hidden squares idle while the gate leaves the piece head out.
+        hidden squares idle while the gate leaves the piece head out. Of each of `heads` its targets, by its name.
         """
         rows = len(batch["records"])
         mirrored = rng.random(rows) < 0.5
@@ -115,13 +162,13 @@ class ChessTask:
             out["maps"] = ssl.targets(rows)
         if self.weights.get("ssl_piece"):
             out["hidden"] = hidden
-        return out
+        return out | {head.name: head.targets(batch) for head in self.heads}
 
     def build_model(self) -> PolicyValueNet:
         """A fresh fp32 network on the CPU, the same for the same seed; torch's random streams are left untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            model = PolicyValueNet(self.config.model)
+            model = PolicyValueNet(self.config.model, self.trunk, self.heads)
         teacher = self.config.teacher
         if teacher.network and teacher.schedule == "learned":
             model.temperature = LearnedTemperature(teacher.temperature, teacher.temperature_rate)
@@ -135,74 +182,50 @@ class ChessTask:
         model.ssl_chunk = rows if self.config.model.norm.stem_heads == "group" else 0
         return model.ssl_chunk
 
+    def training_flops(self) -> int:
+        """Floating-point operations of forward and backward for one position, of the active terms."""
+        heads = self._needed(frozenset(name for name, term in self.terms.items() if term.weight > 0))
+        return training_flops(self.config.model, heads - {"stream", "features"}, self.trunk, self.heads)
+
     def counts(self, batch: Batch) -> dict[str, int]:
         """Valid items of each term: rows, or squares for the self-supervised heads."""
-        rows = _plain_rows(batch)
-        policy = losses.policy_rows(batch["policy_index"], batch["policy_weight"], rows)
-        value = losses.value_known(batch["wdl"], batch["result"], self.config.loss.result_share) & rows
-        # Made before every update, while a GPU waits: not by way of the maps of squares that the losses need.
-        hidden, squares = batch["hidden"].numpy() if "hidden" in batch else np.zeros(0, np.uint8), 64 * int(rows.sum())
-        counts = {"policy": int(policy.sum()), "value": int(value.sum())}
-        for name in self.config.model.ssl:
-            counts[f"ssl_{name}"] = int(np.bitwise_count(hidden).sum()) if name == "piece" else squares
-        if self.config.teacher.network:
-            moving = soft.policy_rows(batch["policy_index"], rows)
-            counts |= {"teacher_policy": int(moving.sum()), "teacher_value": int(rows.sum())}
-        if "teacher_features" in self.weights:
-            counts["teacher_features"] = int(rows.sum())
-        return counts
+        return {name: term.count(batch) for name, term in self.terms.items()}
 
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sums of the active terms and their metrics (see losses.py); of rows with hidden squares `ssl_piece` alone."""
-        return self.scores(self.network_outputs(model, batch, active), model, batch, active)
+        return self.loss(self.forward(model, batch, active), batch, active)
 
-    def scores(
-        self, out: dict[str, Any], model: nn.Module, batch: Batch, active: frozenset[str]
+    def loss(
+        self, out: dict[str, Any], batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """`losses`, of what the network has said of the batch (`network_outputs`)."""
-        if "teacher_policy" in active and (learned := self._learned_temperature(model)) is not None:
-            out["temperature"] = learned(batch["reversal"][0]).expand(len(batch["pieces"]))
-            out["raw"] = learned.raw.detach()
+        """`losses` of the outputs of `forward`."""
         sums: Sums = {}
         metrics: Sums = {}
+        terms = self.terms
         with torch.autocast(batch["pieces"].device.type, enabled=False):
-            for term in sorted(active):
-                sums[term], of_term = self._term(term, out, batch)
-                metrics |= {f"{term}/{name}": value for name, value in of_term.items()}
+            for name in sorted(active):
+                sums[name], of_term = terms[name].loss(out, batch)
+                metrics |= {f"{name}/{metric}": value for metric, value in of_term.items()}
         return sums, metrics
 
-    def _term(self, term: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
-        options = self.config.loss
-        if term == "policy":
-            index, weight = self.network_index(batch), batch["policy_weight"]
-            rows = _plain_rows(batch)
-            return losses.policy_loss(out["policy"], index, weight, rows, **self._learned_policy)
-        if term == "value":
-            target, rows = self._value_target(batch)
-            if self.config.model.value.kind == "scalar":
-                return losses.scalar_loss(out["value"], target, rows, options.scalar, options.huber_delta)
-            return losses.wdl_loss(out["value"], target, rows)
-        if term == "teacher_policy":
-            index, rows = self.network_index(batch), _plain_rows(batch)
-            heat = out.get("temperature", batch["temperature"])
-            loss, metrics = soft.policy_loss(out["policy"], index, batch["teacher_policy"], rows, heat)
-            return loss, metrics | ({"raw": out["raw"] * soft.policy_rows(index, rows).sum()} if "raw" in out else {})
-        if term == "teacher_value":
-            return soft.wdl_loss(out["value"], batch["teacher_wdl"], _plain_rows(batch))
-        if term == "teacher_features":
-            blocks = [own for own, _ in self.config.teacher.layers] or range(len(out["stream"]) - 1)
-            own = self.additions(out["stream"], batch, blocks, self.config.teacher.squares)
-            theirs = [batch[f"teacher_features_{k}"] for k in range(len(blocks))]
-            return features.loss(own, theirs, _plain_rows(batch)), {}
-        name = term.removeprefix("ssl_")
-        # Outputs are turned to the oriented board, where the targets are.
-        logits, squares = self.oriented(out["ssl"][name], batch, name), _squares(batch, name)
-        target = ssl.target(batch, name)
-        if SSL_CHANNELS[name] > 1:
-            return losses.class_loss(logits, target, squares)
-        return losses.binary_loss(logits, target, squares, self._positive(name))
+    def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Per term (chance, floor) as sums over the items of `counts`, where they are known: see losses.py; a
+        self-supervised head starts at ln(classes) per square and can reach 0.
+        """
+        return {name: term.bounds(batch) for name, term in self.terms.items() if term.bounds is not None}
+
+    def _policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        index, weight, rows = self.network_index(batch), batch["policy_weight"], plain_rows(batch)
+        return losses.policy_loss(out["policy"], index, weight, rows, **self._learned_policy)
+
+    def _policy_count(self, batch: Batch) -> int:
+        return int(losses.policy_rows(batch["policy_index"], batch["policy_weight"], plain_rows(batch)).sum())
+
+    def _policy_bounds(self, batch: Batch) -> tuple[float, float]:
+        index, weight, rows = batch["policy_index"], batch["policy_weight"], plain_rows(batch)
+        return losses.policy_bounds(index, weight, rows, **self._learned_policy)
 
     @property
     def _learned_policy(self) -> dict[str, Any]:
@@ -213,55 +236,81 @@ class ChessTask:
             "temperature": options.policy_temperature,
         }
 
+    def value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(target (B, 3) win-draw-loss, rows (B,) bool that have one)."""
+        target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
+        return target, known & plain_rows(batch)
+
+    def _value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        options, (target, rows) = self.config.loss, self.value_target(batch)
+        if self.config.model.value.kind == "scalar":
+            return losses.scalar_loss(out["value"], target, rows, options.scalar, options.huber_delta)
+        return losses.wdl_loss(out["value"], target, rows)
+
+    def _value_count(self, batch: Batch) -> int:
+        known = losses.value_known(batch["wdl"], batch["result"], self.config.loss.result_share)
+        return int((known & plain_rows(batch)).sum())
+
+    def _value_bounds(self, batch: Batch) -> tuple[float, float]:
+        options, scalar = self.config.loss, self.config.model.value.kind == "scalar"
+        return losses.value_bounds(*self.value_target(batch), scalar, options.scalar, options.huber_delta)
+
+    def _ssl_loss(self, head: str, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        # Outputs are turned to the oriented board, where the targets are.
+        logits, squares = self.oriented(out["ssl"][head], batch, head), _squares(batch, head)
+        target = ssl.target(batch, head)
+        if SSL_CHANNELS[head] > 1:
+            return losses.class_loss(logits, target, squares)
+        return losses.binary_loss(logits, target, squares, self._positive(head))
+
+    def _ssl_count(self, head: str, batch: Batch) -> int:
+        # Made before every update, while a GPU waits: not by way of the maps of squares that the losses need.
+        if head != "piece":
+            return 64 * _count(batch)
+        return int(np.bitwise_count(batch["hidden"].numpy()).sum()) if "hidden" in batch else 0
+
+    def _ssl_bounds(self, head: str, batch: Batch) -> tuple[float, float]:
+        if (classes := SSL_CHANNELS[head]) > 1:
+            return self._ssl_count(head, batch) * math.log(classes), 0.0
+        return losses.binary_bounds(ssl.target(batch, head), _squares(batch, head), self._positive(head))
+
+    def _teacher_policy_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        index, rows = self.network_index(batch), plain_rows(batch)
+        heat = out.get("temperature", batch["temperature"])
+        loss, metrics = soft.policy_loss(out["policy"], index, batch["teacher_policy"], rows, heat)
+        return loss, metrics | ({"raw": out["raw"] * soft.policy_rows(index, rows).sum()} if "raw" in out else {})
+
+    def _moving_count(self, batch: Batch) -> int:
+        return int(soft.policy_rows(batch["policy_index"], plain_rows(batch)).sum())
+
+    def _teacher_policy_bounds(self, batch: Batch) -> tuple[float, float]:
+        theirs, heat = (batch[name].cpu() for name in ("teacher_policy", "temperature"))
+        return soft.policy_bounds(batch["policy_index"], theirs, plain_rows(batch), heat)
+
+    def _teacher_value_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        return soft.wdl_loss(out["value"], batch["teacher_wdl"], plain_rows(batch))
+
+    def _teacher_value_bounds(self, batch: Batch) -> tuple[float, float]:
+        return soft.wdl_bounds(batch["teacher_wdl"].cpu(), plain_rows(batch)) if "teacher_wdl" in batch else (0.0, 0.0)
+
+    def _teacher_features_loss(self, out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+        blocks = [own for own, _ in self.config.teacher.layers] or range(len(out["stream"]) - 1)
+        own = self.additions(out["stream"], batch, blocks, self.config.teacher.squares)
+        theirs = [batch[f"teacher_features_{k}"] for k in range(len(blocks))]
+        return features.loss(own, theirs, plain_rows(batch)), {}
+
     def additions(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
         """As `features.additions`, on the oriented board where `squares` are wanted each by itself."""
-        return features.additions(stream, blocks, functools.partial(self.oriented, batch=batch) if squares else None)
-
-    def _learned_temperature(self, model: nn.Module) -> LearnedTemperature | None:
-        """Where T is learned, in training: held-out rows are always scored at the temperature of their batch."""
-        if self.config.teacher.schedule != "learned" or not model.training:
-            return None
-        learned = model.temperature  # of a compiled model, too
-        assert isinstance(learned, LearnedTemperature)
-        return learned
-
-    def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor) as sums over the items of `counts`: see losses.py; a self-supervised head
-        starts at ln(classes) per square and can reach 0.
-        """
-        options, counts = self.config.loss, self.counts(batch)
-        target, rows = self._value_target(batch)
-        scalar = self.config.model.value.kind == "scalar"
-        out = {
-            "policy": losses.policy_bounds(
-                batch["policy_index"],
-                batch["policy_weight"],
-                _plain_rows(batch),
-                **self._learned_policy,
-            ),
-            "value": losses.value_bounds(target, rows, scalar, options.scalar, options.huber_delta),
-        }
-        for name in self.config.model.ssl:
-            classes, squares = SSL_CHANNELS[name], _squares(batch, name)
-            if classes > 1:
-                out[f"ssl_{name}"] = (counts[f"ssl_{name}"] * math.log(classes), 0.0)
-            else:
-                maps = ssl.target(batch, name)
-                out[f"ssl_{name}"] = losses.binary_bounds(maps, squares, self._positive(name))
-        if self.config.teacher.network:
-            index, rows = batch["policy_index"], _plain_rows(batch)
-            theirs, heat = (batch[name].cpu() for name in ("teacher_policy", "temperature"))
-            out["teacher_policy"] = soft.policy_bounds(index, theirs, rows, heat)
-            wdl = batch.get("teacher_wdl")
-            out["teacher_value"] = soft.wdl_bounds(wdl.cpu(), rows) if wdl is not None else (0.0, 0.0)
-        return out
+        return features.additions(stream, blocks, partial(self.oriented, batch=batch) if squares else None)
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits."""
-        out = self.network_outputs(model, batch, frozenset(self.weights))
+        """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits; own heads."""
+        out = self.forward(model, batch, frozenset(self.weights))
         index = self.network_index(batch)
         legal = torch.where(index != losses.PAD, losses.legal_logits(out["policy"], index), math.nan)
-        return {"policy": legal, "value": out["value"]} | {f"ssl_{k}": v for k, v in out.get("ssl", {}).items()}
+        own = {head.name: out[head.name] for head in self.heads}
+        maps = {f"ssl_{name}": logits for name, logits in out.get("ssl", {}).items()}
+        return {"policy": legal, "value": out["value"]} | maps | own
 
     def predict(self, model: nn.Module, batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Predictions on the oriented board.
@@ -271,10 +320,12 @@ class ChessTask:
         `heads`.
         """
         names = frozenset({"policy", "value", *(f"ssl_{name}" for name in heads)})
-        return self.predictions(self.network_outputs(model, batch, names), batch, heads)
+        return self.probabilities(self.forward(model, batch, names), batch, heads)
 
-    def predictions(self, out: dict[str, Any], batch: Batch, heads: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """`predict`, of what the network has said of the batch (`network_outputs`)."""
+    def probabilities(
+        self, out: dict[str, Any], batch: Batch, heads: frozenset[str] = frozenset()
+    ) -> dict[str, Tensor]:
+        """`predict` of the outputs of `forward`."""
         result = {"policy": losses.legal_logits(out["policy"], self.network_index(batch)).log_softmax(1)}
         if self.config.model.value.kind == "scalar":
             result["value"] = out["value"]
@@ -312,19 +363,32 @@ class ChessTask:
         """How many times a 1 counts in a binary head's loss."""
         return float(getattr(self.config.loss.positive, head, 1.0))
 
-    def _value_target(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        target, known = losses.value_target(batch["wdl"], batch["result"], self.config.loss.result_share)
-        return target, known & _plain_rows(batch)
-
-    def network_outputs(self, model: nn.Module, batch: Batch, heads: frozenset[str]) -> dict[str, Any]:
-        """What the network says of a packed batch, in its own frame: see `PolicyValueNet.forward`."""
-        names = frozenset(TAUGHT.get(head, head) for head in heads)
+    def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
+        """The network's outputs that these terms need, in its own frame: see `PolicyValueNet.forward`. In training with
+        a learned temperature also `temperature` (B,) and `raw`, the parameter behind it.
+        """
+        names = self._needed(terms)
         arguments: list[Any] = [planes(batch, self.config.model.encoding), names]
         # A GPU makes all moves' in no time, and of a compiled network every number of moves would be another graph
         if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
             arguments.append(self.network_index(batch))
         out: dict[str, Any] = model(*arguments)
+        # Held-out rows are always scored at the temperature of their batch.
+        if "teacher_policy" in terms and self.config.teacher.schedule == "learned" and model.training:
+            learned = model.temperature  # of a compiled model, too
+            assert isinstance(learned, LearnedTemperature)
+            out["temperature"] = learned(batch["reversal"][0]).expand(len(batch["pieces"]))
+            out["raw"] = learned.raw.detach()
         return out
+
+    def _needed(self, terms: frozenset[str]) -> frozenset[str]:
+        """Names of the network's outputs that these terms look at; a loss of one's own may look at any."""
+        names = {TAUGHT.get(term, term) for term in terms}
+        if terms & self.loss_functions.keys():
+            known = {*PLAY_HEADS, "features", *(f"ssl_{name}" for name in self.config.model.ssl)}
+            known |= {head.name for head in self.heads}
+            names = names & {"stream"} | known
+        return frozenset(names)
 
     def network_index(self, batch: Batch) -> Tensor:
         """(B, L) policy indices in the network's frame, PAD kept."""
@@ -361,11 +425,18 @@ def boards_of(batch: Batch) -> list[chess.Board]:
     return [records.to_board(row) for row in rows]
 
 
-def _plain_rows(batch: Batch) -> Tensor:
-    """(B,) bool: rows whose whole board is shown."""
-    if "hidden" not in batch:
-        return torch.ones(len(batch["pieces"]), dtype=torch.bool, device=batch["pieces"].device)
-    return batch["hidden"].eq(0).all(1)
+def _count(batch: Batch) -> int:
+    """Rows whose whole board is shown."""
+    return int(plain_rows(batch).sum())
+
+
+def _own_loss(name: str, function: Callable[..., Any], out: dict[str, Any], batch: Batch) -> tuple[Tensor, Sums]:
+    """What a loss function of one's own gives; ValueError where that is no sum."""
+    given = function(out, batch)
+    loss, metrics = (given, {}) if isinstance(given, Tensor) else given
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ValueError(f"losses: the function of '{name}' gives no sum: it must return a tensor without dimensions")
+    return loss, {metric: value.detach().float() for metric, value in metrics.items()}
 
 
 def _squares(batch: Batch, name: str) -> Tensor:
@@ -373,7 +444,7 @@ def _squares(batch: Batch, name: str) -> Tensor:
     if name == "piece":
         hidden = batch.get("hidden", torch.zeros_like(batch["pieces"][:, :8]))
         return unpack_maps(hidden).bool()
-    return _plain_rows(batch)[:, None, None].expand(-1, 8, 8)
+    return plain_rows(batch)[:, None, None].expand(-1, 8, 8)
 
 
 @functools.cache

@@ -31,10 +31,10 @@ class Beside:
 
     def losses(self, model: nn.Module, batch: Batch, active: frozenset[str]) -> tuple[Batch, Batch]:
         """As the task's."""
-        out = self.task.network_outputs(model, batch, active)
-        sums = self.task.scores(out, model, batch, active)
+        out = self.task.forward(model, batch, active)
+        sums = self.task.loss(out, batch, active)
         arrays = {name: value.cpu().numpy() for name, value in batch.items()}
-        own = {name: value.float().cpu().numpy() for name, value in self.task.predictions(out, batch).items()}
+        own = {name: value.float().cpu().numpy() for name, value in self.task.probabilities(out, batch).items()}
         theirs = self.other.predict({name: arrays[name] for name in INPUTS})
         for name, values in _of_rows(arrays, own, theirs).items():
             self.rows.setdefault(name, []).append(values)

@@ -77,9 +77,9 @@ class ChessTeacher:
         with torch.no_grad(), self.net.runtime.autocast():
             for start in range(0, rows(batch), most):
                 part = to_device(slice_batch(inputs, start, start + most), own)
-                out = task.network_outputs(self.net.model, part, names)
+                out = task.forward(self.net.model, part, names)
                 added = task.additions(out.get("stream", ()), part, blocks, self.config.squares)
-                parts.append(task.predictions(out, part) | {f"features_{k}": maps for k, maps in enumerate(added)})
+                parts.append(task.probabilities(out, part) | {f"features_{k}": maps for k, maps in enumerate(added)})
         outputs = {
             f"teacher_{name}": torch.cat([part[name] for part in parts]).float().to(batch["pieces"].device)
             for name in parts[0]
