@@ -10,7 +10,8 @@ from typing import Any
 
 import nbformat
 import pandas as pd
-from IPython.display import Image
+from IPython.display import SVG, Image
+from matplotlib.figure import Figure
 
 from matrixlib.files import NOTEBOOKS
 from matrixlib.runs.notebook import VerdictFailed
@@ -45,7 +46,20 @@ def run_notebook(name: str, **parameters: Any) -> Shown:
             if "parameters" in cell.metadata.get("tags", []):
                 assert parameters.keys() <= values.keys(), f"{name}.ipynb declares {', '.join(values)}"
                 values |= parameters
-            pictures += isinstance(result, Image)
+            pictures += isinstance(result, Image | Figure | SVG)
             if result is not None:
                 print(result)
     return Shown(out.getvalue(), pictures, failed)
+
+
+def definitions(name: str) -> dict[str, Any]:
+    """What the cells of a notebook import and define: functions, classes and constants in capitals, by name."""
+    values: dict[str, Any] = {}
+    for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
+        for node in ast.parse(cell.source).body if cell.cell_type == "code" else ():
+            constant = isinstance(node, ast.Assign) and all(
+                isinstance(t, ast.Name) and t.id.isupper() for t in node.targets
+            )
+            if constant or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
+                exec(compile(ast.Module([node], []), name, "exec"), values)
+    return values

@@ -241,13 +241,15 @@ finally:
 """
 FAILED = "notebook.Verdict().show()"
 FOREIGN = "def inner():\n    return int('x')\ninner()"
+FIGURE = "from matplotlib.figure import Figure\nFigure().subplots().figure"
 INTERRUPTED = "error = KeyboardInterrupt()\nerror.add_note('stopped; the same goes on')\nraise error"
 
 
-def test_only_our_errors_are_shortened() -> None:
-    book = notebook_of([PARAMETERS, SECOND, ERRORS, FAILED, INTERRUPTED, FOREIGN])
+def test_only_our_errors_are_shortened_and_figures_are_shown() -> None:
+    book = notebook_of([PARAMETERS, SECOND, ERRORS, FAILED, INTERRUPTED, FOREIGN, FIGURE])
     NotebookClient(book, kernel_name="python3", allow_errors=True).execute()
-    ours, failed, interrupted, foreign = (error_of(cell) for cell in book.cells[2:])
+    ours, failed, interrupted, foreign = (error_of(cell) for cell in book.cells[2:6])
+    assert "image/png" in book.cells[6].outputs[0].data
     assert ours["traceback"] == [f"ValueError: {ours['evalue']}"]
     assert failed["traceback"] == ["VerdictFailed: no check was made"]
     assert interrupted["traceback"] == ["KeyboardInterrupt: stopped; the same goes on"]

@@ -91,6 +91,7 @@ def clean_errors() -> None:
         pandas.set_option("display.expand_frame_repr", False)
         shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
         warnings.formatwarning = _warning_line
+        shell.display_formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _png)
 
 
 class Verdict:
@@ -234,6 +235,13 @@ def _warning_line(
     if "ipykernel" in filename or Path(filename).is_relative_to(files.PACKAGE):
         return f"warning: {message}\n"
     return _DEFAULT_FORMAT(message, category, filename, lineno, line)
+
+
+def _png(figure: Any) -> Any:
+    """A matplotlib Figure as a cell shows it, with no backend chosen."""
+    from IPython.core.pylabtools import print_figure
+
+    return print_figure(figure, "png", bbox_inches=None, dpi=100)
 
 
 def _notes(error: BaseException) -> list[str]:
