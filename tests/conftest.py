@@ -89,14 +89,26 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Stockfish]:
-    """A running Stockfish; the test skips where there is none."""
+@pytest.fixture(scope="session", params=["on PATH", "current"])
+def stockfish(request: pytest.FixtureRequest) -> Path:
+    """A Stockfish; the test skips where there is none. On PATH is Debian's of 2022.
+
+    A current one is named by $MATRIXLIB_STOCKFISH: a program, or `bin/stockfish-*-single.js` of the npm package
+    `stockfish` (`npm install stockfish` in any folder; needs `apt install nodejs`).
+    """
+    path = os.environ.get("MATRIXLIB_STOCKFISH")
+    if request.param == "current" and not path:
+        pytest.skip("no current Stockfish: `npm install stockfish`, MATRIXLIB_STOCKFISH=.../stockfish-*-single.js")
     try:
-        path = find_stockfish()
+        return find_stockfish(path if request.param == "current" else None)
     except EngineError as error:
         pytest.skip(str(error))
-    with Stockfish(path) as running:
+
+
+@pytest.fixture(scope="module")
+def engine(stockfish: Path) -> Iterator[Stockfish]:
+    """A running Stockfish; the test skips where there is none."""
+    with Stockfish(stockfish) as running:
         yield running
 
 

@@ -14,20 +14,12 @@ import numpy as np
 import pytest
 
 from matrixlib.tasks.chess.stockfish import generator as sources
-from matrixlib.tasks.chess.stockfish.client import EngineError, find_stockfish
+from matrixlib.tasks.chess.stockfish.client import EngineError
 from matrixlib.tasks.chess.stockfish.games import ENDINGS, Parameters, position_key
 from matrixlib.tasks.chess.stockfish.generator import generate
 from matrixlib.tasks.chess.stockfish.labels import oriented
 
 TINY = Parameters(seed=5, games_per_chunk=2, nodes=(20, 60), plies=60, keep=0.3, shallow_depth=2, deep_depth=3)
-
-
-@pytest.fixture(scope="module")
-def stockfish() -> Path:
-    try:
-        return find_stockfish()
-    except EngineError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +79,14 @@ KILLED = """
 from matrixlib.tasks.chess.stockfish.games import Parameters
 from matrixlib.tasks.chess.stockfish.generator import generate
 if __name__ == "__main__":
-    generate({folder!r}, 4, Parameters(**{parameters!r}), workers=1, progress=False)
+    generate({folder!r}, 4, Parameters(**{parameters!r}), {stockfish!r}, workers=1, progress=False)
 """
 
 
 def test_killed_work_goes_on_to_the_same_bytes(work, stockfish, tmp_path):
     folder, script = tmp_path / "work", tmp_path / "script.py"
     parameters = {name: getattr(TINY, name) for name in Parameters.__dataclass_fields__}
-    script.write_text(KILLED.format(folder=str(folder), parameters=parameters))
+    script.write_text(KILLED.format(folder=str(folder), parameters=parameters, stockfish=str(stockfish)))
     process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
     deadline = time.monotonic() + 60
     while not sources.chunk_path(folder, 0).exists():
@@ -143,7 +135,7 @@ def test_a_worker_that_fails_stops_the_work(stockfish, tmp_path, monkeypatch):
     # Speaks UCI to the first process, which asks for its name, and dies at the first search.
     wrapper.write_text(
         f"#!{sys.executable}\nimport sys\nfor line in sys.stdin:\n    word = line.strip()\n"
-        '    if word == "uci": print("id name Fake\\noption name UCI_ShowWDL\\nuciok", flush=True)\n'
+        '    if word == "uci": print("id name Fake\\noption name UCI_ShowWDL type check\\nuciok", flush=True)\n'
         '    if word == "isready": print("readyok", flush=True)\n'
         '    if word.startswith("go"): sys.exit(9)\n'
     )

@@ -14,6 +14,7 @@ from matrixlib.tasks.chess.stockfish.client import (
     Line,
     Stockfish,
     find_stockfish,
+    nearest_value,
     parse_info,
     score_of,
 )
@@ -108,6 +109,51 @@ def test_answers_cut_anywhere_are_read_whole(tmp_path):
     )
     with Stockfish(fake_engine(tmp_path, GREETING.format(go=go)), timeout=5) as engine:
         assert [engine.search("fen x", "depth 1") for _ in range(3)] == [[Line("a2a3", 5, None)]] * 3
+
+
+@pytest.mark.parametrize(
+    "option, value, taken",
+    [
+        ("spin default 1 min 1 max 256", 500, 256),
+        ("spin default 0 min -5 max 5", -9, -5),
+        ("spin default 1 min 1 max 500", 500, 500),
+        ("check default false", 1, True),
+        ("combo default Both var Off var White only var Both", "White only", "White only"),
+        ("combo default Both var Off var Both", "Black", "Both"),
+        ("string default <empty>", "a b", "a b"),
+    ],
+)
+def test_options_are_cut_to_what_an_engine_takes(option, value, taken):
+    kind, details = option.split(maxsplit=1)
+    assert nearest_value(kind, f" {details}", value) == taken
+
+
+PICKY = """
+moves = [a + b for a in "abcdefgh" for b in ("2" + a + "3", "2" + a + "4")]
+lines = 1
+for line in sys.stdin:
+    word, *rest = line.split()
+    if word == "uci":
+        print("id name Picky 1\\noption name UCI_ShowWDL type check default false")
+        print("option name Hash type spin default 16 min 8 max 64")
+        print("option name MultiPV type spin default 1 min 1 max 12\\nuciok", flush=True)
+    elif word == "isready": print("readyok", flush=True)
+    elif word == "setoption":
+        assert rest[1] != "Hash" or 8 <= int(rest[3]) <= 64
+        if rest[1] == "MultiPV" and int(rest[3]) <= 12: lines = int(rest[3])  # else ignored without a word
+    elif word == "go":
+        for k in range(lines): print(f"info depth 1 multipv {k + 1} score cp {-k} nodes 1 pv {moves[k]}")
+        print("bestmove a2a3", flush=True)
+"""
+
+
+def test_an_engine_that_ignores_large_numbers_of_lines_is_asked_for_what_it_takes(tmp_path):
+    """Stockfish of 2024 and later takes MultiPV up to 256, and stays at 1 where 500 is asked for."""
+    with Stockfish(fake_engine(tmp_path, PICKY)) as engine:
+        assert len(engine.search("startpos", "depth 1", 500)) == 12
+    for options in ({"Contempt": 5}, {"MultiPV": 99}):
+        with pytest.raises(EngineError, match=f"Picky 1 refuses {next(iter(options))}"):
+            Stockfish(tmp_path / "engine", options=options)
 
 
 def test_stockfish_lists_all_moves(engine):

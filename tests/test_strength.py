@@ -55,6 +55,7 @@ for line in sys.stdin:
     word, *rest = line.split()
     if word == "uci":
         print("id name Fake 1\\noption name UCI_ShowWDL type check default false")
+        print("option name UCI_LimitStrength type check default false")
         print("option name UCI_Elo type spin default 1320 min 1320 max 3190\\nuciok", flush=True)
     elif word == "setoption": options[rest[1]] = rest[3]
     elif word == "isready": print("readyok", flush=True)
@@ -84,5 +85,5 @@ def test_stockfish_is_met_at_its_elo(tmp_path: Path, monkeypatch: pytest.MonkeyP
                     count += 1
                 board.push(move)
         assert count >= 10
-    with pytest.raises(EngineError, match="Fake 1 refuses UCI_Elo 1: it takes 1320 to 3190"):
+    with pytest.raises(EngineError, match="Fake 1 refuses UCI_Elo 1: it has spin default 1320 min 1320 max 3190"):
         next(strength.gauntlet(material_net(), [2], games=2, engine_elo=[1]))
