@@ -26,13 +26,12 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.remote import bring_catalogue
 from matrixlib.data.share import Share
-from matrixlib.engine import buckets
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
+from matrixlib.engine.distributed import LostRank, Ranks
 from matrixlib.engine.inspection import tighten
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.metrics import MetricsLog, NoLog
-from matrixlib.engine.parallel import LostRank, Ranks
 from matrixlib.engine.signals import Terminated
 from matrixlib.engine.task import Batch, Teacher
 from matrixlib.engine.trainer import Trainer
@@ -196,7 +195,6 @@ class Shift:
 def member(rank: int, size: int, folder: Path) -> None:
     """One of `size` processes: all checks, then its results in <folder>/<rank>.json."""
     torch.set_num_threads(1)
-    buckets.SIZE = 200  # so that there are several
     warnings.simplefilter("ignore")
     sys.stderr = (folder / f"{rank}.log").open("w", buffering=1)
     try:
@@ -226,7 +224,6 @@ def checks(folder: Path, worlds: dict[int, Ranks | None]) -> dict[str, Any]:
                 trainer = run(build(folder / f"equal_{double}_{size}", ranks, double=double))
                 alone = alone or weights(trainer)
                 out[f"equal {double} {size}"] = distance(weights(trainer), alone) if ranks.first else None
-                out[f"early {double} {size}"] = [trainer._step.buckets.early, len(trainer._step.buckets._flat)]
     three, four = worlds[3], worlds[4]
     assert four is not None
     # the same run by four ranks, by two, by one, by three

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.engine import diagnostics, metrics
-from matrixlib.engine.parallel import Ranks
-from matrixlib.engine.sharding import OPTIMISERS, Shards, full, own_part, whole
+from matrixlib.engine.distributed import SHARDED_OPTIMISERS, Ranks, ShardedReducer, full, local_part, unsharded
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.start import Start
@@ -152,11 +151,11 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
         out[name] = distance(states[0], states[-1])
         return trainers
 
-    for kind in OPTIMISERS:
+    for kind in SHARDED_OPTIMISERS:
         trainer = compare(kind, None if kind == "adamw" else 3, optim=CLIPPED | {"optimiser": kind})[-1]
     # buffers and counters of steps are on both
     held = [tensor for name, tensor in tensors(trainer).items() if tensor.ndim and "scale" not in name]
-    out["share"] = sum(own_part(tensor).numel() for tensor in held) / sum(tensor.numel() for tensor in held)
+    out["share"] = sum(local_part(tensor).numel() for tensor in held) / sum(tensor.numel() for tensor in held)
     compare("rows", double=False, train={"statistics_interval": 4})
     out["rows"] = [metrics.read(folder / f"rows {size}" / "metrics.jsonl") for size in (1, 2)] if two.first else None
     out["layouts"] = [layout(folder / f"adamw {size}") for size in (1, 2)] if two.first else None
@@ -180,7 +179,7 @@ def checks(folder: Path, worlds: list[Ranks]) -> dict[str, Any]:
     out["told"] = told(make(folder / "told", two))
     trainer = make(folder / "bad weight", two)
     if not two.first:
-        own_part(trainer.model.get_parameter("inner.weight").data)[-1] = torch.nan
+        local_part(trainer.model.get_parameter("inner.weight").data)[-1] = torch.nan
     out["bad weight"] = trainer._step(next(trainer._source.batches(0, 1))).detail
     given = {name: tensor / 2 for name, tensor in DeepNet().state_dict().items()} if two.first else {}
     trainer = make(folder / "init", two, train={"init": "somewhere"})
@@ -209,11 +208,10 @@ def mixed(ranks: Ranks) -> dict[str, Any]:
             torch.manual_seed(3)
             nets.append(PolicyValueNet(ModelConfig.model_validate(options)))
         runtime = toy_runtime(dtype="bf16")
-        shards = Shards(ranks, nets[1], load_config("demo", SHARD), runtime)
+        shards = ShardedReducer(ranks, nets[1], load_config("demo", SHARD), runtime)
         planes = torch.randn(4, 19, 8, 8, generator=torch.Generator().manual_seed(1))
         results = []
         for net in nets:
-            shards.begin()
             with runtime.autocast():
                 outputs = net(planes)
             (outputs["policy"].square().mean() + outputs["value"].square().mean()).backward()
@@ -225,6 +223,6 @@ def mixed(ranks: Ranks) -> dict[str, Any]:
         out[f"mixed {norm}"] = max(
             float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(cut, plain, strict=True)
         )
-        with whole(nets[1]):
+        with unsharded(nets[1]):
             out[f"gathered {norm}"] = str(nets[1].get_parameter("tower.0.convs.0.weight").dtype)
     return out

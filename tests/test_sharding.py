@@ -13,7 +13,7 @@ from test_ranks import IN_PARTS, toy_preset
 from toy_task import toy_runtime
 
 from matrixlib.config import merge
-from matrixlib.engine.sharding import OPTIMISERS, refuse
+from matrixlib.engine.distributed import SHARDED_OPTIMISERS, check_shardable
 from matrixlib.runs import autotune
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> list[d
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("optimiser", SHARDED_OPTIMISERS)
 def test_weights_averages_and_moments_are_those_of_a_whole_network(
     results: list[dict[str, Any]], optimiser: str
 ) -> None:
@@ -163,7 +163,7 @@ def test_out_of_memory_on_one_rank_ends_both_and_names_it(results: list[dict[str
 )
 def test_options_that_do_not_go_with_it_are_named(word: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="shard does not go with") as refusal:
-        refuse(load_config("demo", merge(SHARD, options)), toy_runtime(), 2)
+        check_shardable(load_config("demo", merge(SHARD, options)), toy_runtime(), 2)
     assert word in str(refusal.value)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from matrixlib.config import OptimConfig
+from matrixlib.engine.distributed import is_sharded, sharded_like
 from matrixlib.engine.optim import copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.schedule import Schedule
-from matrixlib.engine.sharding import is_cut, like
 
 
 class Average:
@@ -78,7 +78,7 @@ class EMA(Average):
         self._tensors = {name: value.clone() for name, value in present.items()}
         pairs = [(self._tensors[name], value) for name, value in present.items()]
         floating = [pair for pair in pairs if pair[1].is_floating_point()]
-        kinds = ([pair for pair in floating if is_cut(pair[1]) is cut] for cut in (False, True))
+        kinds = ([pair for pair in floating if is_sharded(pair[1]) is cut] for cut in (False, True))
         self._floating = [kind for kind in kinds if kind]  # no operation takes both
         self._integer = [pair for pair in pairs if not pair[1].is_floating_point()]
 
@@ -190,4 +190,4 @@ def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: set[s
     if odd := sorted(names ^ set(own)):
         raise ValueError(f"{what}: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
     for name, value in own.items():
-        value.copy_(like(tensors[name], value))
+        value.copy_(sharded_like(tensors[name], value))

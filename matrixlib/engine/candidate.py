@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine import optim, rng, sharding
+from matrixlib.engine import distributed, optim, rng
 from matrixlib.engine.averages import Average
-from matrixlib.engine.parallel import norms_by_rank
+from matrixlib.engine.distributed import batch_norms
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Source, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
@@ -30,7 +30,7 @@ class Candidate:
 
     def __init__(self, step: Step) -> None:
         self._step, self._model = step, optim.unwrap(step.model)
-        self._norms = [norm for norm in norms_by_rank(self._model) if norm.running_mean is not None]
+        self._norms = [norm for norm in batch_norms(self._model) if norm.running_mean is not None]
         self._source: Source | None = None
         self._batches: list[Batch] = []
 
@@ -39,11 +39,11 @@ class Candidate:
         """It stands in the step's model inside the context, on every rank the same; the exact raw weights after it."""
         average = self._step.ema
         if average is None:
-            with sharding.whole(self._model):
+            with distributed.unsharded(self._model):
                 yield
             return
         self.renew(source)
-        with average.applied(self._model), sharding.whole(self._model):
+        with average.applied(self._model), distributed.unsharded(self._model):
             if average.lacks_statistics:
                 self._step.ranks.broadcast(self._statistics().values())
             yield
@@ -54,7 +54,7 @@ class Candidate:
         average, step = self._step.ema, self._step
         tensors = average.state_dict() if average is not None else {}
         if step.sharded:
-            tensors = sharding.gathered({"": tensors or optim.named_tensors(self._model)}, step.ranks)[""]
+            tensors = distributed.gather_full({"": tensors or optim.named_tensors(self._model)}, step.ranks)[""]
         if not step.ranks.first:
             return None
         model = step.task.build_model().to(step.runtime.torch_device) if step.sharded else copy.deepcopy(self._model)

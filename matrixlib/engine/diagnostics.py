@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from matrixlib.engine.distributed import full, local_part
 from matrixlib.engine.memory import Passes
 from matrixlib.engine.optim import unwrap, weights
-from matrixlib.engine.sharding import full, own_part
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
 from matrixlib.engine.validation import evaluating
@@ -394,7 +394,7 @@ class FiniteChecks:
         if event.what != "output":
             return f"{name} (gradient, {event.what})"
         own = self._model.get_submodule(event.module).named_parameters(recurse=False)
-        bad = [f"; its {key} is not finite" for key, p in own if not bool(own_part(p).isfinite().all())]
+        bad = [f"; its {key} is not finite" for key, p in own if not bool(local_part(p).isfinite().all())]
         return f"{name} (forward output{''.join(bad)})"
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from matrixlib.engine import diagnostics
+from matrixlib.engine.distributed import unsharded
 from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.sharding import whole
 from matrixlib.engine.stats import Stats, norm_quantiles
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
@@ -28,7 +28,7 @@ def first_update(
     initial, messages = diagnostics.compare_with_chance(task, step.taught(batch), stats)
     messages = messages if fresh else []  # weights of another run have learned something
     model = unwrap(step.model)
-    with whole(model):
+    with unsharded(model):
         report = diagnostics.without_idle_heads(step.gradients, task, model, batch, stats, step.runtime)
     return initial, [f"first update: {report}", *messages] if any(report) else messages
 
@@ -44,7 +44,7 @@ def inspect(
     model, runtime = unwrap(step.model), step.runtime
     part = slice_batch(batch, 0, min(rows(batch), step.micro_batch))
     blocks = diagnostics.block_statistics(model, before)
-    with whole(model):
+    with unsharded(model):
         outputs = diagnostics.output_statistics(step.task, model, part, runtime)
         dead = diagnostics.dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
     quantiles = norm_quantiles(norms)
@@ -76,7 +76,7 @@ def tighten(monitor: Monitor, chunk: Chunk, step: Step, update: int) -> list[str
     What a person should know.
     """
     messages, size = monitor.check(update), step.micro_batch
-    if step.task.gated and chunk.look(step.ranks.most(monitor.needed), step.config.memory.warn, size):
+    if step.task.gated and chunk.look(max(step.ranks.gather(monitor.needed)), step.config.memory.warn, size):
         present = step.task.set_chunk(unwrap(step.model), chunk.rows)
         if step.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
             monitor.clear()

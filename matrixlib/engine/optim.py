@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from matrixlib.config import OptimConfig
+from matrixlib.engine.distributed import sharded_like
 from matrixlib.engine.muon import Muon
-from matrixlib.engine.sharding import like
 
 DECAYED = (
     nn.Linear,
@@ -68,7 +68,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
             shape = tuple(tensors[name].shape)
             raise ValueError(f"{what}: {name} has shape {shape}, the model's {tuple(value.shape)}")
     for name, value in own.items():
-        value.copy_(like(tensors[name], value))
+        value.copy_(sharded_like(tensors[name], value))
 
 
 @torch.no_grad()
@@ -265,7 +265,7 @@ def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
     """`value` as the optimiser itself would have made it: an integer, or in the memory format of `parameter`."""
     if value.shape == parameter.shape:
         fresh = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
-        return fresh.detach().copy_(like(value, parameter))
+        return fresh.detach().copy_(sharded_like(value, parameter))
     if not value.ndim:
         return value.clone() if value.is_floating_point() else int(value)
     same = value.ndim == parameter.ndim and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))

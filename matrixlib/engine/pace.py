@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from matrixlib.engine.parallel import Ranks
+from matrixlib.engine.distributed import Ranks
 from matrixlib.engine.schedule import Schedule
 from matrixlib.hardware.load import Clocks, Usage
 from matrixlib.hardware.runtime import Runtime

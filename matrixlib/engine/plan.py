@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from matrixlib.engine.parallel import Ranks
+from matrixlib.engine.distributed import Ranks
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
 
 

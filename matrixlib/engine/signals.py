@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matrixlib.engine.parallel import Ranks
+    from matrixlib.engine.distributed import Ranks
 
 SAME_WISH = 3.0
 """Seconds in which a second SIGTERM is taken for the first one."""

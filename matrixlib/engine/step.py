@@ -15,19 +15,17 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from matrixlib.config import Config
 from matrixlib.engine import averages, compiler, noise, optim, rng
-from matrixlib.engine.buckets import Buckets
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
+from matrixlib.engine.distributed import Ranks, Reducer, ShardedReducer, batch_norms, full, gather_full
 from matrixlib.engine.dropout import Dropout
 from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import fresh_model, out_of_memory
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.parallel import Ranks, norms_by_rank
 from matrixlib.engine.plan import UpdatePlan
 from matrixlib.engine.plateau import Plateau
 from matrixlib.engine.schedule import Schedule
-from matrixlib.engine.sharding import Shards, full, gathered
 from matrixlib.engine.stats import Action, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
@@ -80,7 +78,7 @@ class Step:
         self.descent = optim.descent(plain)
         if self.sharded and self.descent is not None:
             raise ValueError("runtime.shard does not go with teacher.schedule learned: take fixed or linear")
-        self.buckets = self._gradients(plain, config, runtime)
+        self.reducer = self._reducer(plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
@@ -107,13 +105,13 @@ class Step:
         self._descended = [p for group in self.descent.param_groups for p in group["params"]] if self.descent else []
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
-        self._statistics = [b for norm in norms_by_rank(plain) for b in norm.buffers()]
+        self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
 
-    def _gradients(self, model: nn.Module, config: Config, runtime: Runtime) -> Buckets | Shards:
+    def _reducer(self, model: nn.Module, config: Config, runtime: Runtime) -> Reducer | ShardedReducer:
         if self.sharded:
-            return Shards(self.ranks, model, config, runtime)
+            return ShardedReducer(self.ranks, model, config, runtime)
         self.ranks.broadcast(optim.named_tensors(model).values())
-        return Buckets(self.ranks, [p for p in model.parameters() if p.requires_grad])  # of a plain descent, too
+        return Reducer(self.ranks, [p for p in model.parameters() if p.requires_grad])  # of a plain descent, too
 
     def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
@@ -180,7 +178,7 @@ class Step:
             state["ema_averages"] = self.ema.averages
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
-        return gathered(tensors, self.ranks) if self.sharded else tensors, state
+        return gather_full(tensors, self.ranks) if self.sharded else tensors, state
 
     def load_state_dict(self, checkpoint: Checkpoint) -> None:
         """Inverse of `state_dict`. A micro-batch that has been halved since stays as it is.
@@ -238,17 +236,16 @@ class Step:
             rng.restore(self._streams, self.runtime.torch_device)
             for optimiser in self._optimisers():
                 optimiser.zero_grad(set_to_none=True)
-            self.buckets.begin()
             plan, problem, text = self._plan(batch), "", "on another rank"
             try:
-                sums = self._accumulate(batch, plan, last=self.buckets.last_pass())
+                sums = self._accumulate(batch, plan)
             except (RuntimeError, MemoryError) as error:
                 short, text = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
                 untried = not short and self._untried and unwrap(self.model) is not self.model
                 if not untried and (not short or (self.micro_batch == 1 and not self.sharded)):
                     raise
                 problem = "compiler" if untried else "memory"
-            if not (problem := self.buckets.finish(problem)):
+            if not (problem := self.reducer.finish(problem)):
                 if self._untried and self.model is not unwrap(self.model) and (why := compiler.graph_breaks()):
                     messages.append(f"torch.compile broke the network's graph, which makes it slower: {why}")
                 self._untried = False
@@ -296,7 +293,7 @@ class Step:
             detail = culprits({t: values[t] for t in counts}, str(looked_at))
             if self.config.health.hooks and not overflow and self.health.nonfinite == 0:
                 # Whether a weight that is cut is finite only the rank with that part of it knows, and says more.
-                detail += max(self.ranks.texts(self._first_nonfinite(batch, plan)), key=len)
+                detail += max(self.ranks.gather(self._first_nonfinite(batch, plan)), key=len)
         stats = Stats(
             step=self.update + 1,
             loss=sum(plan.weights[t] * loss for t, loss in losses.items()),
@@ -366,29 +363,19 @@ class Step:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
 
-    def _accumulate(
-        self,
-        batch: Batch,
-        plan: UpdatePlan,
-        timed: bool = True,
-        last: contextlib.AbstractContextManager[None] = contextlib.nullcontext(),  # noqa: B008 - stateless
-    ) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch; sums of losses and metrics on the device. last: around the last
-        one.
-        """
+    def _accumulate(self, batch: Batch, plan: UpdatePlan, timed: bool = True) -> dict[str, Tensor]:
+        """Forward and backward of every micro-batch; sums of losses and metrics on the device."""
         sums: dict[str, Tensor] = {}
         size = rows(batch)
-        if self.ranks.size > 1:
-            _ = plan.totals  # asked for together, before a rank may run out of memory
+        # of ranks all ask for the totals together, before one may run out of memory
+        total = plan.totals[""] if self.ranks.size > 1 else size
         started = time.monotonic()
-        for start, stop in self.buckets.passes(plan, self.micro_batch):
+        for start, stop in self.reducer.passes(size, total, self.micro_batch):
             part = slice_batch(batch, start, stop)
             active = frozenset(plan.weights) if start < plan.until else plan.main
-            with last if stop == size else contextlib.nullcontext():
-                values = self._pass(part, plan, active)
-            for name, value in values.items():
+            for name, value in self._pass(part, plan, active).items():
                 sums[name] = sums[name] + value if name in sums else value
-            if stop < size and self.ranks.size == 1:  # of several ranks the passes add to buckets
+            if stop < size:
                 compiler.keep_gradients(self.runtime.compile, self._parameters)
             if timed and self.gate.config.seconds and start < plan.until <= stop and plan.main != active:
                 synchronize(self.runtime.device)  # else the clock would see launches alone

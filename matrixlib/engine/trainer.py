@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from matrixlib.engine import diagnostics, evidence, optim
 from matrixlib.engine.candidate import Candidate
 from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, Saving
 from matrixlib.engine.curriculum import Curriculum
+from matrixlib.engine.distributed import LostRank, Ranks, newest
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.heartbeat import Heartbeat
 from matrixlib.engine.inspection import first_update, inspect, tighten
@@ -23,7 +25,6 @@ from matrixlib.engine.memory import Chunk, Monitor
 from matrixlib.engine.messages import Messages
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.pace import Pace, Plan
-from matrixlib.engine.parallel import LostRank, Ranks, newest
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Stats
 from matrixlib.engine.step import Step
@@ -286,7 +287,7 @@ class Trainer:
             while self.step < self._last(stop) and not self.stop_reason:
                 signals.agree(self.ranks)
                 planned = self.steps
-                with self.ranks.together(working=True):
+                with self.ranks.collective(certain=False) if self._step.sharded else nullcontext():
                     stats = self._one(source)
                 if self._advance() or stats.action is Action.ROLLBACK or self.steps != planned:
                     source.close()  # with the batches that it has made ahead
@@ -439,7 +440,7 @@ class Trainer:
         self._step.roll_back(checkpoint)
         self._restore(checkpoint)
         self._skip_batches(skip)
-        self.ranks.any(False)  # all have read it
+        self.ranks.barrier()  # all have read it
         if self.ranks.first:
             self.checkpoints.discard_after(checkpoint.step)
         return (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from matrixlib.config import ValidationConfig
 from matrixlib.engine.curriculum import Phase
+from matrixlib.engine.distributed import Ranks
 from matrixlib.engine.memory import Passes
-from matrixlib.engine.parallel import Ranks
 from matrixlib.engine.state import State
 from matrixlib.engine.task import Batch, Data, Task, to_device
 from matrixlib.hardware.runtime import Runtime

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from matrixlib.data.loader import Loader
+    from matrixlib.engine.distributed import Ranks
     from matrixlib.engine.pace import Plan
-    from matrixlib.engine.parallel import Ranks
     from matrixlib.engine.task import Task
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
@@ -310,14 +310,14 @@ def open_run(
     many processes, which train together, and follows them.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
-    from matrixlib.engine import parallel
+    from matrixlib.engine import distributed
 
     requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
     if ranks < 1:
         raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
-    own = parallel.join(requested.runtime.rank_timeout)
+    own = distributed.join(requested.runtime.rank_timeout)
     name = own.same(_folder(preset, run, requested, kind).name if own.first else "")
     folder = files.reports_root() / name
     own.wait_for_first(name)  # the others open what it has written down
@@ -446,9 +446,9 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         config = runtime_config(requested, runtime)
     size = max(ranks.size, processes)
     if config.runtime.shard and size > 1:
-        from matrixlib.engine import sharding
+        from matrixlib.engine import distributed
 
-        sharding.refuse(config, runtime, size)
+        distributed.check_shardable(config, runtime, size)
     runtime.apply()
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried

@@ -9,10 +9,10 @@ import torch
 from matrixlib import config as configuration
 from matrixlib.engine import optim, storage
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.pace import Plan
-from matrixlib.engine.parallel import Ranks, norms_by_rank
 from matrixlib.engine.targets import TargetLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
@@ -52,7 +52,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: 
         look=look,
         ranks=ranks,
     )
-    if ranks.size > 1 and norms_by_rank(trainer.model):
+    if ranks.size > 1 and batch_norms(trainer.model):
         trainer.messages.append("batch normalisation: each rank uses its own rows, and the averages kept are rank 0's")
     if not trainer.resume() and config.train.init:
         begin(trainer, start)
@@ -63,7 +63,7 @@ def begin(trainer: Trainer, start: Start | None) -> None:
     """Before the first update, with the weights that rank 0 has read."""
     ranks, own = trainer.ranks, optim.named_tensors(trainer.model)
     given = start if ranks.first and not trainer.checkpoints.steps() else None
-    if ranks.any(given is not None):
+    if ranks.same(given is not None):
         tensors = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in own.items()}
         if given is not None:
             tensors = {name: tensor.copy_(given.tensors[name]) for name, tensor in tensors.items()}

@@ -63,14 +63,12 @@ class Cost:
 
 
 def cost(gpus: int, parameters: int, flops: float) -> Cost:
-    """flops: of one row, forward and backward. Gradients are summed in fp32, in buckets, by a ring."""
-    from matrixlib.engine.buckets import SIZE
-
+    """flops: of one row, forward and backward. Gradients are summed in fp32, at once, by a ring."""
     nodes = max(1, gpus // NODE)
     gradients = 4 * parameters
     bandwidth = NVLINK if nodes == 1 else min(NVLINK, NODE * ADAPTER)
     latency = LATENCY * max(1.0, math.log2(nodes))
-    reduce = math.ceil(gradients / SIZE) * latency + 2 * (gpus - 1) / gpus * gradients / bandwidth
+    reduce = latency + 2 * (gpus - 1) / gpus * gradients / bandwidth
     decide = DECISIONS * 2 * (gpus - 1) * (HOP if nodes > 1 else HOP / 3)
     rows, alone = (math.ceil(9 * seconds * RATE / flops) for seconds in (reduce + decide, reduce))
     return Cost(gpus, gradients, reduce, decide, rows, alone, 0.9 * gpus * RATE / flops * PAGES)
@@ -120,9 +118,9 @@ def update_seconds(preset: str, ranks: int, updates: int) -> float:
 
 def decide(count: int = 2000) -> None:
     """As one of torchrun's processes: the median of one sum, printed by the first."""
-    from matrixlib.engine import parallel
+    from matrixlib.engine import distributed
 
-    ranks, seconds = parallel.join(60.0), []
+    ranks, seconds = distributed.join(60.0), []
     for _ in range(count):
         began = time.perf_counter()
         ranks.total({str(i): i for i in range(20)})

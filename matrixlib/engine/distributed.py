@@ -1,0 +1,459 @@
+"""Several processes that train one network together: their ranks, what they agree on, whole and sharded networks.
+
+torchrun starts them. Each makes the same updates from rows of its own, and decides on numbers that are the same
+everywhere: sums over ranks, or what rank 0 says. So they all skip, roll back, stop and halve the micro-batch at once.
+With one rank every method gives its argument back.
+
+With `runtime.shard` torch's FSDP2 keeps a part of every weight, gradient and optimiser state on each rank. It gathers
+weights as a pass comes to them and sums gradients into the parts, so passes are collective operations, and all ranks
+make as many of them. Between passes a weight is a DTensor: of this the rest of the engine knows `full`, `local_part`,
+`sharded_like` and `unsharded`, which do nothing with a network that is not sharded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from matrixlib.config import Config
+from matrixlib.engine.memory import out_of_memory
+from matrixlib.engine.storage import Checkpoint, CheckpointError
+from matrixlib.hardware import backend
+from matrixlib.hardware.runtime import Runtime
+
+if TYPE_CHECKING:
+    from matrixlib.engine.checkpoint import Checkpoints
+
+GRACE_SECONDS = 6.0
+"""In which it is found out which rank does not answer."""
+OPENING = datetime.timedelta(hours=4)
+"""While rank 0 opens a run, with its trials, the others wait; the launcher ends them if it fails."""
+PROBLEMS = ("compiler", "memory")
+"""Why an update is to be repeated, the worst first."""
+SHARDED_OPTIMISERS = ("adamw", "adam", "sgd", "rmsprop", "radam", "nadam")
+"""Those that move each number by itself, so that they need no full matrix."""
+
+Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
+
+
+class LostRank(ValueError):
+    """A rank did not answer."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size` that train together.
+
+    group: of all of them, gloo on the CPU and NCCL between GPUs. store: outlives any of them. timeout: seconds after
+    which a rank that does not answer counts as hung.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+    timeout: float = 0.0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes."""
+        return self.rank == 0
+
+    def total(self, values: Mapping[str, Number]) -> dict[str, Number]:
+        """Sums over ranks by name, in float64; every rank has the same names. Integers below 2**53 stay exact."""
+        if self.size == 1:
+            return dict(values)
+        names = sorted(values)
+        numbers = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
+        with self.collective():
+            dist.all_reduce(numbers, group=self.group)
+        sums = dict(zip(names, numbers.tolist(), strict=True))
+        return {name: type(value)(sums[name]) for name, value in values.items()}
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        self.total({"": 0})
+
+    def same(self, value: Value) -> Value:
+        """What rank 0 has, on all."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self.collective():
+            dist.broadcast_object_list(values, group_src=0, group=self.group, device=torch.device("cpu"))
+        return values[0]
+
+    def gather(self, value: Value) -> list[Value]:
+        """What each rank has, in their order."""
+        values = [value] * self.size
+        if self.size > 1:
+            with self.collective():
+                dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values into the tensors of all."""
+        if self.size > 1:
+            with self.collective():
+                for tensor in tensors:
+                    dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def wait_for_first(self, name: str) -> None:
+        """Ranks but the first wait here until it calls `go_on`, however long its trials take."""
+        if self.store is not None and not self.first:
+            self.store.wait([f"opened/{name}"], OPENING)
+
+    def go_on(self, name: str) -> None:
+        """Let the others go on."""
+        if self.store is not None and self.first:
+            self.store.set(f"opened/{name}", "1")
+
+    def end_with_first(self) -> None:
+        """Wait until rank 0 has come here: torchrun ends all as soon as one has ended, and rank 0 may still save."""
+        self.go_on("the end")
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self.wait_for_first("the end")
+
+    @contextlib.contextmanager
+    def collective(self, certain: bool = True) -> Iterator[None]:
+        """Within it, a RuntimeError is a LostRank. certain: False where it may also be an error of this rank's own,
+        which stays as it is where no rank is missing.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or out_of_memory(error):
+                raise
+            missing = self._missing(time.monotonic() - began > self.timeout)
+            if not (missing or certain):
+                raise
+            text = str(error).splitlines()[0][:200]
+            raise LostRank(
+                f"{missing or 'a rank on another host'} of {self.size} does not answer: killed, out of memory, hung, "
+                "or ended by an error of its own (look above); the same command goes on from the newest checkpoint "
+                f"({text})"
+            ) from error
+
+    def _missing(self, timed_out: bool) -> str:
+        """The rank that was gone first: whoever misses it first tells the others, which miss one another soon. It is
+        one whose process has ended or, `timed_out`, one that has not come here although all others have.
+        """
+        if self.store is None:
+            return ""
+        self.store.set(f"waiting/{self.rank}", "1")
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        ends = time.monotonic() + GRACE_SECONDS
+        while not self.store.check(["missing"]) and (now := time.monotonic()) < ends:
+            missing = [rank for rank in others if not _alive(self.store.get(f"process/{rank}").decode())]
+            if timed_out and not missing and now > ends - GRACE_SECONDS / 2:
+                missing = [rank for rank in others if not self.store.check([f"waiting/{rank}"])]
+            if missing:
+                self.store.set("missing", f"rank {', '.join(map(str, missing))}")
+            time.sleep(0.1)
+        return self.store.get("missing").decode() if self.store.check(["missing"]) else ""
+
+    def introduce(self) -> Ranks:
+        """Tell the others which process this is; itself."""
+        if self.store is not None:
+            self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
+        return self
+
+
+def _alive(process: str) -> bool:
+    """Whether a process, "<pid> <host>", is there; True of one on another host."""
+    pid, host = process.split(" ", 1)
+    if host != platform.node():
+        return True
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def join(timeout: float) -> Ranks:
+    """This process's rank, where torchrun has started it as one of several; else the only one. timeout: as of `Ranks`.
+    A rank has the GPU of its number on this host, where there is one.
+    """
+    if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(f"TORCHELASTIC_RUN_ID needs {', '.join(missing)} beside it: start with torchrun, or unset it")
+    local, gpus = int(os.environ["LOCAL_RANK"]), backend.device_count()
+    if gpus:
+        if local >= gpus:
+            raise ValueError(f"rank {local} of this host has no GPU of its own: there are {gpus}; start fewer ranks")
+        backend.set_device(local)
+    limit = datetime.timedelta(seconds=timeout)
+    shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store = _meet(shared, rank, limit)
+    if not dist.is_initialized():
+        channels = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(
+            channels, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
+        )
+    own = dist.PrefixStore(f"matrixlib {store.port}", shared)
+    return Ranks(rank, size, dist.group.WORLD, own, timeout).introduce()
+
+
+def _meet(shared: dist.Store, rank: int, limit: datetime.timedelta) -> dist.TCPStore:
+    """A store of rank 0's own. torchrun's, `shared`, keeps what ranks wrote before a restart, addresses that nobody
+    answers at among it (https://github.com/pytorch/pytorch/issues/135712).
+    """
+    host, ends = os.environ["MASTER_ADDR"], time.monotonic() + limit.total_seconds()
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        shared.set("matrixlib", str(store.port))
+        return store
+    while True:
+        port = int(shared.get("matrixlib"))  # maybe that of a rank 0 before the restart, where nobody listens
+        try:
+            wait = datetime.timedelta(seconds=2)
+            store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+        except dist.DistNetworkError:
+            if time.monotonic() > ends:
+                raise
+        else:
+            store.set_timeout(limit)
+            return store
+
+
+def newest(ranks: Ranks, checkpoints: Checkpoints, before: int | None = None) -> Checkpoint | None:
+    """As `Checkpoints.newest`: the one that rank 0 has found whole, on all. CheckpointError where one cannot."""
+    checkpoint = checkpoints.newest(before) if ranks.first else None
+    step = ranks.same(checkpoint.step if checkpoint is not None else None)
+    if ranks.first or step is None:
+        return checkpoint
+    checkpoint = checkpoints.newest(step)
+    if checkpoint is None or checkpoint.step != step:
+        raise CheckpointError(f"rank {ranks.rank} cannot read the checkpoint of update {step}, which rank 0 has read")
+    return checkpoint
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Modules whose statistics come from the rows of a rank alone. Ranks may cut their rows into different numbers of
+    passes, so no pass can wait for one of another rank.
+    """
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+class Reducer:
+    """Sums the gradients of some parameters over ranks, in one all-reduce after the last pass of an update.
+
+    torch's DistributedDataParallel does that during the backward pass, but waits for every parameter of every rank:
+    where one runs out of memory in the middle of a pass, or has rows that leave a parameter out, the others wait for
+    good. Here all agree on what to do first.
+    """
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+        self._ranks, self._parameters = ranks, parameters
+
+    def passes(self, rows: int, total: int, micro_batch: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each pass over this rank's rows; total: those of all ranks."""
+        return ((start, min(start + micro_batch, rows)) for start in range(0, rows, micro_batch))
+
+    @torch.no_grad()
+    def finish(self, problem: str) -> str:
+        """After the last pass, or what there was of it: the worst problem of any rank. Where there is none, "", the
+        gradients are sums over ranks, and None where no rank has given one.
+        """
+        if self._ranks.size == 1:
+            return problem
+        flags = {str(i): int(parameter.grad is not None) for i, parameter in enumerate(self._parameters)}
+        counts = self._ranks.total(flags | {name: int(name == problem) for name in PROBLEMS})
+        if worst := next((name for name in PROBLEMS if counts[name]), ""):
+            return worst
+        gradients = []
+        for i, parameter in enumerate(self._parameters):
+            if counts[str(i)]:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        with self._ranks.collective():
+            dist.all_reduce(flat, group=self._ranks.group)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        return ""
+
+
+def check_shardable(config: Config, runtime: Runtime, size: int) -> None:
+    """ValueError naming all options that do not go with `runtime.shard` on `size` ranks, before anything is trained."""
+    wrong = {
+        f"optim.optimiser {config.optim.optimiser}: take {', '.join(SHARDED_OPTIMISERS[:-1])} or "
+        f"{SHARDED_OPTIMISERS[-1]}": config.optim.optimiser not in SHARDED_OPTIMISERS,
+        "optim.swa: take ema_decay": bool(config.optim.swa),
+        "optim.noise: set it to 0": bool(config.optim.noise),
+        "gating.seconds: set it to 0, as all ranks have to make the same passes": bool(config.gating.seconds),
+        "runtime.compile: set it to false": bool(config.runtime.compile),
+        "fp16: set runtime.precision to bf16 or fp32": runtime.dtype == "fp16",
+        "mps: set runtime.device to cpu or cuda": runtime.device == "mps",
+        "train.steps auto: give a number, as nothing is tried of a network that may not fit on one device": (
+            config.train.steps == "auto"
+        ),
+    }
+    if any(wrong.values()):
+        raise ValueError(f"runtime.shard does not go with {'; nor with '.join(text for text in wrong if wrong[text])}")
+    _count_passes(config.train.batch_size, size, runtime.micro_batch)
+
+
+def _count_passes(rows: int, size: int, micro_batch: int) -> int:
+    """Passes of an update of so many rows: as many as the rank with the most rows needs. ValueError where one has fewer
+    rows than that.
+    """
+    count = math.ceil(math.ceil(rows / size) / micro_batch)
+    if rows // size < count:
+        raise ValueError(
+            f"{rows} rows for {size} ranks in passes of {micro_batch}: with runtime.shard all ranks make as many "
+            f"passes, so give a train.batch_size that is a multiple of {size}, or a larger one than {size} and a "
+            "train.micro_batch above 1"
+        )
+    return count
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether its parts lie on ranks."""
+    return hasattr(tensor, "full_tensor")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The full tensor, on every rank; all ranks ask for it."""
+    value: Any = tensor
+    result: Tensor = value.full_tensor() if is_sharded(tensor) else value
+    return result
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank."""
+    value: Any = tensor
+    result: Tensor = value.to_local() if is_sharded(tensor) else value
+    return result
+
+
+def sharded_like(tensor: Tensor, target: Tensor) -> Tensor:
+    """A full tensor, which each rank has, sharded as `target` is."""
+    if not is_sharded(target) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(target, DTensor)
+    there = tensor.to(target.device)
+    return distribute_tensor(there, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def gather_full(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """Groups of full tensors on the host of rank 0; all ranks ask for them, and the others get empty groups."""
+    out: dict[str, dict[str, Tensor]] = {}
+    with ranks.collective():
+        for group, members in tensors.items():
+            out[group] = {}
+            for name in sorted(members):  # the order may be another on each rank: a checkpoint is read in any
+                value = full(members[name])  # one at a time: together they may not fit on the device
+                if ranks.first:
+                    out[group][name] = value.cpu()
+    return out
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """All weights are gathered inside the context, which all ranks enter: passes in it wait for no other rank. What is
+    done to the weights in it is lost.
+    """
+    if not hasattr(model, "unshard"):
+        yield
+        return
+    root, parts = _fsdp_modules(model)
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not root, recurse=False)  # the backward pass begins with the root
+
+
+def _fsdp_modules(model: nn.Module) -> tuple[Any, list[Any]]:
+    """(the network, it and what is gathered by itself), as FSDP's modules."""
+    return model, [module for module in model.modules() if hasattr(module, "unshard")]
+
+
+class ShardedReducer:
+    """The gradients of a network that it shards over the ranks, in the place of `Reducer`.
+
+    What the network's `parts()` names is gathered when a pass comes to it, forward and backward, and let go of; all
+    else, without that method everything, is there during the whole pass. Under bf16 these parts are gathered in it,
+    unless they have a batch norm, and their gradients are summed in fp32. They are summed after each pass: what several
+    passes add up to would be as large as the whole network.
+    """
+
+    def __init__(self, ranks: Ranks, model: nn.Module, config: Config, runtime: Runtime) -> None:
+        """The weights are rank 0's. ValueError where the network or its options do not go with this."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        check_shardable(config, runtime, ranks.size)
+        assert ranks.group is not None
+        ranks.broadcast(model.state_dict().values())
+        mesh = DeviceMesh.from_group(ranks.group, runtime.device)
+        plain = low = MixedPrecisionPolicy()
+        if runtime.dtype == "bf16":  # inputs are left to autocast
+            low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for part in getattr(model, "parts", list)():
+            fully_shard(part, mesh=mesh, mp_policy=plain if batch_norms(part) else low)
+        fully_shard(model, mesh=mesh)
+        self._ranks, self._given = ranks, set[str]()
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for part in _fsdp_modules(model)[1]:
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+        with ranks.collective(), unsharded(model):
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+
+    def passes(self, rows: int, total: int, micro_batch: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each pass over this rank's rows; total: those of all ranks."""
+        self._given = set()
+        count = _count_passes(total, self._ranks.size, micro_batch)
+        for number in range(count):
+            yield rows * number // count, rows * (number + 1) // count
+
+    def finish(self, problem: str) -> str:
+        """After the last pass, which has summed the gradients: "", and a gradient is None where no rank has given one.
+        ValueError where memory has run out: the others wait in the middle of a pass, so it cannot be repeated.
+        """
+        if problem:
+            raise ValueError(
+                f"rank {self._ranks.rank} of {self._ranks.size} ran out of memory. With runtime.shard the micro-batch "
+                "is not halved by itself: go on with a smaller train.micro_batch, or with more ranks"
+            )
+        counts = self._ranks.total({name: int(name in self._given) for name in self._parameters})
+        for name, parameter in self._parameters.items():
+            if not counts[name]:
+                parameter.grad = None
+        return ""
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        self._given.add(name)
