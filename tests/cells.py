@@ -21,11 +21,14 @@ WHOLE = ("display.max_rows", None, "display.max_columns", None, "display.max_col
 
 @dataclass(frozen=True)
 class Shown:
-    """What the cells printed and ended with, as text, how many pictures were among it, and why the verdict failed."""
+    """What the cells printed and ended with, as text, how many pictures were among it, why the verdict failed, and what
+    the cells have assigned, by name.
+    """
 
     text: str
     pictures: int
     failed: str
+    values: dict[str, Any]
 
 
 def run_notebook(name: str, **parameters: Any) -> Shown:
@@ -49,7 +52,7 @@ def run_notebook(name: str, **parameters: Any) -> Shown:
             pictures += isinstance(result, Image | Figure | SVG)
             if result is not None:
                 print(result)
-    return Shown(out.getvalue(), pictures, failed)
+    return Shown(out.getvalue(), pictures, failed, values)
 
 
 def definitions(name: str) -> dict[str, Any]:

@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
+from cells import Shown, run_notebook
 
 from matrixlib import config
 from matrixlib.config import ConfigError
@@ -55,54 +57,70 @@ def fake(
     return folder
 
 
-def sides(root: Path, a: list[float], b: list[float], b_overrides: dict[str, Any] | None = None) -> Any:
-    """Comparison of fake runs with these final losses, seeds 0, 1 ... on both sides."""
-    overrides = {"optim": {"learning_rate": 0.001}} if b_overrides is None else b_overrides
-    return compare.compare(
-        [fake(root, f"a{seed}", seed, loss) for seed, loss in enumerate(a)],
-        [fake(root, f"b{seed}", seed, loss, overrides) for seed, loss in enumerate(b)],
-    )
+def compared(root: Path, a: list[float], b: list[float], overrides: dict[str, Any] | None = None) -> Shown:
+    """The notebook on fake runs with these final losses, seeds 0, 1 ... on both sides; overrides: of side B."""
+    overrides = {"optim": {"learning_rate": 0.001}} if overrides is None else overrides
+    for seed, loss in enumerate(a):
+        fake(root, f"a{seed}", seed, loss)
+    for seed, loss in enumerate(b):
+        fake(root, f"b{seed}", seed, loss, overrides)
+    return of_runs(",".join(f"a{seed}" for seed in range(len(a))), ", ".join(f"b{seed}" for seed in range(len(b))))
+
+
+def of_runs(a: str, b: str) -> Shown:
+    return run_notebook("compare", run_a=a, run_b=b)
+
+
+def read(*folders: Path) -> list[compare.RunResult]:
+    return [compare.read_result(folder) for folder in folders]
 
 
 def test_the_interval_is_students() -> None:
-    low, high = compare.t_interval([1.0, 2.0, 3.0]) or (0.0, 0.0)
-    assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
-    assert compare.t_interval([1.0]) is None
-    assert compare.t_interval([0.5] * 40) == (0.5, 0.5)
+    low, high = compare.interval([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
+    assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)), rel=1e-3)
+    assert math.isnan(compare.interval([1.0], [2.0])[0])
+
+
+def test_two_configurations_over_three_seeds_are_a_frame_of_numbers() -> None:
+    index = pandas.MultiIndex.from_product([["base", "other"], [0, 1, 2]])
+    values = pandas.DataFrame({"kl": [1.0, 2.0, 3.0, 0.9, 1.8, 2.7]}, index=index)
+    row = compare.differences(values, "base").loc["kl"]
+    assert row["other"].tolist() == pytest.approx([1.8, 0.9])
+    ends = -0.2 - 4.303 * 0.1 / math.sqrt(3), -0.2 + 4.303 * 0.1 / math.sqrt(3)
+    assert row["other - base"].tolist() == pytest.approx([-0.2, *ends], abs=1e-3)
 
 
 def test_pairs_of_seeds_show_what_lies_below_the_spread_of_seeds(reports: Path) -> None:
     """Seeds differ by whole nats, the sides by 0.1 in every pair: the spread of the seeds must drop out."""
-    comparison = sides(reports, [3.0, 4.0, 5.0], [2.91, 3.90, 4.89])
-    headline = comparison.figures[0]
-    assert headline.name == "validation loss"
-    assert headline.difference == pytest.approx(-0.1)
-    low, high = headline.interval
-    assert -0.13 < low < high < -0.07
-    assert "3 seeds" in comparison.conclusion
-    assert "lower" in comparison.conclusion
-    assert "more than chance at this length on this data" in comparison.conclusion
-    row = comparison.table().loc["validation loss"]
-    assert list(row.index) == ["A", "B", "B - A", "95 % interval of B - A"]
-    assert row["A"] == "4.0000 ± 1.0000"
+    shown = compared(reports, [3.0, 4.0, 5.0], [2.91, 3.90, 4.89])
+    row = shown.values["differences"].loc["validation loss"]
+    assert row["A"].tolist() == [4.0, 1.0]
+    assert row["B - A", "difference"] == pytest.approx(-0.1)
+    assert -0.13 < row["B - A", "from"] < row["B - A", "to"] < -0.07
+    assert "over 3 seeds" in shown.text
+    assert "0.1000 lower than A's" in shown.text
+    assert "more than chance at this length on this data" in shown.text
+    assert shown.pictures == 1
+    assert shown.values["results"].loc[("B", 2), "validation loss"] == 4.89
 
 
 def test_one_seed_claims_nothing(reports: Path) -> None:
-    comparison = sides(reports, [3.0], [2.0])
-    assert comparison.figures[0].interval is None
-    assert comparison.conclusion == (
+    text = compared(reports, [3.0], [2.0]).text
+    assert (
         "After 10 updates B's validation loss is 1.0000 lower than A's (2.0000 against 3.0000); "
-        "one seed gives no interval, so this may be chance."
-    )
-    assert list(comparison.table().columns) == ["A", "B", "B - A"]
+        "one seed gives no interval, so this may be chance.\n"
+    ) in text
+    assert "VERDICT: PASS" in text
 
 
 def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
-    a = [fake(reports, "a0", 0), fake(reports, "a1", 1)]
-    comparison = compare.compare(a, [fake(reports, "b2", 2, 2.0), fake(reports, "b3", 3, 2.1)])
-    assert comparison.figures[0].interval is None
-    assert not comparison.same_data
-    assert "without pairs of seeds there is no interval" in comparison.conclusion
+    for name, seed, loss in (("a0", 0, 3.0), ("a1", 1, 3.0), ("b2", 2, 2.0), ("b3", 3, 2.1)):
+        fake(reports, name, seed, loss)
+    shown = of_runs("a0,a1", "b2,b3")
+    assert math.isnan(shown.values["differences"].loc["validation loss", ("B - A", "from")])
+    assert "the sides did not see the same positions" in shown.text
+    assert "without pairs of seeds there is no interval" in shown.text
+    assert "same seeds on both sides" in shown.failed
 
 
 @pytest.mark.parametrize(
@@ -117,135 +135,109 @@ def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
     ],
 )
 def test_same_data_is_claimed_only_when_it_is_true(reports: Path, overrides: dict[str, Any], same: bool) -> None:
-    comparison = sides(reports, [3.0], [2.0], overrides)
-    assert comparison.same_data is same
-    assert ("same seed, same data order" in comparison.describe()) is same
-    assert "B differs from A in:" in comparison.describe()
-
-
-def test_a_rollback_changes_the_order_of_the_data(reports: Path) -> None:
-    b = fake(reports, "b", last={"rollbacks": 1})
-    comparison = compare.compare([fake(reports, "a")], [b])
-    assert not comparison.same_data
-    assert not comparison.b[0].stable
+    (a,), (b,) = read(fake(reports, "a")), read(fake(reports, "b", overrides=overrides))
+    changes = compare.check_sides([a], [b])
+    assert changes
+    assert compare.same_data([a], [b], changes) is same
 
 
 @pytest.mark.parametrize(
     "overrides", [{"loss": {"value": 2.0}}, {"model": {"value": {"kind": "scalar"}}}, {"model": {"ssl": ["piece"]}}]
 )
 def test_losses_of_other_weights_are_not_compared(reports: Path, overrides: dict[str, Any]) -> None:
-    comparison = sides(reports, [3.0], [2.0], overrides)
-    assert comparison.figures[0].name == "top1"
-    assert "validation loss" not in comparison.table().index
-    assert "their losses do not mean the same, so the conclusion is on the top1" in comparison.describe()
+    shown = compared(reports, [3.0], [2.0], overrides)
+    assert "their losses do not mean the same, so the conclusion is on a held-out figure" in shown.text
+    assert "Both sides end with the same top1" in shown.text
+    assert "validation loss" not in shown.values["differences"].index
 
 
 def test_equal_sides_end_the_same(reports: Path) -> None:
-    comparison = sides(reports, [3.0, 3.1], [3.0, 3.1], {})
-    assert comparison.conclusion == "Both sides end with the same validation loss, 3.0500."
-    assert "B is configured exactly as A" in comparison.describe()
+    text = compared(reports, [3.0, 3.1], [3.0, 3.1], {}).text
+    assert "Both sides end with the same validation loss, 3.0500." in text
+    assert "B is configured exactly as A" in text
+    assert "same seed, same data order" in text
 
 
-def test_a_run_that_did_not_end_gives_no_conclusion_on_the_loss(reports: Path) -> None:
-    b = fake(reports, "b", complete=False, last={"skipped": 4, "loss": math.nan, "messages": ["x"]})
-    comparison = compare.compare([fake(reports, "a")], [b])
-    assert comparison.conclusion == "No conclusion on the loss: b did not reach the end."
-    assert (comparison.a[0].stable, comparison.b[0].stable) == (True, False)
-    assert comparison.b[0].events == {"skipped": 4, "overflows": 0, "rollbacks": 0, "not finite": 1}
-    assert comparison.stability().loc["B seed 0", ["warnings", "complete"]].tolist() == [1, "no"]
+def test_a_run_that_did_not_end_gives_no_conclusion_on_the_loss(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(reports, "a")
+    last = {"skipped": 4, "loss": math.nan, "messages": ["x"], "rollbacks": 1}
+    fake(reports, "b", complete=False, last=last)
+    monkeypatch.setattr(runs, "finished_run", lambda name: reports / name)  # as of runs that are trained here
+    shown = of_runs("a", "b")
+    assert "No conclusion on the loss: b did not reach the end." in shown.text
+    row = shown.values["stability"].loc[("B", 0)]
+    assert row[["skipped", "rollbacks", "not finite", "warnings"]].tolist() == [4, 1, 1, 1]
+    assert (bool(row["stable"]), bool(row["complete"])) == (False, False)
+    assert "every run reached its end" in shown.failed
+    assert math.isnan(shown.values["results"].loc[("B", 0), "validation loss"])
+    assert "the sides did not see the same positions" in shown.text, "a rollback changes the order of the data"
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "conclusion", "interval"),
+    ("a", "b", "conclusion"),
     [
-        ([3.0, 3.1], [2.9, 3.1], "no difference can be told from chance", "-0.6853 to +0.5853"),
-        ([3.0, 3.1, math.nan], [math.nan, 2.9, 2.8], "No conclusion: the validation loss is not fin", "+nan to +nan"),
-        ([3.0, 3.1, math.inf], [math.inf, 2.9, 2.8], "No conclusion: the validation loss is not fin", "+nan to +nan"),
+        ([3.0, 3.1], [2.9, 3.1], "-0.6853 to +0.5853, which includes 0: no difference can be told from chance"),
+        ([3.0, 3.1, math.nan], [math.nan, 2.9, 2.8], "No conclusion: the validation loss is not finite"),
+        ([3.0, 3.1, math.inf], [math.inf, 2.9, 2.8], "No conclusion: the validation loss is not finite"),
     ],
 )
 def test_what_proves_nothing_is_shown_and_concludes_nothing(
-    reports: Path, a: list[float], b: list[float], conclusion: str, interval: str
+    reports: Path, a: list[float], b: list[float], conclusion: str
 ) -> None:
-    comparison = sides(reports, a, b)
-    assert conclusion in comparison.conclusion
-    assert comparison.table().loc["validation loss"].iloc[-1] == interval
-
-
-def test_a_side_that_did_not_end_is_still_shown(reports: Path) -> None:
-    a = [fake(reports, "a0", 0), fake(reports, "a1", 1)]
-    b = [fake(reports, "b0", 0), fake(reports, "b1", 1, complete=False)]
-    comparison = compare.compare(a, b)
-    assert comparison.conclusion == "No conclusion on the loss: b1 did not reach the end."
-    assert [figure.name for figure in comparison.figures] == ["validation loss", "updates/s", "positions/s"]
-    assert "nan" in comparison.table().loc["validation loss", "B"]
+    assert conclusion in compared(reports, a, b).text
 
 
 def test_speeds_are_those_of_the_median_update(reports: Path) -> None:
     """The first update, fifty times slower, must not count."""
-    speeds = sides(reports, [3.0], [2.0]).a[0].speeds
-    assert speeds == pytest.approx({"updates/s": 10.0, "positions/s": 1280.0})
+    figures = read(fake(reports, "a"))[0].figures()
+    assert (figures["updates/s"], figures["positions/s"]) == pytest.approx((10.0, 1280.0))
 
 
 def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
-    a, again = fake(reports, "a"), fake(reports, "again")
-    other = fake(reports, "other", 1, overrides={"optim": {"beta1": 0.5}})
-    elsewhere = fake(reports, "elsewhere", catalogue="other games")
-    fewer = fake(reports, "fewer", overrides={"validation": {"limit": 64}})
-    empty = reports / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match="side B has no runs"):
-        compare.compare([a], [])
-    with pytest.raises(ValueError, match="two runs of one seed"):
-        compare.compare([a, again], [other])
-    with pytest.raises(ValueError, match=r"differ in more than the seed: optim\.beta1"):
-        compare.compare([a, other], [again])
-    with pytest.raises(ValueError, match="different data sets"):
-        compare.compare([a], [elsewhere])
-    with pytest.raises(ValueError, match=r"validation\.limit, so they were measured on other held-out rows"):
-        compare.compare([a], [fewer])
+    (a,), (again,) = read(fake(reports, "a")), read(fake(reports, "again"))
+    (other,) = read(fake(reports, "other", 1, overrides={"optim": {"beta1": 0.5}}))
+    (elsewhere,) = read(fake(reports, "elsewhere", catalogue="other games"))
+    (fewer,) = read(fake(reports, "fewer", overrides={"validation": {"limit": 64}}))
     foreign = fake(reports, "foreign")
     (foreign / "config.yaml").write_text((foreign / "config.yaml").read_text().replace("chess", "my.module:TASK"))
-    with pytest.raises(ValueError, match=r"'my\.module:TASK', somebody's own code: name a preset of it"):
-        compare.compare([foreign], [a], ["demo"])
+    for sides, reason in (
+        (([a], []), "side B has no runs"),
+        (([a, again], [other]), "two runs of one seed"),
+        (([a, other], [again]), r"differ in more than the seed: optim\.beta1"),
+        (([a], [elsewhere]), "different data sets"),
+        (([a], [fewer]), r"validation\.limit, so they were measured on other held-out rows"),
+        ((read(foreign), [a], ["demo"]), r"'my\.module:TASK', somebody's own code: name a preset of it"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            compare.check_sides(*sides)
+    (reports / "empty").mkdir()
     with pytest.raises(ValueError, match="'empty' is no run"):
-        compare.compare([a], [empty])
-
-
-def test_finished_runs_are_named_for_both_sides(reports: Path) -> None:
-    a, b = fake(reports, "a"), fake(reports, "b")
+        compare.read_result(reports / "empty")
     fake(reports, "cut", complete=False)
-    assert compare.finished("a", " b ") == ([a], [b])
     with pytest.raises(ValueError, match="both sides"):
-        compare.finished("a", "")
+        of_runs("a", "")
     with pytest.raises(RunError, match="no complete run 'cut'"):
-        compare.finished("a,b", "cut")
-
-
-def test_the_figure_has_both_sides(reports: Path) -> None:
-    figure = sides(reports, [3.0, 3.1], [2.0, 2.1]).figure()
-    loss, norm, speed = figure.axes
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B"]
-    assert len(loss.collections) == len(norm.collections) == 2, "a band for each side"
-    assert [bar.get_height() for bar in speed.patches] == pytest.approx([10.0, 10.0])
+        of_runs("a,again", "cut")
 
 
 @pytest.mark.slow
 def test_training_pairs_alternates_and_goes_on_under_its_name(reports: Path) -> None:
     lines: list[str] = []
     options: dict[str, Any] = {"seeds": 2, "seed": 3, "steps": 3, "run": "pair", "log": lines.append}
-    a, b = compare.train_arms(PAIR, **options).values()
+    folders = compare.train_arms(PAIR, **options)
     assert [line.split(":")[0] for line in lines] == ["A seed 3", "B seed 3", "B seed 4", "A seed 4"]
-    assert [folder.name for folder in (*a, *b)] == ["pair-a3", "pair-a4", "pair-b3", "pair-b4"]
-    comparison = compare.compare(a, b)
-    assert comparison.same_data
-    assert [r.stable for r in comparison.runs] == [True] * 4
-    assert comparison.figures[0].a == comparison.figures[0].b, "one configuration, one seed: the same bits on the CPU"
-    assert comparison.figures[0].a[0] != comparison.figures[0].a[1], "another seed, another network"
-    records = [json.loads((folder / "run.json").read_text()) for folder in (*a, *b)]
+    names = [folder.name for side in folders.values() for folder in side]
+    assert names == ["pair-a3", "pair-a4", "pair-b3", "pair-b4"]
+    results = compare.results(folders)
+    assert compare.stability(folders)["stable"].all()
+    losses = results["validation loss"]
+    assert losses["A"].tolist() == losses["B"].tolist(), "one configuration, one seed: the same bits on the CPU"
+    assert losses["A", 3] != losses["A", 4], "another seed, another network"
+    records = [json.loads((folder / "run.json").read_text()) for side in folders.values() for folder in side]
     assert {record["kind"] for record in records} == {"compare"}
 
     lines.clear()
-    assert compare.train_arms(PAIR, **options) == {"A": a, "B": b}
+    assert compare.train_arms(PAIR, **options) == folders
     assert all(line.endswith("already complete") for line in lines)
 
 
@@ -265,14 +257,12 @@ def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.slow
 def test_a_side_that_blows_up_is_a_result(reports: Path) -> None:
-    lines: list[str] = []
     wild = config.merge(TINY, {"optim": {"learning_rate": 1e30, "warmup_steps": 0}})
-    a, b = compare.train_arms(PAIR | {"B": ("demo", wild)}, steps=60, log=lines.append).values()
-    assert ", halted: " in lines[1]
-    comparison = compare.compare(a, b)
-    assert (comparison.a[0].complete, comparison.b[0].complete) == (True, False)
-    assert comparison.conclusion.startswith("No conclusion on the loss")
-    comparison.figure()
+    shown = run_notebook("compare", overrides_a=TINY, overrides_b=wild, steps=60)
+    assert ", halted: " in shown.text
+    assert shown.values["stability"]["complete"].tolist() == [True, False]
+    assert "No conclusion on the loss" in shown.text
+    assert shown.pictures == 1
 
 
 def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:
@@ -281,13 +271,3 @@ def test_a_fault_of_b_is_found_before_a_is_trained(reports: Path) -> None:
     with pytest.raises(ValueError, match="seeds of at least 1"):
         compare.train_arms(PAIR, seeds=0)
     assert list(reports.iterdir()) == []
-
-
-def test_arms_beside_their_base() -> None:
-    figures = {"base": [{"kl": 1.0}, {"kl": 2.0}, {"kl": 3.0}], "other": [{"kl": 0.9}, {"kl": 1.8}, {"kl": 2.7}]}
-    low, high = compare.arms_interval(figures["other"], figures["base"], "kl")
-    assert (low, high) == pytest.approx((-0.2 - 0.2484, -0.2 + 0.2484), abs=1e-3), "4.303 * 0.1 / sqrt 3"
-    row = compare.arms_table(figures, "base").loc["kl"]
-    assert list(row.index) == ["base", "other", "other - base"]
-    assert row["other"] == "1.8000 ± 0.9000"
-    assert row["other - base"] == f"-0.2000 ({low:+.4f} to {high:+.4f})"

@@ -253,21 +253,21 @@ def row_of(name: str, options: argparse.Namespace) -> Row:
 
 def gains(option: list[Path], base: list[Path]) -> tuple[float, list[str], str]:
     """(mean difference in top-1, differences with their intervals, a text for each of FIGURES, and what these say)."""
-    from matrixlib.runs.compare import read_result, t_interval
+    from matrixlib.runs.compare import interval, read_result
 
     own, other = ([read_result(folder) for folder in side] for side in (option, base))
     if bad := [result.name for result in (*own, *other) if not result.complete]:
         return float("-inf"), ["-"] * len(FIGURES), f"{', '.join(bad)} did not reach the end"
     means, texts, sure = [], [], {}
     for column, (name, factor, form, unit) in FIGURES.items():
-        pairs = [abs(factor) * (a.held_out[name] - b.held_out[name]) for a, b in zip(own, other, strict=True)]
-        interval = t_interval(pairs)
-        ends = f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval else ""
-        means.append(statistics.fmean(pairs))
+        a, b = ([abs(factor) * result.held_out[name] for result in side] for side in (other, own))
+        low, high = interval(a, b)
+        ends = f" ({low:{form}} to {high:{form}})" if len(a) > 1 else ""
+        means.append(statistics.fmean(b) - statistics.fmean(a))
         texts.append(f"{means[-1]:{form}}{unit}{ends}")
-        if interval and interval[0] * interval[1] > 0:
+        if low * high > 0:
             sure[column] = "helps" if means[-1] * factor > 0 else "hurts"
-    if interval is None:
+    if len(own) == 1:
         return means[0], texts, "one seed gives no interval"
     words = set(sure.values())
     if len(words) > 1:
