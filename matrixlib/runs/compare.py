@@ -238,7 +238,7 @@ def differences(values: DataFrame, base: str) -> DataFrame:
         if arm == base:
             continue
         paired = list(rows.index) == list(own[base].index)
-        ends = [interval(own[base][name], rows[name]) if paired else (math.nan,) * 2 for name in values.columns]
+        ends = [interval([*own[base][name]], [*rows[name]]) if paired else (math.nan,) * 2 for name in values.columns]
         column = DataFrame(ends, index=values.columns, columns=["from", "to"])
         column.insert(0, "difference", parts[arm]["mean"] - parts[base]["mean"])
         parts[f"{arm} - {base}"] = column
