@@ -20,6 +20,7 @@ import torch
 import toy_spec
 import yaml
 from rank_runs import member
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from matrixlib.data.reader import LoaderError
 from matrixlib.data.share import Share
@@ -28,8 +29,7 @@ from matrixlib.engine.candidate import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.rows import newer
 from matrixlib.engine.stats import from_row
-from matrixlib.runs import elastic
-from matrixlib.runs import ranks as launcher
+from matrixlib.runs import elastic, ranks
 from matrixlib.runs import run as runs
 
 SIZE = 4
@@ -235,19 +235,25 @@ def test_what_a_row_tells_is_what_was_written(tmp_path: Path) -> None:
     assert newer(tmp_path / "metrics.jsonl", (row["time"], 3)) == []
 
 
-def test_of_ranks_that_failed_the_cause_is_told() -> None:
-    def failure(exitcode: int, error: str = "") -> SimpleNamespace:
-        message = {"message": error} if error else "Signal 9 received"
-        return SimpleNamespace(exitcode=exitcode, message=message, signal_name=lambda: "SIGKILL")
-
-    missing = failure(1, "LostRank: rank 1 of 2 does not answer")
-    for failures, word in (
-        ({0: missing, 1: failure(1, "RunError: no room")}, "rank 1 of 2: RunError: no room"),
-        ({0: missing, 1: failure(-9)}, "rank 1 of 2 does not answer"),
-        ({1: failure(-9), 0: missing}, "rank 1 of 2 was ended by SIGKILL: by hand, or for want of memory"),
-        ({1: failure(7), 0: missing}, "rank 1 of 2 ended with exit code 7"),
+def test_of_ranks_that_failed_the_cause_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = SimpleNamespace(message={"message": "LostRank: rank 1 of 2 does not answer"})
+    failed = SimpleNamespace(message={"message": "RunError: no room"})
+    killed = SimpleNamespace(message="Signal 9 (SIGKILL) received by PID 7")
+    for failures, text in (
+        ({0: missing, 1: failed}, "rank 1 of 2: RunError: no room"),
+        ({0: missing, 1: killed}, "rank 1 of 2: Signal 9 (SIGKILL) received by PID 7"),
+        ({0: missing}, "rank 0 of 2: LostRank: rank 1 of 2 does not answer"),
     ):
-        assert launcher._word(failures, 2) == word
+
+        def fail(options: Any, failures: Any = failures) -> None:
+            raise ChildFailedError("ranks", failures)
+
+        monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
+        monkeypatch.setattr("torch.distributed.run.run", fail)
+        assert ranks.launch(2, "{}") == 1
+        assert capsys.readouterr().out.strip() == text
 
 
 FAILING = """
@@ -323,9 +329,9 @@ def kill_rank(launcher: int, folder: Path, updates: int) -> None:
     """SIGKILL to rank 1, once so many updates are done."""
     ends = time.monotonic() + 300
     while time.monotonic() < ends:
-        ranks, log = ranks_of(psutil.Process(launcher)), folder / "metrics.jsonl"
-        if "1" in ranks and log.exists() and log.read_bytes().count(b"\n") >= updates:
-            ranks["1"].kill()
+        processes, log = ranks_of(psutil.Process(launcher)), folder / "metrics.jsonl"
+        if "1" in processes and log.exists() and log.read_bytes().count(b"\n") >= updates:
+            processes["1"].kill()
             return
         time.sleep(0.01)
     raise TimeoutError("the run made no updates")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,21 @@ from matrixlib.engine.stats import Stats, from_row
 from matrixlib.files import utc_now
 from matrixlib.runs.data import RunError
 
-LOOK_SECONDS = 0.1
-"""Between two looks at what the ranks have written."""
-NOT_FOR_RANKS = ("JPY_SESSION_NAME", "MATRIXLIB_LIVE")
-"""Variables that say what the notebook shows."""
+POLL_SECONDS = 0.1
+NOTEBOOK_VARIABLES = ("JPY_SESSION_NAME", "MATRIXLIB_LIVE")
+"""They say what the notebook shows, and are not for ranks."""
 
 
 def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[str], None]) -> Generator[Stats]:
     """Start the ranks of the run in `folder` and yield its updates as they come; at the end all have ended. request:
     arguments of `runs.ranks.train`. say: is told messages.
 
-    Ctrl-C and SIGTERM go on to the ranks, which save and end, as they do when the caller leaves the loop. RunError with
-    the word of the rank that failed.
+    Ctrl-C and SIGTERM go on to the ranks, which save and end, as they do when the caller leaves the loop. RunError
+    saying which rank failed, and why.
     """
     known, log = (utc_now(), 0), folder / "ranks.log"
-    with deferred() as signals, _launcher(request, ranks, log) as launcher:
+    with deferred() as signals:
+        launcher = _start(request, ranks, log)
         told = ended = False
         try:
             while not ended:
@@ -48,46 +48,40 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
                     for text in stats.messages:
                         say(f"update {stats.step}: {text}")
                     yield stats
-                number = signal.SIGTERM if signals.terminated is not None else signal.SIGINT
                 if not told and (signals.interrupts or signals.terminated is not None):
                     told = True
-                    _tell(launcher, number)
-                time.sleep(0 if ended else LOOK_SECONDS)
+                    _tell(launcher, signal.SIGINT if signals.terminated is None else signal.SIGTERM)
+                time.sleep(0 if ended else POLL_SECONDS)
+            signals.check()
+            if launcher.returncode:
+                text = log.read_text(encoding="utf-8", errors="replace").rstrip()
+                raise RunError(text.rpartition("\n")[2] or "the ranks ended without a word")
         except GeneratorExit:
             _tell(launcher, signal.SIGINT)
             launcher.wait()
             raise
-        try:
-            signals.check()
-            if launcher.returncode:
-                raise RunError(_last_line(log))
         except BaseException as error:
             newest = max(Checkpoints(folder / "checkpoints", 2).steps(), default=-1)
             where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
             error.add_note(f"the same command or notebook goes on {where}; what the ranks printed: {log}")
             raise
+        finally:
+            assert launcher.stdin is not None
+            launcher.stdin.close()
+            launcher.wait()
 
 
-@contextlib.contextmanager
-def _launcher(request: Mapping[str, Any], ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _start(request: Mapping[str, Any], ranks: int, log: Path) -> subprocess.Popen[bytes]:
     """The process of the launcher; what it and the ranks print goes into `log`."""
-    command = [sys.executable, "-m", "matrixlib.runs.ranks", str(ranks), json.dumps(request)]
-    environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_RANKS}
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
+        return subprocess.Popen(
+            [sys.executable, "-m", "matrixlib.runs.ranks", str(ranks), json.dumps(request)],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={name: value for name, value in os.environ.items() if name not in NOTEBOOK_VARIABLES},
             start_new_session=True,  # an interrupt of the kernel goes to all of its session
         )
-    assert process.stdin is not None
-    try:
-        yield process
-    finally:
-        process.stdin.close()
-        process.wait()
 
 
 def _tell(launcher: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -98,8 +92,3 @@ def _tell(launcher: subprocess.Popen[bytes], number: signal.Signals) -> None:
             rank.send_signal(number)
         if not ranks:
             launcher.terminate()
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "the ranks ended without a word")

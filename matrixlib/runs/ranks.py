@@ -1,4 +1,4 @@
-"""One training by several ranks: what each process of torchrun does, and a launcher for those of a notebook."""
+"""One training by several ranks: what each process of torchrun does, and torchrun itself for those of a notebook."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
-import uuid
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matrixlib.engine.signals import Terminated
+from matrixlib.hardware import machine
 from matrixlib.runs import run as runs
 from matrixlib.runs.live import LivePlot
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 SAVE_SECONDS = 600
-"""In which a rank that was told to end saves; torch's launcher would kill it after 30."""
-GOES_ON = "the same command goes on from the last checkpoint"
+"""In which a rank that was told to end saves; torchrun would kill it after 30."""
 
 
 def train(
@@ -35,18 +30,18 @@ def train(
     trace: int = 0,
     tensorboard: bool = False,
 ) -> int:
-    """Train as the rank that torchrun has made of this process; the exit code. Rank 0 tells how it goes."""
+    """Train as the rank that torchrun has made of this process; the exit code. Rank 0 prints how it goes."""
+    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     current: runs.Run | None = None
     try:
         current = runs.open_run(preset, device, run=run, steps=steps, overrides=overrides)
+        panel = None
         if current.ranks.first:
             print(current.describe(), flush=True)
-        panel = (
-            LivePlot(current.steps, title=current.preset, history=current.history()) if current.ranks.first else None
-        )
+            panel = LivePlot(current.steps, title=current.preset, history=current.history())
         with panel or nullcontext():
             for stats in current.train(trace, tensorboard):
                 if panel is not None:
@@ -60,7 +55,7 @@ def train(
         number = signal.SIGTERM if isinstance(told, Terminated) else signal.SIGINT
         if current is not None:
             current.ranks.end_with_first()
-        print(f"ended by {number.name}; {GOES_ON}", file=sys.stderr)
+        print(f"ended by {number.name}; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + number
     except Exception as problem:
         get_error_handler().record_exception(problem)
@@ -69,50 +64,30 @@ def train(
         summary = current.summary()
         print(f"{summary['positions']:,} positions; held-out: {summary['headline']}")
         print(f"report: {current.folder / 'report.html'}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
 
 
-def _launch(size: int, request: str) -> int:
-    """Be the launcher of `size` ranks; the exit code. Of ranks that fail the last line tells."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+def launch(size: int, request: str) -> int:
+    """Be torchrun for `size` ranks on this machine; the exit code. The last line says which rank failed, and why."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory() as folder:
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=size,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            shutdown_timeout=SAVE_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            elastic_launch(launch, sys.executable)("-m", "matrixlib.runs.ranks", str(size), request)
-        except ChildFailedError as error:
-            print(_word(error.failures, size), flush=True)
-            return 1
-        except SignalException as error:
-            return 128 + error.sigval
+    os.environ.setdefault("OMP_NUM_THREADS", str(machine.cores()))  # else torchrun gives each rank one thread
+    options = ["--standalone", f"--nproc-per-node={size}", f"--shutdown-timeout={SAVE_SECONDS}"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, "-m", "matrixlib.runs.ranks", str(size), request]))
+    except ChildFailedError as error:
+        messages = {rank: failure.message for rank, failure in error.failures.items()}
+        texts = {rank: text if isinstance(text, str) else text["message"] for rank, text in messages.items()}
+        rank = min(texts, key=lambda rank: texts[rank].startswith("LostRank"))  # which misses one that failed
+        print(f"rank {rank} of {size}: {texts[rank]}", flush=True)
+        return 1
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
-
-
-def _word(failures: Mapping[int, ProcessFailure], size: int) -> str:
-    """Why ranks failed: an error of one's own before that of one that misses another, else what came first."""
-    messages: dict[int, Any] = {rank: failure.message for rank, failure in failures.items()}
-    own = {rank: message["message"] for rank, message in messages.items() if isinstance(message, dict)}
-    for rank, text in own.items():
-        if not text.startswith("LostRank"):
-            return f"rank {rank} of {size}: {text}"
-    rank, failure = next(iter(failures.items()))
-    if rank in own:
-        return own[rank].removeprefix("LostRank: ")
-    if failure.exitcode < 0:
-        return f"rank {rank} of {size} was ended by {failure.signal_name()}: by hand, or for want of memory"
-    return f"rank {rank} of {size} ended with exit code {failure.exitcode}"
 
 
 def _end_with_notebook() -> None:
@@ -129,7 +104,7 @@ def main(size: str, request: str) -> int:
     """What the launcher and each of its ranks does; the exit code."""
     _end_with_notebook()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return _launch(int(size), request)
+        return launch(int(size), request)
     return train(**json.loads(request))
 
 
