@@ -360,6 +360,35 @@ def test_attention_equals_a_slow_reference(norm: str, mask: bool, mix: float) ->
         torch.testing.assert_close(block(x), slow_attention(block, x, mask, mix), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.2, 1.0])
+def test_matrix0s_scores_are_not_rounded_to_half_precision(mix: float) -> None:
+    """Scores of 30 to 40 would be off by up to an eighth in bf16, and shares by as many per cent as they differ."""
+    attention = ATTENTION | {"mask": True, "unmasked_mix": mix, "norm": "post"}
+    block = blocks.AttentionBlock(options(attention=attention), 0.0, 1.0).eval()
+    query, key, value = (torch.randn(3, 2, 4, 64, C // 4, generator=torch.Generator().manual_seed(0)) * 5).bfloat16()
+    expected = block._attend_clamped(query.float(), key.float(), value.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = block._attend_clamped(query, key, value)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), expected, rtol=0.01, atol=0.01 * float(expected.abs().max()))
+    with torch.no_grad():
+        block.bias[0, 1, 3, 4] = torch.nan
+    assert block._attend_clamped(query.float(), key.float(), value.float())[:, 1, 3].isnan().all(), "not hidden"
+
+
+def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
+    shares = torch.rand(64, 3, 64, 64) + 0.1
+    torch.manual_seed(1)
+    first = blocks.dropout(shares, 0.1)
+    torch.manual_seed(1)
+    assert torch.equal(first, blocks.dropout(shares, 0.1))
+    assert not torch.equal(first, blocks.dropout(shares, 0.1))
+    gone = first == 0
+    assert gone.float().mean().item() == pytest.approx(0.1, abs=0.002)
+    torch.testing.assert_close(first[~gone], (shares / 0.9)[~gone], rtol=1e-4, atol=0)
+    assert gone.any(-1).float().mean() > 0.99  # spread over the rows
+
+
 # Activation checkpointing
 
 

@@ -155,28 +155,6 @@ def attention_kernels(plan: Plan) -> Iterator[Figure | str]:
         ran = attention_of(lambda step=step, batch=batch: step(batch))
         check_that(MATH not in ran, f"{name}: attention fell back to plain products ({MATH}); it ran {ran}")
         yield f"{name}: {', '.join(sorted(ran)) or 'none of torch'}"
-    if plan.device == "cuda":
-        yield matrix0_kernel(plan)
-
-
-def matrix0_kernel(plan: Plan) -> str:
-    """Whether Matrix0's attention has its own kernel on this card, or why it has none."""
-    from matrixlib.tasks.chess.attention import clamped
-
-    model: Any = configured(plan, "matrix0_53m").model
-    heads, device = model.attention.heads, torch.device("cuda", torch.cuda.current_device())
-    qkv = torch.randn(64, SQUARES, 3, heads, model.channels // heads, device=device, dtype=torch.bfloat16)
-    bias, mask = torch.zeros(1, heads, SQUARES, SQUARES, device=device), board_mask().to(device)
-    attend = partial(clamped, qkv, bias, mask, model.attention.unmasked_mix, 0.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        attend()  # compiles the kernel and compares it with separate operations
-    with profile(activities=[ProfilerActivity.CUDA]) as recorder:
-        attend()
-        torch.cuda.synchronize()
-    names = Counter(span.name for span in spans_of(recorder, "cuda"))
-    said = "; ".join(str(w.message).splitlines()[0] for w in caught)
-    return f"Matrix0's attention: kernels {', '.join(name[:60] for name, _ in names.most_common(4))}. {said}"
 
 
 def distant_logits(plan: Plan) -> Iterator[Figure | str]:

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from matrixlib.tasks.chess.attention import in_fp32
 from matrixlib.tasks.chess.blocks import (
     ACTIVATIONS,
     SQUARES,
@@ -29,6 +28,7 @@ from matrixlib.tasks.chess.blocks import (
     ChessFeatures,
     ConvNorm,
     ResidualBlock,
+    in_fp32,
     recomputed,
 )
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ModelConfig
