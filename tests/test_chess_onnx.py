@@ -213,12 +213,10 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 def test_speeds_stand_beside_their_limit() -> None:
     net = random_net()
     speeds = throughput.measure({"torch fp32": net, "other int8": net}, (1, 8), seconds=0.01)
-    assert [(one.engine, one.rows) for one in speeds] == [
-        (name, rows) for rows in (1, 8) for name in ("torch fp32", "other int8")
+    assert speeds[["engine", "rows"]].values.tolist() == [
+        [name, rows] for rows in (1, 8) for name in ("torch fp32", "other int8")
     ]
-    assert all(one.rate > 0 for one in speeds)
-    assert speeds[0].limit > speeds[0].rate
-    assert speeds[1].limit == 0
+    assert (speeds["rate"] > 0).all()
     table = throughput.table(speeds)
     assert list(table) == ["1 at once [1/s]", "8 at once [1/s]", "limit [1/s]", "share"]
-    assert table["share"].notna().to_dict() == {"torch fp32": True, "other int8": False}
+    assert table["share"].between(0, 1).to_dict() == {"torch fp32": True, "other int8": False}

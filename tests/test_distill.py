@@ -13,6 +13,7 @@ import lc0_files
 import numpy as np
 import pytest
 import torch
+from cells import definitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import CPU, material_net, random_net, save_run
@@ -35,12 +36,11 @@ from matrixlib.runs.run import Run, held_out_data, held_out_figures, open_run
 from matrixlib.tasks import load, load_config
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-from matrixlib.tasks.chess.distill import features, losses, sizes
-from matrixlib.tasks.chess.distill.agreement import agreement, correlations
+from matrixlib.tasks.chess.distill import losses
+from matrixlib.tasks.chess.distill.losses import LearnedTemperature, reversal, scheduled
 from matrixlib.tasks.chess.distill.teacher import ChessTeacher
-from matrixlib.tasks.chess.distill.temperature import LearnedTemperature, reversal, scheduled
 from matrixlib.tasks.chess.evaluate import strength
-from matrixlib.tasks.chess.evaluate.held_out import held_out
+from matrixlib.tasks.chess.evaluate.held_out import agreement, correlations, held_out
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.task import ChessTask
 
@@ -416,33 +416,22 @@ def test_a_scheduled_temperature() -> None:
         load_config("demo", {"teacher": {"schedule": "learned", "temperature": 7.0}})
 
 
-def test_a_hard_label_is_the_best_move(reports: Path) -> None:
-    """`loss.best_move` changes what is learned, and no metric."""
-    plain, hard = (ChessTask(load_config("demo", {"loss": {"best_move": on}})) for on in (False, True))  # type: ignore[arg-type]
+@pytest.mark.parametrize("changes", [{"best_move": True}, {"policy_temperature": 0.5}])
+def test_another_target_of_the_policy_changes_what_is_learned_and_no_metric(changes: dict[str, Any]) -> None:
+    plain, other = (ChessTask(load_config("demo", {"loss": own})) for own in ({}, changes))  # type: ignore[arg-type]
     batch = batch_of(plain)
     batch["policy_weight"][:, 0] *= 3
     model, active = plain.build_model().eval(), frozenset({"policy"})
     with torch.no_grad():
-        (soft, metrics), (best, same) = plain.losses(model, batch, active), hard.losses(model, batch, active)
-    assert metrics == same
-    assert hard.bounds(batch)["policy"][1] == pytest.approx(0.0, abs=1e-6)
-    assert plain.bounds(batch)["policy"][1] > 1.0
-    assert best["policy"] != soft["policy"]
-    with pytest.raises(ConfigError, match="no temperature changes a best move alone: set policy_temperature to 1"):
-        load_config("demo", {"loss": {"best_move": True, "policy_temperature": 0.5}})
-
-
-def test_a_temperature_of_the_policy_changes_what_is_learned_and_no_metric(reports: Path) -> None:
-    plain, sharp = (ChessTask(load_config("demo", {"loss": {"policy_temperature": t}})) for t in (1.0, 0.5))
-    batch = batch_of(plain)
-    batch["policy_weight"][:, 0] *= 3
-    model, active = plain.build_model().eval(), frozenset({"policy"})
-    with torch.no_grad():
-        (soft, metrics), (sharper, same) = plain.losses(model, batch, active), sharp.losses(model, batch, active)
+        (soft, metrics), (sharper, same) = plain.losses(model, batch, active), other.losses(model, batch, active)
     assert metrics == same
     assert sharper["policy"] != soft["policy"]
-    assert sharp.bounds(batch)["policy"][1] < plain.bounds(batch)["policy"][1]
-    assert sharp.bounds(batch)["policy"][0] == plain.bounds(batch)["policy"][0]
+    (chance, floor), (own_chance, own_floor) = (task.bounds(batch)["policy"] for task in (plain, other))
+    assert own_chance == chance
+    assert own_floor < floor
+    assert own_floor == pytest.approx(0.0, abs=1e-6) or "best_move" not in changes
+    with pytest.raises(ConfigError, match="no temperature changes a best move alone: set policy_temperature to 1"):
+        load_config("demo", {"loss": {"best_move": True, "policy_temperature": 0.5}})
 
 
 # Features
@@ -461,17 +450,31 @@ def test_alignment_equals_its_definition_and_knows_no_turning() -> None:
     rows = np.array([1, 1, 0, 1, 1, 1], bool)
     x[2] = np.nan  # a row that does not count
     samples = [f[rows].transpose(0, 2, 1).reshape(25, -1) for f in (x, y)]
-    ours = features.alignment(*(torch.from_numpy(a) for a in (x, y, rows)))
+    ours = losses.alignment(*(torch.from_numpy(a) for a in (x, y, rows)))
     assert float(ours) == pytest.approx(gram_alignment(*samples), rel=1e-6)
     turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     turned = 1e-3 * np.einsum("bcs,cd->bds", x, turn) + 5
-    assert float(features.alignment(*(torch.from_numpy(a) for a in (x, turned, rows)))) == pytest.approx(1)
+    assert float(losses.alignment(*(torch.from_numpy(a) for a in (x, turned, rows)))) == pytest.approx(1)
     own, theirs = [torch.from_numpy(x), torch.from_numpy(x)], [torch.from_numpy(turned), torch.from_numpy(y)]
-    loss = features.loss(own, theirs, torch.from_numpy(rows))
+    loss = losses.feature_loss(own, theirs, torch.from_numpy(rows))
     assert float(loss) == pytest.approx(5 * (1 - gram_alignment(*samples)) / 2), "of five rows, the mean of two pairs"
     nothing = torch.zeros(6, 4, 5, requires_grad=True)
-    features.alignment(nothing, torch.from_numpy(y).float(), torch.from_numpy(rows)).backward()
+    losses.alignment(nothing, torch.from_numpy(y).float(), torch.from_numpy(rows)).backward()
     assert nothing.grad.isfinite().all()
+
+
+def test_the_gradient_of_the_alignment_does_not_depend_on_the_micro_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2 * losses.CKA_ROWS, 3, 1, generator=generator) for _ in range(2))
+    rows = torch.rand(len(x), generator=generator) < 0.9
+    gradients = []
+    for size in (len(x), losses.CKA_ROWS):
+        own = x.clone().requires_grad_()
+        for start in range(0, len(x), size):
+            part = slice(start, start + size)
+            losses.feature_loss([own[part]], [y[part]], rows[part]).backward()
+        gradients.append(own.grad)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("squares", [False, True])
@@ -560,30 +563,30 @@ def test_agreement_is_one_with_itself_and_knows_a_hand_computed_case(teacher: st
     assert own["teacher_top1"] == 1
     assert own["teacher_kl"] == pytest.approx(0, abs=1e-6)
     assert own["teacher_correlation"] == own["teacher_value_correlation"] == pytest.approx(1)
-    calls: list[Any] = []
-    net.model.register_forward_hook(lambda *args: calls.append(args))
     other = agreement(net, sharpened(random_net(channels=8)), loader, 100)
-    assert len(calls) == 1, "it is asked once about each batch"
     assert other["top1"] == own["top1"] == held_out(net, loader, 100)["top1"]
     assert other["teacher_kl"] > 0.1
     assert abs(other["teacher_correlation"]) < 0.5
     assert other["label_correlation"] == own["label_correlation"]
 
 
-def test_networks_side_by_side() -> None:
-    table = sizes.side_by_side({"student": random_net(channels=8), "teacher": random_net()}, onnx=False, seconds=0.0)
-    assert list(table.index) == ["student", "teacher"]
-    assert table.loc["student", "parameters"] < table.loc["teacher", "parameters"]
-    assert (table[["1 at once [1/s]", "256 at once [1/s]"]] > 0).all().all()
+def test_arms_stand_beside_their_base_with_intervals_over_pairs_of_seeds() -> None:
+    """Student's, of the differences: 0.1 +- 0.1 over three pairs is 0.1 +- 0.248."""
+    cells = definitions("distill")
+    figures = {"hard": [{"top1": 0.1 * k} for k in range(3)], "taught": [{"top1": 0.1 * k + 0.1 * k} for k in range(3)]}
+    low, high = cells["interval"](figures, "taught", "hard", "top1")
+    assert (low, high) == (pytest.approx(0.1 - 0.2484, abs=1e-4), pytest.approx(0.1 + 0.2484, abs=1e-4))
+    row = cells["arms_table"](figures).loc["top1"]
+    assert row.to_dict() == {
+        "hard": "0.1000 ± 0.1000",
+        "taught": "0.2000 ± 0.2000",
+        "taught - hard": "+0.1000 (-0.1484 to +0.3484)",
+    }
+    one = {arm: rows[1:2] for arm, rows in figures.items()}
+    assert cells["arms_table"](one).loc["top1", "taught - hard"] == "+0.1000", "one seed has no interval"
 
 
-def test_a_duel_pools_pairs_of_networks() -> None:
-    elo = strength.duel([material_net(), material_net()], [random_net(), random_net()], games=2, plies=8)
-    assert (elo.games, elo.score) == (4, 0.5), "drawn at the ply limit"
-
-
-def test_a_duel_gives_each_side_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = random_net(), random_net()
+def test_a_duel_pools_pairs_of_networks_and_gives_each_side_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     players: list[tuple[Net, int]] = []
     real = strength.network_player
 
@@ -592,5 +595,7 @@ def test_a_duel_gives_each_side_its_simulations(monkeypatch: pytest.MonkeyPatch)
         return real(net, simulations)
 
     monkeypatch.setattr(strength, "network_player", network_player)
-    strength.duel([one], [other], games=2, simulations=(3, 0), plies=2)
-    assert players == [(one, 3), (other, 0)]
+    first, second = [material_net(), material_net()], [random_net(), random_net()]
+    elo = strength.duel(first, second, games=2, simulations=(2, 0), plies=8)
+    assert (elo.games, elo.score) == (4, 0.5), "drawn at the ply limit"
+    assert players == [(first[0], 2), (second[0], 0), (first[1], 2), (second[1], 0)]

@@ -40,10 +40,9 @@ def inference(plan: Plan) -> Iterator[Figure]:
             nets = {f"torch {plan.runtime.dtype}": net}
             if preset == "quick":  # for the large one that takes minutes
                 nets = onnx.engines(net, Path(folder), plan.compile)
-            for speed in throughput.measure(nets, sizes, plan.seconds / 4):
-                of = f"{speed.engine.split()[-1]} products" if speed.limit else ""
-                name = f"{preset}, {speed.engine}, {speed.rows} at once"
-                yield Figure(name, speed.rate, "positions/s", speed.limit or None, of)
+            for engine, rows, rate, limit in throughput.measure(nets, sizes, plan.seconds / 4).values.tolist():
+                of = f"{engine.split()[-1]} products" if limit > 0 else ""
+                yield Figure(f"{preset}, {engine}, {rows} at once", rate, "positions/s", limit if of else None, of)
 
 
 def targets(plan: Plan) -> Iterator[Figure]:

@@ -188,7 +188,6 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
         if not (teacher := net.task.config.teacher.network):
             return figures.held_out(net, held_out, sample)
-        from matrixlib.tasks.chess.distill.agreement import agreement
 
         try:
             other = load(teacher, "", net.runtime.device)
@@ -198,7 +197,7 @@ class ChessSpec(TaskSpec[ChessConfig]):
         if problem:
             warnings.warn(f"without figures of the teacher: {problem}", stacklevel=2)
             return figures.held_out(net, held_out, sample)
-        return agreement(net, other, held_out, sample)
+        return figures.agreement(net, other, held_out, sample)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
         base = figures["baselines"]

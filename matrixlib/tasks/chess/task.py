@@ -22,9 +22,8 @@ from matrixlib.play.game import Past
 from matrixlib.tasks.chess import bitboard, losses, records
 from matrixlib.tasks.chess import ssl_targets as ssl
 from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig, ModelConfig
-from matrixlib.tasks.chess.distill import features, outputs
+from matrixlib.tasks.chess.distill import cache
 from matrixlib.tasks.chess.distill import losses as soft
-from matrixlib.tasks.chess.distill.temperature import LearnedTemperature
 from matrixlib.tasks.chess.heads import Head
 from matrixlib.tasks.chess.losses import Sums, plain_rows
 from matrixlib.tasks.chess.model import PLANES, PLAY_HEADS, PolicyValueNet, training_flops
@@ -125,7 +124,7 @@ class ChessTask:
         mirrored = rng.random(rows) < 0.5
         data = self.config.data
         hidden = ssl.hide(rng, rows, data.hidden_rows, data.hidden_squares)
-        batch = outputs.unpacked(batch)
+        batch = cache.unpacked(batch)
         if data.mirror:
             batch = records.mirror(batch, mirrored & records.mirrorable(batch["records"]))
         return self._packed(batch, hidden)
@@ -134,7 +133,7 @@ class ChessTask:
         """As `prepare`, with nothing mirrored and nothing hidden: every row gives policy and value, none a loss of the
         piece head, which the ssl notebook measures.
         """
-        return self._packed(outputs.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
+        return self._packed(cache.unpacked(batch), np.zeros((len(batch["records"]), 8), np.uint8))
 
     def inputs(
         self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
@@ -171,7 +170,7 @@ class ChessTask:
             model = PolicyValueNet(self.config.model, self.trunk, self.heads)
         teacher = self.config.teacher
         if teacher.network and teacher.schedule == "learned":
-            model.temperature = LearnedTemperature(teacher.temperature, teacher.temperature_rate)
+            model.temperature = soft.LearnedTemperature(teacher.temperature, teacher.temperature_rate)
         return model
 
     def set_chunk(self, model: nn.Module, rows: int) -> int:
@@ -297,11 +296,11 @@ class ChessTask:
         blocks = [own for own, _ in self.config.teacher.layers] or range(len(out["stream"]) - 1)
         own = self.additions(out["stream"], batch, blocks, self.config.teacher.squares)
         theirs = [batch[f"teacher_features_{k}"] for k in range(len(blocks))]
-        return features.loss(own, theirs, plain_rows(batch)), {}
+        return soft.feature_loss(own, theirs, plain_rows(batch)), {}
 
     def additions(self, stream: Sequence[Tensor], batch: Batch, blocks: Sequence[int], squares: bool) -> list[Tensor]:
-        """As `features.additions`, on the oriented board where `squares` are wanted each by itself."""
-        return features.additions(stream, blocks, partial(self.oriented, batch=batch) if squares else None)
+        """As `soft.additions`, on the oriented board where `squares` are wanted each by itself."""
+        return soft.additions(stream, blocks, partial(self.oriented, batch=batch) if squares else None)
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Raw outputs: `policy` (B, L), logits of legal moves, NaN in pads; `value`; `ssl_<head>` logits; own heads."""
@@ -363,12 +362,16 @@ class ChessTask:
         """How many times a 1 counts in a binary head's loss."""
         return float(getattr(self.config.loss.positive, head, 1.0))
 
+    def planes(self, batch: Batch) -> Tensor:
+        """The network's input (B, C, 8, 8) float32 of a packed batch."""
+        return planes(batch, self.config.model.encoding)
+
     def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
         """The network's outputs that these terms need, in its own frame: see `PolicyValueNet.forward`. In training with
         a learned temperature also `temperature` (B,) and `raw`, the parameter behind it.
         """
         names = self._needed(terms)
-        arguments: list[Any] = [planes(batch, self.config.model.encoding), names]
+        arguments: list[Any] = [self.planes(batch), names]
         # A GPU makes all moves' in no time, and of a compiled network every number of moves would be another graph
         if isinstance(model, PolicyValueNet) and batch["policy_index"].device.type == "cpu" and "policy" in names:
             arguments.append(self.network_index(batch))
@@ -376,7 +379,7 @@ class ChessTask:
         # Held-out rows are always scored at the temperature of their batch.
         if "teacher_policy" in terms and self.config.teacher.schedule == "learned" and model.training:
             learned = model.temperature  # of a compiled model, too
-            assert isinstance(learned, LearnedTemperature)
+            assert isinstance(learned, soft.LearnedTemperature)
             out["temperature"] = learned(batch["reversal"][0]).expand(len(batch["pieces"]))
             out["raw"] = learned.raw.detach()
         return out

@@ -1,16 +1,26 @@
-"""Losses of a network that learns from a teacher's outputs: sums over rows in fp32, as those of `chess.losses`.
+"""What a student learns from a teacher: its outputs and features, and a temperature learned against the student.
 
-Shapes: B rows, L places for legal moves (padded). The teacher's policy is log-probabilities over a row's legal moves,
-anything in pads. These take part as finite numbers times zero: an infinity would make every sum NaN, whatever it is
-multiplied by.
+Losses are sums over rows in fp32, as those of `chess.losses`. Shapes: B rows, L places for legal moves (padded), C and
+D channels of the two networks, S squares of a row: 64, or 1 that is the mean over the board. The teacher's policy is
+log-probabilities over a row's legal moves, anything in pads. These take part as finite numbers times zero: an infinity
+would make every sum NaN, whatever it is multiplied by.
 """
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from matrixlib.engine.optim import PlainDescent
+from matrixlib.tasks.chess.config import TeacherConfig
 from matrixlib.tasks.chess.losses import FILL, PAD, Sums, entropy, legal_logits
+
+EPS = 1e-12  # norm of features below which they are taken as none
+CKA_ROWS = 128  # rows whose alignment is taken together
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1.0, 5.0  # of a learned one: of 20 to 40 moves' policy little is left far above
+REST = 0.2  # share of the training in which a learned temperature stays as it is
 
 
 def policy_rows(index: Tensor, rows: Tensor) -> Tensor:
@@ -80,3 +90,111 @@ def wdl_loss(logits: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Sum
 def wdl_bounds(teacher: Tensor, rows: Tensor) -> tuple[float, float]:
     """(chance, floor) sums: ln 3 - H, H the teacher's entropy, and 0."""
     return float((math.log(3) - entropy(teacher[rows].double())).sum()), 0.0
+
+
+# Features: what blocks add to the stream, compared by centred kernel alignment
+
+
+def pairs(config: TeacherConfig, own: int, theirs: int) -> Sequence[tuple[int, int]]:
+    """(block of the student, block of the teacher), of networks with so many blocks: as given, or the student's blocks
+    at the same depths in the teacher. ValueError where there is no such block.
+    """
+    layers = config.layers or tuple((block, max((block + 1) * theirs // own - 1, 0)) for block in range(own))
+    for place, (name, count) in enumerate((("the student", own), ("the teacher", theirs))):
+        if wrong := [pair[place] for pair in layers if pair[place] >= count] or [0] * (count == 0):
+            raise ValueError(f"teacher.layers: {name} has {count} blocks, counted from 0, so none of number {wrong[0]}")
+    return layers
+
+
+def additions(
+    stream: Sequence[Tensor], blocks: Iterable[int], oriented: Callable[[Tensor], Tensor] | None
+) -> list[Tensor]:
+    """What each of these blocks adds to a network's stream, (B, C, S) in fp32.
+
+    stream: what goes into the blocks, and what comes out of each. oriented: turns maps to the oriented board; None: the
+    mean over the squares will do.
+    """
+    added = [stream[block + 1].float() - stream[block].float() for block in blocks]
+    if oriented is None:
+        return [maps.mean((2, 3))[:, :, None] for maps in added]
+    return [oriented(maps).flatten(2) for maps in added]
+
+
+def feature_loss(own: Sequence[Tensor], theirs: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """1 - `alignment` of every CKA_ROWS rows, the mean over the pairs of blocks, times how many of them count.
+
+    rows: (B,) bool. Alignment is of many rows together; taken over groups of fixed size it adds up over micro-batches
+    that are multiples of them.
+    """
+    total = torch.zeros((), device=rows.device)
+    for start in range(0, len(rows), CKA_ROWS):
+        part = slice(start, start + CKA_ROWS)
+        aligned = [alignment(x[part], y[part], rows[part]) for x, y in zip(own, theirs, strict=True)]
+        total = total + rows[part].sum() * (1 - torch.stack(aligned).mean())
+    return total
+
+
+def alignment(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """() linear CKA of features (B, C, S) and (B, D, S), 0 to 1, every square of the `rows` (B,) bool a sample
+    (Kornblith et al. 2019, arXiv:1905.00414). Turning or scaling one side as a whole changes nothing, so widths differ.
+    """
+    x, y = _samples(x, rows), _samples(y, rows)
+    spread = (x.T @ x).norm() * (y.T @ y).norm()
+    return (x.T @ y).square().sum() / spread.clamp(min=EPS)
+
+
+def _samples(features: Tensor, rows: Tensor) -> Tensor:
+    """(B * S, C): centred, of norm 1, so that no sum overflows; zeros of other rows."""
+    weight = rows.float().repeat_interleave(features.shape[2])[:, None]
+    samples = torch.where(weight > 0, features.transpose(1, 2).flatten(0, 1), 0.0)
+    centred = (samples - samples.sum(0) / weight.sum().clamp(min=1)) * weight
+    return centred / centred.norm().clamp(min=EPS)
+
+
+# The temperature that softens teacher and student
+
+
+class _Reverse(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by -factor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return -factor * gradients[0], None
+
+
+class LearnedTemperature(PlainDescent):
+    """T = 1 + 4 sigmoid(raw), which rises where that makes the student's task harder (CTKD, Li et al. 2022,
+    arXiv:2211.16231): its gradient is reversed, and multiplied by a factor that begins at 0.
+
+    That factor is why it is moved by plain descent: Adam divides it away, and decay alone would move it where it is 0.
+    """
+
+    def __init__(self, initial: float, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        share = (initial - MIN_TEMPERATURE) / (MAX_TEMPERATURE - MIN_TEMPERATURE)
+        self.raw = nn.Parameter(torch.tensor(math.log(share / (1 - share))))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        """T () of the reversal's factor ()."""
+        raw: Tensor = _Reverse.apply(self.raw, factor)
+        return MIN_TEMPERATURE + (MAX_TEMPERATURE - MIN_TEMPERATURE) * raw.sigmoid()
+
+
+def reversal(progress: float) -> float:
+    """Factor of the reversed gradient: 0 for the first fifth of the training, then along a cosine to 1."""
+    place = max(0.0, progress - REST) / (1 - REST)
+    return (1 - math.cos(math.pi * min(place, 1.0))) / 2
+
+
+def scheduled(config: TeacherConfig, progress: float) -> float:
+    """T at a share of the training; a learned one where it begins."""
+    if config.schedule != "linear":
+        return config.temperature
+    return config.temperature + (config.final_temperature - config.temperature) * progress

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from matrixlib.engine.task import Batch, rows, slice_batch, to_device
 from matrixlib.tasks.chess.config import ChessConfig, TeacherConfig
-from matrixlib.tasks.chess.distill import features
-from matrixlib.tasks.chess.distill.agreement import INPUTS
-from matrixlib.tasks.chess.distill.temperature import reversal, scheduled
-from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.distill.losses import pairs, reversal, scheduled
+from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.losses import FILL
 from matrixlib.tasks.chess.model import depth
 
@@ -42,7 +40,7 @@ class ChessTeacher:
                     f"teacher '{name}' is an ONNX file, whose blocks nobody sees: give its run, or set "
                     "teacher.features to 0"
                 )
-            blocks = tuple(theirs for _, theirs in features.pairs(config.teacher, depth(config.model), len(tower)))
+            blocks = tuple(theirs for _, theirs in pairs(config.teacher, depth(config.model), len(tower)))
         return cls(net, config.teacher, net.sha256, blocks)
 
     @property
@@ -56,7 +54,7 @@ class ChessTeacher:
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
         """The batch with `teacher_policy` (B, L), log-probabilities of `policy_index`'s moves, `teacher_wdl` (B, 3)
         where it has such a head, and `temperature` (B,) and `reversal` (B,), alike in all rows; in training, for each
-        of `blocks`, `teacher_features_<k>` as of `features.additions`. Held-out rows are scored at T = 1.
+        of `blocks`, `teacher_features_<k>` as of `losses.additions`. Held-out rows are scored at T = 1.
         """
         count, device = rows(batch), batch["pieces"].device
         heat = 1.0 if progress is None else scheduled(self.config, progress)

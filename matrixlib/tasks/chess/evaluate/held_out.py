@@ -6,23 +6,23 @@ from typing import Any
 import numpy as np
 
 from matrixlib.data.loader import Loader
-from matrixlib.engine.task import Batch, Task
+from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import validate
-from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.losses import value_target
 from matrixlib.tasks.chess.plots import Points
 from matrixlib.tasks.chess.records import captured_value
 
+MIN_MOVES = 3  # of a position whose log-probabilities are correlated: any two lie on a line
 
-def held_out(
-    net: Net, loader: Loader, sample: int = 0, batch_size: int = 512, task: Task | None = None
-) -> dict[str, Any]:
+
+def held_out(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
     """Figures on held-out positions, each with its baselines.
 
     top1, top3, top5: agreement of the most probable move(s) with the teacher's best; policy_kl: nats; wdl_accuracy;
     value_correlation: Pearson of expected scores; neither where no position has a value target. Baselines: uniform
     over legal moves, best capture by piece value (P1 N3 B3 R5 Q9; no capture on offer = a wrong answer), majority
-    class. sample: 0 = all positions. task: that scores in the place of the network's.
+    class. sample: 0 = all positions.
     """
     base: dict[str, float] = {"rows": 0}
 
@@ -35,7 +35,7 @@ def held_out(
             yield batch
 
     terms = frozenset({"policy", "value"})
-    validation = validate(task or net.task, net.model, batches(), net.runtime, terms, "full")
+    validation = validate(net.task, net.model, batches(), net.runtime, terms, "full")
     if validation is None or not validation.counts["policy"]:
         raise ValueError("the held-out positions have no policy target to evaluate on; import others")
     metrics, policy, value = validation.metrics, validation.counts["policy"], validation.counts["value"]
@@ -95,7 +95,7 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
     outputs, targets = [np.zeros((0, 3))], [np.zeros((0, 3))]
     for batch in loader.sequential(batch_size, sample=sample):
         target, known = value_target(batch["wdl"], batch["result"], net.task.config.loss.result_share)
-        out = net.predict({name: batch[name].numpy() for name in ("pieces", "state", "policy_index")})
+        out = net.predict({name: batch[name].numpy() for name in INPUTS})
         value = out.get("wdl", np.repeat(out["value"][:, None], 3, axis=1))
         outputs.append(value[known.numpy()])
         targets.append(target[known].numpy())
@@ -116,3 +116,59 @@ def _bins(probability: np.ndarray, truth: np.ndarray) -> Points:
     number = np.minimum((probability * 10).astype(int), 9)
     rows = [np.flatnonzero(number == k) for k in range(10)]
     return [(float(probability[r].mean()), float(truth[r].mean()), len(r)) for r in rows if len(r)]
+
+
+# Beside a teacher
+
+
+def agreement(net: Net, teacher: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Any]:
+    """The figures of `held_out` with these (`sample`: on so many positions, 0 = all), by name.
+
+    teacher_correlation: Pearson correlation of the two networks' log-probabilities over the legal moves of a position,
+    which takes their means away, the median over positions; pooled over positions it would come out higher for any
+    pair. label_correlation: the same with the labels, over the moves that have a share. teacher_kl: KL(teacher ||
+    network), nats. teacher_top1: the same best move. teacher_value_correlation: Pearson of expected scores.
+    ValueError as of `held_out`.
+    """
+    parts = []
+    for tensors in loader.sequential(batch_size, sample=sample):
+        batch = {name: tensor.numpy() for name, tensor in tensors.items()}
+        own, theirs = (one.predict({name: batch[name] for name in INPUTS}) for one in (net, teacher))
+        legal, labels = batch["policy_index"] >= 0, batch["policy_weight"]
+        share = np.exp(np.where(legal, theirs["policy"], -np.inf))
+        values = (
+            own["policy"].argmax(1) == theirs["policy"].argmax(1),
+            np.where(legal, share * (theirs["policy"] - own["policy"]), 0).sum(1),
+            correlations(own["policy"], theirs["policy"], legal),
+            correlations(own["policy"], np.log(np.where(labels > 0, labels, 1)), legal & (labels > 0)),
+            own["value"],
+            theirs["value"],
+        )
+        parts.append([value[legal.any(1)] for value in values])
+    same, kl, with_teacher, with_labels, value, their_value = (
+        np.concatenate(part) for part in zip(*parts, strict=True)
+    )
+    return held_out(net, loader, sample) | {
+        "teacher_top1": float(same.mean()),
+        "teacher_kl": float(kl.mean()),
+        "teacher_correlation": _median(with_teacher),
+        "label_correlation": _median(with_labels),
+        "teacher_value_correlation": float(correlations(value[None], their_value[None])[0]),
+    }
+
+
+def correlations(x: np.ndarray, y: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
+    """(B,) Pearson correlations of rows (B, L) over the entries `among` (B, L); nan for fewer than MIN_MOVES, and where
+    one side does not vary.
+    """
+    among = np.ones(x.shape, bool) if among is None else among
+    count = among.sum(1)
+    x, y = (np.where(among, side, 0).astype(np.float64) for side in (x, y))
+    x, y = (np.where(among, side - (side.sum(1) / np.maximum(count, 1))[:, None], 0) for side in (x, y))
+    spread = np.sqrt((x * x).sum(1) * (y * y).sum(1))
+    known = (count >= MIN_MOVES) & (spread > 1e-12)
+    return np.where(known, (x * y).sum(1) / np.where(known, spread, 1), np.nan)
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else float("nan")

@@ -16,6 +16,8 @@ from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.chess.uci.protocol import read_position
 
 BATCH = 512  # boards turned into arrays at a time
+INPUTS = ("pieces", "state", "policy_index")
+"""Of a batch of `prepare`: what networks are asked with. One that looks at history fills it up by its own rule."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Measured through `Net.predict`: packed positions in, probabilities of the legal 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,7 @@ import pandas as pd
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.hardware import speed
-from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.model import forward_flops
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
@@ -21,53 +20,38 @@ from matrixlib.tasks.chess.sample_set import unpack_sample
 SIZES = (1, 32, 256, 1024)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of one engine with batches of `rows`: positions a second, and what the matrix product alone would allow.
+def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: float = 2.0) -> pd.DataFrame:
+    """A row for each engine and number of `rows` evaluated at once: median `rate` in positions a second, and `limit`,
+    what the matrix product alone would allow in the dtype with which the engine's name ends; nan for other names.
 
-    limit: from the matrix rate in the same dtype; 0 where that was not measured, as for 8 bits.
-    """
-
-    engine: str
-    rows: int
-    rate: float
-    limit: float
-
-
-def measure(nets: Mapping[str, Net], sizes: Sequence[int] = SIZES, seconds: float = 2.0) -> list[Speed]:
-    """Median rates of each engine (a name that ends with its dtype) and size, in turns, so that a change in the
-    machine's speed meets all alike.
-
-    seconds: of each engine and size. The matrix rate is measured in the same minute.
+    seconds: of each row. All engines take turns, so that a change in the machine's speed meets them alike.
     """
     first = next(iter(nets.values()))
-    runtime, work = first.runtime, forward_flops(first.model, first.task.input_planes) / 1e9
+    runtime = first.runtime
     batch = positions(first, max(sizes))
-    peak = {
-        dtype: speed.matrix_rate(runtime.device, dtype, runtime.threads)
-        for dtype in {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
-    }
-    speeds = []
+    dtypes = {name.split()[-1] for name in nets} & {"fp32", "bf16", "fp16"}
+    peak = {dtype: speed.matrix_rate(runtime.device, dtype, runtime.threads) for dtype in dtypes}
+    work = forward_flops(first.model, first.task.input_planes) / 1e9 if peak else 1.0
+    table = []
     for rows in sizes:
         part = {name: array[:rows] for name, array in batch.items()}
         works = {name: partial(net.predict, part) for name, net in nets.items()}
         for name, taken in speed.turns(works, seconds * len(nets)).items():
-            speeds.append(Speed(name, rows, rows / taken, peak.get(name.split()[-1], 0) / work))
-    return speeds
+            table.append((name, rows, rows / taken, peak.get(name.split()[-1], np.nan) / work))
+    return pd.DataFrame(table, columns=["engine", "rows", "rate", "limit"])
 
 
 def positions(net: Net, count: int) -> dict[str, np.ndarray]:
     """What `Net.predict` takes, of held-out positions of the sample set."""
     loader = Loader(Catalogue(unpack_sample()).shards("validation"), LAYOUT, count, 0, net.task.prepare_plain)
     batch = next(iter(loader.sequential(count, sample=count)))
-    return {name: batch[name].numpy() for name in ("pieces", "state", "policy_index")}
+    return {name: batch[name].numpy() for name in INPUTS}
 
 
-def table(speeds: Sequence[Speed]) -> pd.DataFrame:
-    """A row for each engine, a column for each batch; last the limit and the best share of it, where one is known."""
-    frame = pd.DataFrame(speeds)
-    rates = frame.pivot_table(index="engine", columns="rows", values="rate", sort=False).round()
-    limit = frame.groupby("engine")["limit"].first().replace(0, float("nan"))
+def table(speeds: pd.DataFrame) -> pd.DataFrame:
+    """`measure` with a row for each engine and a column for each batch; last the limit and the best share of it."""
+    rates = speeds.pivot_table(index="engine", columns="rows", values="rate", sort=False)
+    limit = speeds.groupby("engine")["limit"].first()
     share = (rates.max(axis=1) / limit).round(2)
     rates.columns = [f"{rows:,} at once [1/s]" for rows in rates.columns]
-    return rates.rename_axis(None).assign(**{"limit [1/s]": limit.round(), "share": share})
+    return rates.round().rename_axis(None).assign(**{"limit [1/s]": limit.round(), "share": share})

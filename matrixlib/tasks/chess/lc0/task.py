@@ -41,8 +41,11 @@ class Lc0Task(ChessTask):
     def build_model(self) -> PolicyValueNet:
         raise ValueError("networks of Lc0 come from their weight files: they are not trained here")
 
+    def planes(self, batch: Batch) -> Tensor:
+        return inputs.planes(batch)
+
     def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
-        return model(inputs.planes(batch), terms)
+        return model(self.planes(batch), terms)
 
     def network_index(self, batch: Batch) -> Tensor:
         return torch.where(batch["policy_index"] != losses.PAD, inputs.slots(batch), losses.PAD)
