@@ -26,7 +26,7 @@ from matrixlib.engine.task import Batch
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.distill import cache
+from matrixlib.tasks.chess.distill import cache, outputs
 from matrixlib.tasks.chess.distill import losses as soft
 from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 from matrixlib.tasks.chess.task import ChessTask
@@ -83,12 +83,12 @@ def log_p(batch: Batch) -> np.ndarray:
 
 def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     teacher = teacher_of()
-    side = Shard(make(folder, teacher, "validation")["b.npz"], cache.LAYOUT)
+    side = Shard(make(folder, teacher, "validation")["b.npz"], outputs.LAYOUT)
     stored = rows_of(fens)
     batch = tensors(TASK.prepare_plain({**stored, "sidecar": side.arrays["records"]}, np.random.default_rng(0)))
     asked = teacher.ask(batch)
     assert torch.equal(teacher(batch, 0.5)["teacher_policy"], batch["teacher_policy"]), "and is not asked for again"
-    few = batch["policy_index"].ge(0).sum(1).numpy() <= cache.MOVES
+    few = batch["policy_index"].ge(0).sum(1).numpy() <= outputs.MOVES
     assert 0 < few.sum() < len(few)
     ours, theirs = log_p(batch), log_p({**batch, **asked})
     np.testing.assert_allclose(ours[few], theirs[few], atol=0.02)  # float16 of about -10
@@ -96,11 +96,11 @@ def test_what_is_stored_comes_back(folder: Path, fens: list[str]) -> None:
     assert mass[few].max() < 0.002
     assert mass.max() < 0.3, "moves beyond the 32nd share the rest alike"
     np.testing.assert_allclose(batch["teacher_wdl"].numpy(), asked["teacher_wdl"].numpy(), atol=1e-3)
-    assert cache.RECORD.itemsize == 104
+    assert outputs.RECORD.itemsize == 104
 
 
 def test_mirrored_rows_get_the_mirrored_policy(folder: Path, fens: list[str]) -> None:
-    side = Shard(make(folder, teacher_of(), "validation")["b.npz"], cache.LAYOUT).arrays["records"]
+    side = Shard(make(folder, teacher_of(), "validation")["b.npz"], outputs.LAYOUT).arrays["records"]
     stored = {**rows_of(fens), "sidecar": side}
     plain = TASK.prepare_plain(stored, np.random.default_rng(0))
     mirrored = TASK.prepare(stored, np.random.default_rng(0))
@@ -168,7 +168,7 @@ def test_a_torn_block_of_an_unfinished_file_is_asked_about_again(folder: Path) -
     teacher = teacher_of()
     paths = make(folder, teacher)
     expected = paths["a.npz"].read_bytes()
-    whole = Shard(paths["a.npz"], cache.LAYOUT).arrays["records"][:4096].tobytes()
+    whole = Shard(paths["a.npz"], outputs.LAYOUT).arrays["records"][:4096].tobytes()
     paths["a.npz"].unlink()
     row = next(row for row in Catalogue(folder).shards() if row.name == "a.npz")
     part = paths["a.npz"].with_name(f"a.npz.outputs.{row.sha256[:16]}.part")
@@ -201,7 +201,7 @@ def test_training_reads_the_cache_and_asks_nobody(
     (path,) = folder.glob("teacher-*/a.npz.outputs")
     before = path.read_bytes()
     raw = bytearray(before)
-    raw[4500 * cache.RECORD.itemsize] ^= 1
+    raw[4500 * outputs.RECORD.itemsize] ^= 1
     path.write_bytes(raw)
     with closing(student(folder, teacher, cache=True)) as run:
         assert path.read_bytes() == raw
@@ -217,10 +217,10 @@ def test_training_reads_the_cache_and_asks_nobody(
 def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None:
     paths = make(folder, teacher_of())
     raw = bytearray(paths["a.npz"].read_bytes())
-    raw[4500 * cache.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
+    raw[4500 * outputs.RECORD.itemsize] ^= 1  # in the second block, after it was looked at
     paths["a.npz"].write_bytes(raw)
     damage = []
-    sidecars, rows = Sidecars(cache.LAYOUT, paths), Catalogue(folder).shards("train")
+    sidecars, rows = Sidecars(outputs.LAYOUT, paths), Catalogue(folder).shards("train")
     loader = Loader(
         rows, records.LAYOUT, 64, 0, TASK.prepare_plain, on_damage=lambda *what: damage.append(what), sidecars=sidecars
     )
@@ -231,7 +231,7 @@ def test_a_row_is_replaced_together_with_what_is_beside_it(folder: Path) -> None
     stored = Shard(folder / "a.npz", records.LAYOUT).arrays["records"]["pieces"]
     assert (batches[0][4096:] == stored[: 5000 - 4096]).all()
     gathered = loader.records(0)
-    fine = Shard(paths["a.npz"], cache.LAYOUT).arrays["records"]
+    fine = Shard(paths["a.npz"], outputs.LAYOUT).arrays["records"]
     place = {row.tobytes(): i for i, row in enumerate(stored[:4096])}
     assert all(
         side == fine[place[row["pieces"].tobytes()]]
