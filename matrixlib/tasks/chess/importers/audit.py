@@ -1,40 +1,46 @@
-"""What is checked and measured on chess positions, and an audit of a folder of shards by a sample of each source."""
+"""What is checked and measured on chess positions, and a folder of shards as tables: shards, imports, a sample."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pandas import DataFrame, concat
 
 from matrixlib.data import stats
-from matrixlib.data.account import Account, accounts, quiet_catalogue, replaced_shards
-from matrixlib.data.catalogue import NAME, Catalogue, ShardRow
+from matrixlib.data.account import accounts, quiet_catalogue
+from matrixlib.data.catalogue import Catalogue, ShardRow
 from matrixlib.data.remote import whole
-from matrixlib.data.shards import BLOCK, SPLITS, Batch, Shard, ShardError, concat, ragged_rows
+from matrixlib.data.shards import BLOCK, Batch, Shard, ShardError, ragged_rows
+from matrixlib.data.shards import concat as concat_batches
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.importers.notation import classes_of, standing_rights
-from matrixlib.tasks.chess.keys import hashes_of, keys_of
-from matrixlib.tasks.chess.records import LAYOUT, PIECE_VALUES, UNKNOWN, WDL_SUM, legal_indices, playable
+from matrixlib.tasks.chess.keys import hashes_of
+from matrixlib.tasks.chess.records import (
+    LAYOUT,
+    PIECE_VALUES,
+    UNKNOWN,
+    WDL_SUM,
+    legal_indices,
+    move_from_index,
+    playable,
+    to_board,
+)
 
-BLOCKS = 64  # blocks of a source that its sample is from: a set of any size is looked at in seconds
-MEASURED = 8 * BLOCK  # records of a shard without figures
-OPENING = (4, 8)  # plies
+MAX_BLOCKS = 64  # of a source that its sample is from: a set of any size is looked at in seconds
+MEASURED = 8 * MAX_BLOCKS  # records of a shard without figures
 MATERIAL = np.array([*PIECE_VALUES, *(-value for value in PIECE_VALUES), 0])  # by class of a square
 PHASE = np.array([0, 1, 1, 2, 4, 0] * 2 + [0])  # 24 at the start, 0 where kings and pawns are left
-GAP = 1.5  # points between win-draw-loss and result from which on a record is suspicious
-AHEAD, LOST = 5, -0.5  # as is one with so many pawns more and so few points
-FEW = 8  # shards of a source, below which none is called an outlier
+MIN_SHARDS = 9  # of a source and split, below which none is called an outlier
 FAR = 6.0  # robust standard deviations
 COMPARED = (
     *("policy_mean", "policy_weight_entropy_mean", "policy_weight_entropy_std", "policy_weight_zero"),
     *("men", "ply", "black", "known_result", "known_wdl"),
     *("win", "draw", "loss", "white", "value", "value_gap"),
 )
-
-Arrays = dict[str, NDArray[Any]]
 
 
 # Positions
@@ -57,11 +63,6 @@ def faults(batch: Batch) -> dict[str, NDArray[np.bool_]]:
     return {fault: rows for fault, rows in masks.items() if rows.any()}
 
 
-def faulty(batch: Batch) -> int:
-    """Records that no position of chess looks like, or whose list of moves is not that of the rules."""
-    return int(np.any([np.zeros(len(batch["records"]), bool), *faults(batch).values()], axis=0).sum())
-
-
 def unlike_legal(batch: Batch) -> NDArray[np.bool_]:
     """(n,) bool: the listed policy indices are not exactly those of the legal moves, in ascending order."""
     index, offset = legal_indices(batch["records"])
@@ -74,35 +75,22 @@ def unlike_legal(batch: Batch) -> NDArray[np.bool_]:
     return wrong
 
 
-def _points(batch: Batch) -> Arrays:
-    """The `columns` that `figures` needs too."""
+def columns(batch: Batch) -> dict[str, NDArray[Any]]:
+    """Figures (n,) of each position, nan where unknown.
+
+    men: pieces on the board. value: expected points by win-draw-loss, -1 to 1. result: points of the side to move;
+    white: White's.
+    """
     records = batch["records"]
     wdl = records["wdl"].astype(np.float64) / WDL_SUM
     result = np.where(records["result"] == UNKNOWN, np.nan, records["result"])
     pieces = records["pieces"]
     return {
-        "men": (pieces & 15 != bitboard.EMPTY).sum(1) + (pieces >> 4 != bitboard.EMPTY).sum(1),
         "ply": records["ply"].astype(np.int64),
+        "men": (pieces & 15 != bitboard.EMPTY).sum(1) + (pieces >> 4 != bitboard.EMPTY).sum(1),
         "value": np.where(wdl.sum(1) > 0, wdl[:, 0] - wdl[:, 2], np.nan),
         "result": result,
         "white": np.where(records["side"] == 1, -result, result),
-    }
-
-
-def columns(batch: Batch) -> Arrays:
-    """Figures (n,) of each position, float, nan where unknown.
-
-    men: pieces on the board. phase: 24 at the start, 0 with kings and pawns alone. balance: material of the side to
-    move less the other's, in pawns. moves: legal ones. value: expected points by win-draw-loss, -1 to 1. result: points
-    of the side to move; white: White's. entropy: of the policy, nats.
-    """
-    classes = classes_of(batch["records"]["pieces"])
-    entropy, weighted = stats.row_entropy(batch["policy_weight"], batch["policy_offset"])
-    return _points(batch) | {
-        "phase": PHASE[classes].sum(1),
-        "balance": MATERIAL[classes].sum(1),
-        "moves": np.diff(batch["policy_offset"]),
-        "entropy": np.where(weighted, entropy, np.nan),
     }
 
 
@@ -114,7 +102,7 @@ def figures(batch: Batch) -> stats.Figures:
     1). value: mean expected points by win-draw-loss; value_gap: mean distance from the result, where both are known
     (0 to 2). The weight on legal moves needs no figure: `faults` lets no other move pass.
     """
-    records, points = batch["records"], _points(batch)
+    records, points = batch["records"], columns(batch)
     value, result = points["value"], points["result"]
     known, valued = ~np.isnan(result), ~np.isnan(value)
     out = {
@@ -136,39 +124,58 @@ def figures(batch: Batch) -> stats.Figures:
     return general | {name: float(number) for name, number in out.items()}
 
 
-# Shards beside those of their kind
+# Shards
 
 
-def distances(
-    rows: Iterable[ShardRow], quality: Mapping[str, Mapping[str, Any]], names: Iterable[str]
-) -> dict[str, dict[str, float]]:
-    """name -> figure -> robust z among the figures `quality` (by name) of the other healthy shards of its source and
-    split, where those are 8 at least.
+def shard_table(rows: Iterable[ShardRow]) -> DataFrame:
+    """Source, split, state, reason, records, MB and quality figures of shards, by name.
 
-    z = (figure - median) / scale, scale = 1.4826 times the median absolute deviation, at least 2 % of the median and
-    0.01 (entropies in nats, shares, points).
+    The figures are those of the import; of the first 64 shards that were not imported, they are measured here on a
+    few records.
     """
-    kin = {row.name: (row.source, row.split) for row in rows if row.state == "healthy" and row.name in quality}
-    out: dict[str, dict[str, float]] = {}
-    for name in (name for name in names if name in kin):
-        own = quality[name]
-        others = [quality[other] for other in kin if other != name and kin[other] == kin[name]]
-        for figure in COMPARED:
-            values = np.array([it[figure] for it in others if figure in it], np.float64)
-            if figure in own and len(values) >= FEW:
-                out.setdefault(name, {})[figure] = stats.robust_z(own[figure], values)
-    return out
+    facts, unmeasured = [], MAX_BLOCKS
+    for row in rows:
+        quality = row.quality
+        if not quality and row.state == "healthy" and unmeasured:
+            unmeasured -= 1
+            with contextlib.suppress(ShardError):  # `Catalogue.verify` names it
+                quality = figures(_opened(row).gather(np.arange(min(row.count, MEASURED))))
+        facts.append(
+            {"shard": row.name, "source": row.source, "split": row.split, "state": row.state, "reason": row.reason}
+            | {"records": row.count, "MB": row.bytes / 1e6}
+            | {figure: quality.get(figure, np.nan) for figure in COMPARED}
+        )
+    names = ("shard", "source", "split", "state", "reason", "records", "MB", *COMPARED)
+    return DataFrame(facts, columns=list(names)).set_index("shard")
+
+
+def distances(shards: DataFrame) -> DataFrame:
+    """How far each figure of a healthy shard (see `shard_table`) is from the median of those of its source and split,
+    where those are 9 at least, in robust standard deviations.
+
+    One is 1.4826 times the median absolute deviation, at least 2 % of the median and 0.01 (entropies in nats, shares,
+    points).
+    """
+
+    def robust(group: DataFrame) -> DataFrame:
+        middle = group.median()
+        scale = 1.4826 * (group - middle).abs().median()
+        return (group - middle) / scale.clip(lower=(0.02 * middle.abs()).clip(lower=0.01))
+
+    healthy = shards[(shards["state"] == "healthy") & shards[list(COMPARED)].notna().any(axis=1)]
+    groups = [group[list(COMPARED)] for _, group in healthy.groupby(["source", "split"]) if len(group) >= MIN_SHARDS]
+    return concat([robust(group) for group in groups]) if groups else healthy[list(COMPARED)][:0]
 
 
 def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
     """Put what is far off in the figures of these shards into the catalogue beside them ("outliers": figure -> robust
     z). Returns it in words."""
-    rows = catalogue.shards()
-    quality = {row.name: row.quality for row in rows if row.quality}
-    lines = []
-    for name, compared in distances(rows, quality, names).items():
-        if far := {figure: round(z, 1) for figure, z in compared.items() if abs(z) > FAR}:
-            catalogue.set_quality(name, {**quality[name], "outliers": far})
+    rows = {row.name: row for row in catalogue.shards()}
+    found, lines = distances(shard_table(rows.values())), []
+    for name in filter(set(names).__contains__, found.index):
+        far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > FAR}
+        if far:
+            catalogue.set_quality(name, {**rows[name].quality, "outliers": far})
             lines.append(f"{name}: " + ", ".join(f"{figure} (z {z:+.1f})" for figure, z in far.items()))
     return lines
 
@@ -176,211 +183,119 @@ def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
 # A folder
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """A record of the sample (its number there) that may be wrong, and why."""
+def games(rows: Iterable[ShardRow]) -> DataFrame:
+    """Source, split and id of each game of healthy shards, once a shard."""
+    parts = [
+        DataFrame({"source": row.source, "split": row.split, "game": np.unique(_opened(row).arrays["records"]["game"])})
+        for row in rows
+        if row.state == "healthy"
+    ]
+    return concat(parts, ignore_index=True)
 
-    record: int
-    reason: str
+
+def imports(folder: Path | str) -> DataFrame:
+    """The steps of the imports into a folder: what became of the entries of each file; empty for a set that was made
+    here or copied. fault: why an account does not add up, or is not of the shards that are there; "" where all is
+    well."""
+    rows = {row.name: row for row in quiet_catalogue(Path(folder)).shards(state=None)}
+    facts = []
+    for account in accounts(folder):
+        counts = {"stored": account.stored, "in quarantine": len(account.refused)}
+        counts["left out"] = sum(account.skipped.values())
+        positions = sum(account.positions.values())
+        lost = [name for name, sha in account.shards.items() if name not in rows or rows[name].sha256 != sha]
+        fault = ""
+        if sum(counts.values()) != account.entries:
+            fault = f"{account.entries} entries, {sum(counts.values())} accounted for"
+        elif lost:
+            fault = f"{', '.join(lost)} not as written"
+        elif sum(rows[name].count for name in account.shards) != positions:
+            fault = "its shards hold other numbers of positions than it says"
+        options = [option for option, value in account.reader.items() if value is True]
+        facts.append(
+            {"file": account.file, "kind": " ".join([account.source, *options]), "step": account.step}
+            | {"entries": account.entries, **counts, "positions": positions, "fault": fault}
+        )
+    names = ("file", "kind", "step", "entries", "stored", "in quarantine", "left out", "positions", "fault")
+    return DataFrame(facts, columns=list(names))
 
 
-@dataclass(frozen=True)
-class Audit:
-    """A folder of shards and a sample of it.
+def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[int, int] = (0, 65535)) -> DataFrame:
+    """At most `count` random records of each source, from at most 64 blocks of it, as a table.
 
-    rows: every shard but those that were merged into others. merged: the names of these. games: ids of the games of
-    each healthy one. batch: the sample, at most as many records of each source as were requested; `shard` and `row`
-    (n,) say where each is. openings: records of plies 4 to 8 of all blocks that were read. damage: blocks that could
-    not be read. remarks: what the catalogue repaired.
+    Columns beside those of `columns`: source, split, shard, row (in the shard), fen; best, weight: the likeliest move
+    in UCI and its share, "" and nan without a policy; phase: 24 at the start, 0 with kings and pawns alone; balance:
+    material of the side to move less the other's, in pawns; moves: legal ones; entropy: of the policy, nats, nan
+    without one; key: equal for equal positions and their mirror images; fault: see `faults`.
+
+    plies: the first and last ply of records to choose from. Blocks that cannot be read are left out; `Catalogue.verify`
+    names their shards. ValueError for a folder without a healthy shard, and for a sample of nothing.
     """
-
-    folder: Path
-    rows: Sequence[ShardRow]
-    merged: frozenset[str]
-    games: Mapping[str, NDArray[np.uint64]]
-    batch: Batch
-    shard: NDArray[np.int64]
-    row: NDArray[np.int64]
-    openings: NDArray[np.void]
-    damage: Sequence[str]
-    accounts: Sequence[Account]
-    remarks: Sequence[str]
-
-    @property
-    def healthy(self) -> list[ShardRow]:
-        return [row for row in self.rows if row.state == "healthy"]
-
-    @property
-    def excluded(self) -> list[ShardRow]:
-        """Shards in quarantine."""
-        return [row for row in self.rows if row.state != "healthy"]
-
-    def sources(self) -> NDArray[np.str_]:
-        """(n,) source of each record of the sample."""
-        return np.array([row.source for row in self.rows])[self.shard]
-
-    def suspects(self) -> dict[str, list[Suspect]]:
-        return suspects(self.batch)
-
-    def distances(self) -> dict[str, dict[str, float]]:
-        """`distances` of all healthy shards. The figures are those of the import; shards that were not imported are
-        measured here, the first 64 of them and of each the first 32,768 records."""
-        quality = {row.name: row.quality for row in self.healthy if row.quality}
-        for row in [row for row in self.healthy if not row.quality][:BLOCKS]:
-            with contextlib.suppress(ShardError):  # `damage` has it
-                quality[row.name] = figures(Shard(whole(row), LAYOUT).gather(np.arange(min(row.count, MEASURED))))
-        return distances(self.rows, quality, quality)
-
-    def account_faults(self) -> list[str]:
-        """Accounts that do not add up, or whose shards are not those of the catalogue; [] where all is well."""
-        rows = {row.name: row for row in self.rows}
-        lines = []
-        for account in self.accounts:
-            where = f"{account.file}, step {account.step}"
-            counted = account.stored + len(account.refused) + sum(account.skipped.values())
-            if counted != account.entries:
-                lines.append(f"{where}: {account.entries} entries, {counted} accounted for")
-            own = {name: sha256 for name, sha256 in account.shards.items() if name not in self.merged}
-            if lost := [name for name, sha in own.items() if name not in rows or rows[name].sha256 != sha]:
-                lines.append(f"{where}: {', '.join(lost)} not as written")
-            elif len(own) == len(account.shards) and (
-                sum(rows[name].count for name in own) != sum(account.positions.values())
-            ):
-                lines.append(f"{where}: its shards hold other numbers of positions than it says")
-        return lines
-
-    def different_openings(self) -> int:
-        """Different positions among `openings`."""
-        return len(np.unique(hashes_of(self.openings)))
-
-    def shared_games(self) -> int:
-        """Games of which positions are in both splits."""
-        sides: dict[str, list[NDArray[np.uint64]]] = {split: [np.zeros(0, np.uint64)] for split in SPLITS}
-        for row in self.healthy:
-            sides[row.split].append(self.games.get(row.name, sides[row.split][0]))
-        train, held_out = (np.unique(np.concatenate(ids)) for ids in sides.values())
-        return len(np.intersect1d(train, held_out))
-
-    def duplicates(self) -> tuple[int, int]:
-        """Records of the sample whose position (mirror images count as equal) came before; positions in both splits."""
-        sides: dict[str, set[bytes]] = {split: set() for split in SPLITS}
-        for key, at in zip(keys_of(self.batch["records"]), self.shard, strict=True):
-            sides[self.rows[at].split].add(key)
-        train, held_out = sides.values()
-        return len(self.shard) - len(train | held_out), len(train & held_out)
-
-    def damaged(self) -> list[str]:
-        """What of the healthy shards is not as it was written; reads every byte of them."""
-        broken = Catalogue(self.folder).verify(whole)
-        return [*(f"{name}: {problem}" for name, problem in broken.items()), *self.damage]
-
-
-def audit_folder(folder: Path | str, sample: int = 4000, seed: int = 0) -> Audit:
-    """Look at a folder of shards, reading at most `sample` records of each source, from at most 64 blocks of it.
-
-    ValueError for a folder without a healthy shard, and for a sample of nothing.
-    """
-    if sample < 1:
-        raise ValueError(f"sample is {sample}; give the number of records of each source to look at, from 1")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; give a whole number from 0")
-    folder = Path(folder)
-    known = (folder / NAME).is_file()
-    catalogue = quiet_catalogue(folder)
-    every = catalogue.shards(state=None)
-    merged = replaced_shards(every, LAYOUT)
-    rows = [row for row in every if row.name not in merged]
+    if count < 1 or seed < 0:
+        raise ValueError(f"sample is {count} and seed {seed}; give a number of records from 1, and a seed from 0")
+    rows = quiet_catalogue(Path(folder)).shards(state=None)
     healthy = [row for row in rows if row.state == "healthy"]
-    steps = accounts(folder)
     if not healthy:
         reasons = [f"{row.name}: {row.reason}" for row in rows]
-        reasons += {entry.reason for account in steps for entry in account.refused}
+        reasons += {entry.reason for account in accounts(folder) for entry in account.refused}
         raise ValueError(f"{folder} holds no healthy shard; {'; '.join(reasons[:3]) or 'import something first'}")
     rng = np.random.default_rng(seed)
-    batches, shards, numbers, openings, damage, games = [], [], [], [], [], {}
+    parts = []
     for source in sorted({row.source for row in healthy}):
-        for at, block, inside in _sampled_blocks(rows, source, sample, rng):
-            try:
-                shard = Shard(whole(rows[at]), LAYOUT)
-                shard.verify_block(block)
-                batches.append(shard.gather(inside))
-            except ShardError as error:
-                damage.append(str(error))
-                continue
-            shards.append(np.full(len(inside), at))
-            numbers.append(inside)
-            records = shard.arrays["records"][block * BLOCK : (block + 1) * BLOCK]
-            openings.append(records[(records["ply"] >= OPENING[0]) & (records["ply"] <= OPENING[1])])
-    for row in healthy:
+        own = [row for row in healthy if row.source == source]
+        blocks = list(_eligible(own, plies, rng))
+        ends = np.cumsum([0, *(len(numbers) for _, numbers in blocks)])
+        chosen = np.sort(rng.permutation(ends[-1])[:count])
+        for (row, numbers), begin, end in zip(blocks, ends, ends[1:], strict=False):
+            picked = numbers[chosen[(chosen >= begin) & (chosen < end)] - begin]
+            if len(picked):
+                parts.append(_table(_opened(row).gather(picked), row, picked))
+    return concat(parts, ignore_index=True) if parts else _table(concat_batches([], LAYOUT), healthy[0], np.zeros(0))
+
+
+def _opened(row: ShardRow) -> Shard:
+    return Shard(whole(row), LAYOUT)
+
+
+def _eligible(
+    rows: Sequence[ShardRow], plies: tuple[int, int], rng: np.random.Generator
+) -> Iterator[tuple[ShardRow, NDArray[np.int64]]]:
+    """Some readable blocks of shards, in order, with the numbers of the records that may be chosen."""
+    blocks = [(row, start) for row in rows for start in range(0, row.count, BLOCK)]
+    for number in np.sort(rng.permutation(len(blocks))[:MAX_BLOCKS]):
+        row, start = blocks[number]
         try:
-            games[row.name] = np.unique(Shard(whole(row), LAYOUT).arrays["records"]["game"])
-        except ShardError as error:
-            damage.append(str(error))
-    if not batches:
-        raise ValueError(f"{folder}: nothing could be read: {damage[0]}")
-    return Audit(
-        folder,
-        rows,
-        frozenset(merged),
-        games,
-        concat(batches, LAYOUT),
-        np.concatenate(shards),
-        np.concatenate(numbers),
-        np.concatenate(openings),
-        list(dict.fromkeys(damage)),
-        steps,
-        catalogue.messages if known else [],  # a catalogue that is made the first time is no repair
-    )
+            shard = _opened(row)
+            shard.verify_block(start // BLOCK)
+        except ShardError:
+            continue
+        ply = shard.arrays["records"]["ply"][start : start + BLOCK]
+        yield row, start + np.flatnonzero((ply >= plies[0]) & (ply <= plies[1]))
 
 
-def _sampled_blocks(
-    rows: Sequence[ShardRow], source: str, sample: int, rng: np.random.Generator
-) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """(place of a shard, block, records of it) for a random sample of a source, in order."""
-    blocks = [
-        (at, block)
-        for at, row in enumerate(rows)
-        if row.state == "healthy" and row.source == source
-        for block in range(-(-row.count // BLOCK))
-    ]
-    picked = [blocks[k] for k in np.sort(rng.permutation(len(blocks))[:BLOCKS])]
-    ends = np.cumsum([min(BLOCK, rows[at].count - block * BLOCK) for at, block in picked])
-    records = np.sort(rng.permutation(ends[-1])[:sample])
-    parts = np.split(records, np.searchsorted(records, ends[:-1]))
-    for (at, block), inside, start in zip(picked, parts, [0, *ends[:-1]], strict=True):
-        yield at, block, inside - start + block * BLOCK
-
-
-def suspects(batch: Batch) -> dict[str, list[Suspect]]:
-    """Kind of doubt -> records, the most doubtful first.
-
-    Faults of a position; win-draw-loss at least 1.5 points from the game's result; 5 pawns ahead with a value (the
-    result where there is none) of -0.5 or less, or the other way round; no weight on any move, where most have some.
-    """
-    known = columns(batch)
-    value, result, balance = known["value"], known["result"], known["balance"]
-    out = {fault: [Suspect(int(row), fault) for row in np.flatnonzero(mask)] for fault, mask in faults(batch).items()}
-    gap = np.nan_to_num(np.abs(value - result))
-    out["value against result"] = [
-        Suspect(row, f"win-draw-loss gives {value[row]:+.2f} points, the game gave {result[row]:+.0f}")
-        for row in _greatest(gap, gap >= GAP)
-    ]
-    points = np.where(np.isnan(value), result, value)
-    against = np.nan_to_num(-points * np.sign(balance))
-    out["material against value"] = [
-        Suspect(
-            row, f"material {balance[row]:+d} pawns, {'result' if np.isnan(value[row]) else 'value'} {points[row]:+.2f}"
-        )
-        for row in _greatest(against * np.abs(balance), (np.abs(balance) >= AHEAD) & (against >= -LOST))
-    ]
-    bare = np.isnan(known["entropy"])
-    if bare.mean() < 0.5:
-        out["no weight on any move"] = [
-            Suspect(int(row), "no legal move has weight in the policy") for row in np.flatnonzero(bare)
-        ]
-    return {kind: records for kind, records in out.items() if records}
-
-
-def _greatest(score: NDArray[Any], where: NDArray[np.bool_]) -> list[int]:
-    rows = np.flatnonzero(where)
-    return rows[np.argsort(-score[rows], kind="stable")].tolist()
+def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame:
+    """Records of a shard, as `sample` lists them."""
+    offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
+    boards = [to_board(record) for record in batch["records"]]
+    entropy, weighted = stats.row_entropy(weight, offset)
+    best = [begin + int(weight[begin:end].argmax()) for begin, end in pairwise(offset)]
+    moves = [move_from_index(int(index[item]), board).uci() for item, board in zip(best, boards, strict=True)]
+    share = weight / np.repeat(np.maximum(1, np.diff(np.append(0, np.cumsum(weight))[offset])), np.diff(offset))
+    classes = classes_of(batch["records"]["pieces"])
+    fault = np.full(len(boards), "", object)
+    for name, mask in faults(batch).items():
+        fault[mask] = name
+    facts = {
+        **{"source": row.source, "split": row.split, "shard": row.name, "row": numbers},
+        "fen": [board.fen() for board in boards],
+        "best": np.where(weighted, moves, ""),
+        "weight": np.where(weighted, share[best], np.nan),
+        **columns(batch),
+        "phase": PHASE[classes].sum(1),
+        "balance": MATERIAL[classes].sum(1),
+        "moves": np.diff(offset),
+        "entropy": np.where(weighted, entropy, np.nan),
+        "key": hashes_of(batch["records"], mirrored=True),
+        "fault": fault,
+    }
+    return DataFrame(facts)
