@@ -24,7 +24,7 @@ from matrixlib.data.shards import LFS_POINTER, Shard
 from matrixlib.files import FolderError
 from matrixlib.tasks.chess.importers import import_files as imports
 from matrixlib.tasks.chess.importers import pgn
-from matrixlib.tasks.chess.importers.audit import audit_folder
+from matrixlib.tasks.chess.importers.audit import sample
 from matrixlib.tasks.chess.importers.import_files import data_folder, import_files, import_listed
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
 from matrixlib.tasks.chess.keys import is_validation
@@ -493,7 +493,7 @@ def test_import_stopped_is_an_error_of_ours() -> None:
 def test_a_folder_that_was_looked_at_or_imported_into_itself_is_imported(listed: Path, tmp_path: Path) -> None:
     """What a folder of shards holds of its own is no source."""
     with pytest.raises(ValueError, match="no healthy shard"):
-        audit_folder(tmp_path)
+        sample(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["games.pgn"]
     first = import_listed(str(tmp_path), tmp_path, workers=1)
     assert "1 stored, 1 in quarantine" in first

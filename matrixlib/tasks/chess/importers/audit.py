@@ -31,7 +31,7 @@ from matrixlib.tasks.chess.records import (
 )
 
 MAX_BLOCKS = 64  # of a source that its sample is from: a set of any size is looked at in seconds
-MEASURED = 8 * MAX_BLOCKS  # records of a shard without figures
+MEASURED = 8 * BLOCK  # records of a shard without figures
 MATERIAL = np.array([*PIECE_VALUES, *(-value for value in PIECE_VALUES), 0])  # by class of a square
 PHASE = np.array([0, 1, 1, 2, 4, 0] * 2 + [0])  # 24 at the start, 0 where kings and pawns are left
 MIN_SHARDS = 9  # of a source and split, below which none is called an outlier
@@ -90,7 +90,7 @@ def columns(batch: Batch) -> dict[str, NDArray[Any]]:
         "men": (pieces & 15 != bitboard.EMPTY).sum(1) + (pieces >> 4 != bitboard.EMPTY).sum(1),
         "value": np.where(wdl.sum(1) > 0, wdl[:, 0] - wdl[:, 2], np.nan),
         "result": result,
-        "white": np.where(records["side"] == 1, -result, result),
+        "white": np.where(records["side"] == 1, 0 - result, result),
     }
 
 
@@ -224,9 +224,9 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
     """At most `count` random records of each source, from at most 64 blocks of it, as a table.
 
     Columns beside those of `columns`: source, split, shard, row (in the shard), fen; best, weight: the likeliest move
-    in UCI and its share, "" and nan without a policy; phase: 24 at the start, 0 with kings and pawns alone; balance:
-    material of the side to move less the other's, in pawns; moves: legal ones; entropy: of the policy, nats, nan
-    without one; key: equal for equal positions and their mirror images; fault: see `faults`.
+    in UCI and its share, "" and nan without a policy, or where the record is at fault; phase: 24 at the start, 0 with
+    kings and pawns alone; balance: material of the side to move less the other's, in pawns; moves: legal ones; entropy:
+    of the policy, nats, nan without one; key: equal for equal positions and their mirror images; fault: see `faults`.
 
     plies: the first and last ply of records to choose from. Blocks that cannot be read are left out; `Catalogue.verify`
     names their shards. ValueError for a folder without a healthy shard, and for a sample of nothing.
@@ -250,7 +250,11 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
             picked = numbers[chosen[(chosen >= begin) & (chosen < end)] - begin]
             if len(picked):
                 parts.append(_table(_opened(row).gather(picked), row, picked))
-    return concat(parts, ignore_index=True) if parts else _table(concat_batches([], LAYOUT), healthy[0], np.zeros(0))
+    return (
+        concat(parts, ignore_index=True)
+        if parts
+        else _table(concat_batches([], LAYOUT), healthy[0], np.zeros(0, np.int64))
+    )
 
 
 def _opened(row: ShardRow) -> Shard:
@@ -279,17 +283,18 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
     boards = [to_board(record) for record in batch["records"]]
     entropy, weighted = stats.row_entropy(weight, offset)
     best = [begin + int(weight[begin:end].argmax()) for begin, end in pairwise(offset)]
-    moves = [move_from_index(int(index[item]), board).uci() for item, board in zip(best, boards, strict=True)]
-    share = weight / np.repeat(np.maximum(1, np.diff(np.append(0, np.cumsum(weight))[offset])), np.diff(offset))
-    classes = classes_of(batch["records"]["pieces"])
     fault = np.full(len(boards), "", object)
     for name, mask in faults(batch).items():
         fault[mask] = name
+    told = weighted & (fault == "")
+    moves = [move_from_index(int(index[best[row]]), boards[row]).uci() if told[row] else "" for row in range(len(best))]
+    share = weight / np.repeat(np.maximum(1, np.diff(np.append(0, np.cumsum(weight))[offset])), np.diff(offset))
+    classes = classes_of(batch["records"]["pieces"])
     facts = {
         **{"source": row.source, "split": row.split, "shard": row.name, "row": numbers},
         "fen": [board.fen() for board in boards],
-        "best": np.where(weighted, moves, ""),
-        "weight": np.where(weighted, share[best], np.nan),
+        "best": moves,
+        "weight": np.where(told, share[best], np.nan),
         **columns(batch),
         "phase": PHASE[classes].sum(1),
         "balance": MATERIAL[classes].sum(1),
