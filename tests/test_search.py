@@ -94,7 +94,7 @@ def consistent(tree: Search) -> None:
     p = tree.pool
     assert not p.pending[: tree.edges].any()
     for node in range(tree.nodes):
-        into, edges = p.into[node], slice(p.first[node], p.first[node] + p.size[node])
+        into, edges = p.parent_edge[node], slice(p.first_edge[node], p.first_edge[node] + p.num_edges[node])
         if p.low[into] == p.high[into]:
             assert p.total[into] == pytest.approx(p.low[into] * p.visits[into])
         else:
@@ -176,7 +176,7 @@ def test_the_sign_turns_at_every_ply(depth: int) -> None:
     result = tree.run(depth)[0]
     p = tree.pool
     for node in range(1, depth + 1):  # nodes are numbered in order; the edge into one belongs to the other side
-        into = p.into[node]
+        into = p.parent_edge[node]
         assert p.visits[into] == depth - node + 1
         assert p.total[into] == (-1) ** (depth - node + 1)
     assert result.value == pytest.approx((-1) ** depth / (depth + 1))

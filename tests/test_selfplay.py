@@ -88,18 +88,25 @@ def test_work_that_was_stopped_goes_on() -> None:
     assert all(same(whole[n], trace) for n, trace in (first | rest).items())
 
 
-def test_temperature() -> None:
-    """0 plays the best move in every game, so all are equal; a high one draws among the tried moves."""
-    cold = changed(OPTIONS, temperature=0.0, full_share=1.0)
-    quiet = SearchOptions(dirichlet_fraction=0.0)
-    assert len({tuple(t.line.tolist()) for t in play_games(GAME, uniform, range(10), cold, quiet)}) == 1
-    warm = changed(cold, temperature=1.0, temperature_plies=1)
-    traces = list(play_games(GAME, uniform, range(60), warm, quiet))
-    assert len({int(t.line[0]) for t in traces}) > 5
-    after: dict[int, set[tuple[int, ...]]] = {}
-    for trace in traces:
-        after.setdefault(int(trace.line[0]), set()).add(tuple(trace.line[1:].tolist()))
-    assert all(len(lines) == 1 for lines in after.values()), "from the second ply on the best move"
+@pytest.mark.parametrize("gumbel", [0, 4])
+def test_temperature(gumbel: int) -> None:
+    """0 plays the best move in every game, so all are equal; a high one draws among the tried moves, early and late."""
+    quiet = SearchOptions(max_num_considered_actions=gumbel, maxvisit_init=0.0)
+
+    def first_moves_and_lines(**changes: Any) -> dict[int, set[tuple[int, ...]]]:
+        lines: dict[int, set[tuple[int, ...]]] = {}
+        options = changed(OPTIONS, full_share=1e-9, **changes)  # quick searches, without noise
+        for trace in play_games(GAME, uniform, range(60), options, quiet):
+            lines.setdefault(int(trace.line[0]), set()).add(tuple(trace.line[1:].tolist()))
+        return lines
+
+    cold = first_moves_and_lines(temperature=0.0)
+    assert [len(lines) for lines in cold.values()] == [1]
+    early = first_moves_and_lines(temperature_plies=1)
+    assert len(early) > 5
+    assert all(len(lines) == 1 for lines in early.values()), "from the second ply on the best move"
+    late = first_moves_and_lines(temperature=0.0, temperature_plies=1, late_temperature=1.0)
+    assert [len(lines) > 20 for lines in late.values()] == [True]
 
 
 def test_random_plies() -> None:

@@ -59,6 +59,8 @@ def rating(pairs: Counts) -> Rating:
     Of a match that a sequential test has ended the estimate is biased away from 0, for it ends at an extreme.
     ValueError without pairs.
     """
+    from scipy.stats import t  # takes a second to import
+
     counts = _counts(pairs)
     n = int(counts.sum())
     score = float(counts @ PAIR_SCORES) / n
@@ -66,8 +68,7 @@ def rating(pairs: Counts) -> Rating:
     spread = float(counts @ (PAIR_SCORES - score) ** 2)
     variance = (spread + decided / 2) / (n + 1) / n  # of the score
     effective = decided / variance if decided > 0 else 2.0 * n
-    z = _student((1 + CONFIDENCE) / 2, n)
-    low, high = share_interval(score, effective, z)
+    low, high = share_interval(score, effective, float(t.ppf((1 + CONFIDENCE) / 2, n)))
     sigma = math.sqrt(variance) if variance > 0 else 0.5 / math.sqrt(2 * n)
     return Rating(
         games=2 * n,
@@ -108,18 +109,6 @@ def rating_table(matches: Mapping[tuple[str, str], Counts], samples: int = 500, 
     columns = {"games": games.sum(1).astype(int), "score": points[0].sum(1) / games.sum(1)}
     frame = pd.DataFrame({**columns, "elo": elo[0], "low": low, "high": high}, index=names)
     return frame.sort_values("elo", ascending=False)
-
-
-def _student(share: float, freedom: int) -> float:
-    """Quantile of Student's t distribution by its expansion about the normal one (Abramowitz and Stegun 26.7.5)."""
-    z = NormalDist().inv_cdf(share)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def _counts(pairs: Counts) -> NDArray[np.float64]:

@@ -5,9 +5,9 @@ Both games of a pair start from one opening, with the players swapped. Scores ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,8 +136,6 @@ def play_pairs(
 
 class MatchOptions(Sprt):
     """Matches of a candidate against the best network."""
-
-    RENAMED: ClassVar[Mapping[str, str]] = {"simulations": "num_simulations"}
 
     pairs: Annotated[int, Field(ge=1, le=1 << 20)] = option(
         64, "at most so many pairs of games, each from one opening with sides swapped"

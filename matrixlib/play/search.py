@@ -8,9 +8,9 @@ moves (Danihelka et al. 2022, which improves the policy from 2 simulations on).
 Options carry the names that mctx gives them (https://github.com/google-deepmind/mctx).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,24 +45,15 @@ class SearchOptions(Section):
     """How a tree is searched.
 
     PUCT explores with pb_c_init + ln((1 + N + pb_c_base) / pb_c_base); a Gumbel search scales values q in [0, 1] to
-    (maxvisit_init + most visits of a move) * value_scale * q. `fpu` counts times the root of the prior tried already.
+    (maxvisit_init + most visits of a move) * value_scale * q. An untried move is worth its parent's value less `fpu`
+    times the root of the prior tried already.
     """
-
-    RENAMED: ClassVar[Mapping[str, str]] = {
-        "c_init": "pb_c_init",
-        "c_base": "pb_c_base",
-        "noise_alpha": "dirichlet_alpha_total",
-        "noise_weight": "dirichlet_fraction",
-        "gumbel": "max_num_considered_actions",
-        "gumbel_visits": "maxvisit_init",
-        "gumbel_scale": "value_scale",
-    }
 
     leaves: Count = option(8, "leaves of one tree in a batch; 1 is sequential search")
     pb_c_init: Real = option(1.25, "exploration of PUCT")
     pb_c_base: Positive = option(19652.0, "visits at which exploration begins to grow")
-    fpu: Real = option(0.3, "how much less than its parent an untried move is held to be worth")
-    virtual_loss: NonNegative = option(1.0, "taken off for each visit under way")
+    fpu: Real = option(0.3, "first-play urgency reduction: an untried move is worth so much less than its parent")
+    virtual_loss: NonNegative = option(1.0, "virtual loss of each visit under way")
     dirichlet_alpha_total: Positive = option(
         10.0, "Dirichlet noise at the root: mctx's `dirichlet_alpha` times the number of legal moves"
     )
@@ -229,8 +220,8 @@ class Search:
     def _root_edges(self, tree: int) -> slice:
         """The edges of a tree's root."""
         root = self._roots[tree]
-        first = int(self.pool.first[root])
-        return slice(first, first + int(self.pool.size[root]))
+        first = int(self.pool.first_edge[root])
+        return slice(first, first + int(self.pool.num_edges[root]))
 
     def _lengthen(self, plies: int) -> None:
         missing = plies - self._history.shape[1]
@@ -354,8 +345,8 @@ class Search:
 
     def _reserve(self, nodes: int, edges: int) -> None:
         p = self.pool
-        if nodes > len(p.first) or edges > len(p.move):
-            nodes, edges = max(2 * nodes, len(p.first)), max(2 * edges, len(p.move))
+        if nodes > len(p.first_edge) or edges > len(p.move):
+            nodes, edges = max(2 * nodes, len(p.first_edge)), max(2 * edges, len(p.move))
             self.pool = Pool(*(_longer(a, nodes if i < OF_NODES else edges) for i, a in enumerate(p)))
             self._node_states = _longer(self._node_states, nodes)
 
@@ -370,7 +361,7 @@ class Search:
             kernels.gumbel_scores(p, root, logits, o.maxvisit_init, o.value_scale, scores)
             rank = np.where(high > -1, visits - base[: len(prior)], -1)
             choice = int(np.where(rank == rank.max(), scores, -np.inf).argmax())
-            best = kernels.surer_edge(p, root, edges.start + choice if rank[choice] >= 0 else -1) - edges.start
+            best = kernels.prefer_proven(p, root, edges.start + choice if rank[choice] >= 0 else -1) - edges.start
             plain = np.log(np.maximum(prior, np.finfo(np.float32).tiny)).astype(np.float64)
             kernels.gumbel_scores(p, root, plain, o.maxvisit_init, o.value_scale, scores)
             policy = np.exp(scores - scores.max())

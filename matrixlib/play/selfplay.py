@@ -6,9 +6,9 @@ of how many are played at once. So work that was killed goes on at the next numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,6 @@ def _opening(game: Game, rng: np.random.Generator, options: SelfPlayOptions) -> 
 
 def _move(search: Search, slots: list[int], games: list[_GameInProgress], options: SelfPlayOptions) -> None:
     """Search and play one move in each game; slots: their trees."""
-    gumbel = search.options.max_num_considered_actions
     rngs = [_stream(search.seed, game.number, len(game.moves), 2) for game in games]
     full = [bool(rng.random() < options.full_share) for rng in rngs]
     budget = [options.num_simulations if f else options.num_quick_simulations for f in full]
@@ -81,7 +80,7 @@ def _move(search: Search, slots: list[int], games: list[_GameInProgress], option
         game = games[i]
         ply = len(game.moves)
         warm = options.temperature if ply < options.temperature_plies else options.late_temperature
-        game.moves.append(result.best if gumbel or warm == 0 else draw_move(result, warm, rngs[i]))
+        game.moves.append(result.best if warm == 0 else draw_move(result, warm, rngs[i]))
         side = ply % 2
         game.weak[side] = game.weak[side] + 1 if result.value < options.resign_below else 0
         if game.gave_up < 0 and game.weak[side] >= options.resign_moves:
@@ -131,21 +130,16 @@ class SelfPlayOptions(Section):
     """How games are played.
 
     A full search explores and is learned from; with probability 1 - full_share a move gets a quick one without noise
-    instead (playout-cap randomisation, Wu 2019). A Gumbel search, whose noise explores, plays its best move at any
-    temperature.
+    instead (playout-cap randomisation, Wu 2019). Moves of both are drawn from the search's policy: visits (PUCT) or the
+    improved policy (Gumbel), to the power 1 / temperature.
     """
-
-    RENAMED: ClassVar[Mapping[str, str]] = {
-        "simulations": "num_simulations",
-        "quick_simulations": "num_quick_simulations",
-    }
 
     parallel: Count = option(256, "games at a time")
     num_simulations: Count = option(32, "simulations of a full search, which is learned from")
     num_quick_simulations: Count = option(8, "simulations of a quick search, which is only played")
     full_share: Annotated[Real, Field(gt=0, le=1)] = option(1.0, "share of the moves with a full search")
     temperature: NonNegative = option(
-        1.0, "of the draw among visits^(1 / temperature) in the first plies; 0 = the best move"
+        1.0, "of the draw among the search's policy^(1 / temperature) in the first plies; 0 = the best move"
     )
     temperature_plies: CountOrZero = option(30, "plies until which that holds")
     late_temperature: NonNegative = option(0.0, "temperature after them")

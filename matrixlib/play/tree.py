@@ -32,10 +32,10 @@ class Pool(NamedTuple):
     """The nodes (M,) and edges (E,) of all trees, see KINDS. Edges 0 .. trees - 1 lead to the roots; the edges of a
     node are adjacent."""
 
-    first: Any  # of a node: its first edge
-    size: Any  # its number of edges
+    first_edge: Any  # of a node
+    num_edges: Any
     parent: Any  # the node before it, -1 at a root
-    into: Any  # the edge that leads to it
+    parent_edge: Any  # the edge that leads to it
     key: Any  # of its state, for repetitions
     value: Any  # the evaluator's, for the side to move
     move: Any  # of an edge: the game's move
@@ -68,8 +68,8 @@ def quality(p: Pool, e: Int) -> float:
 @kernel
 def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, loss: float) -> Int:
     """The edge to follow from a node, on the way through its own edge (which counts as pending)."""
-    into, first = p.into[node], p.first[node]
-    last = first + p.size[node]
+    into, first = p.parent_edge[node], p.first_edge[node]
+    last = first + p.num_edges[node]
     n = p.visits[into] + p.pending[into] - 1
     explore = (pb_c_init + math.log((1 + n + pb_c_base) / pb_c_base)) * math.sqrt(n)
     tried = 0.0
@@ -93,7 +93,7 @@ def puct(p: Pool, node: Int, pb_c_init: float, pb_c_base: float, fpu: float, los
 @kernel
 def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, scores: F64) -> None:
     """logits + sigma(completed q) of each move of a root; an untried move has the mixed value (appendix D there)."""
-    first, count = p.first[node], p.size[node]
+    first, count = p.first_edge[node], p.num_edges[node]
     weight = average = 0.0
     visits = top = 0
     for e in range(first, first + count):
@@ -115,8 +115,8 @@ def gumbel_scores(p: Pool, node: Int, logits: F64, most: float, scale: float, sc
 @kernel
 def update_bounds(p: Pool, node: Int) -> bool:
     """Take the bounds of a node from its edges to the edge into it; whether they changed."""
-    into, first = p.into[node], p.first[node]
-    last = first + p.size[node]
+    into, first = p.parent_edge[node], p.first_edge[node]
+    last = first + p.num_edges[node]
     low = high = np.float32(-1)
     for e in range(first, last):
         low, high = max(low, p.low[e]), max(high, p.high[e])
@@ -144,7 +144,7 @@ def backward(p: Pool, edge: Int, node: Int, value: float, changed: bool) -> None
         if node < 0:
             return
         changed = changed and update_bounds(p, node)
-        edge, node, value = p.into[node], p.parent[node], -value
+        edge, node, value = p.parent_edge[node], p.parent[node], -value
 
 
 @kernel
@@ -184,8 +184,8 @@ def simulate(
                 round_visits = tried
                 gumbel_scores(p, node, logits[i], sigma[0], sigma[1], scores)
                 edge, top = -1, -np.inf
-                for j in range(p.size[node]):
-                    e = p.first[node] + j
+                for j in range(p.num_edges[node]):
+                    e = p.first_edge[node] + j
                     if p.visits[e] + p.pending[e] - base[i, j] == round_visits and scores[j] > top:
                         edge, top = e, scores[j]
             else:
@@ -201,7 +201,7 @@ def simulate(
             elif p.pending[edge] > 1:  # a leaf that is under way already: wait for it
                 while node >= 0:
                     p.pending[edge] -= 1
-                    edge, node = p.into[node], p.parent[node]
+                    edge, node = p.parent_edge[node], p.parent[node]
                 p.pending[edge] -= 1
                 break
             else:
@@ -239,8 +239,8 @@ def expand(
     for i in range(len(leaf)):
         edge, parent = leaf[i, 0], leaf[i, 1]
         p.child[edge] = node
-        p.first[node], p.size[node] = used, offsets[i + 1] - offsets[i]
-        p.parent[node], p.into[node] = parent, edge
+        p.first_edge[node], p.num_edges[node] = used, offsets[i + 1] - offsets[i]
+        p.parent[node], p.parent_edge[node] = parent, edge
         p.key[node], p.value[node] = keys[i], values[i]
         for k in range(offsets[i], offsets[i + 1]):
             p.move[used], p.prior[used], p.child[used] = moves[k], priors[k], -1
@@ -276,25 +276,25 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[In
     for t in range(trees):
         if roots[t] >= 0:
             moved[roots[t]] = 0
-            into = p.into[roots[t]]
+            into = p.parent_edge[roots[t]]
             if into != t:
                 p.visits[t], p.total[t], p.pending[t] = p.visits[into], p.total[into], 0
                 p.low[t], p.high[t], p.distance[t] = p.low[into], p.high[into], p.distance[into]
-                p.into[roots[t]], p.parent[roots[t]] = t, -1
+                p.parent_edge[roots[t]], p.parent[roots[t]] = t, -1
     new, used = 0, trees
     for old in range(nodes):
         parent = p.parent[old]
         if moved[old] < 0 and (parent < 0 or moved[parent] < 0):
             continue
         moved[old] = new
-        first, count = p.first[old], p.size[old]
+        first, count = p.first_edge[old], p.num_edges[old]
         shift[old] = used - first
         if parent >= 0:
-            p.parent[new], p.into[new] = moved[parent], p.into[old] + shift[parent]
+            p.parent[new], p.parent_edge[new] = moved[parent], p.parent_edge[old] + shift[parent]
         else:
-            p.parent[new], p.into[new] = -1, p.into[old]
-        p.child[p.into[new]] = new
-        p.first[new], p.size[new], p.key[new], p.value[new] = used, count, p.key[old], p.value[old]
+            p.parent[new], p.parent_edge[new] = -1, p.parent_edge[old]
+        p.child[p.parent_edge[new]] = new
+        p.first_edge[new], p.num_edges[new], p.key[new], p.value[new] = used, count, p.key[old], p.value[old]
         for j in range(count):
             a, b = used + j, first + j
             p.move[a], p.child[a], p.prior[a], p.visits[a] = p.move[b], -1, p.prior[b], p.visits[b]
@@ -307,10 +307,10 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[In
 
 
 @kernel
-def surer_edge(p: Pool, node: Int, choice: Int) -> Int:
+def prefer_proven(p: Pool, node: Int, choice: Int) -> Int:
     """An edge of a node (-1: none), or one that makes sure of more: the shortest win, the longest loss."""
     sure, sure_value = -1, -2.0
-    for e in range(p.first[node], p.first[node] + p.size[node]):
+    for e in range(p.first_edge[node], p.first_edge[node] + p.num_edges[node]):
         value = p.low[e] * (1 - p.distance[e] / (4 * FAR)) if p.low[e] == p.high[e] else p.low[e]
         if value > sure_value:
             sure, sure_value = e, value
@@ -323,12 +323,12 @@ def surer_edge(p: Pool, node: Int, choice: Int) -> Int:
 def best_edge(p: Pool, node: Int) -> Int:
     """The edge to play: most visits, then value, then prior; but not below what another one makes sure of."""
     best = -1
-    for e in range(p.first[node], p.first[node] + p.size[node]):
+    for e in range(p.first_edge[node], p.first_edge[node] + p.num_edges[node]):
         if p.high[e] > -1 and (
             best < 0 or (p.visits[e], quality(p, e), p.prior[e]) > (p.visits[best], quality(p, best), p.prior[best])
         ):
             best = e
-    return surer_edge(p, node, best)
+    return prefer_proven(p, node, best)
 
 
 @kernel
