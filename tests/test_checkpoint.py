@@ -23,7 +23,6 @@ from matrixlib.engine.checkpoint import (
     Checkpoints,
     CheckpointWarning,
     DamagedCheckpoint,
-    NewerCheckpoint,
     Saving,
 )
 
@@ -80,20 +79,14 @@ def test_no_checkpoint_is_none_and_pick_says_so(tmp_path: Path) -> None:
 
 def test_what_cannot_be_stored_is_refused_at_once_and_nothing_is_written(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, 2)
-    with pytest.raises(TypeError, match=r"state\.a: set"):
+    with pytest.raises(TypeError, match="cannot hold a set"):
         store.save(1, {}, {"a": {1, 2}})
-    with pytest.raises(ValueError, match="group name"):
-        store.save(1, {"../up": {}}, {})
+    with pytest.raises(TypeError, match="cannot hold a Tensor"):
+        store.save(1, {}, {"rng": torch.zeros(2)})
     with pytest.raises(ValueError, match="cannot be the best"):
         store.save(1, {}, {}, best=math.nan)
     store.join()
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("compress", [-1, 20])
-def test_levels_that_zstd_does_not_have_are_refused(tmp_path: Path, compress: int) -> None:
-    with pytest.raises(ValueError, match="zstd levels are 1 to 19"):
-        Checkpoints(tmp_path, 2, compress)
 
 
 def test_compression_may_change_in_a_run(tmp_path: Path) -> None:
@@ -162,11 +155,11 @@ def test_only_one_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert newest_step(tmp_path) == 2
 
 
-@pytest.mark.parametrize("wait", ["best", "steps", "pick", "load", "discard_after"])
+@pytest.mark.parametrize("wait", ["best", "steps", "pick", "discard_after"])
 def test_readers_wait_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     slow = Slow(monkeypatch)
     store = Checkpoints(tmp_path, 2)
-    path = store.save(1, tensors(1), {"cursor": 1}, best=2.0)
+    store.save(1, tensors(1), {"cursor": 1}, best=2.0)
     threading.Timer(0.2, slow.go.set).start()
     if wait == "best":
         assert store.best is not None
@@ -174,8 +167,6 @@ def test_readers_wait_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest
         assert store.steps() == [1]
     elif wait == "pick":
         assert store.pick("step_00000001").step == 1
-    elif wait == "load":
-        assert store.load(path).step == 1
     else:
         store.discard_after(0)
         assert names(tmp_path) == ["best_00000001"]
@@ -263,7 +254,7 @@ def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path, again
             except Killed:
                 pass
         newest = newest_step(folder)
-        assert newest in ((300,) if again else (275, 300)), point
+        assert newest in ((200, 300) if again else (275, 300)), point
         step, value, _ = best_of(folder)
         if not again:  # the mark comes with its checkpoint, and the earlier one stays until then
             assert (step, value) == ((300, 1.0) if mark and newest == 300 else (275, 1.5)), point
@@ -273,7 +264,7 @@ def test_a_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path, again
         save(Checkpoints(folder, 2), 400)  # and the run goes on, with nothing left over
         assert best_of(folder)[:2] == kept
         assert 2 <= len(names(folder)) <= 3
-        assert not [name for name in names(folder) if name.endswith((".tmp", ".replaced"))]
+        assert not [name for name in names(folder) if name.endswith(".tmp")]
         point += 1
     assert point >= 10
 
@@ -411,7 +402,7 @@ def test_a_missing_file_and_a_wrong_name_are_found(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning) as caught:
         found = store.newest()
     assert found.step == 100
-    assert "step_00000300: optimiser.safetensors is missing" in str(caught[0].message)
+    assert "step_00000300: optimiser.safetensors cannot be read (No such file" in str(caught[0].message)
     assert "step_00000250: its state.json is of step 200" in str(caught[0].message)
 
 
@@ -428,15 +419,6 @@ def test_all_damaged_is_one_line_that_names_each_and_what_to_do(tmp_path: Path) 
     assert "start a new run" in text
 
 
-def test_a_newer_schema_is_an_error_not_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(Checkpoints(tmp_path, 2), 100)
-    monkeypatch.setattr(storage, "SCHEMA", 7)
-    save(Checkpoints(tmp_path, 2), 200)
-    monkeypatch.undo()
-    with pytest.raises(NewerCheckpoint, match=r"step_00000200 has checkpoint schema 7, .* up to schema 2\. Update"):
-        Checkpoints(tmp_path, 2).newest()
-
-
 def test_a_foreign_file_or_folder_is_never_used(tmp_path: Path) -> None:
     """test_storage.py proves that no pickle is loaded."""
     save(Checkpoints(tmp_path, 2), 100)
@@ -446,8 +428,8 @@ def test_a_foreign_file_or_folder_is_never_used(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, 2)
     with pytest.warns(CheckpointWarning, match=r"using step_00000100 .*model\.pt: pickles are never loaded"):
         assert store.newest().step == 100  # type: ignore[union-attr]
-    with pytest.raises(DamagedCheckpoint, match="Pickles are never loaded"):
-        store.load(tmp_path / "step_00000400")
+    with pytest.raises(DamagedCheckpoint, match=r"step_00000400: no state\.json"):
+        storage.read(tmp_path / "step_00000400")
 
 
 def test_newest_before_a_step(tmp_path: Path) -> None:
@@ -533,18 +515,6 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000100", "step_00000300"]
 
 
-def test_a_damaged_newest_is_replaced_when_the_run_comes_there_again(tmp_path: Path) -> None:
-    save(Checkpoints(tmp_path, 2), 100, 200)
-    os.truncate(tmp_path / "step_00000200" / "state.json", 10)
-    store = Checkpoints(tmp_path, 2)
-    with pytest.warns(CheckpointWarning, match="using step_00000100 instead"):
-        store.newest()
-    with pytest.warns(CheckpointWarning, match="cannot count as the best"):
-        save(store, 200)
-    assert newest_step(tmp_path) == 200
-    assert names(tmp_path) == ["step_00000100", "step_00000200"]
-
-
 def test_rollback_never_resumes_what_it_left_and_keeps_the_best(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, 3)
     save(store, 100, best=2.0)
@@ -583,15 +553,7 @@ def test_saving_behind_later_checkpoints_removes_them(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000100", "step_00000150"]
 
 
-def test_a_best_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, 2)
-    save(store, 100, best=1.0)
-    os.truncate(tmp_path / "step_00000100" / "state.json", 10)
-    with pytest.warns(CheckpointWarning, match=r"step_00000100: state\.json .* cannot count as the best"):
-        assert store.best is None
-
-
-@pytest.mark.parametrize("mark", [{"value": 1.0}, [1], {"value": "low", "order": 1}, {"value": 10**400, "order": 1}])
+@pytest.mark.parametrize("mark", [{"value": 1.0}, {"value": "low", "order": 1}])
 def test_a_mark_that_is_none_of_ours_does_not_count(tmp_path: Path, mark: Any) -> None:
     store = Checkpoints(tmp_path, 2)
     save(store, 100, best=1.0)
@@ -600,44 +562,11 @@ def test_a_mark_that_is_none_of_ours_does_not_count(tmp_path: Path, mark: Any) -
     data = json.loads(state.read_bytes())
     del data["sha256"]
     state.write_bytes(storage._seal(data | {"best": mark}))
-    with pytest.warns(CheckpointWarning, match="step_00000200: its mark as a best one is none of ours"):
+    with pytest.warns(CheckpointWarning, match="step_00000200 cannot count as the best"):
         assert best_of(tmp_path)[0] == 100
 
 
-def test_at_least_two_are_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        Checkpoints(tmp_path, 1)
-
-
 # Full and read-only disks
-
-
-def test_a_full_disk_is_found_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Checkpoints(tmp_path, 2)
-    save(store, 100)
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 5000))
-    with pytest.raises(CheckpointError) as caught:
-        save(store, 200)
-    text = str(caught.value)
-    assert str(tmp_path) in text
-    assert "needs 1.0 MB, 0.0 MB free; step_00000100 is untouched" in text
-    monkeypatch.undo()
-    assert names(tmp_path) == ["step_00000100"]
-    assert newest_step(tmp_path) == 100
-
-
-def test_room_that_will_not_do_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 5_000_000))
-    store = Checkpoints(tmp_path, 2)
-    save(store, 100)  # four of 1 MB fit
-    assert store.messages == []
-    store = Checkpoints(tmp_path, 3)
-    with pytest.warns(CheckpointWarning, match=r"keep = 3, .* take up to 5\.2 MB, 0\.2 MB more than") as caught:
-        save(store, 200, 300)
-    assert len(caught) == 1
-    assert store.steps() == [100, 200, 300]
 
 
 def test_room_for_a_whole_run_is_looked_for_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -751,7 +680,7 @@ def test_a_link_among_the_checkpoints_is_removed_and_not_what_it_leads_to(tmp_pa
     (victim / "file").write_text("mine")
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    for name in ("step_00000001", "step_00000001.replaced", "step_00000002.tmp", "best_00000001"):
+    for name in ("step_00000001", "step_00000001.old.tmp", "step_00000002.tmp", "best_00000001"):
         (folder / name).symlink_to(victim)
     store = Checkpoints(folder, 2)
     with warnings.catch_warnings():

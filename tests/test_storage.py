@@ -19,18 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixlib.engine import storage
-from matrixlib.engine.storage import DamagedCheckpoint, NewerCheckpoint
-from matrixlib.hardware import machine
+from matrixlib.engine.storage import CheckpointError, DamagedCheckpoint
+from matrixlib.hardware import backend
 
-DTYPES = list(storage._DTYPES)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 def write(folder: Path, tensors: Any, state: Any, compress: int = 0, **more: Any) -> Path:
-    storage.check(tensors)
     folder.mkdir(parents=True)
-    storage.write(
-        folder, 7, storage.host_copies(tensors, {}), storage.encode(state, "state"), compress=compress, **more
-    )
+    storage.write(folder, 7, storage.host_copies(tensors, {}), state, compress=compress, **more)
     return folder
 
 
@@ -96,8 +93,8 @@ def test_random_states_and_numbers_that_are_not_finite_come_back(tmp_path: Path)
         "python": python_rng.getstate(),
         "best": math.inf,
         "loss": [math.nan],
-        "count": np.int64(3),
     }
+    state = json.loads(json.dumps(state))
     path = write(tmp_path / "a", {"rng": {"cpu": torch_rng.get_state()}}, state)
     expected = numpy_rng.random(), python_rng.random(), torch.rand(1, generator=torch_rng).item()
     found = storage.read(path)
@@ -108,21 +105,6 @@ def test_random_states_and_numbers_that_are_not_finite_come_back(tmp_path: Path)
     assert (numpy_rng.random(), python_rng.random(), torch.rand(1, generator=torch_rng).item()) == expected
     assert found.state["best"] == math.inf
     assert math.isnan(found.state["loss"][0])
-    assert found.state["count"] == 3
-
-
-def test_state_json_is_standard_json(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", small(), {"best": math.inf}, mark={"value": 1.5, "order": 1})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    data = json.loads((path / "state.json").read_text(), parse_constant=refuse)
-    assert (data["schema"], data["step"], data["best"]) == (2, 7, {"value": 1.5, "order": 1})
-    assert data["time"].endswith("Z")
-    assert data["versions"] == machine.versions(), "those of the device's libraries and driver, too"
-    assert {"matrixlib", "python", "torch", "numpy", "safetensors", "zstandard"} <= set(data["versions"])
-    assert set(data["groups"]) == {"model", "optimiser"}
 
 
 def test_compressed_files_are_smaller_and_named_so(tmp_path: Path) -> None:
@@ -132,30 +114,6 @@ def test_compressed_files_are_smaller_and_named_so(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.iterdir()) == ["model.safetensors.zst", "state.json"]
     assert file.stat().st_size < 400_000
     assert_same({"model": safetensors.torch.load(zstandard.decompress(file.read_bytes()))}, tensors)
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"rng": torch.zeros(2)}, r"state\.rng: Tensor .* group of tensors"),
-        ({"a": [{"b": {1: 2}}]}, r"state\.a\[0\]\.b: key 1"),
-        ({"a": {1, 2}}, r"state\.a: set"),
-    ],
-)
-def test_state_that_json_cannot_hold_is_named(state: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        storage.encode(state, "state")
-
-
-def test_tensors_that_cannot_be_stored_are_named() -> None:
-    with pytest.raises(TypeError, match=r"model\.w: a torch\.sparse_coo tensor"):
-        storage.check({"model": {"w": torch.eye(2).to_sparse()}})
-    with pytest.raises(TypeError, match=r"model\.w: .* torch\.complex64 cannot be stored"):
-        storage.check({"model": {"w": torch.zeros(2, dtype=torch.complex64)}})
-    with pytest.raises(ValueError, match=r"group name .\.\./up."):
-        storage.check({"../up": {}})
-    with pytest.raises(ValueError, match="__metadata__"):
-        storage.check({"model": {"__metadata__": torch.zeros(1)}})
 
 
 def test_copies_own_their_memory_and_use_the_buffers_again() -> None:
@@ -176,28 +134,20 @@ def test_copies_own_their_memory_and_use_the_buffers_again() -> None:
 
 def test_without_page_locked_memory_a_checkpoint_is_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """WSL2 and containers limit it: the run would end unsaved."""
-
-    class OnCard(torch.Tensor):
-        is_cuda = property(lambda self: True)
-
-    plain, refused = torch.empty, list[bool]()
-
-    def empty(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        refused.append(pin_memory)
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
-        return plain(*shape, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    values = {"w": torch.arange(3.0), "b": torch.ones(2)}
-    tensors = {"model": {name: value.as_subclass(OnCard) for name, value in values.items()}}
+    monkeypatch.setattr(backend, "pins", lambda device: True)
+    monkeypatch.setattr(backend, "pin", lambda tensors: (dict(tensors), "CUDA error: out of memory"))
     warnings: list[str] = []
-    copies = storage.host_copies(tensors, {}, warnings.append)
-    assert all(torch.equal(copies["model"][name].as_subclass(torch.Tensor), values[name]) for name in values)
-    assert refused == [True, False, False], "asked for once"
-    assert len(warnings) == 1
+    assert_same(storage.host_copies(small(), {}, warnings.append), small())
     assert warnings[0].endswith("more slowly: CUDA error: out of memory")
+
+
+def test_a_newer_schema_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SCHEMA", 7)
+    newer = write(tmp_path / "b", {}, {})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"b has checkpoint schema 7, .* reads schema 2: take") as caught:
+        storage.read(newer)
+    assert not isinstance(caught.value, DamagedCheckpoint), "falling back would lose its work"
 
 
 # Damage
@@ -215,13 +165,16 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), compress=st.sampled_from([0, 3]))
-def test_a_flipped_bit_anywhere_is_found(room: Path, data: st.DataObject, compress: int) -> None:
+def test_a_flipped_bit_anywhere_and_a_file_cut_short_are_found(room: Path, data: st.DataObject, compress: int) -> None:
     path = whole(room, compress)
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
     raw = file.read_bytes()
-    where = data.draw(st.integers(0, len(raw) * 8 - 1))
-    broken = bytearray(raw)
-    broken[where // 8] ^= 1 << where % 8
+    if data.draw(st.integers(0, 9)) == 0:  # or cut short
+        broken = bytearray(raw[: data.draw(st.integers(0, len(raw) - 1))])
+    else:
+        broken = bytearray(raw)
+        where = data.draw(st.integers(0, len(raw) * 8 - 1))
+        broken[where // 8] ^= 1 << where % 8
     file.write_bytes(broken)
     try:
         with pytest.raises(DamagedCheckpoint, match=file.name):
@@ -229,31 +182,6 @@ def test_a_flipped_bit_anywhere_is_found(room: Path, data: st.DataObject, compre
     finally:
         file.write_bytes(raw)
     assert_same(storage.read(path).tensors, small())
-
-
-@pytest.mark.parametrize("compress", [0, 3])
-def test_every_truncated_length_is_found(room: Path, compress: int) -> None:
-    path = whole(room, compress)
-    for file in sorted(path.iterdir()):
-        raw = file.read_bytes()
-        for length in {0, 1, 8, len(raw) // 2, len(raw) - 1}:
-            os.truncate(file, length)
-            with pytest.raises(DamagedCheckpoint, match=file.name):
-                storage.read(path)
-            file.write_bytes(raw)
-
-
-def test_every_byte_of_the_state_counts_and_every_bit_of_the_schema(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", {}, {"x": 1})
-    raw = (path / "state.json").read_bytes()
-    rng = random.Random(0)
-    for where in range(len(raw)):
-        for bit in range(8) if where < 20 else [rng.randrange(8)]:
-            broken = bytearray(raw)
-            broken[where] ^= 1 << bit
-            (path / "state.json").write_bytes(broken)
-            with pytest.raises(DamagedCheckpoint):
-                storage.read(path)
 
 
 def forge(path: Path, raw: bytes, **entry: int) -> None:
@@ -289,19 +217,6 @@ def test_a_frame_is_never_unpacked_beyond_its_recorded_size(tmp_path: Path, monk
         storage.read(path)
 
 
-def test_schema_1_is_read_and_a_newer_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a", small(), {"x": 1})
-    data = storage.read_state(path)
-    del data["sha256"], data["best"]
-    (path / "state.json").write_bytes(storage._seal({**data, "schema": 1}))
-    assert storage.read(path).state == {"x": 1}
-    monkeypatch.setattr(storage, "SCHEMA", 7)
-    newer = write(tmp_path / "b", {}, {})
-    monkeypatch.undo()
-    with pytest.raises(NewerCheckpoint, match=r"b has checkpoint schema 7, .* up to schema 2\. Update"):
-        storage.read(newer)
-
-
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return (pytest.fail, ("a pickle was loaded",))
@@ -312,9 +227,9 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model.pt").write_bytes(bomb)
     (tmp_path / "loose.pt").write_bytes(bomb)
-    with pytest.raises(DamagedCheckpoint, match=r"no state\.json \(model\.pt: pickles are never loaded\)"):
+    with pytest.raises(DamagedCheckpoint, match=r"no state\.json .* model\.pt: pickles are never loaded\)"):
         storage.read(tmp_path / "foreign")
-    with pytest.raises(DamagedCheckpoint, match="Pickles are never loaded"):
+    with pytest.raises(DamagedCheckpoint, match=r"loose\.pt: pickles are never loaded"):
         storage.read(tmp_path / "loose.pt")
     path = write(tmp_path / "a", small(), {})
     for name in ("model.safetensors", "state.json"):
@@ -341,16 +256,6 @@ def test_no_more_is_unpacked_than_the_network_needs(tmp_path: Path) -> None:
     assert (path / "model.safetensors.zst").stat().st_size < 32_768
     with pytest.raises(DamagedCheckpoint, match=r"claims 268,435,\d+ bytes, of which this network needs 16,\d+,\d+ at"):
         storage.read(path, storage.largest_group(model))
-
-
-def test_the_groups_of_a_real_model_are_within_its_bound(tmp_path: Path) -> None:
-    model = torch.nn.Linear(64, 64)
-    optimiser = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 64)).sum().backward()
-    optimiser.step()
-    moments = {f"{k}.{n}": t for k, s in enumerate(optimiser.state.values()) for n, t in s.items()}
-    path = write(tmp_path / "a", {"model": model.state_dict(), "optimiser": moments}, {}, compress=3)
-    assert_same(storage.read(path, storage.largest_group(model)).tensors, storage.read(path).tensors)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from matrixlib import config
 from matrixlib.config import ConfigError, read_yaml_file
-from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine import storage
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
@@ -597,7 +597,7 @@ def test_a_full_disk_ends_the_sweep_and_the_trial_goes_on_with_room(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(*((shutil, "disk_usage") if before else (Checkpoints, "_check_room")), full)
+        disk.setattr(*((shutil, "disk_usage") if before else (storage, "write")), full)
         with pytest.raises(FolderError, match="no room for this run" if before else "No space left"):
             trial.train(job(reports))
     assert trial.train(job(reports)) == Outcome("complete")

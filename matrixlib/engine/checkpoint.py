@@ -1,17 +1,16 @@
 """Checkpoints of a run: written in the background, whole or absent; the newest, the best, and what a rollback needs.
 
-Each is a folder as storage.py describes it. It is written as `step_00000500.tmp`, each file fsynced, renamed
-last, the parent fsynced: a folder without `.tmp` was whole when written, and whatever happened to it since is
-found by the checksums. Which one is the best stands in the folders themselves (the one marked last), so a mark
-cannot be lost or point to another network; a best one of a course that was left is called `best_00000500`.
+Each is a folder as storage.py describes it. It is written as `step_00000500.tmp`, each file fsynced, renamed last, the
+parent fsynced: a folder without `.tmp` was whole when written, and whatever happened to it since is found by the
+checksums. The best one is the folder marked last, so a mark cannot be lost or point to another network; a best one of a
+course that was left is `best_00000500`.
 """
 
 from __future__ import annotations
 
-import errno
+import json
 import math
 import os
-import re
 import shutil
 import time
 import warnings
@@ -21,16 +20,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
+from safetensors import SafetensorError
 
 from matrixlib.config import CheckpointConfig
 from matrixlib.engine import storage
-from matrixlib.engine.storage import Checkpoint, CheckpointError, DamagedCheckpoint
-from matrixlib.engine.storage import NewerCheckpoint as NewerCheckpoint
+from matrixlib.engine.storage import (
+    FOLDER,
+    Checkpoint,
+    CheckpointError,
+    DamagedCheckpoint,
+    UnwritableCheckpoint,
+    step_of,
+)
 from matrixlib.files import sync_folder
 
-_STEP = re.compile(r"step_(\d{8,})")
-_SLACK = 1 << 20  # bytes for state.json and the file system's own needs
+ROOM_BYTES = 1 << 20  # for state.json and the file system's own needs
 
 
 class CheckpointWarning(UserWarning):
@@ -77,10 +83,9 @@ class Checkpoints:
     """The checkpoints of one run in `folder`: the newest `keep` (at least 2), the `best` that were marked last, and
     those at multiples of `every` updates (0: none).
 
-    compress: zstd level of what is written, 0 = off; both kinds can always be read. largest: as of `storage.read`. Only
-    one process may save at a time (the run's lock sees to it), and `join` must be called after the last save.
-    `messages` collects what a person should know. Once something was saved, a copy of it stays in host memory for the
-    next save.
+    compress: zstd level of what is written, 0 = off; both kinds can always be read. largest: as of `read`. Only one
+    process may save at a time (the run's lock sees to it), and `join` must be called after the last save. `messages`
+    collects what a person should know. Once something was saved, a copy of it stays in host memory for the next save.
     """
 
     def __init__(
@@ -98,12 +103,6 @@ class Checkpoints:
         self._buffers: storage.Tensors = {}
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # Python ends only after its work is done
         self._pending: futures.Future[None] | None = None
-        self._warned_of_room = False
-
-    @classmethod
-    def of(cls, folder: Path, config: CheckpointConfig) -> Checkpoints:
-        """Those of a run, kept as its configuration says."""
-        return cls(folder, config.keep, config.compress, best=config.keep_best, every=config.keep_every)
 
     def save(
         self,
@@ -123,39 +122,37 @@ class Checkpoints:
         Checkpoints beyond `step` belong to a course of training that was left (a rollback, a damaged newest
         one): they are removed, once the new one is durable. Tensors that share memory are stored once for
         each name. Raises CheckpointError if it cannot be written (older checkpoints are untouched), here or
-        at the next `save` or `join`; at once, TypeError or ValueError naming what cannot be stored.
+        at the next `save` or `join`; at once, TypeError or ValueError for a state that cannot be stored.
         """
-        name = f"step_{step:08d}"
-        encoded = storage.encode(state, "state")
-        storage.check(tensors)
+        copied = json.loads(json.dumps(state, default=_python_number))
         if best is not None and not math.isfinite(best):
             raise ValueError(f"step {step} cannot be the best with value {best}")
         self.join()
-        needed = _SLACK + sum(tensor.nbytes for members in tensors.values() for tensor in members.values())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            self._check_room(needed)
-            (self.folder / f"{name}.tmp").mkdir()
+            for left in self.folder.glob("*.tmp"):  # half-written or half-removed
+                _delete(left)
+            self._temporary(step).mkdir()
         except OSError as error:
-            raise self._cannot_write(name, needed, error) from error
+            raise self._cannot_write(step, error) from error
         self._buffers = storage.host_copies(tensors, self._buffers, self._warn)
-        self._pending = self._thread.submit(self._write, step, needed, encoded, best)
+        self._pending = self._thread.submit(self._write, step, copied, best)
         if wait:
             self.join()
-        return self.folder / name
+        return self.folder / f"step_{step:08d}"
 
     def require_room(self, needed: int, steps: int, saves: int) -> None:
         """Raise CheckpointError where the disk has no room for all the checkpoints of `needed` bytes that a run of
         `steps` updates, which makes `saves` of them at most, will hold at once: better as it begins than after hours.
         Not of compressed ones, whose size only the writing tells.
         """
-        count = self._most() + (steps // self.keep_every if self.keep_every else 0)
-        count = min(count, saves)
+        kept_for_good = steps // self.keep_every if self.keep_every else 0
+        count = min(self.keep + self.keep_best + 1 + kept_for_good, saves)
         folder = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
-        missing = count * (needed + _SLACK) - self._held() - shutil.disk_usage(folder).free
+        held = sum(file.stat().st_size for file in self.folder.glob("*/*"))
+        missing = count * (needed + ROOM_BYTES) - held - shutil.disk_usage(folder).free
         if missing > 0 and not self.compress:
-            raise storage.UnwritableCheckpoint(
+            raise UnwritableCheckpoint(
                 f"the disk of {self.folder} has no room for this run: up to {count} checkpoints of "
                 f"{needed / 1e6:,.1f} MB (checkpoint.keep, keep_best, keep_every and the one being written) need "
                 f"{missing / 1e6:,.1f} MB more than there are; make room, or keep fewer"
@@ -163,7 +160,6 @@ class Checkpoints:
 
     def join(self) -> None:
         """Wait for the save in flight; raises CheckpointError if it failed, once."""
-        self._wait()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -171,18 +167,18 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, in order; whether they are whole is not looked at."""
         self._wait()
-        return [_step(path) for path in self._paths()]
+        return [step_of(path) for path in self._paths()]
 
     def newest(self, before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that verifies (of a step up to `before`), or None where there is none at all.
 
         A damaged one is named in `messages` and the one before it is used. Raises CheckpointError when every
-        checkpoint is damaged, NewerCheckpoint when the newest has a schema that this code does not know.
+        checkpoint is damaged, or when the newest has a schema that this code does not know.
         """
         self._wait()
         damage: list[str] = []
         for path in reversed(self._paths()):
-            if before is not None and _step(path) > before:
+            if before is not None and step_of(path) > before:
                 continue
             try:
                 checkpoint = storage.read(path, self.largest)
@@ -201,36 +197,28 @@ class Checkpoints:
             )
         return None
 
-    def load(self, path: Path) -> Checkpoint:
-        """Read and verify one checkpoint folder.
-
-        Raises DamagedCheckpoint naming the file and its fault, NewerCheckpoint naming both schema versions.
-        """
-        self._wait()
-        return storage.read(Path(path), self.largest)
-
     def pick(self, name: str = "newest") -> Checkpoint:
         """`newest`, `best` (the newest where none was marked) or a folder name such as `step_00000500`.
 
         Raises CheckpointError where it is absent or damaged.
         """
         if name == "best" and (best := self.best) is not None:
-            return self.load(best.path)
+            return storage.read(best.path, self.largest)
         if name in ("best", "newest"):
             if (checkpoint := self.newest()) is None:
                 raise CheckpointError(f"no checkpoint in {self.folder} yet; train this run first")
             return checkpoint
         self._wait()
-        if not (storage.FOLDER.fullmatch(name) and (self.folder / name).is_dir()):
+        if not (FOLDER.fullmatch(name) and (self.folder / name).is_dir()):
             known = ", ".join(["best", "newest", *(path.name for path in self._paths())])
             raise CheckpointError(f"no checkpoint '{name}' in {self.folder}; there are: {known}")
-        return self.load(self.folder / name)
+        return storage.read(self.folder / name, self.largest)
 
     @property
     def best(self) -> Best | None:
         """The checkpoint marked last, also by an earlier process; None where there is none."""
         self._wait()
-        return self._best()
+        return next(reversed(self._bests()), None)
 
     def discard_after(self, step: int) -> None:
         """Remove checkpoints beyond `step`, as a rollback to it needs; the best stays, no longer as a step to
@@ -245,94 +233,63 @@ class Checkpoints:
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def _write(self, step: int, needed: int, state: Any, best: float | None) -> None:
+    def _write(self, step: int, state: Any, best: float | None) -> None:
         """Write what lies in the buffers, then tidy up. Runs in the thread."""
-        name = f"step_{step:08d}"
-        final, temporary, replaced = (self.folder / f"{name}{end}" for end in ("", ".tmp", ".replaced"))
+        temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
         try:
             mark = None
             if best is not None:
-                before = self._best()
-                mark = {"value": float(best), "order": before.order + 1 if before else 1}
+                order = max((before.order for before in self._bests()), default=0)
+                mark = {"value": float(best), "order": order + 1}
             storage.write(temporary, step, self._buffers, state, mark, self.compress)
-            if final.exists():
-                os.replace(final, replaced)
+            self._retire(final)  # of the same step: of a course that was left, or damaged
             os.replace(temporary, final)
             sync_folder(self.folder)
-        except (OSError, zstandard.ZstdError) as error:
+        except (OSError, zstandard.ZstdError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # gives the space back; the error below is what matters
-            raise self._cannot_write(name, needed, error) from error
+            raise self._cannot_write(step, error) from error
         self._damaged.discard(final)
-        self._retire(replaced)
         self._discard_after(step)
         self._prune()
 
-    def _best(self) -> Best | None:
-        return max(self._bests(), key=lambda best: best.order, default=None)
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.tmp"
 
     def _bests(self) -> list[Best]:
         """Those that are kept as the best, in the order in which they were marked."""
-        if not self.folder.is_dir():
-            return []
         marks = []
-        for path in self.folder.iterdir():
-            if not (storage.FOLDER.fullmatch(path.name) and path.is_dir()):
-                continue
+        for path in self._paths(("step", "best")):
             try:
                 data = storage.read_state(path)
-            except DamagedCheckpoint as error:
-                self._warn(f"{error}, so it cannot count as the best")
-                continue
-            if mark := data.get("best"):
-                try:
+                if mark := data["best"]:
                     marks.append(Best(int(data["step"]), float(mark["value"]), path, int(mark["order"])))
-                except (KeyError, TypeError, ValueError, OverflowError) as error:
-                    self._warn(f"{path.name}: its mark as a best one is none of ours ({error!r}), so it does not count")
+            except (DamagedCheckpoint, KeyError, TypeError, ValueError, OverflowError) as error:
+                self._warn(f"{path.name} cannot count as the best: {error!r}")
         return sorted(marks, key=lambda best: best.order)[-self.keep_best :]
 
     def _discard_after(self, step: int) -> None:
         for path in reversed(self._paths()):  # a crash in between leaves a course without holes
-            if _step(path) > step:
+            if step_of(path) > step:
                 self._retire(path)
 
-    def _paths(self) -> list[Path]:
-        """Folders by step. A `.replaced` one counts where a crash kept its successor from its name."""
-        if not self.folder.is_dir():
-            return []
-        paths = {}
-        for path in self.folder.iterdir():
-            name = path.name.removesuffix(".replaced")
-            if _STEP.fullmatch(name) and path.is_dir() and (path.name == name or not path.with_name(name).exists()):
-                paths[_step(path)] = path
-        return [paths[step] for step in sorted(paths)]
-
-    def _sweep(self) -> None:
-        """Remove what a crash left half-written or half-removed; finish or undo a replacement."""
-        for path in self.folder.glob("*.tmp"):
-            if path.is_dir():
-                _delete(path)
-        for path in self.folder.glob("*.replaced"):
-            successor = path.with_name(path.name.removesuffix(".replaced"))
-            if successor.exists():
-                self._retire(path)
-            else:
-                os.replace(path, successor)
+    def _paths(self, kinds: tuple[str, ...] = ("step",)) -> list[Path]:
+        """Folders by step; whether they are whole is not looked at."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        named = [path for path in paths if (name := FOLDER.fullmatch(path.name)) and name.group(1) in kinds]
+        return sorted((path for path in named if path.is_dir()), key=step_of)
 
     def _prune(self) -> None:
         """Keep the newest `keep`, the best, and those of every so many updates. Known damaged ones do not count."""
-        paths = self._paths()
-        whole = [path for path in paths if path not in self._damaged]
+        whole = [path for path in self._paths() if path not in self._damaged]
         kept = {*whole[-self.keep :], *(best.path for best in self._bests())}
         if self.keep_every:
-            kept |= {path for path in whole if _step(path) % self.keep_every == 0}
-        for path in [*paths, *self.folder.glob("best_*")]:
-            if path.is_dir() and path not in kept:
+            kept |= {path for path in whole if step_of(path) % self.keep_every == 0}
+        for path in self._paths(("step", "best")):
+            if path not in kept:
                 self._remove(path)
 
     def _retire(self, path: Path) -> None:
         """Take a checkpoint out of the course of training: the best is renamed, any other removed."""
-        if not path.exists():
-            return
         best = next((best for best in self._bests() if best.path == path), None)
         if best is None:
             self._remove(path)
@@ -352,45 +309,19 @@ class Checkpoints:
         """Rename before removing, so that a crash half-way leaves no folder that looks like a checkpoint."""
         if not path.exists():
             return
-        doomed = path.with_name(f"{path.name}.tmp")
+        doomed = path.with_name(f"{path.name}.old.tmp")
         try:
             os.replace(path, doomed)
             _delete(doomed)
         except OSError as error:
             self._warn(f"old checkpoint {path.name} could not be removed ({error}); it takes up space")
 
-    def _check_room(self, needed: int) -> None:
-        """Refuse a save that does not fit; say once that those to come will not. Compressed ones may well be
-        smaller than `needed`, so of those only the writing itself can tell."""
-        free = shutil.disk_usage(self.folder).free
-        if free < needed and not self.compress:
-            raise OSError(errno.ENOSPC, "not enough free space")
-        missing = self._most() * needed - self._held() - free
-        if missing > 0 and not self._warned_of_room:
-            self._warned_of_room = True
-            self._warn(
-                f"{self.folder} will run out of space: checkpoint.keep = {self.keep}, the best and the one being "
-                f"written take up to {self._most() * needed / 1e6:,.1f} MB, {missing / 1e6:,.1f} MB more than "
-                f"they hold now and is free; make room, or lower checkpoint.keep"
-            )
-
-    def _most(self) -> int:
-        """Checkpoints at once: the newest, the best and the one being written."""
-        return self.keep + self.keep_best + 1
-
-    def _held(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.glob("*/*"))
-
-    def _cannot_write(self, name: str, needed: int, error: Exception) -> CheckpointError:
-        try:
-            free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB free"
-        except OSError:
-            free = "free space unknown"
+    def _cannot_write(self, step: int, error: Exception) -> CheckpointError:
         paths = self._paths()
         earlier = f"{paths[-1].name} is untouched" if paths else "there is no earlier one"
-        return storage.UnwritableCheckpoint(
-            f"cannot write checkpoint {name} to {self.folder}: {error}; needs {needed / 1e6:,.1f} MB, "
-            f"{free}; {earlier}. Make room or make the folder writable, then start the same run again"
+        return UnwritableCheckpoint(
+            f"cannot write checkpoint step_{step:08d} to {self.folder}: {error}; {earlier}. Make room or make the "
+            f"folder writable, then start the same run again"
         )
 
     def _warn(self, message: str) -> None:
@@ -407,7 +338,8 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _step(path: Path) -> int:
-    match = storage.FOLDER.fullmatch(path.name)
-    assert match is not None, path
-    return int(match.group(1))
+def _python_number(value: Any) -> Any:
+    """NumPy's numbers as Python's, for JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"the state of a checkpoint cannot hold a {type(value).__name__}")

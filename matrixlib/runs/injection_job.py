@@ -23,7 +23,7 @@ import torch
 from matrixlib import files
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.storage import DamagedCheckpoint
+from matrixlib.engine.storage import DamagedCheckpoint, read
 from matrixlib.runs import run as runs
 from matrixlib.runs.faults import FILLER, faults_of, small_disk
 
@@ -234,10 +234,9 @@ def read_outcome(job: Job, exits: Sequence[int]) -> Outcome:
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[int, bool]]:
-    store = Checkpoints(folder, 2)
     for path in sorted(folder.glob("step_*")):
         try:
-            yield store.load(path).step, True
+            yield read(path).step, True
         except DamagedCheckpoint:
             yield -1, False
 

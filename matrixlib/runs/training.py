@@ -29,8 +29,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: 
     if ranks.first:
         targets = partial(data.spec.ssl_targets, task)
         look = TargetLog(folder / "targets.jsonl", config.train.targets_interval, targets).look
-    model, checkpoints = fresh_model(task), Checkpoints.of(folder / "checkpoints", config.checkpoint)
-    checkpoints.largest = storage.largest_group(model)
+    model, kept = fresh_model(task), config.checkpoint
     trainer = Trainer(
         task=task,
         model=model,
@@ -38,7 +37,14 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: 
         config=config,
         data=data,
         folder=folder,
-        checkpoints=checkpoints,
+        checkpoints=Checkpoints(
+            folder / "checkpoints",
+            kept.keep,
+            kept.compress,
+            best=kept.keep_best,
+            every=kept.keep_every,
+            largest=storage.largest_group(model),
+        ),
         metrics=(MetricsLog if ranks.first else NoLog)(folder / "metrics.jsonl"),
         steps=steps,
         plan=plan,
