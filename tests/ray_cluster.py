@@ -26,7 +26,7 @@ def node_options(threads: int = 1) -> dict[str, int]:
 
 @contextmanager
 def ray_cluster() -> Iterator[Any]:
-    """A cluster of one node to which more can be added (`node_options`), and whose address everybody is told."""
+    """A cluster whose head computes nothing, and to which nodes can be added (`node_options`); all know its address."""
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
@@ -42,7 +42,7 @@ def ray_cluster() -> Iterator[Any]:
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": paths}
     before = signal.getsignal(signal.SIGTERM)  # each node puts one of its own into this process
     with mock.patch.object(Node, "start_ray_processes", quick), mock.patch.dict(os.environ, variables):
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node_options())
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | node_options(threads=0))
         try:
             os.environ["RAY_ADDRESS"] = cluster.address
             yield cluster
@@ -55,7 +55,7 @@ def square(number: int, *shared: int) -> int:
     return number**2 + sum(shared)
 
 
-def hold(folder: Path) -> str:
+def hold(folder: Path, *shared: int) -> str:
     """The first time it takes longer than anybody waits."""
     first = folder / "pid"
     if first.exists():

@@ -1,9 +1,7 @@
 """The cycle: accounts that add up, kills that lose nothing, decisions that are made once, and by the match alone."""
 
-import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from matrixlib import config, files
@@ -26,11 +25,10 @@ from matrixlib.engine.trials import Comparison
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import GameRecord
 from matrixlib.play.match import Match
-from matrixlib.runs import cycle, cycle_figures, cycle_games, report
+from matrixlib.runs import cycle, cycle_games, report
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
-from matrixlib.runs.cycle_games import Games
-from matrixlib.runs.cycle_state import Generation, Tally, read_generations
+from matrixlib.runs.cycle_games import Games, Generation, Tally, read_generations
 from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
@@ -193,7 +191,7 @@ def test_what_was_decided_is_not_done_again(whole: Path, opened: cycle.Cycle) ->
     assert len(opened.decisions()) == 2
 
 
-STAGES = [(n, part) for n in (1, 2) for part in ("chunks", "lesson", "checkpoint", "match", "anchor", "decision")]
+STAGES = [(n, part) for n in (1, 2) for part in ("chunks", "inputs", "checkpoint", "match", "anchor", "decision")]
 
 
 def run(forkserver: Any, reports: Path, **changes: Any) -> Any:
@@ -293,17 +291,6 @@ def test_several_processes_play_the_same_games(whole: Path, reports: Path, games
     assert len(Catalogue(reports / "c" / "shards").shards()) == 5
 
 
-def test_what_comes_over_damaged_is_not_taken(whole: Path, reports: Path) -> None:
-    (path,) = (whole / "c" / "shards").glob("001_*_validation.npz")
-    data = path.read_bytes()
-    sha256 = hashlib.sha256(data).hexdigest()
-    (reports / "shards").mkdir()
-    catalogue = Catalogue(reports / "shards")
-    with pytest.raises(ValueError, match="came over damaged"):
-        cycle_games.keep(catalogue, Games(TALLY, {path.name: (data[:-1] + b"x", sha256)}))
-    assert not Catalogue(reports / "shards").shards(state=None)
-
-
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -348,8 +335,6 @@ def test_figures_are_also_of_held_out_positions_that_no_game_to_learn_from_has(
     assert generation.new == pytest.approx(new.count / held_out.count)
     assert generation.top1_new is not None
     assert 0 <= generation.top1_new <= 1
-    table = cycle_figures.generation_table([generation, generation.model_copy(update={"number": 3, "top1": None})])
-    assert (table["top-1"][3], table["new"][3]) == ("", f"{generation.new:.1%}"), "a game without that figure"
 
 
 # --- decisions
@@ -388,8 +373,8 @@ def test_after_a_roll_back_training_starts_from_the_best_network(script: Script)
     script.train("won", "even", "even")
     script.cycle.roll_back(1, "after it")
     script.train("even")
-    lessons = [g.lesson for g in script.cycle.history()]
-    assert [lesson and lesson.start for lesson in lessons] == [0, 1, 2, 3, 1]
+    inputs = [g.inputs for g in script.cycle.history()]
+    assert [one and one.start for one in inputs] == [0, 1, 2, 3, 1]
 
 
 def test_a_roll_back_before_any_decision_counts_for_the_next_training(script: Script) -> None:
@@ -398,7 +383,7 @@ def test_a_roll_back_before_any_decision_counts_for_the_next_training(script: Sc
     script.cycle.roll_back(0, "to be sure")
     assert [(d.kind, d.after, d.best) for d in script.cycle.decisions()] == [("rollback", 0, 0)]
     first, second = script.train("even", "even")
-    assert [g.lesson and g.lesson.start for g in (first, second)] == [0, 0]
+    assert [g.inputs and g.inputs.start for g in (first, second)] == [0, 0]
     assert [g.number for g in script.cycle.history()] == [1, 2]
 
 
@@ -441,8 +426,8 @@ def test_a_match_ends_when_the_test_decides(script: Script) -> None:
     (generation,) = script.cycle.train(1)
     assert sum(generation.pairs("match")) == 32
     assert script.cycle.best == 1
-    (cell,) = cycle_figures.generation_table([generation])["SPRT"]
-    assert cell.startswith("accepts early (the truth is less extreme): +")
+    assert generation.decision is not None
+    assert generation.decision.reason.startswith("SPRT accepts early (the truth is less extreme): +")
 
 
 def test_damaged_files_are_named(script: Script, reports: Path) -> None:
@@ -499,13 +484,6 @@ def test_another_configuration_or_a_second_process_is_refused(whole: Path, opene
         cycle.open_cycle("quik")
     with pytest.raises(config.ConfigError, match=r"'games'.*20, got 19"):  # none would be held out
         cycle.open_cycle("demo", "cpu", "d", {**TINY, "games": 19})
-
-
-def test_a_folder_of_the_old_version_says_what_to_do(reports: Path) -> None:
-    (reports / "old").mkdir()
-    (reports / "old" / "cycle.yaml").write_text("seed: 0\narena:\n  pairs: 4\n")
-    with pytest.raises(cycle.CycleError, match=r"'old' was begun by an older version.*another name"):
-        cycle.open_cycle("demo", "cpu", "old", TINY)
 
 
 def test_all_networks_compute_as_was_resolved_when_the_cycle_began(
@@ -596,29 +574,17 @@ def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_play
     assert not any(reports.iterdir())
 
 
-def test_a_cycle_needs_a_game_for_two() -> None:
+def test_a_cycle_needs_a_game_for_two_and_no_weights_to_begin_with() -> None:
     with pytest.raises(config.ConfigError, match=r"plays games for two \(chess, tictactoe\), and task 'latin' is none"):
         load_cycle("demo", {"network": {"task": "latin", "model": {}, "data": {}, "loss": {}}})
+    with pytest.raises(
+        config.ConfigError, match=r"network\.train\.init is 'mine', but a cycle begins with random weights"
+    ):
+        load_cycle("demo", {"network": {"train": {"init": "mine"}}})
     with pytest.raises(config.ConfigError, match=r"key 'network.task' is missing"):
         load_cycle("demo", {"network": {"task": None}})
     with pytest.raises(config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"):
         load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("search.gumbel_scale", "search.value_scale"),
-        ("search.gumbel", "search.max_num_considered_actions"),
-        ("selfplay.simulations", "selfplay.num_simulations"),
-        ("match.simulations", "match.num_simulations"),
-        ("arena", "match"),
-    ],
-)
-def test_old_option_names_are_answered_by_the_new_ones(old: str, new: str) -> None:
-    section, _, option = old.partition(".")
-    with pytest.raises(config.ConfigError, match=rf"'{re.escape(old)}' is called '{re.escape(new)}' now"):
-        load_cycle("demo", {section: {option or "pairs": 1}})
 
 
 @pytest.mark.parametrize("name", config.presets(files.PARAMS / "cycle"))
@@ -635,18 +601,11 @@ def test_presets_name_only_what_differs_from_the_schema(name: str) -> None:
 # --- what is shown, and another game
 
 
-def test_the_tables_and_the_curve_show_every_generation(opened: cycle.Cycle) -> None:
-    table = cycle_figures.generation_table(opened.history())
-    assert table.index.tolist() == [1, 2]
-    assert table["games"].tolist() == [20, 20]
-    assert table["SPRT"].str.contains("Elo").all()
-    decisions = cycle_figures.decision_table(opened.decisions())
-    assert decisions["reason"].tolist() == [decision.reason for decision in opened.decisions()]
-    axes = cycle_figures.elo_figure(opened.history()).axes[0]
-    assert len(axes.containers) == 2, "a point with its interval for each generation"
-    folder = cycle_figures.write_summary(opened.folder, opened.history(), {0: {"lost": 0.5}, 1: {"lost": 0.1}})
-    page = report.add_verdict(folder, {"passed": True, "checks": []}).read_text()
-    assert page.count("data:image/png") == 2
+def test_the_report_of_a_cycle_shows_its_figures_and_pictures(opened: cycle.Cycle) -> None:
+    opened.write_summary()
+    Figure().savefig(opened.folder / "strength.png")
+    page = report.add_verdict(opened.folder, {"passed": True, "checks": []}).read_text()
+    assert page.count("data:image/png") == 1
     assert str(opened.history()[-1]) in page
     assert "Elo over generation 0" in page
     assert "self-play positions" in page
@@ -679,7 +638,5 @@ def test_tic_tac_toe_goes_the_same_way_and_is_measured_by_perfect_play(
     assert current.checks()[-1][0] == "loses to nobody"
     text = next((reports / "t" / "matches").glob("001*.txt")).read_text()
     assert text.startswith("generation 0 - generation 1: "), "three plies were random, so O is the first to choose"
-    assert cycle_figures.course_table(course).shape == (len(course[0]), 3)
-    assert len(cycle_figures.course_figure(course).axes[0].lines) == len(course[0])
     monkeypatch.setattr(cycle_games, "network", None)
     assert current.course() == course, "it is stored"

@@ -1,9 +1,10 @@
-"""Fleets: parts that are computed once each, errors and deaths that are told, and processes that do not stay behind."""
+"""Parts that are computed once each, errors and deaths that are told, and processes that do not stay behind."""
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from matrixlib.runs.fleet import Here, gather
-from matrixlib.runs.processes import FleetError, Lost, Processes
+from matrixlib.runs.fleet import FleetError, compute
 
 
 def add(number: int, *shared: int) -> tuple[int, int]:
@@ -21,86 +21,68 @@ def add(number: int, *shared: int) -> tuple[int, int]:
     return number + sum(shared), os.getpid()
 
 
-def fail(number: int, folder: Path) -> None:
-    """Number 0 fails, the others leave a file."""
+def hold(folder: Path, number: int) -> None:
+    """Number 0 fails, the others leave a file and then wait."""
     if not number:
         raise ValueError("planted")
-    time.sleep(0.1)
-    (folder / str(number)).touch()
+    (folder / str(os.getpid())).touch()
+    time.sleep(600)
 
 
-def die(code: int) -> None:
-    """By a signal where the number is negative."""
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+class Pickled:
+    """Counts how often it is pickled."""
+
+    count = 0
+
+    def __reduce__(self) -> Any:
+        Pickled.count += 1
+        return int, (100,)
 
 
 def test_processes_give_what_this_process_gives_and_are_gone_afterwards() -> None:
     parts = {number: partial(add, number) for number in range(6)}
-    here = {number: value for number, (value, _) in gather(Here(), parts, 10, 100)}
-    with closing(Processes(2)) as fleet:
-        there = dict(gather(fleet, parts, 10, 100))
-        pids = {pid for _, pid in there.values()}
-        assert len(pids) == 2, "each goes on to the next part"
+    here = {number: value for number, (value, _) in compute(parts.items(), (10, 100))}
+    there = dict(compute(parts.items(), (10, Pickled()), workers=2))
+    pids = {pid for _, pid in there.values()}
     assert {number: value for number, (value, _) in there.items()} == here == {n: n + 110 for n in range(6)}
+    assert len(pids) == 2, "each goes on to the next part"
+    assert Pickled.count == 1, "once for all parts and processes"
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_an_error_does_not_wait_for_parts_that_have_not_begun(tmp_path: Path) -> None:
-    parts = {number: partial(fail, number, tmp_path) for number in range(24)}
-    with pytest.raises(ValueError, match="planted"), closing(Processes(2)) as fleet:
-        list(gather(fleet, parts))
-    assert len(list(tmp_path.iterdir())) < 12
+def test_parts_are_taken_as_processes_are_free_and_none_after_the_results_that_were_wanted() -> None:
+    taken = []
 
+    def parts() -> Iterator[tuple[int, Any]]:
+        for number in range(9):
+            taken.append(number)
+            yield number, partial(add, number)
 
-def test_what_ends_a_process_is_told(tmp_path: Path) -> None:
-    ends = {"killed by signal 9": -signal.SIGKILL, "ended with exit code 3": 3, "exit code 143": 143}
-    with closing(Processes(3, tmp_path / "log")) as fleet:
-        for text, code in ends.items():
-            fleet.submit(text, partial(die, code))
-        lost: dict[str, Any] = {}
-        while len(lost) < 3:
-            lost |= dict(fleet.collect())
-    assert all(isinstance(lost[text], Lost) and text in lost[text].how for text in ends)
-    assert [lost[text].interrupted for text in ends] == [False, False, True]
-
-
-class Script:
-    """A fleet whose parts end as somebody says: `ends` lists what each call of `collect` gives."""
-
-    slots = 2
-
-    def __init__(self, *ends: list[tuple[Hashable, Any]]) -> None:
-        self.begun: list[Hashable] = []
-        self.ends = list(ends)
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def submit(self, key: Hashable, part: Any, *handles: Any) -> None:
-        self.begun.append(key)
-
-    def collect(self) -> list[tuple[Any, Any]]:
-        return self.ends.pop(0)
-
-    def close(self) -> None:
-        pass
-
-
-def test_each_result_counts_once_and_a_lost_part_is_an_error() -> None:
-    parts: dict[Any, Any] = dict.fromkeys("abc", print)
-    fleet = Script([("b", 1), ("b", 2)], [], [("x", 0), ("c", 3)], [("a", 4)])
-    assert list(gather(fleet, parts)) == [("b", 1), ("c", 3), ("a", 4)]
-    fleet = Script([("a", 1)], [("b", Lost("was killed by signal 9"))])
-    results = gather(fleet, parts)
-    assert next(results) == ("a", 1)
-    with pytest.raises(FleetError, match="a process was killed by signal 9"):
+    with closing(compute(parts(), workers=2)) as results:
         next(results)
+    assert taken == [0, 1]
 
 
-def test_nothing_begins_after_the_results_that_were_wanted() -> None:
-    fleet = Script([("a", 1)])
-    with closing(gather(fleet, dict.fromkeys("abcd", print))) as results:
-        assert next(results) == ("a", 1)
-    assert fleet.begun == ["a", "b"]
+def test_an_error_ends_what_is_running(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="planted"):
+        list(compute([(number, partial(hold, tmp_path, number)) for number in (1, 0, 2, 3)], workers=2))
+    assert time.monotonic() - began < 60
+    assert not [path for path in tmp_path.iterdir() if psutil.pid_exists(int(path.name))]
+
+
+@pytest.mark.parametrize("end", [partial(os._exit, 3), partial(signal.raise_signal, signal.SIGTERM)])
+def test_a_killed_process_is_told_and_what_was_done_is_kept(end: Any) -> None:
+    with pytest.raises(FleetError, match="a process was killed, perhaps for want of memory; what was done is kept"):
+        list(compute([("done", partial(add, 1)), ("killed", end)], workers=2))
+
+
+def test_what_processes_print_goes_into_the_log(tmp_path: Path) -> None:
+    list(compute([(0, partial(print, "on one")), (1, partial(print, "on two"))], workers=2, log=tmp_path / "log"))
+    assert sorted((tmp_path / "log").read_text().split("\n")) == ["", "on one", "on two"]
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(FleetError, match=r"pip install 'matrixlib\[ray\]'"):
+        next(compute([(0, print)], kind="ray"))

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from test_melee_imitation import figures_of, frames
 
 from matrixlib.bench import report as bench
-from matrixlib.runs import cycle_figures, figures
-from matrixlib.runs.cycle_state import Generation
+from matrixlib.runs import figures
 from matrixlib.runs.rate_test import RateTest
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.latin import plots as latin
@@ -48,8 +47,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "faults": lambda: figures.faults_figure([ROWS, HIGHER], {"hurts: +0.3": (HIGHER, []), "kill: 0": (ROWS, [])}),
     "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
     "benchmarks": lambda: bench.scaling_figure({"figures": BENCH}),
-    "elo": lambda: cycle_figures.elo_figure([Generation(number=1, anchor=((1, 2, 5, 2, 0),))]),
-    "perfect play": lambda: cycle_figures.course_figure({0: {"lost": 0.5}, 1: {"lost": 0.1}}),
     "rates": lambda: latin.rates_figure(RATES),
     "buttons": lambda: melee.rates_figure(figures_of(frames(10))),
     "heads": lambda: plots.curves_figure(ROWS, {"pin": 1.0, "threat": 1.0}),

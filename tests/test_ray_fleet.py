@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster on this machine: killed and slow nodes, and nothing left behind."""
+"""Parts on a real Ray cluster on this machine: killed nodes lose nothing, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ from ray_cluster import hold, node_options, ray_cluster, square
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.files import utc_now
-from matrixlib.runs import cycle, cycle_games, ray_fleet, sweep
-from matrixlib.runs.cycle_games import Games
-from matrixlib.runs.cycle_state import Generation, read_generations
-from matrixlib.runs.fleet import gather, open_fleet
-from matrixlib.runs.processes import FleetError
-from matrixlib.runs.ray_fleet import RayFleet
+from matrixlib.runs import cycle, cycle_games
+from matrixlib.runs.cycle_games import Games, Generation, read_generations
+from matrixlib.runs.fleet import FleetError, _slots, compute
 
-NODES = 3
+NODES = 2
 TINY: dict[str, Any] = {
     "games": 20,
     "chunk": 4,
@@ -51,7 +48,7 @@ def nodes() -> Iterator[Any]:
 @pytest.fixture
 def cluster(nodes: Any) -> Any:
     """The cluster with all of its nodes: a test may kill some."""
-    for _ in range(NODES - len(nodes.list_all_nodes())):
+    for _ in range(NODES - len(nodes.worker_nodes)):
         nodes.add_node(**node_options())
     return nodes
 
@@ -78,37 +75,17 @@ def raylet(node: Any) -> int:
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_gives_its_part_back(nodes: Any, tmp_path: Path) -> None:
-    victim = nodes.add_node(**node_options(threads=2))  # more than another has free, so the first part is this node's
-    parts: dict[Any, Any] = {number: partial(square, number) for number in range(5)}
-    with closing(open_fleet("ray", 0, False, tmp_path / "log")) as fleet:  # with a log nothing is computed twice
-        while fleet.slots < len(nodes.list_all_nodes()) + 1:
-            assert not fleet.collect()
-        results = {}
-        fleet.submit("held", partial(hold, tmp_path))
+    for _ in range(2):
+        nodes.add_node(**node_options())
+    parts: list[tuple[Any, Any]] = [("held", partial(hold, tmp_path)), *((n, partial(square, n)) for n in range(5))]
+    with closing(compute(parts, [100], kind="ray")) as results:
+        seen = dict([next(results)])
         above = {process.pid for process in psutil.Process(written(tmp_path / "pid")).parents()}
-        assert raylet(victim) in above
-        nodes.remove_node(victim, allow_graceful=False)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            while "held" not in results:
-                results |= dict(fleet.collect())
-        assert any("is left out" in str(warning.message) for warning in told)
-        results |= dict(gather(fleet, parts, 100))
-    assert results == {number: number**2 + 100 for number in range(5)} | {"held": "done"}
+        (node,) = (node for node in nodes.worker_nodes if raylet(node) in above)
+        nodes.remove_node(node, allow_graceful=False)
+        seen |= dict(results)
+    assert seen == {number: number**2 + 100 for number in range(5)} | {"held": "done"}
     assert gone(written(tmp_path / "pid"))
-
-
-@pytest.mark.soak
-def test_a_slow_node_does_not_hold_up_the_rest_and_nothing_stays_behind(cluster: Any, tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    parts: dict[Any, Any] = {"held": partial(hold, tmp_path)} | {n: partial(square, n) for n in range(4)}
-    with closing(RayFleet(0, False, None)) as fleet:
-        assert dict(gather(fleet, parts))["held"] == "done"
-        pid = written(tmp_path / "pid")
-        assert psutil.pid_exists(pid), "it is not waited for, and neither is its node"
-        assert dict(gather(fleet, {"next": partial(square, 3)})) == {"next": 9}
-    assert gone(pid)
-    assert signal.getsignal(signal.SIGTERM) is before, "trainings save at SIGTERM"
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -149,41 +126,12 @@ def test_a_cycle_is_byte_for_byte_that_of_one_machine_though_a_node_is_killed(
     assert one == two
 
 
-@pytest.mark.soak
-def test_a_sweep_goes_on_where_a_node_was_killed(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial is a run folder that all nodes see: another node resumes it."""
-    monkeypatch.setenv("MATRIXLIB_REPORTS", str(tmp_path))
-    options = {"space": {"optim.learning_rate": [0.001, 0.003, 0.01]}, "workers": NODES, "fleet": "ray"}
-    current = sweep.open_sweep("demo", "cpu", "s", options)
-    victim = max(cluster.worker_nodes, key=raylet)
-    killed: list[int] = []
-
-    def kill_amid(known: RayFleet) -> list[tuple[Any, Any]]:
-        beats = list(tmp_path.glob("s-*/heartbeat.json"))
-        if not killed and len(beats) == NODES:
-            cluster.remove_node(victim, allow_graceful=False)
-            killed.append(1)
-        return collect(known)
-
-    collect = RayFleet.collect
-    monkeypatch.setattr(RayFleet, "collect", kill_amid)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        trials = list(current.train())
-    assert killed
-    assert sorted(trial.number for trial in trials) == [0, 1, 2]
-    assert [result.trial.state for result in current.results()] == ["complete"] * 3
-
-
 PROGRAM = """
 from functools import partial
 from pathlib import Path
-from contextlib import closing
-from matrixlib.runs.fleet import gather
-from matrixlib.runs.ray_fleet import RayFleet
+from matrixlib.runs.fleet import compute
 from ray_cluster import hold
-with closing(RayFleet(0, False, None)) as fleet:
-    list(gather(fleet, {0: partial(hold, Path("FOLDER"))}))
+list(compute([(0, partial(hold, Path("FOLDER")))], kind="ray"))
 """
 
 
@@ -192,14 +140,24 @@ with closing(RayFleet(0, False, None)) as fleet:
 def test_an_interrupt_leaves_nothing_running(cluster: Any, tmp_path: Path, how: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.replace("FOLDER", str(tmp_path))])
     pid = written(tmp_path / "pid")
-    actor = psutil.Process(pid).ppid()
     process.send_signal(how)
     assert process.wait(60) != 0
     assert gone(pid)
-    assert gone(actor)
 
 
-def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.soak
+def test_a_part_that_is_not_wanted_any_more_is_interrupted_and_signals_are_as_before(
+    cluster: Any, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with closing(compute([("held", partial(hold, tmp_path)), ("done", partial(square, 2))], kind="ray")) as results:
+        assert next(results) == ("done", 4)
+        pid = written(tmp_path / "pid")
+    assert gone(pid)
+    assert signal.getsignal(signal.SIGTERM) is before, "trainings save at SIGTERM"
+
+
+def test_without_a_cluster_it_says_how_to_begin_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
 
     def init(**_: Any) -> None:
@@ -207,7 +165,13 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(FleetError, match="`ray start --head` begins one"):
-        RayFleet(0, False, None)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(FleetError, match=r"pip install 'matrixlib\[ray\]'"):
-        ray_fleet.RayFleet(0, False, None)
+        next(compute([(0, print)], kind="ray"))
+
+
+def test_threads_of_a_part_leave_room_for_all_workers() -> None:
+    nodes = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 5.0}]
+    assert _slots(nodes, 0, gpu=False) == (13, 1)
+    assert _slots(nodes, 4, gpu=False) == (4, 2)
+    assert _slots(nodes, 3, gpu=False) == (3, 4)
+    assert _slots(nodes, 4, gpu=True) == (1, 1)
+    assert _slots([], 4, gpu=False) == (0, 1)

@@ -16,13 +16,14 @@ or counted twice, and nothing is decided twice.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from filelock import FileLock
 
 from matrixlib import config as configuration
@@ -41,17 +42,26 @@ from matrixlib.runs import cycle_games
 from matrixlib.runs import run as runs
 from matrixlib.runs.autotune import agreeing
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
-from matrixlib.runs.cycle_games import Chunk, Pairing
-from matrixlib.runs.cycle_state import CycleError, Decision, Generation, Lesson, Pairs, read_generations
+from matrixlib.runs.cycle_games import (
+    Chunk,
+    CycleError,
+    Decision,
+    Generation,
+    Pairing,
+    Pairs,
+    TrainingInputs,
+    read_generations,
+)
 from matrixlib.runs.data import RunData
-from matrixlib.runs.fleet import Fleet, gather, open_fleet
+from matrixlib.runs.fleet import Part, compute
 from matrixlib.runs.record import runtime_settings
 from matrixlib.tasks import get_task
-from matrixlib.tasks.spec import Check, GameSpec
+from matrixlib.tasks.spec import Check
 
 FREE = ("generations", "workers", "fleet")
 """Options that change no game and no weight."""
 MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
+ELO_SHOWN = 1500  # beyond it lies what a side that lost every game could have
 
 
 def open_cycle(
@@ -68,13 +78,8 @@ def open_cycle(
         raise CycleError(f"cycle name {name!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
-    if "arena:" in (path.read_text(encoding="utf-8") if path.exists() else ""):
-        raise CycleError(
-            f"cycle '{name}' was begun by an older version of matrixlib, whose files this one does not go on with: "
-            f"give the cycle another name. The runs {name}-001, ... and the shards in {folder / 'shards'} can be used"
-        )
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer: say so now
-    random_openings(_rules(config).game, needed, config.seed, config.match.random_plies)
+    random_openings(cycle_games.rules(config).game, needed, config.seed, config.match.random_plies)
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
     # One of several that begin it decides. It is a lock of its own, as a cycle that is trained may be looked at.
@@ -91,12 +96,6 @@ def open_cycle(
         )
     runtime.apply()  # all that its networks compute is stored, `perfection` too
     return Cycle(folder, config, runtime)
-
-
-def _rules(config: CycleConfig) -> GameSpec:
-    rules = get_task(config.network.task).game
-    assert rules is not None, "load_cycle takes games only"
-    return rules
 
 
 def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
@@ -128,8 +127,8 @@ class Cycle:
 
     def __init__(self, folder: Path, config: CycleConfig, runtime: Runtime) -> None:
         self.folder, self.config, self.runtime = folder, config, runtime
-        self.rules = _rules(config)
-        self._networks: dict[int, Network] = {}
+        self.rules = cycle_games.rules(config)
+        self.network = lru_cache(2)(self._network)  # a match needs two
         self._lock = FileLock(folder / "lock")
 
     @property
@@ -183,7 +182,7 @@ class Cycle:
             before = self.decisions()[-1:]
             if [decision.model_copy(update={"time": now.time}) for decision in before] != [now]:
                 newest = self._stored(last)
-                newest.grown(self.folder, rollbacks=(*newest.rollbacks, now))
+                newest.write(self.folder, rollbacks=(*newest.rollbacks, now))
 
     def checks(self) -> list[Check]:
         """What must hold of a cycle: name, whether, what it says. Of the preset `demo` it says nothing about strength,
@@ -220,13 +219,22 @@ class Cycle:
         numbers = [0, *(generation.number for generation in self.history())]
         return {number: self.perfection(number) for number in numbers} if self.rules.solved else {}
 
-    def network(self, generation: int) -> Network:
+    def _network(self, generation: int) -> Network:
         """The network of a generation, averaged weights; 0 is the untrained one."""
-        network = self._networks.pop(generation, None) or cycle_games.network(
-            self.config, self.runtime, cycle_games.weights_of(self.folder, self.config, generation)
-        )
-        self._networks = dict([*self._networks.items(), (generation, network)][-2:])  # a match needs two
-        return network
+        stored = cycle_games.weights_of(self.folder, self.config, generation)
+        return cycle_games.network(self.config, self.runtime, stored)
+
+    def write_summary(self) -> None:
+        """Write what the index and the report of a cycle show, summary.json."""
+        history = self.history()
+        figures: dict[str, float] = {
+            f"self-play {name}": sum(getattr(g.selfplay, name) for g in history) for name in ("games", "positions")
+        }
+        if sum(pairs := history[-1].pairs("anchor")):
+            elo = rating(pairs)
+            shown = {"Elo over generation 0": elo.elo, "its lower bound": elo.low, "its upper bound": elo.high}
+            figures |= {name: float(np.clip(value, -ELO_SHOWN, ELO_SHOWN)) for name, value in shown.items()}
+        write_json(self.folder / "summary.json", {"headline": str(history[-1]), "evaluation": figures})
 
     # Stages
 
@@ -237,8 +245,7 @@ class Cycle:
             generation = self._learn(generation)
             against: dict[Literal["match", "anchor"], int] = {"match": generation.by, "anchor": 0}
             for kind, other in against.items():
-                with self._fleet() as fleet:  # with it ends what a match that is decided no longer wants
-                    generation = self._match(fleet, generation, kind, other)
+                generation = self._match(generation, kind, other)
             generation = self._decide(generation)
         return generation
 
@@ -248,16 +255,13 @@ class Cycle:
         known = read_generations(self.folder).get(number)
         return known or Generation(number=number, by=self.best, begun=files.utc_now()).write(self.folder)
 
-    @contextmanager
-    def _fleet(self) -> Iterator[Fleet]:
-        """What plays games. Nothing of it is left while a network is trained."""
+    def _compute(self, parts: Mapping[int, Part], *stored: bytes) -> Generator[tuple[int, Any], None, None]:
+        """Games, as they come. Closed, it leaves nothing running beside a training."""
         config = self.config
-        workers = config.workers if config.fleet == "local" else 0
-        fleet = open_fleet(config.fleet, workers, self.runtime.device == "cuda")
+        workers, gpu = config.workers if config.fleet == "local" else 0, self.runtime.device == "cuda"
         try:
-            yield fleet
+            yield from compute(parts.items(), stored, kind=config.fleet, workers=workers, gpu=gpu)
         finally:
-            fleet.close()
             self.runtime.apply()  # games that were played in this process had one thread
 
     def _play(self, generation: Generation) -> Generation:
@@ -273,30 +277,30 @@ class Cycle:
         stored = cycle_games.weights_of(self.folder, config, generation.by)
         title = f"generation {number}: self-play"
         with (
-            self._fleet() as fleet,
+            closing(self._compute(todo, stored)) as results,
             live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk") as bar,
         ):
-            for first, games in gather(fleet, todo, stored):
+            for first, games in results:
                 cycle_games.keep(catalogue, games)
                 counted = sorted({**generation.chunks, str(first): games.tally}.items(), key=lambda row: int(row[0]))
-                generation = generation.grown(self.folder, chunks=dict(counted))
+                generation = generation.write(self.folder, chunks=dict(counted))
                 speed = games.tally.games / games.tally.seconds
                 bar.set_postfix_str(f"{speed:.1f} games/s in a process", refresh=False)
                 bar.update()
         return generation
 
     def _learn(self, generation: Generation) -> Generation:
-        """Train the candidate from the weights and on the sources of its lesson."""
+        """Train the candidate from the weights and on the sources of its inputs."""
         if generation.learned:
             return generation
         counts: dict[str, int] = {}
         for row in Catalogue(self.folder / "shards").shards("train"):
             counts[row.source] = counts.get(row.source, 0) + row.count
-        if generation.lesson is None:
-            generation = generation.grown(self.folder, lesson=self._lesson(generation.number, counts))
-        lesson, number = generation.lesson, generation.number
-        assert lesson is not None
-        if gone := sorted(lesson.sources.keys() - counts):
+        if generation.inputs is None:
+            generation = generation.write(self.folder, inputs=self._inputs(generation.number, counts))
+        inputs, number = generation.inputs, generation.number
+        assert inputs is not None
+        if gone := sorted(inputs.sources.keys() - counts):
             raise CycleError(
                 f"generation {number} of cycle '{self.name}' began to learn from '{gone[0]}', of which there is no "
                 f"healthy shard left in {self.folder / 'shards'}: restore them or begin another cycle"
@@ -304,7 +308,7 @@ class Cycle:
         overrides = {
             "seed": self.config.seed + number,
             "data": {"source": str(self.folder / "shards")},
-            "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [lesson.sources]}},
+            "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [inputs.sources]}},
             "runtime": runtime_settings(self.runtime),
         }
         preset = self.folder / "network.yaml"
@@ -312,8 +316,8 @@ class Cycle:
         run = runs.open_run(str(preset), run=f"{self.name}-{number:03d}", overrides=overrides, kind="cycle")
         try:
             if not run.trainer.step:
-                run.trainer.start_from(named_tensors(self.network(lesson.start).model))
-            title = f"generation {number}: training from {lesson.start}"
+                run.trainer.start_from(named_tensors(self.network(inputs.start).model))
+            title = f"generation {number}: training from {inputs.start}"
             with live_bar(initial=run.trainer.step, total=run.steps, desc=title, unit="update") as bar:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
@@ -321,7 +325,7 @@ class Cycle:
         finally:
             run.close()
         top1 = run.summary()["evaluation"].get("top1")
-        return generation.grown(self.folder, top1=top1, **self._on_new(run.data, number))
+        return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
 
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
         """The same on held-out positions that it cannot have learned by heart, and their share."""
@@ -332,20 +336,20 @@ class Cycle:
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
         return {"new": share, "top1_new": figures.get("top1")}
 
-    def _lesson(self, number: int, counts: Mapping[str, int]) -> Lesson:
+    def _inputs(self, number: int, counts: Mapping[str, int]) -> TrainingInputs:
         """The first weights are those of the generation before it, after a roll-back those of the best one."""
         window = range(max(1, number - self.config.window + 1), number + 1)
         recent = [cycle_games.source(generation) for generation in window]
         before = read_generations(self.folder).get(number - 1)
-        decisions, known = self.decisions(), before.lesson.decisions if before and before.lesson else 0
+        decisions, known = self.decisions(), before.inputs.decisions if before and before.inputs else 0
         rolled_back = any(decision.kind == "rollback" for decision in decisions[known:])
-        return Lesson(
+        return TrainingInputs(
             start=self.best if rolled_back else number - 1,
             sources={name: float(counts[name]) for name in recent if counts.get(name)},
             decisions=len(decisions),
         )
 
-    def _match(self, fleet: Fleet, generation: Generation, kind: Literal["match", "anchor"], other: int) -> Generation:
+    def _match(self, generation: Generation, kind: Literal["match", "anchor"], other: int) -> Generation:
         """The candidate against an earlier network, in batches of pairs until the plan or the test ends it.
 
         Batches count in their order, whichever is played first, and those behind the decision do not.
@@ -357,22 +361,22 @@ class Cycle:
         stored = [cycle_games.weights_of(self.folder, self.config, g) for g in (number, other)]
         place = (self.config, replace(self.runtime, threads=1), (number, other))
         parts = {
-            (kind, start): Pairing(*place, openings[start : start + options.batch], start)
+            start: Pairing(*place, openings[start : start + options.batch], start)
             for start in range(first, pairs, options.batch)
         }
-        played: dict[tuple[str, int], tuple[str, Pairs]] = {}
+        played: dict[int, tuple[str, Pairs]] = {}
         title = f"generation {number}: {kind}"
         with (
-            closing(gather(fleet, parts, *stored)) as results,
+            closing(self._compute(parts, *stored)) as results,
             live_bar(initial=first, total=pairs, desc=title, unit="pair") as bar,
         ):
             while first < pairs and (kind == "anchor" or options.decision(generation.pairs(kind)) is None):
-                while (kind, first) not in played:
+                while first not in played:
                     played |= [next(results)]
-                text, scores = played.pop((kind, first))
+                text, scores = played.pop(first)
                 path = self.folder / "matches" / f"{number:03d}_{kind}_{first:06d}{self.rules.ending}"
                 write_text(path, text)
-                generation = generation.grown(self.folder, **{kind: (*getattr(generation, kind), scores)})
+                generation = generation.write(self.folder, **{kind: (*getattr(generation, kind), scores)})
                 first += sum(scores)
                 bar.set_postfix_str(str(rating(generation.pairs(kind))), refresh=False)
                 bar.update(sum(scores))
@@ -391,4 +395,4 @@ class Cycle:
             reason=f"{outcome}{early}: {rating(pairs)}",
             time=files.utc_now(),
         )
-        return generation.grown(self.folder, decision=decision)
+        return generation.write(self.folder, decision=decision)

@@ -1,7 +1,7 @@
 """Options of a cycle of self-play, training and matches."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, SerializeAsAny
 
@@ -19,8 +19,6 @@ class CycleConfig(Section):
 
     `network` is the network and its training, with the sections of its task, as in a preset.
     """
-
-    RENAMED: ClassVar[Mapping[str, str]] = {"arena": "match"}
 
     seed: Annotated[int, Field(ge=0, lt=2**62)] = option(0, "of games, openings and training")
     generations: Count = option(6, "generations to train")
@@ -49,6 +47,10 @@ def load_cycle(preset: str, overrides: Mapping[str, Any] | None = None) -> Cycle
         games = ", ".join(task for task in TASKS if get_task(task).game is not None)
         raise ConfigError(f"{name}: a cycle plays games for two ({games}), and task '{network['task']}' is none")
     config = validate_config(network, name, "network.")
+    if config.train.init:
+        raise ConfigError(
+            f"{name}: network.train.init is '{config.train.init}', but a cycle begins with random weights: leave it out"
+        )
     return validated(CycleConfig, {**data, "network": config}, name)
 
 

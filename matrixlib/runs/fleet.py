@@ -1,16 +1,238 @@
-"""Where independent parts of a job are computed: in this process, in others of this machine, or on a Ray cluster.
+"""Independent parts of a job, computed in this process, by processes of this machine, or by a Ray cluster.
 
-A part is a function of plain data, so it comes to the same wherever it is computed, and may be computed again.
+A part is a picklable function of plain data: it gives the same wherever it is computed, and may be computed again.
 """
 
-from collections import deque
-from collections.abc import Generator, Hashable, Mapping
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from __future__ import annotations
 
-from matrixlib.runs.processes import FleetError, Lost, Part, Processes
+import itertools
+import multiprocessing
+import os
+import pickle
+import platform
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from matrixlib import files
+from matrixlib.hardware import machine
 
 Kind: TypeAlias = Literal["local", "ray"]
+Part: TypeAlias = Callable[..., Any]
+K = TypeVar("K")
+MAX_RETRIES = 3
+"""Nodes that may go away under one part of a Ray cluster."""
+POLL_SECONDS = 0.5
+SAVE_SECONDS = 30.0
+"""In which parts that are cancelled on a cluster save and end."""
+NODE_SECONDS = 300.0
+"""Without a node that has room, until that is an error."""
+GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
+"""One of these is there on a Linux with a GPU: of NVIDIA, of AMD, of a Windows around it."""
+_shared: tuple[Any, ...] = ()  # in a worker process
+
+
+class FleetError(ValueError):
+    """Parts that cannot be computed; says why and what to do."""
+
+
+def compute(
+    parts: Iterable[tuple[K, Part]],
+    shared: Sequence[Any] = (),
+    *,
+    kind: Kind = "local",
+    workers: int = 0,
+    gpu: bool = False,
+    log: Path | None = None,
+) -> Generator[tuple[K, Any], None, None]:
+    """Yield (key, result) of every part as it ends; a part is taken from `parts` only when a worker is free for it.
+
+    shared: arguments of every part. They are pickled once, and on a cluster brought to each node once.
+    workers: processes; up to 1 this process computes. On a cluster, 0 means all of its threads, or GPUs.
+    gpu: one GPU of the cluster a part. log: local processes print there.
+
+    Closing the generator ends the parts that are running: they get SIGTERM, on a cluster KeyboardInterrupt.
+    Raises what a part raises; FleetError where a process was killed, or without Ray, a cluster or a node with room.
+    """
+    if kind == "ray":
+        yield from _on_ray(parts, tuple(shared), workers, gpu)
+    elif workers > 1:
+        yield from _in_processes(parts, tuple(shared), workers, log)
+    else:
+        for key, part in parts:
+            yield key, part(*shared)
+
+
+def _in_processes(
+    parts: Iterable[tuple[K, Part]], shared: tuple[Any, ...], workers: int, log: Path | None
+) -> Generator[tuple[K, Any], None, None]:
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    arguments = (pickle.dumps(shared), context.Value("i", 0), log)
+    pool = ProcessPoolExecutor(workers, context, _begin, arguments)
+    todo, running = iter(parts), dict[Future[Any], K]()
+    try:
+        while True:
+            for key, part in itertools.islice(todo, workers - len(running)):
+                running[pool.submit(_run, part)] = key
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+    except BrokenProcessPool as error:
+        raise FleetError(
+            "a process was killed, perhaps for want of memory; what was done is kept: start again to go on"
+        ) from error
+    finally:
+        if running:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(shared: bytes, started: Any, log: Path | None) -> None:
+    """In a worker process, before its first part; started: how many processes have come so far."""
+    global _shared
+    files.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the parent ends this one
+    if log is not None:
+        sys.stdout = sys.stderr = log.open("a", encoding="utf-8", buffering=1)
+    with started.get_lock():
+        slot = started.value
+        started.value += 1
+    _take_gpu(slot)
+    _shared = pickle.loads(shared)  # noqa: S301 - of the parent
+
+
+def _run(part: Part) -> Any:
+    return part(*_shared)
+
+
+def _take_gpu(slot: int) -> None:
+    """Let this process see one of the GPUs, where there are several; before CUDA is initialised."""
+    if sys.platform == "linux" and not any(map(os.path.exists, GPU_DRIVERS)):
+        return  # torch takes seconds
+    import torch
+
+    count = torch.cuda.device_count()
+    if count > 1:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = names if len(names) == count else [str(number) for number in range(count)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[slot % count]
+
+
+# On a Ray cluster
+
+
+def _on_ray(
+    parts: Iterable[tuple[K, Part]], shared: tuple[Any, ...], workers: int, gpu: bool
+) -> Generator[tuple[K, Any], None, None]:
+    """As tasks, which Ray computes again where a node goes away; nodes that join later are used too."""
+    ray = _connect()
+    todo, running, warned = iter(parts), dict[Any, K](), set[str]()
+    try:
+        handles, remote = [ray.put(value) for value in shared], ray.remote(_task)
+        fits, root = time.monotonic(), str(files.reports_root().absolute())
+        while True:
+            slots, threads = _slots([node["Resources"] for node in ray.nodes() if node["Alive"]], workers, gpu)
+            task = remote.options(num_cpus=threads, num_gpus=int(gpu), max_retries=MAX_RETRIES)
+            for key, part in itertools.islice(todo, max(0, (slots or 1) - len(running))):
+                running[task.remote(part, root, *handles)] = key
+            if not running:
+                return
+            fits = time.monotonic() if slots else fits
+            if time.monotonic() - fits > NODE_SECONDS:
+                raise FleetError(
+                    f"no node of the Ray cluster has {'GPUs' if gpu else 'threads'} for this (`ray status` lists "
+                    "them): let one join, and start again; what was done is kept"
+                )
+            for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0]:
+                host, facts, result = _get(ray, reference)
+                if facts != computing() and host not in warned:
+                    warned.add(host)
+                    _warn_of_other_bits(host, facts)
+                yield running.pop(reference), result
+    finally:
+        for reference in running:
+            ray.cancel(reference)
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=SAVE_SECONDS)
+        ray.shutdown()
+
+
+def _connect() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise FleetError("fleet: ray needs Ray: pip install 'matrixlib[ray]'; fleet: local needs nothing") from error
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise FleetError(
+            "fleet: ray found no Ray cluster: `ray start --head` begins one on this machine, and the line that it "
+            "prints, on each of the others, lets them join"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray's own would keep trainings from saving at that signal
+    return ray
+
+
+def _slots(nodes: Sequence[Mapping[str, float]], workers: int, gpu: bool) -> tuple[int, int]:
+    """(parts at once, threads of each): as many threads as still leave room for all `workers`."""
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    if gpu:
+        room, threads = sum(int(node.get("GPU", 0)) for node in nodes), 1
+    else:
+        counts = range(max(cpus, default=1), 1, -1) if workers else ()
+        threads = next((count for count in counts if sum(cpu // count for cpu in cpus) >= workers), 1)
+        room = sum(cpu // threads for cpu in cpus)
+    return min(room, workers or room), threads
+
+
+def _task(part: Part, reports: str, *shared: Any) -> tuple[str, dict[str, str], Any]:
+    """On a node: (its name, what its bits depend on, the result)."""
+    os.environ["MATRIXLIB_REPORTS"] = reports
+    return platform.node(), computing(), part(*shared)
+
+
+def _get(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        reason = " ".join(str(error).split())[:500]
+        raise FleetError(
+            f"a part was lost {MAX_RETRIES + 1} times, perhaps it is what ends its nodes ({reason}); what was done is "
+            "kept: start again to go on"
+        ) from error
+
+
+@cache
+def computing() -> dict[str, str]:
+    """Versions and instructions of this machine, on which the last bits of what it computes depend."""
+    versions = {name: metadata.version(name) for name in ("matrixlib", "torch", "numpy")}
+    return versions | {"instructions": " ".join(machine.processor().instructions)}
+
+
+def _warn_of_other_bits(host: str, facts: Mapping[str, str]) -> None:
+    other = [f"{key} {facts.get(key)}, here {value}" for key, value in computing().items() if facts.get(key) != value]
+    warnings.warn(
+        f"node {host} differs from this machine ({'; '.join(other)}): its results may differ in their last bits",
+        stacklevel=4,
+    )
+
+
+# Used by sweeps until they call `compute`
 
 
 class Fleet(Protocol):
@@ -47,27 +269,9 @@ def open_fleet(kind: Kind, workers: int, gpu: bool = False, log: Path | None = N
         from matrixlib.runs.ray_fleet import RayFleet
 
         return RayFleet(workers, gpu, log)
+    from matrixlib.runs.processes import Processes
+
     return Here(**here) if workers == 1 else Processes(workers, log)
-
-
-def gather(fleet: Fleet, parts: Mapping[Any, Part], *shared: Any) -> Generator[tuple[Any, Any], None, None]:
-    """(key, result) of every part once, as they come; FleetError where a process ended without one.
-
-    Parts begin in their order, and none after the iteration has been closed.
-    """
-    handles = [fleet.share(value) for value in shared]
-    waiting, running = deque(parts), set[Hashable]()
-    while waiting or running:
-        while waiting and len(running) < fleet.slots:
-            key = waiting.popleft()
-            running.add(key)
-            fleet.submit(key, parts[key], *handles)
-        for key, result in fleet.collect():
-            if isinstance(result, Lost):
-                raise FleetError(f"a process {result.how}; what was done is kept: start again to go on")
-            if key in running:
-                running.remove(key)
-                yield key, result
 
 
 class Here:

@@ -81,8 +81,8 @@ def clean_errors() -> None:
 
     These are the errors that this package defines, every ValueError that it raises, and the interrupt of a training,
     which says how to go on. The cell still fails, so papermill stops with a non-zero exit code; `%tb` and `%debug`
-    still reach the traceback. Warnings of this package and of cells are shortened likewise, and tables are shown whole.
-    Outside IPython nothing happens.
+    still reach the traceback. Warnings of this package and of cells are shortened likewise, tables are shown whole, and
+    matplotlib's figures as pictures. Outside IPython nothing happens.
     """
     shell = get_ipython()
     if shell is not None:

@@ -1,9 +1,9 @@
 """What a Ray cluster costs beside local processes: the same chunks of games, by the same number of processes here.
 
 Run from the repository root: ``python tests/bench/bench_fleet.py [--chunks 8] [--games 16] [--rounds 3]``. Both fleets
-play in turn, so that a change in the machine's speed meets both alike. It prints the medians of the seconds until a
-fleet can take a part, until it has played all, and until it is gone; what one empty part takes from here and back; and
-the seconds that the cluster itself takes to start, with a node for every process.
+play in turn, so that a change in the machine's speed meets both alike. It prints the medians of the seconds until the
+first chunk has been played, until all have, and until the processes are gone, and the seconds that the cluster itself
+takes to start, with a node for every process.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,29 +21,17 @@ from ray_cluster import node_options, ray_cluster
 
 from matrixlib.hardware import machine
 from matrixlib.runs import cycle, cycle_games
-from matrixlib.runs.fleet import Kind, gather, open_fleet
-
-EMPTY = 100
-"""Parts that compute nothing, one after the other."""
+from matrixlib.runs.fleet import Kind, compute
 
 
 def timed(kind: Kind, workers: int, chunks: dict[int, cycle_games.Chunk], stored: bytes) -> dict[str, float]:
-    """Seconds of one life of a fleet."""
-    began = time.perf_counter()
-    fleet = open_fleet(kind, workers)
-    out = {"open": time.perf_counter() - began}
-    began = time.perf_counter()
-    games = sum(games.tally.games for _, games in gather(fleet, chunks, stored))
-    assert games == sum(chunk.games for chunk in chunks.values())
-    out["play"] = time.perf_counter() - began
-    list(gather(fleet, {"first": partial(pow, 2, 3)}))
-    began = time.perf_counter()
-    for number in range(EMPTY):
-        list(gather(fleet, {number: partial(pow, 2, 3)}))
-    out["empty part"] = (time.perf_counter() - began) / EMPTY
-    began = time.perf_counter()
-    fleet.close()
-    return out | {"close": time.perf_counter() - began}
+    """Seconds until the first and the last chunk are here, and all is gone."""
+    began, out = time.perf_counter(), {}
+    for _, games in compute(chunks.items(), [stored], kind=kind, workers=workers):
+        out["first"] = out.get("first", time.perf_counter() - began)
+        assert games.tally.games
+        out["all"] = time.perf_counter() - began
+    return out | {"gone": time.perf_counter() - began}
 
 
 def main() -> None:
@@ -65,7 +52,7 @@ def main() -> None:
         rows: dict[Kind, list[dict[str, float]]] = {kind: [] for kind in kinds}
         began = time.perf_counter()
         with ray_cluster() as cluster:
-            for _ in range(workers - 1):
+            for _ in range(workers):
                 cluster.add_node(**node_options())
             print(f"cluster of {workers} nodes started in {time.perf_counter() - began:.1f} s", flush=True)
             for number in range(options.rounds):

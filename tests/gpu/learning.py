@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from matrixlib.data.shards import Shard
 from matrixlib.hardware.benchmark import Figure, Plan
 from matrixlib.runs import cycle_games
 from matrixlib.runs.cycle import open_cycle
-from matrixlib.runs.cycle_state import read_generations
-from matrixlib.runs.fleet import gather, open_fleet
+from matrixlib.runs.cycle_games import read_generations
+from matrixlib.runs.fleet import compute
 from matrixlib.runs.record import runtime_settings
 from matrixlib.runs.run import open_run
 from matrixlib.tasks import get_task
@@ -168,8 +167,7 @@ def selfplay(plan: Plan) -> Iterator[Figure | str]:
     chunks = {n: cycle_games.Chunk(*place, n, config.chunk) for n in range(0, config.games, config.chunk)}
     stored = cycle_games.weights_of(opened.folder, config, 0)
     began = time.perf_counter()
-    with closing(open_fleet("local", config.workers)) as fleet:
-        tallies = [games.tally for _, games in gather(fleet, chunks, stored)]
+    tallies = [games.tally for _, games in compute(chunks.items(), [stored], workers=config.workers)]
     rate = sum(tally.games for tally in tallies) / (time.perf_counter() - began)
     plies = sum(tally.plies for tally in tallies) / sum(tally.games for tally in tallies)
     yield Figure(
