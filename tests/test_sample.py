@@ -1,61 +1,342 @@
-"""A set made again after more games, and folders that hold what others made; engine and labels are stand-ins."""
+"""A set made with Stockfish: legal games, targets, splits, duplicates, killed work; python-chess is the oracle."""
 
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 import warnings
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chess
+import chess.pgn
+import numpy as np
 import pytest
-from test_packing import make_work
+from cells import run_notebook
+from test_stockfish import GREETING, fake_engine
 
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import Shard
 from matrixlib.files import FolderError
-from matrixlib.tasks.chess.stockfish import generator as sources
-from matrixlib.tasks.chess.stockfish import packing
-from matrixlib.tasks.chess.stockfish.sample import make_set
+from matrixlib.tasks.chess.keys import keys_of
+from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_boards, policy_index, to_board
+from matrixlib.tasks.chess.stockfish import games, labels, sample
+from matrixlib.tasks.chess.stockfish.client import EngineError
+from matrixlib.tasks.chess.stockfish.games import Game, Parameters, position_key
+from matrixlib.tasks.chess.stockfish.labels import Label, oriented, weights_of
+from matrixlib.tasks.chess.stockfish.sample import GAMES, generate, make_set, pack, read_games
+
+TINY = Parameters(seed=5, nodes=(20, 60), plies=60, keep=0.3, shallow_depth=2, deep_depth=3)
+RANDOM = Parameters(seed=3, plies=90)
+ENGINE = "Random 1"
 
 
-@pytest.fixture(autouse=True)
+# A work folder without an engine
+
+
+def fake_label(_engine: object, board: chess.Board, *_depths: int) -> Label:
+    """A function of the oriented position."""
+    ours = oriented(board)
+    rng = random.Random(ours.epd())
+    win = rng.randint(0, 1000)
+    loss = rng.randint(0, 1000 - win)
+    level = [rng.choice([0, 7, 30, labels.NO_WEIGHT]) for _ in ours.legal_moves]
+    level[rng.randrange(len(level))] = 0
+    return Label((win, 1000 - win - loss, loss), level)
+
+
+def mates(board: chess.Board) -> list[chess.Move]:
+    found = []
+    for move in filter(board.gives_check, board.legal_moves):
+        board.push(move)
+        if board.is_checkmate():
+            found.append(move)
+        board.pop()
+    return found
+
+
+def fake_game(_engine: object, number: int, parameters: Parameters) -> Game:
+    rng = random.Random(number // 2)  # every second game repeats the one before: duplicates
+    board, moves, seen = chess.Board(), [], Counter[str]()
+    while True:
+        seen[position_key(board)] += 1
+        end = games.ending_of(board, seen[position_key(board)], parameters.plies)
+        if end is not None:
+            return Game(number, tuple(moves), (0,) * len(moves), *end)
+        moves.append(rng.choice(mates(board) or list(board.legal_moves)))
+        board.push(moves[-1])
+
+
+def make_work(folder: Path, count: int) -> Path:
+    """A work folder as `generate` leaves it, played and labelled at random."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"format": sample.FORMAT, "engine": ENGINE, "parameters": {"seed": RANDOM.seed, "plies": RANDOM.plies}}
+    if not (folder / sample.FACTS).exists():
+        (folder / sample.FACTS).write_text(json.dumps(facts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "play_game", fake_game)
+        patch.setattr(sample, "label", fake_label)
+        made = [sample.make_game(None, number, RANDOM) for number in range(count)]  # type: ignore[arg-type]
+    (folder / GAMES).write_text("".join(json.dumps(game) + "\n" for game in made))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    return make_work(tmp_path_factory.mktemp("random") / "work", 80)
+
+
+@pytest.fixture(scope="module")
+def packed(work, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    summary = pack(work, folder)
+    shards = [Shard(path, LAYOUT) for path in sorted(folder.iterdir())]
+    assert summary["shards"] == len(shards) > 0
+    assert summary["train"] + summary["validation"] == sum(map(len, shards))
+    assert summary["bytes_per_position"] < 250
+    return [(shard, shard.gather(np.arange(len(shard)))) for shard in shards]
+
+
+def boards_of(pgn: str) -> list[chess.Board]:
+    """The boards before each move of a game."""
+    game = chess.pgn.read_game(io.StringIO(pgn))
+    assert game is not None
+    assert not game.errors
+    return [node.parent.board() for node in game.mainline()]
+
+
+# Games and labels of the engine itself
+
+
+@pytest.fixture(scope="module")
+def made(stockfish, tmp_path_factory) -> Path:
+    """Four games, made in one go."""
+    folder = tmp_path_factory.mktemp("work")
+    assert generate(folder, 3, TINY, stockfish, workers=2, progress=False, games_per_chunk=2)["new games"] == 4
+    return folder
+
+
+def test_games_are_legal_and_their_results_and_positions_right(made):
+    for number, game in enumerate(read_games(made)):
+        assert game["game"] == number
+        boards = boards_of(game["pgn"])
+        last = boards[-1].copy()
+        last.push(chess.pgn.read_game(io.StringIO(game["pgn"])).end().move)
+        assert not any(board.is_game_over() or board.is_repetition(3) for board in boards)
+        outcome = last.outcome(claim_draw=False)
+        if outcome is not None:
+            assert game["ending"].replace(" ", "_") == outcome.termination.name.lower()
+            assert {True: 1, False: -1, None: 0}[outcome.winner] == game["result"]
+        elif game["ending"] == "cap":
+            assert (len(boards), game["result"]) == (TINY.plies, 2)
+        else:
+            assert last.is_repetition(3) or last.halfmove_clock == 100
+            assert game["result"] == 0
+        seen = Counter[str]()
+        known = {board.fen(en_passant="legal"): board for board in boards}
+        for fen, repetition, wdl, level in game["positions"]:
+            assert sum(wdl) == 1000
+            assert len(level) == known[fen].legal_moves.count()
+            before = boards[: known[fen].ply()]
+            assert repetition == min(2, sum(position_key(board) == position_key(known[fen]) for board in before))
+            seen[fen] += 1
+        assert game["positions"]
+        assert max(seen.values()) == 1
+
+
+KILLED = """
+from matrixlib.tasks.chess.stockfish.games import Parameters
+from matrixlib.tasks.chess.stockfish.sample import generate
+if __name__ == "__main__":
+    generate({folder!r}, 4, Parameters(**{parameters!r}), {stockfish!r}, workers=1, progress=False, games_per_chunk=1)
+"""
+
+
+def test_killed_work_goes_on_to_the_same_bytes(made, stockfish, tmp_path):
+    folder, script = tmp_path / "work", tmp_path / "script.py"
+    parameters = {name: getattr(TINY, name) for name in Parameters.__dataclass_fields__}
+    script.write_text(KILLED.format(folder=str(folder), parameters=parameters, stockfish=str(stockfish)))
+    process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (folder / GAMES).exists() or not (folder / GAMES).stat().st_size:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if os.name == "posix":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+    kept = (folder / GAMES).read_bytes()
+    with open(folder / GAMES, "ab") as file:
+        file.write(b'{"game": 1, "resu')  # half a line
+    generate(folder, 4, TINY, stockfish, workers=2, progress=False, games_per_chunk=2)
+    whole = (folder / GAMES).read_bytes()
+    assert whole.startswith(kept)
+    assert whole == (made / GAMES).read_bytes()
+    assert generate(folder, 4, TINY, stockfish, progress=False)["games"] == 10, "whole chunks"
+    assert (folder / GAMES).read_bytes().startswith(whole)
+
+
+def test_a_folder_of_other_work_is_refused(made, stockfish):
+    with pytest.raises(ValueError, match="use another folder or delete it"):
+        generate(made, 4, replace(TINY, seed=6), stockfish, progress=False)
+
+
+def test_without_stockfish_nothing_is_begun(tmp_path):
+    with pytest.raises(EngineError, match="no Stockfish"):
+        generate(tmp_path / "work", 4, TINY, "no/such/engine", progress=False)
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_worker_that_fails_stops_the_work(tmp_path):
+    """It speaks UCI to the first process, which asks for its name, and dies at the first search."""
+    engine = fake_engine(tmp_path, GREETING.format(go="sys.exit(9)"))
+    with pytest.raises(EngineError, match="exit status 9"):
+        generate(tmp_path / "work", 4, TINY, engine, workers=2, progress=False)
+    assert not (tmp_path / "work" / GAMES).read_bytes()
+
+
+# Shards
+
+
+def test_every_legal_move_and_the_targets_of_the_label(packed):
+    checked = 0
+    for _, batch in packed:
+        for row in np.random.default_rng(0).permutation(len(batch["records"]))[:200]:
+            board = to_board(batch["records"][row])
+            start, stop = batch["policy_offset"][row : row + 2]
+            index = batch["policy_index"][start:stop].tolist()
+            assert index == sorted(policy_index(move, board.turn) for move in board.legal_moves)
+            wdl, level = fake_label(None, board)
+            expected = weights_of(np.array(level), np.array([0, len(level)]))
+            assert batch["policy_weight"][start:stop].tolist() == expected.tolist()
+            np.testing.assert_allclose(batch["records"]["wdl"][row] / 65535, np.array(wdl) / 1000, atol=1e-4)
+            checked += 1
+    assert checked >= 300
+
+
+def test_records_are_those_of_the_games(work, packed):
+    facts: dict[str, tuple[int, int]] = {}
+    for game in read_games(work):
+        for fen, repetition, *_ in game["positions"]:
+            facts.setdefault(fen, (game["result"], repetition))
+    found = Counter[int]()
+    for _, batch in packed:
+        for record in batch["records"]:
+            result, repetition = facts[to_board(record).fen(en_passant="legal")]
+            assert record["result"] == (-result if record["side"] and result != 2 else result)
+            assert record["repetition"] == repetition
+            found[int(record["result"])] += 1
+    assert found[2] > 0
+    assert len(found) > 2
+
+
+def canonical(board: chess.Board) -> str:
+    """What python-chess says equal positions share; colours and, without castling rights, sides undone."""
+    ours = board if board.turn else board.mirror()
+    plain = ours.epd(en_passant="legal")
+    if ours.castling_rights:
+        return plain
+    return min(plain, ours.transform(chess.flip_horizontal).epd(en_passant="legal"))
+
+
+def test_no_position_twice_and_no_game_in_both_splits(work, packed):
+    ids, names = {}, Counter[str]()
+    for shard, batch in packed:
+        ids.setdefault(shard.meta["split"], set()).update(batch["records"]["game"].tolist())
+        names.update(canonical(to_board(record)) for record in batch["records"])
+    assert max(names.values()) == 1
+    assert set(ids) == {"train", "validation"}
+    assert not ids["train"] & ids["validation"]
+    assert len(names) < sum(len(game["positions"]) for game in read_games(work)), "the repeated games were found"
+
+
+def test_mirror_images_are_duplicates_unless_castling_is_possible():
+    def key(fen: str) -> bytes:
+        return keys_of(np.array([from_boards([chess.Board(fen)])[0]], RECORD))[0]
+
+    plain = "6k1/5ppp/8/3pP3/8/8/5PPP/6K1 w - d6 0 30"
+    board = chess.Board(plain)
+    assert key(board.mirror().fen()) == key(plain)
+    assert key(board.transform(chess.flip_horizontal).fen()) == key(plain)
+    assert key(plain.replace(" d6 ", " - ")) != key(plain)
+    castling = "4k3/8/8/8/8/8/8/4K2R w K - 0 30"
+    assert key(castling) != key(castling.replace(" K ", " - "))
+    assert key(castling) != key(chess.Board(castling).transform(chess.flip_horizontal).fen())
+
+
+def test_packing_again_gives_the_same_bytes_and_never_into_a_folder_with_shards(work, packed, tmp_path):
+    pack(work, tmp_path)
+    for path, (shard, _) in zip(sorted(tmp_path.iterdir()), packed, strict=True):
+        assert path.read_bytes() == shard.path.read_bytes()
+        assert shard.meta["generator"]["engine"] == ENGINE
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="holds shards already: give another folder"):
+        pack(work, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert len(list((work / "games.pgn").read_text().split("[Event "))) == 81
+
+
+def test_an_empty_or_damaged_folder_is_refused(work, tmp_path):
+    with pytest.raises(ValueError, match="call generate first"):
+        pack(tmp_path, tmp_path / "out")
+    empty = make_work(tmp_path / "work", 0)
+    with pytest.raises(ValueError, match="no finished game"):
+        pack(empty, tmp_path / "out")
+    (empty / GAMES).write_text('{"game": 0, "resu\n')
+    with pytest.raises(ValueError, match=r"games\.jsonl, line 1 is damaged"):
+        pack(empty, tmp_path / "out")
+
+
+# The whole way
+
+
+@pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(folder: Path, games: int, *_: Any) -> dict[str, Any]:
+    def fake(folder: Path, games: int, *_: Any, **__: Any) -> dict[str, Any]:
         make_work(folder, games)
-        return {"chunks": games}
+        return {"engine": ENGINE, "games": games}
 
-    monkeypatch.setattr(sources, "generate", generate)
+    monkeypatch.setattr(sample, "generate", fake)
 
 
-def test_made_again_with_more_games_every_shard_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SHARD", 100)
-    for chunks in (2, 4, 4):
+def test_made_again_with_more_games_every_shard_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_engine: None
+) -> None:
+    monkeypatch.setattr(sample, "SHARD", 100)
+    (tmp_path / "shards" / "imports").mkdir(parents=True)
+    note = tmp_path / "shards" / "imports" / "note.txt"
+    note.write_text("mine")
+    for count in (10, 20, 20):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            made = make_set(str(tmp_path), chunks)
-        assert made["illegal"] == 0
+            made = make_set(str(tmp_path), count)
         rows = Catalogue(tmp_path / "shards").shards(state=None)
         assert {row.state for row in rows} == {"healthy"}
         assert len(rows) == made["shards"] > 2
-        assert sum(row.count for row in rows) == made["positions_in_all"]
+        assert sum(row.count for row in rows) == made["train"] + made["validation"]
         rows[0].path.unlink()  # what is lost is made again
+    assert note.read_text() == "mine"
 
 
-def test_shards_that_others_made_are_left_alone(tmp_path: Path) -> None:
-    make_set(str(tmp_path / "a"), 1)
+def test_shards_that_others_made_are_left_alone(tmp_path: Path, no_engine: None) -> None:
+    make_set(str(tmp_path / "a"), 5)
     (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "shards").rename(tmp_path / "b" / "shards")  # of a cycle, or of other chunks
+    (tmp_path / "a" / "shards").rename(tmp_path / "b" / "shards")  # of a cycle, or of other games
     before = {path.name: path.read_bytes() for path in (tmp_path / "b" / "shards").glob("*.npz")}
     for _ in range(2):
-        with pytest.raises(ValueError, match="chunks: give another folder as `out`"):
+        with pytest.raises(ValueError, match="work: give another folder as `out`"):
             make_set(str(tmp_path / "b"), 2)
         assert {path.name: path.read_bytes() for path in (tmp_path / "b" / "shards").glob("*.npz")} == before
-        sources.open_folder(tmp_path / "b" / "chunks", sources.Parameters(seed=9), "another engine")
-
-
-def test_nothing_else_in_the_folder_is_deleted(tmp_path: Path) -> None:
-    make_set(str(tmp_path), 1)
-    note = tmp_path / "shards" / "imports" / "note.txt"
-    note.parent.mkdir()
-    note.write_text("mine")
-    make_set(str(tmp_path), 2)
-    assert note.read_text() == "mine"
+        facts = make_work(tmp_path / "b" / "work", 1) / sample.FACTS
+        facts.write_text(facts.read_text().replace(ENGINE, "Other 1"))
 
 
 @pytest.mark.parametrize(
@@ -67,3 +348,9 @@ def test_numbers_that_make_no_set_are_named(tmp_path: Path, options: dict[str, A
     assert not (tmp_path / "s").exists()
     with pytest.raises(FolderError, match="cannot be written: File name too long"):
         make_set("x" * 5000)
+
+
+def test_the_notebook_makes_a_set_with_any_stockfish(stockfish: Path, tmp_path: Path) -> None:
+    shown = run_notebook("sample", out=str(tmp_path), games=2, nodes_high=300, stockfish=str(stockfish))
+    assert not shown.failed
+    assert "pass  every policy target is legal" in shown.text

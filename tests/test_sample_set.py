@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_packing import make_work
+from test_sample import make_work
 
 from matrixlib.data.shards import Shard
 from matrixlib.data.shipped import MANIFEST, damage, read_manifest
@@ -16,14 +16,14 @@ from matrixlib.tasks.chess import sample_set as shipped
 from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.sample_set import ship, unpack_sample
-from matrixlib.tasks.chess.stockfish import packing
+from matrixlib.tasks.chess.stockfish.sample import collect, pack
 
 SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / MANIFEST).exists(), reason="no sample set is shipped")
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    return make_work(tmp_path_factory.mktemp("random") / "work", 6)
+    return make_work(tmp_path_factory.mktemp("random") / "work", 30)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def package(work, tmp_path_factory) -> Path:
 
 
 def test_nothing_is_lost(work):
-    positions, _ = packing.collect(work)
+    positions, _ = collect(work)
     again = shipped.decode(shipped.encode(positions))
     for one, other in zip(positions, again, strict=True):
         assert one.dtype == other.dtype
@@ -46,7 +46,7 @@ def test_nothing_is_lost(work):
 def test_it_unpacks_to_what_packing_gives(work, package, tmp_path):
     manifest = read_manifest(package)
     folder = unpack_sample(tmp_path / "cache", package)
-    summary = packing.pack(work, tmp_path / "packed")
+    summary = pack(work, tmp_path / "packed")
     packed = sorted((tmp_path / "packed").iterdir())
     assert [path.name for path in packed] == list(manifest["shards"])
     for path in packed:

@@ -25,6 +25,7 @@ SOURCES: Mapping[str, int] = {
     "selfplay": 9,
 }
 VALIDATION = 50  # per mille of the games
+SHARD = 32768  # records in a shard
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 

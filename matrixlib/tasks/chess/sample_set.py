@@ -15,8 +15,8 @@ import numpy as np
 
 from matrixlib.data.shipped import unpack, write_shipped
 from matrixlib.tasks.chess.records import RECORD
-from matrixlib.tasks.chess.stockfish import packing
 from matrixlib.tasks.chess.stockfish.labels import Positions, assemble
+from matrixlib.tasks.chess.stockfish.sample import collect, provenance, write_splits
 
 SAMPLE = Path(__file__).parent / "sample"
 DATA = "sample.npz.xz"
@@ -69,15 +69,15 @@ def decode(data: bytes) -> Positions:
 
 
 def ship(work: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
-    """Compresses the positions of a work folder (generator.generate) into `folder`; returns the manifest.
+    """Compresses the positions of a work folder (sample.generate) into `folder`; returns the manifest.
 
     For the makers of the package: it needs the work folder, minutes, and room for the unpacked shards.
     """
-    positions, _ = packing.collect(Path(work))
-    meta = packing.provenance(Path(work))
+    positions, _ = collect(Path(work))
+    meta = provenance(Path(work))
     data = encode(positions)
     with tempfile.TemporaryDirectory() as scratch:
-        infos = packing.write_splits(Path(scratch), assemble(decode(data)), meta)
+        infos = write_splits(Path(scratch), assemble(decode(data)), meta)
     facts = {"positions": len(positions.records), "games": len(np.unique(positions.records["game"]))}
     return write_shipped(folder, DATA, data, facts, meta, infos)
 
@@ -88,4 +88,4 @@ def unpack_sample(cache: Path | None = None, folder: Path = SAMPLE) -> Path:
 
 
 def _write(folder: Path, data: bytes, meta: dict[str, Any]) -> None:
-    packing.write_splits(folder, assemble(decode(data)), meta)
+    write_splits(folder, assemble(decode(data)), meta)

@@ -1,4 +1,6 @@
-"""Reader of EPD suites: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`.
+"""Readers of positions a line: EPD suites with what they say, and FENs for Stockfish to label.
+
+EPD: four fields of a FEN and operations, `bm Nf6+; id "WAC.001";`.
 
 `bm`: best moves, all equally good; `am`: moves to avoid, all others are equally good; `ce`: centipawns and `dm`: full
 moves to mate, both from the side to move. What a line lacks stays unknown: without bm or am the policy has no weight,
@@ -17,13 +19,16 @@ import numpy as np
 
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.tasks.chess.importers.notation import legal_of
-from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened
+from matrixlib.tasks.chess.importers.parsing import empty, lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
 from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score
-from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, weights_of
+from matrixlib.tasks.chess.stockfish.client import Stockfish, find_stockfish
+from matrixlib.tasks.chess.stockfish.games import Parameters
+from matrixlib.tasks.chess.stockfish.labels import NO_WEIGHT, Positions, assemble, label, weights_of
 
 PART = 1 << 16  # bytes, about 700 positions
+LABELLED_PART = 1 << 13  # bytes, about 130 positions: some seconds of the engine
 TOKEN = re.compile(r'"([^"]*)"?|(;)|([^\s;"]+)')
 OPERATIONS = re.compile(  # for a line that has lost a semicolon; the comments c1 to c8 read like moves of a pawn
     r"acd|acn|acs|am|bm|ce|dm|draw_\w+|eco|fmvn|hmvc|id|nic|noop|pm|pv|rc|resign|sm|tcgs|tcri|tcsi|c[09]|v\d"
@@ -115,6 +120,23 @@ def score_from(operations: Mapping[str, Sequence[str]]) -> int | None:
     return None
 
 
+def _boards_of(lines: Sequence[str], entries: Entries) -> Iterator[tuple[int, chess.Board, dict[str, list[str]], bool]]:
+    """(number, board, operations, whether a semicolon is missing) of each line with a game that is not over."""
+    for number, line in enumerate(lines):
+        if line.startswith("#"):
+            entries.skipped["comment"] += 1
+            continue
+        try:
+            board, operations, lost = parse(line)
+        except Unusable as error:
+            entries.refuse(number, error.reason, error.detail, line)
+            continue
+        if any(board.legal_moves):
+            yield number, board, operations, lost
+        else:
+            entries.skipped["game over"] += 1
+
+
 @dataclass(frozen=True)
 class Epd:
     """No options."""
@@ -134,19 +156,13 @@ class Epd:
         boards: list[chess.Board] = []
         best: list[set[chess.Move]] = []
         scores: list[int | None] = []
-        for number, line in enumerate(lines):
-            if line.startswith("#"):
-                entries.skipped["comment"] += 1
-                continue
+        for number, board, operations, lost in _boards_of(lines, entries):
             try:
-                board, operations, lost = parse(line)
                 moves, score = best_of(board, operations), score_from(operations)
             except Unusable as error:
-                entries.refuse(number, error.reason, error.detail, line)
+                entries.refuse(number, error.reason, error.detail, lines[number])
                 continue
-            if not any(board.legal_moves):
-                entries.skipped["game over"] += 1
-            elif not moves and score is None:
+            if not moves and score is None:
                 entries.skipped["neither bm, am, ce nor dm"] += 1
             else:
                 entries.warned["missing semicolon"] += lost
@@ -165,3 +181,35 @@ class Epd:
             level[legal.offset[row] + np.searchsorted(indices, best_indices)] = 0
         batch = legal.batch(records, weights_of(level, legal.offset))
         return entries.result(batch, len(lines))
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Positions alone, FEN or EPD, which Stockfish labels as it labelled the sample set; operations are not used.
+
+    stockfish: path or name of the engine, None: the one on PATH. The depths are those of games.Parameters.
+    """
+
+    source: ClassVar[str] = "labelled"
+    stockfish: str | None = None
+    shallow_depth: int = Parameters.shallow_depth
+    deep_depth: int = Parameters.deep_depth
+
+    def parts(self, path: Path) -> Iterator[Part]:
+        """EngineError, which says how to install it, where there is no Stockfish."""
+        find_stockfish(self.stockfish)
+        yield from lines_in_parts(path, LABELLED_PART)
+
+    def read(self, part: Part) -> ParseResult:
+        """Starts an engine of its own. Raises EngineError where that fails."""
+        lines = lines_of(part)
+        entries = Entries(part)
+        boards = [board for _, board, *_ in _boards_of(lines, entries)]
+        if not boards:
+            return entries.result(empty(), len(lines))
+        with Stockfish(self.stockfish) as engine:
+            labels = [label(engine, board, self.shallow_depth, self.deep_depth) for board in boards]
+        records = from_boards(boards, source=SOURCES[self.source])
+        records["game"] = ids_of(records)
+        level = np.concatenate([np.array(one.level, np.uint8) for one in labels])
+        return entries.result(assemble(Positions(records, np.array([one.wdl for one in labels]), level)), len(lines))

@@ -20,17 +20,15 @@ from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.data.shards import LFS_POINTER
 from matrixlib.files import from_home, reports_root
 from matrixlib.tasks.chess.importers import audit
-from matrixlib.tasks.chess.importers.epd import Epd
+from matrixlib.tasks.chess.importers.epd import Epd, Labelled
 from matrixlib.tasks.chess.importers.evaluations import Evaluations
-from matrixlib.tasks.chess.importers.labels import Labelled
 from matrixlib.tasks.chess.importers.lc0 import Lc0
 from matrixlib.tasks.chess.importers.matrix0_data import Matrix0Data
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.importers.puzzles import Puzzles
-from matrixlib.tasks.chess.keys import is_validation
+from matrixlib.tasks.chess.keys import SHARD, is_validation
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
-from matrixlib.tasks.chess.stockfish.packing import SHARD
 
 VERSION = 1  # of what decides about names and bytes
 STEP = 4 * SHARD  # training positions, from which on a step ends

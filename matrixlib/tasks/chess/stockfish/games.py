@@ -8,15 +8,12 @@ import numpy as np
 
 from matrixlib.tasks.chess.stockfish.client import Stockfish
 
-ENDINGS = ("cap", "checkmate", "stalemate", "insufficient material", "repetition", "fifty moves")
-
 
 @dataclass(frozen=True)
 class Parameters:
     """How games are played, positions chosen and labelled. Every value is stored beside the data."""
 
     seed: int = 0
-    games_per_chunk: int = 10
     opening_plies: tuple[int, int] = (2, 8)  # plies drawn by score at a high temperature, inclusive
     opening_temperature: float = 40.0  # centipawns
     random_start: float = 0.1  # share of games that start with uniformly random moves instead
@@ -34,19 +31,19 @@ class Parameters:
     def __post_init__(self) -> None:
         for name in ("opening_plies", "random_plies", "nodes", "noise"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.games_per_chunk < 1 or self.plies < 1 or not 0 < self.keep <= 1:
-            raise ValueError("games_per_chunk and plies must be at least 1, keep between 0 and 1")
+        if self.plies < 1 or not 0 < self.keep <= 1:
+            raise ValueError(f"plies is {self.plies} and keep {self.keep}; give plies from 1, and keep between 0 and 1")
 
 
 @dataclass(frozen=True)
 class Game:
-    """Moves from the initial position, result from White's side (1, 0, -1, 2 unknown), index into ENDINGS."""
+    """Moves from the initial position, result from White's side (1, 0, -1, 2 unknown), and how it ended."""
 
     number: int
     moves: tuple[chess.Move, ...]
     scores: tuple[int, ...]  # of the player before each move, mover's side; the last known one at random moves
     result: int
-    ending: int
+    ending: str
 
 
 def position_key(board: chess.Board) -> str:
@@ -54,22 +51,22 @@ def position_key(board: chess.Board) -> str:
     return board.epd(en_passant="legal")
 
 
-def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, int] | None:
-    """(result from White's side, index into ENDINGS), or None while the game goes on.
+def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, str] | None:
+    """(result from White's side, how the game ended), or None while it goes on.
 
     Mate comes before fifty moves, as in the rules; repetition and fifty moves end the game without a claim.
     """
     if not any(board.generate_legal_moves()):
         if board.is_check():
-            return (-1 if board.turn == chess.WHITE else 1), 1
-        return 0, 2
+            return (-1 if board.turn == chess.WHITE else 1), "checkmate"
+        return 0, "stalemate"
     if board.is_insufficient_material():
-        return 0, 3
+        return 0, "insufficient material"
     if occurrences >= 3:
-        return 0, 4
+        return 0, "repetition"
     if board.halfmove_clock >= 100:
-        return 0, 5
-    return (2, 0) if board.ply() >= cap else None
+        return 0, "fifty moves"
+    return (2, "cap") if board.ply() >= cap else None
 
 
 def draw(rng: np.random.Generator, moves: list[str], scores: np.ndarray, temperature: float) -> str:

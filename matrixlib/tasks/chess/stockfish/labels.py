@@ -9,8 +9,7 @@ held as levels: level k means exp(-k / 10) times the best move's weight, that is
 5; levels are also what the shipped sample set stores.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -18,14 +17,13 @@ import chess
 import numpy as np
 
 from matrixlib.data.shards import Batch
-from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.records import legal_indices
+from matrixlib.tasks.chess.records import legal_indices, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, EngineError, Stockfish
-from matrixlib.tasks.chess.stockfish.games import Parameters
 
 FULLMOVE = 32  # at which Stockfish 15.1 calls 100 centipawns a win in half of the games
 DEEP_LINES = 3
+ALL_LINES = 500  # more than any position has legal moves; the client cuts it to what the engine takes
 TEMPERATURE = 50  # centipawns
 STEP = 5  # centipawns of a level
 NO_WEIGHT = 81  # levels from here on (more than 400 centipawns behind) have no weight
@@ -37,21 +35,12 @@ WEIGHTS = np.array(
 )
 
 
-BOARD = ("pieces", "castling", "en_passant")  # what decides about legal moves
+class Label(NamedTuple):
+    """Win-draw-loss per mille of the side to move, and a policy level for each legal move, in ascending order of policy
+    index."""
 
-
-# Labels
-
-
-@dataclass(frozen=True)
-class Label:
-    """Scores of the legal moves (mover's side, see MATE), deeper ones of the best, wdl per mille."""
-
-    moves: tuple[str, ...]
-    scores: tuple[int, ...]
-    deep_moves: tuple[str, ...]
-    deep_scores: tuple[int, ...]
     wdl: tuple[int, int, int]
+    level: list[int]
 
 
 def oriented(board: chess.Board) -> chess.Board:
@@ -59,62 +48,37 @@ def oriented(board: chess.Board) -> chess.Board:
     return board if board.turn == chess.WHITE else board.mirror()
 
 
-def label(engine: Stockfish, board: chess.Board, parameters: Parameters) -> Label:
-    """Labels of a position with a legal move; its moves are those of the oriented board."""
+def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
+    """The label of a position with a legal move: all moves at one depth, the best ones at a larger one."""
     ours = oriented(board).copy(stack=False)
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")
     engine.new_game()
-    shallow = engine.search(position, f"depth {parameters.shallow_depth}", 500)
-    legal = ours.legal_moves.count()
-    if len(shallow) != legal:
-        raise EngineError(f"{engine.name} lists {len(shallow)} of {legal} moves in {position}")
-    deep = engine.search(position, f"depth {parameters.deep_depth}", DEEP_LINES)
-    wdl = deep[0].wdl
-    if wdl is None:
+    shallow = engine.search(position, f"depth {shallow_depth}", ALL_LINES)
+    moves = sorted(ours.legal_moves, key=lambda move: policy_index(move, chess.WHITE))
+    scores = {line.move: line.score for line in shallow}
+    if scores.keys() != {move.uci() for move in moves}:
+        raise EngineError(f"{engine.name} lists {len(shallow)} moves in {position}, {len(moves)} are legal")
+    deep = engine.search(position, f"depth {deep_depth}", DEEP_LINES)
+    if deep[0].wdl is None:
         raise EngineError(f"{engine.name} shows no win-draw-loss")
-    return Label(
-        tuple(line.move for line in shallow),
-        tuple(line.score for line in shallow),
-        tuple(line.move for line in deep),
-        tuple(line.score for line in deep),
-        wdl,
-    )
+    level = levels(scores, {line.move: line.score for line in deep})
+    return Label(deep[0].wdl, [level[move.uci()] for move in moves])
 
 
-def move_code(uci: str) -> int:
-    """from | to << 6 | promotion << 12 (0 none, 2 knight ... 5 queen), as stored in a chunk."""
-    move = chess.Move.from_uci(uci)
-    return move.from_square | move.to_square << 6 | (move.promotion or 0) << 12
+def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int]:
+    """Policy level of each move, from the scores of all moves and the deeper ones of the best.
 
-
-def label_columns(labels: Sequence[Label]) -> dict[str, np.ndarray]:
-    """The columns of a chunk that labels fill: wdl, legal and score with legal_offset, deep, deep_score."""
-    deep = np.full((len(labels), DEEP_LINES), 255, dtype="u1")
-    deep_score = np.zeros((len(labels), DEEP_LINES), dtype="<i2")
-    for row, one in enumerate(labels):
-        count = len(one.deep_moves)
-        deep[row, :count] = [one.moves.index(uci) for uci in one.deep_moves]
-        deep_score[row, :count] = one.deep_scores
-    return {
-        "wdl": np.array([one.wdl for one in labels], dtype="<u2").reshape(-1, 3),
-        "deep": deep,
-        "deep_score": deep_score,
-        "legal": np.array([move_code(uci) for one in labels for uci in one.moves], dtype="<u2"),
-        "score": np.array([score for one in labels for score in one.scores], dtype="<i2"),
-        "legal_offset": np.cumsum([0] + [len(one.moves) for one in labels]).astype("<u4"),
-    }
-
-
-# Targets
-
-
-class Positions(NamedTuple):
-    """Positions before their targets are filled in."""
-
-    records: np.ndarray  # (n,) RECORD, wdl still 0
-    per_mille: np.ndarray  # (n, 3) u2, win-draw-loss of the side to move
-    level: np.ndarray  # (K,) u1, of all legal moves in ascending order of policy index
+    The deep search decides about its own lines. It also says that every other move is worse than the last of
+    them, so the shallow score of the others is cut there (less MARGIN): without that, a blunder that only
+    the shallow search likes would keep its weight.
+    """
+    deeper = dict(zip(deep, values(np.array(list(deep.values()))).tolist(), strict=True))
+    last = min(deeper.values()) - MARGIN
+    cut = np.minimum(values(np.array(list(shallow.values()))), last).tolist()
+    value = dict(zip(shallow, cut, strict=True)) | deeper
+    best = max(value.values())
+    return {move: min((best - one + STEP // 2) // STEP, NO_WEIGHT) for move, one in value.items()}
 
 
 def values(scores: np.ndarray) -> np.ndarray:
@@ -125,49 +89,17 @@ def values(scores: np.ndarray) -> np.ndarray:
     return np.where(np.abs(scores) > CENTIPAWN_LIMIT, mates, np.clip(scores, -CENTIPAWNS, CENTIPAWNS))
 
 
-def levels(chunk: Batch) -> np.ndarray:
-    """(K,) u1 policy levels of all legal moves, in the order of the chunk's `legal`.
-
-    The deep search decides about its own lines. It also says that every other move is worse than the last of
-    them, so the shallow score of the others is cut there (less MARGIN): without that, a blunder that only
-    the shallow search likes would keep its weight.
-    """
-    offset = chunk["legal_offset"].astype(np.int64)
-    value = values(chunk["score"])
-    rows = np.repeat(np.arange(len(offset) - 1), np.diff(offset))
-    deep, deep_value = chunk["deep"].astype(np.int64), values(chunk["deep_score"])
-    valid = deep != 255
-    last = np.where(valid, deep_value, np.iinfo(np.int64).max).min(axis=1)
-    value = np.minimum(value, (last - MARGIN)[rows])
-    for line in range(deep.shape[1]):
-        mask = valid[:, line]
-        value[offset[:-1][mask] + deep[mask, line]] = deep_value[mask, line]
-    best = np.maximum.reduceat(value, offset[:-1]) if len(rows) else value
-    return np.minimum((best[rows] - value + STEP // 2) // STEP, NO_WEIGHT).astype(np.uint8)
-
-
 def weights_of(level: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """Levels (K,) of rows `offset` (n+1,) to weights (K,) u2; see `whole_shares`."""
     return whole_shares(WEIGHTS[level], offset)
 
 
-def ordered(chunk: Batch, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The levels (K,) in ascending order of policy index in each row, and offsets (n+1,) int64.
+class Positions(NamedTuple):
+    """Positions before their targets are filled in."""
 
-    Raises ValueError where the engine's moves are not the legal moves.
-    """
-    moves, _, offset = bitboard.legal_moves(*(chunk[name] for name in BOARD))
-    if not np.array_equal(offset, chunk["legal_offset"]):
-        raise ValueError("the engine lists other numbers of moves than are legal: delete the chunk")
-    rows = np.repeat(np.arange(len(offset) - 1), np.diff(offset)) << 16
-    code = chunk["legal"].astype(np.int64)
-    code -= np.where(code >> 12, 1 << 12, 0)  # python-chess counts the knight as 2, bitboard as 1
-    ours, theirs = np.argsort(rows + moves), np.argsort(rows + code)
-    if not np.array_equal((rows + moves)[ours], (rows + code)[theirs]):
-        raise ValueError("the engine lists moves that are not legal: delete the chunk")
-    placed = np.empty_like(level)
-    placed[ours] = level[theirs]
-    return placed, offset
+    records: np.ndarray  # (n,) RECORD, wdl still 0
+    per_mille: np.ndarray  # (n, 3) u2, win-draw-loss of the side to move
+    level: np.ndarray  # (K,) u1, of all legal moves in ascending order of policy index
 
 
 def assemble(positions: Positions) -> Batch:
