@@ -153,5 +153,5 @@ def test_an_average_of_its_own_wants_no_other() -> None:
 
 def test_weights_of_another_network_are_refused() -> None:
     swa = SWA(ToyTask(norm="batch").build_model(), 0.5, 1)
-    with pytest.raises(ValueError, match="SWA: 1 names differ"):
+    with pytest.raises(ValueError, match="SWA: names differ from this model's in 1 places: other"):
         swa.load_state_dict({"other": torch.zeros(1), **swa.state_dict()}, 1)

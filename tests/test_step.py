@@ -454,7 +454,7 @@ def test_the_learning_rate_after_a_rollback_is_smaller() -> None:
     assert step(toy_batch(16)).learning_rate == pytest.approx(0.25 * step.schedule(0))
 
 
-class Idle(optim.PlainDescent):
+class Idle(optim.SGDParameters):
     """A scalar that no loss depends on."""
 
     rate = 1.0

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from matrixlib.config import OptimConfig
-from matrixlib.engine.distributed import is_sharded, sharded_like
-from matrixlib.engine.optim import copy_tensors, load_tensors, named_tensors, unwrap
+from matrixlib.engine.distributed import is_sharded
+from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
 from matrixlib.engine.schedule import Schedule
 
 
@@ -84,7 +84,6 @@ class EMA(Average):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the model's present weights in."""
         decay = min(self.decay, (1 + self.averages) / (10 + self.averages))
         self.averages += 1
         for pairs in self._floating:
@@ -94,13 +93,10 @@ class EMA(Average):
             copy_tensors(*zip(*self._integer, strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged tensors under the names of `named_tensors`; `load_tensors` puts them into a model."""
         return dict(self._tensors)
 
-    @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
-        """Restore; `averages` is the number of averages so far. ValueError when the names differ."""
-        _copy(self._tensors, tensors, set(tensors), "EMA")
+        copy_named(self._tensors, tensors, "EMA")
         self.averages = averages
 
 
@@ -139,14 +135,13 @@ class SWA(Average):
         means = {**self._means, **self.statistics} if self.averages else {}
         return {**named_tensors(self._model), **means}
 
-    @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], averages: int) -> None:
         buffers = named_tensors(self._model).keys() - self._means.keys()
-        _copy(self._means, tensors, set(tensors) - buffers, "SWA")
+        copy_named(self._means, {name: value for name, value in tensors.items() if name not in buffers}, "SWA")
         self.averages, self.statistics = averages, {}
 
 
-class FreePoint(Average):
+class ScheduleFreeAverage(Average):
     """The averaged point of schedule-free AdamW, x = y + (1 - 1 / beta1) (z - y): y are the model's weights, at which
     gradients are taken, z the optimiser's (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
 
@@ -179,15 +174,7 @@ class FreePoint(Average):
 def average(model: nn.Module, optimiser: torch.optim.Optimizer, config: OptimConfig) -> Average | None:
     """The average that is evaluated; None: the raw weights are."""
     if config.optimiser == "schedule_free":
-        return FreePoint(model, optimiser)
+        return ScheduleFreeAverage(model, optimiser)
     if config.swa:
         return SWA(model, config.swa, config.swa_interval)
     return EMA(model, config.ema_decay) if config.ema_decay else None
-
-
-def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: set[str], what: str) -> None:
-    """The tensors of these names into their own; ValueError where the names differ."""
-    if odd := sorted(names ^ set(own)):
-        raise ValueError(f"{what}: {len(odd)} names differ from this model's: {', '.join(odd[:5])}")
-    for name, value in own.items():
-        value.copy_(sharded_like(tensors[name], value))

@@ -34,7 +34,7 @@ _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
 """Entries of 8-bit AdamW's state that are not of the parameter's shape: its code and the scale of each block."""
 
 
-class PlainDescent(nn.Module):
+class SGDParameters(nn.Module):
     """A module whose own parameters are moved by plain gradient descent at `rate`, outside of schedule and decay, their
     gradients clipped by themselves. AdamW divides a gradient by its own size, so that a factor on it would be lost.
     """
@@ -54,13 +54,16 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(unwrap(model).state_dict())
 
 
-@torch.no_grad()
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "model") -> None:
-    """Copy `tensors` (names as `named_tensors` gives them) into the model in place.
+    """Copy `tensors` (names as `named_tensors` gives them) into the model in place; ValueError as of `copy_named`."""
+    copy_named(named_tensors(model), tensors, what)
 
-    Raises ValueError naming what is missing, unknown or of another shape.
+
+@torch.no_grad()
+def copy_named(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copy `tensors` into those of the same names. Raises ValueError naming what is missing, unknown or of another
+    shape, before anything is copied.
     """
-    own = named_tensors(model)
     if odd := sorted(set(own) ^ set(tensors)):
         raise ValueError(f"{what}: names differ from this model's in {len(odd)} places: {', '.join(odd[:5])}")
     for name, value in own.items():
@@ -74,13 +77,9 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str = "m
 @torch.no_grad()
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Each source into the target at its place: on a GPU by a launch for each dtype, not one for each tensor."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        into, out_of = kinds.setdefault(target.dtype, ([], []))
-        into.append(target)
-        out_of.append(source)
-    for into, out_of in kinds.values():
-        torch._foreach_copy_(into, out_of)
+    for dtype in {target.dtype for target in targets}:
+        pairs = [(into, of) for into, of in zip(targets, sources, strict=True) if into.dtype == dtype]
+        torch._foreach_copy_([into for into, _ in pairs], [of for _, of in pairs])
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) -> list[dict[str, Any]]:
@@ -89,7 +88,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) 
     Decayed are the parameters with two or more dimensions that belong to a `DECAYED` module: matrices and
     convolution kernels. Everything else is not: biases, norms, embeddings, and parameters that a module of
     our own holds directly, such as position encodings and attention biases. A parameter shared with one that
-    must not decay (tied embeddings) does not decay. Those of a `PlainDescent` are in neither.
+    must not decay (tied embeddings) does not decay. Those of a `SGDParameters` are in neither.
 
     muon: each group also says whether it is `orthogonal`. Those are the decayed ones of hidden layers; the network's
     `edges()` names the layers that take the data or give the outputs, which stay with AdamW as is the field's practice.
@@ -100,7 +99,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, muon: bool = False) 
     kinds: dict[int, tuple[bool, bool]] = {}
     for module in unwrap(model).modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and not isinstance(module, PlainDescent):
+            if parameter.requires_grad and not isinstance(module, SGDParameters):
                 key, allowed = id(parameter), isinstance(module, DECAYED) and parameter.ndim >= 2
                 decays, hidden = kinds.get(key, (True, muon))
                 parameters[key] = parameter
@@ -190,38 +189,43 @@ def _library(name: str, config: OptimConfig) -> Any:
 
 
 def weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters by plain name, but for those of a `PlainDescent`."""
-    own = {id(p) for module in _plain_descents(model) for p in module.parameters(recurse=False)}
-    return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in own]
+    """The trainable parameters by plain name, but for those of `SGDParameters`."""
+    aside = {id(p) for module in _sgd_modules(model).values() for p in module.parameters(recurse=False)}
+    return [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in aside]
 
 
 def own_to_training(model: nn.Module) -> set[str]:
-    """Names in the model's state of what no network but this training needs: every `PlainDescent`."""
-    named = unwrap(model).named_modules()
-    descents = [(name, module) for name, module in named if isinstance(module, PlainDescent)]
-    return {f"{name}.{own}" for name, module in descents for own in module.state_dict()}
+    """Names in the model's state of what no network but this training needs: all `SGDParameters`."""
+    return {f"{name}.{own}" for name, module in _sgd_modules(model).items() for own in module.state_dict()}
 
 
-def descent(model: nn.Module) -> torch.optim.SGD | None:
-    """The optimiser of every `PlainDescent`, which has no state; None where there is none."""
-    groups = [{"params": list(m.parameters(recurse=False)), "lr": m.rate} for m in _plain_descents(model)]
+def side_optimizer(model: nn.Module) -> torch.optim.SGD | None:
+    """The optimiser of all `SGDParameters`, which has no state; None where there are none."""
+    groups = [{"params": list(m.parameters(recurse=False)), "lr": m.rate} for m in _sgd_modules(model).values()]
     return torch.optim.SGD(groups, lr=0.0) if groups else None
 
 
-def _plain_descents(model: nn.Module) -> list[PlainDescent]:
-    return [module for module in unwrap(model).modules() if isinstance(module, PlainDescent)]
+def _sgd_modules(model: nn.Module) -> dict[str, SGDParameters]:
+    return {name: module for name, module in unwrap(model).named_modules() if isinstance(module, SGDParameters)}
+
+
+# State by name. torch's get_optimizer_state_dict asks for the same state of every parameter, which a head that has had
+# no gradient yet does not have, and makes a zero-rate update where there is none.
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimiser's state by parameter name: "trunk.0.weight/exp_avg" -> tensor; empty before the first
     update.
     """
-    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+    names = _names(model)
     return {
         f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
-        for group in optimiser.param_groups
-        for parameter in group["params"]
-        for key, value in optimiser.state.get(parameter, {}).items()
+        for parameter, state in optimiser.state.items()
+        for key, value in state.items()
     }
 
 
@@ -239,21 +243,14 @@ def load_optimiser(
     """Restore what `optimiser_tensors` and `optimiser_counters` gave. Raises ValueError when a name is not a trainable
     parameter's.
     """
-    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
-    by_name: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        name, _, entry = key.rpartition("/")
-        by_name.setdefault(name, {})[entry] = value
+    names, parameters = _names(model), [p for group in optimiser.param_groups for p in group["params"]]
+    places = {names[id(parameter)]: place for place, parameter in enumerate(parameters)}
     state: dict[int, dict[str, Tensor | int]] = {}
-    index = 0
-    for group in optimiser.param_groups:
-        for parameter in group["params"]:
-            entries = by_name.pop(names[id(parameter)], {})
-            if entries:
-                state[index] = {key: _restored(parameter, key, value) for key, value in entries.items()}
-            index += 1
-    if by_name:
-        raise ValueError(f"optimiser: the checkpoint has state of unknown parameters: {', '.join(sorted(by_name)[:5])}")
+    for name, value in tensors.items():
+        name, _, key = name.rpartition("/")
+        if name not in places:
+            raise ValueError(f"optimiser: the checkpoint has state of an unknown parameter, {name}")
+        state.setdefault(places[name], {})[key] = _restored(parameters[places[name]], key, value)
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
     for group, counted in zip(optimiser.param_groups, counters, strict=True):
         for key in _COUNTERS:

@@ -75,8 +75,8 @@ class Step:
         if low:
             raise ValueError(f"{low[0]} is in half precision; build networks in fp32, of which autocast takes care")
         self.ranks = ranks
-        self.descent = optim.descent(plain)
-        if self.sharded and self.descent is not None:
+        self.side_optimizer = optim.side_optimizer(plain)
+        if self.sharded and self.side_optimizer is not None:
             raise ValueError("runtime.shard does not go with teacher.schedule learned: take fixed or linear")
         self.reducer = self._reducer(plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
@@ -102,7 +102,9 @@ class Step:
         self._untried = True  # until an update has gone through the model, which may fail to compile
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
-        self._descended = [p for group in self.descent.param_groups for p in group["params"]] if self.descent else []
+        self._side_parameters = (
+            [p for group in self.side_optimizer.param_groups for p in group["params"]] if self.side_optimizer else []
+        )
         self._buffers = [b for b in plain.buffers() if b is not None]
         self._before = [b.clone() for b in self._buffers]
         self._statistics = [b for norm in batch_norms(plain) for b in norm.buffers()]
@@ -111,7 +113,7 @@ class Step:
         if self.sharded:
             return ShardedReducer(self.ranks, model, config, runtime)
         self.ranks.broadcast(optim.named_tensors(model).values())
-        return Reducer(self.ranks, [p for p in model.parameters() if p.requires_grad])  # of a plain descent, too
+        return Reducer(self.ranks, [p for p in model.parameters() if p.requires_grad])  # of the side optimiser, too
 
     def __call__(self, batch: Batch, report: bool = False) -> Stats:
         """One update from `batch` (host tensors, B rows). No weight or buffer moves if it is not finite.
@@ -275,7 +277,7 @@ class Step:
         if variance := noise.variance(self.config.optim, self.update):
             noise.add(gradients, variance, self.config.seed, self.update)
         norm = full(get_total_norm(gradients))
-        aside = [p.grad for p in self._descended if p.grad is not None]
+        aside = [p.grad for p in self._side_parameters if p.grad is not None]
         with self.clock.phase("read"):
             values = _read({"": norm, **({"aside": get_total_norm(aside)} if aside else {}), **sums})
         norms = {name: values[name] if self.ranks.first else 0.0 for name in ("", "aside") if name in values}
@@ -335,8 +337,8 @@ class Step:
         if stats.action is Action.OK:
             if stats.clipped:
                 clip_grads_with_norm_(self._parameters, self.config.optim.clip_norm, norm)
-            if any(p.grad is not None for p in self._descended):
-                clip_grad_norm_(self._descended, self.config.optim.clip_norm)
+            if any(p.grad is not None for p in self._side_parameters):
+                clip_grad_norm_(self._side_parameters, self.config.optim.clip_norm)
             self.ranks.broadcast(self._statistics)
             with self.clock.phase("optimiser"):
                 self._move(stats.learning_rate)
@@ -444,9 +446,9 @@ class Step:
             self.ema.after(self.schedule, self.update, moved=True)
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
-        """Those that have something to do: a plain descent may have had no part in the losses."""
-        idle = all(parameter.grad is None for parameter in self._descended)
-        return [self.optimiser] if self.descent is None or idle else [self.optimiser, self.descent]
+        """Those that have something to do: the side optimiser may have had no part in the losses."""
+        idle = all(parameter.grad is None for parameter in self._side_parameters)
+        return [self.optimiser] if self.side_optimizer is None or idle else [self.optimiser, self.side_optimizer]
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

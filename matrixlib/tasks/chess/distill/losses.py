@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine.optim import PlainDescent
+from matrixlib.engine.optim import SGDParameters
 from matrixlib.tasks.chess.config import TeacherConfig
 from matrixlib.tasks.chess.losses import FILL, PAD, Sums, entropy, legal_logits
 
@@ -168,7 +168,7 @@ class _Reverse(torch.autograd.Function):
         return -factor * gradients[0], None
 
 
-class LearnedTemperature(PlainDescent):
+class LearnedTemperature(SGDParameters):
     """T = 1 + 4 sigmoid(raw), which rises where that makes the student's task harder (CTKD, Li et al. 2022,
     arXiv:2211.16231): its gradient is reversed, and multiplied by a factor that begins at 0.
 
