@@ -25,7 +25,7 @@ from matrixlib import config, files
 from matrixlib.bench import report as bench
 from matrixlib.runs import launch
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
-from matrixlib.runs.sweep_config import SweepConfig, load_sweep
+from matrixlib.runs.sweep import SweepConfig, load_sweep
 from matrixlib.tasks import TASKS, get_task, load_config
 from matrixlib.tasks.chess.uci import engine as uci
 

@@ -1,4 +1,4 @@
-"""Sweeps: spaces, what is tried next, pruning, failures, and a sweep that is really killed."""
+"""Sweeps: options, what is tried next, pruning, failures, and a sweep that is really killed."""
 
 from __future__ import annotations
 
@@ -6,162 +6,136 @@ import errno
 import math
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import cloudpickle
 import pytest
-import torch
+from cells import Shown, definitions, run_notebook
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from matrixlib import config
 from matrixlib.config import ConfigError, read_yaml_file
-from matrixlib.engine import storage
+from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import PARAMS, FolderError, read_json, write_json
 from matrixlib.hardware import machine
-from matrixlib.runs import (
-    processes,
-    proposals,
-    record,
-    sizes,
-    studies,
-    sweep,
-    sweep_config,
-    sweep_figures,
-    sweep_tables,
-    trial,
-)
+from matrixlib.runs import fleet, record, sweep
 from matrixlib.runs import run as runs
-from matrixlib.runs.processes import Processes
-from matrixlib.runs.proposals import Told
-from matrixlib.runs.sweep_config import Dimension, SweepConfig, load_sweep, request
-from matrixlib.runs.trial import Job, Outcome
+from matrixlib.runs.sweep import Range, SweepConfig, load_sweep, request
 from matrixlib.tasks import get_task, load_config
 
+pytest.importorskip("optuna")
 RATE = "optim.learning_rate"
-BUDGET = "every complete trial has the same budget"
 Curve = Callable[[Mapping[str, Any], int, int], float]
 """(overrides, seed, update) -> validation loss."""
 
 
-class Fake:
-    """A fleet whose trainings are a function: it leaves runs of 12 updates as they lie on disk, and obeys limits."""
+class Fakes:
+    """Trainings that are a function: runs of `updates` updates as they lie on disk, each with a validation."""
 
-    slots = 1
+    def __init__(self, root: Path, loss: Curve, stop_in: str = "") -> None:
+        self.root, self.loss, self.stop_in = root, loss, stop_in
+        self.begun: list[str] = []
 
-    def __init__(self, root: Path, loss: Curve) -> None:
-        self.root, self.loss = root, loss
-        self.jobs: list[Job] = []
-        self.ended: list[tuple[int, Outcome]] = []
+    def open_run(
+        self, preset: str, device: str, seed: int, name: str, steps: int, overrides: Mapping[str, Any], kind: str
+    ) -> Any:
+        requested = load_config(preset, config.merge(overrides, {"seed": seed}))
+        folder = self.root / name
+        folder.mkdir(exist_ok=True)
+        self.begun.append(name)
+        write_json(
+            folder / "run.json", {"preset": preset, "requested": config.dump(requested), "catalogue": "", "kind": kind}
+        )
+        (folder / "config.yaml").write_text(config.to_yaml(requested))
+        return SimpleNamespace(close=lambda: None, train=partial(self.train, folder, overrides, seed, requested))
 
-    def share(self, value: Any) -> Any:
-        return value
-
-    def submit(self, key: Any, part: Any, *handles: Any) -> None:
-        self.jobs.append(job := part.args[0])
-        outcome = Outcome("complete")
-        for seed, name in job.names.items():
-            curve = {step: self.loss(job.overrides, seed, step) for step in range(1, 13)}
-            above = [step for step, limit in job.limits.get(seed, {}).items() if curve[step] > limit]
-            last = min(above, default=12)
-            folder = self.root / name
-            folder.mkdir()
-            requested = load_config(job.preset, config.merge(job.overrides, {"seed": seed}))
-            data = {"preset": job.preset, "requested": config.dump(requested), "catalogue": ""}
-            write_json(folder / "run.json", data)
-            (folder / "config.yaml").write_text(config.to_yaml(requested))
-            with MetricsLog(folder / "metrics.jsonl") as log:
-                for step in range(1, last + 1):
-                    validation = {"kind": "full", "loss": curve[step], "losses": {}}
-                    log.write({"step": step, "loss": 1.0, "seconds": 0.1, "validation": validation})
-            if above:
-                outcome = Outcome("pruned", "above the median")
-                break
-            evaluation = {"top1": 1 / curve[12], "policy_kl": curve[12]}
-            size = 100 * requested.model.channels**2
-            summary = {"complete": True, "seconds": 1.2, "parameters": size, "evaluation": evaluation}
-            write_json(folder / "summary.json", summary)
-        self.ended.append((job.number, outcome))
-
-    def collect(self) -> list[tuple[int, Outcome]]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def close(self) -> None:
-        pass
+    def train(self, folder: Path, overrides: Mapping[str, Any], seed: int, requested: Any) -> Iterator[Any]:
+        if (folder / "summary.json").exists():
+            return
+        updates = requested.train.steps if isinstance(requested.train.steps, int) else 12
+        curve = {step: self.loss(overrides, seed, step) for step in range(1, min(updates, 12) + 1)}
+        rows = [
+            {"step": k, "loss": 1.0, "seconds": 0.1, "validation": {"kind": "full", "loss": v, "losses": {}}}
+            for k, v in curve.items()
+        ]
+        for row in rows:
+            if folder.name == self.stop_in and row["step"] == 6:
+                raise KeyboardInterrupt
+            yield SimpleNamespace(step=row["step"], validation=row["validation"])
+        with MetricsLog(folder / "metrics.jsonl") as log:
+            for row in rows:
+                log.write(row)
+        last = rows[-1]["validation"]["loss"]
+        evaluation = {"top1": 1 / last if last else 0.0, "policy_kl": last}
+        summary = {"complete": True, "seconds": 1.2, "steps": updates, "parameters": 100 * requested.model.channels**2}
+        write_json(folder / "summary.json", summary | {"evaluation": evaluation})
 
 
 def by_rate(overrides: Mapping[str, Any], seed: int, step: int) -> float:
-    """Least at 0.003; every seed shifts all rates alike."""
-    return 2 + abs(math.log10(overrides["optim"]["learning_rate"] / 0.003)) + 0.1 * seed + 1 / step
+    """Least at 0.003; seeds shift all rates, nearly alike."""
+    rate = overrides["optim"]["learning_rate"]
+    return 2 + abs(math.log10(rate / 0.003)) + (0.1 + rate / 1000) * seed + 1 / step
 
 
-def fake_sweep(reports: Path, loss: Curve, **options: Any) -> tuple[sweep.Sweep, Fake]:
-    """A sweep whose trainings are a function, trained."""
-    options = {"steps": 12, "overrides": {"validation": {"interval": 1}}} | options
-    current = sweep.open_sweep("demo", "cpu", "s", options)
-    backend = Fake(reports, loss)
-    list(current.train(backend))
-    return current, backend
+@pytest.fixture
+def swept(reports: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Shown, Fakes]]:
+    """The notebook over trainings that are a function."""
+
+    def run(loss: Curve, sweep: str = "s", stop_in: str = "", **options: Any) -> tuple[Shown, Fakes]:
+        fakes = Fakes(reports, loss, stop_in)
+        monkeypatch.setattr(runs, "open_run", fakes.open_run)
+        monkeypatch.setattr(fleet, "compute", lambda parts, **_: ((key, part()) for key, part in parts))
+        options = {"steps": 12, "overrides": {"validation": {"interval": 1}}} | options
+        return run_notebook("sweep", preset="demo", device="cpu", sweep=sweep, overrides=options), fakes
+
+    return run
 
 
-# Spaces
-
-EQUAL = {
-    "overrides": {"model": {"channels": 48, "blocks": 4}},
-    "equal": "flops",
-    "arms": {"plain": {}, "deeper": {"model.blocks": 6}},
-}
+def states(shown: Shown) -> list[str]:
+    return [trial.state.name for trial in shown.values["study"].trials]
 
 
-@given(
-    low=st.floats(1e-6, 1e3),
-    factor=st.floats(1.01, 1e4),
-    log=st.booleans(),
-    places=st.lists(st.floats(0, 1), max_size=9),
-)
-def test_a_range_gives_numbers_in_it_in_order(low: float, factor: float, log: bool, places: list[float]) -> None:
-    text = f"{'log ' * log}{low:.6g}..{low * factor:.6g}"
-    if float(f"{low:.6g}") >= float(f"{low * factor:.6g}"):
+# Options
+
+
+@given(low=st.floats(1e-6, 1e3), factor=st.floats(1.01, 1e4), log=st.booleans(), points=st.integers(2, 9))
+def test_a_range_gives_numbers_in_it_in_order(low: float, factor: float, log: bool, points: int) -> None:
+    low, high = float(f"{low:.6f}") or 1e-6, float(f"{low * factor:.6f}")
+    if low >= high:
         return
-    dimension = Dimension.parse("x", text)
-    values = [dimension.at(place) for place in sorted(places)]
-    assert values == sorted(values)
-    assert all(dimension.low <= value <= dimension.high for value in values)
-    assert all(isinstance(value, int) == dimension.whole for value in values)
-    assert (dimension.at(0.0), dimension.at(1.0)) == (dimension.tidy(dimension.low), dimension.tidy(dimension.high))
+    values = sweep.parse("x", f"{'log ' * log}{low:.6f}..{high:.6f} in {points}")
+    assert isinstance(values, Range)
+    drawn = values.grid("x")
+    assert drawn == sorted(drawn)
+    assert all(values.low <= value <= values.high for value in drawn)
+    assert len(drawn) == points
 
 
-@given(low=st.integers(-50, 50), width=st.integers(1, 40), places=st.lists(st.floats(0, 1), max_size=9))
-def test_a_range_of_whole_numbers_gives_whole_numbers(low: int, width: int, places: list[float]) -> None:
-    dimension = Dimension.parse("x", f"{low}..{low + width}")
-    assert dimension.grid() == tuple(range(low, low + width + 1))
-    assert all(type(dimension.at(place)) is int and low <= dimension.at(place) <= low + width for place in places)
-
-
-@given(
-    values=st.lists(st.integers() | st.sampled_from("abc"), min_size=1, max_size=6, unique=True), place=st.floats(0, 1)
-)
-def test_a_list_gives_its_values(values: list[Any], place: float) -> None:
-    dimension = Dimension.parse("x", values)
-    assert dimension.at(place) in values
-    assert dimension.grid() == tuple(values)
+@given(low=st.integers(-50, 50), width=st.integers(1, 40))
+def test_a_range_of_whole_numbers_gives_whole_numbers(low: int, width: int) -> None:
+    values = sweep.parse("x", f"{low}..{low + width}")
+    assert isinstance(values, Range)
+    assert values.grid("x") == list(range(low, low + width + 1))
 
 
 def test_a_logarithmic_grid() -> None:
-    assert Dimension.parse(RATE, "log 1e-4..1e-2 in 5").grid() == (0.0001, 0.0003162, 0.001, 0.003162, 0.01)
+    values = sweep.parse(RATE, "log 1e-4..1e-2 in 5")
+    assert isinstance(values, Range)
+    assert values.grid(RATE) == [0.0001, 0.0003162, 0.001, 0.003162, 0.01]
+
+
+EQUAL = {"equal": "flops", "arms": {"plain": {}, "deeper": {"model.blocks": 6}}}
 
 
 @pytest.mark.parametrize(
@@ -192,11 +166,9 @@ def test_a_logarithmic_grid() -> None:
         ({"prune": True, "steps": 9, "overrides": {"validation": {"interval": 2, "plateau": 1}}}, "plateau 0"),
         ({"measure": "top1"}, "Give `highest: true` or `highest: false`"),
         ({**EQUAL, "space": {"model.channels": [16, 32]}}, "equal: flops sets 'model.channels'"),
-        ({**EQUAL, "space": {"model.blocks": [1, 4]}}, "what changes the size goes into the arms"),
         ({"space": {}}, "nothing varies"),
         ({"method": "random"}, "needs the number of `trials`"),
         ({"minutes": 1.0}, "give one budget"),
-        ({"arms": {"a+b": {}}}, "no arm's name may hold a '+'"),
         ({"mesure": "loss"}, "unknown key 'mesure', did you mean 'measure'"),
     ],
 )
@@ -208,294 +180,213 @@ def test_what_makes_no_sense_is_told_before_anything_is_trained(options: dict[st
 
 def test_a_trial_is_preset_arm_and_values_in_this_order() -> None:
     arms = {"wide": {"preset": "small", "model.channels": 96}, "plain": {}}
-    options = SweepConfig(arms=arms, overrides={"model": {"channels": 16, "blocks": 1}}, minutes=2.0)
+    space = {"model.blocks": [3]}
+    options = SweepConfig(arms=arms, space=space, overrides={"model": {"channels": 16, "blocks": 1}}, minutes=2.0)
     preset, changes = request(options, {"arm": "wide", "model.blocks": 3})
     assert preset == "small"
     assert changes["model"] == {"channels": 96, "blocks": 3}
-    assert changes["train"] == {"steps": "auto", "minutes": 2.0, "on_time": True}
+    assert changes["train"] == {"steps": "auto", "minutes": 2.0}
     assert request(options, {"arm": "plain"})[0] == "demo"
+
+
+def test_every_preset_is_a_sweep() -> None:
+    for name in config.presets(PARAMS / "sweep"):
+        assert sweep.search_space(load_sweep(name))
+
+
+def test_another_request_under_the_same_name_is_refused(reports: Path) -> None:
+    options = load_sweep("demo", {"steps": 5})
+    sweep.open_folder("s", options)
+    with pytest.raises(sweep.SweepError, match="begun with other options"):
+        sweep.open_folder("s", load_sweep("demo", {"steps": 6}))
+    folder = sweep.open_folder("s", load_sweep("demo", {"steps": 5, "workers": 2}))
+    with FileLock(folder / "lock"), pytest.raises(sweep.SweepError, match="another process"):
+        run_notebook("sweep", sweep="s", overrides={"steps": 5})
+    (reports / "victim").mkdir()
+    write_json(reports / "victim" / "run.json", {})
+    with pytest.raises(sweep.SweepError, match="name of a training"):
+        sweep.open_folder("victim", options)
+
+
+def test_without_optuna_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(sweep.SweepError, match=r"pip install .*sweep"):
+        run_notebook("sweep")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_threads_and_loader_processes_are_divided_but_for_a_run_that_has_begun(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(sweep, "suggest", lambda *_: {"workers": (4, "")})
+    options = load_sweep("demo", {"workers": workers, "overrides": {"data": {"workers": "auto"}}})
+    values = {RATE: 0.001, "optim.optimiser": "adamw"}
+    part = {"runtime": {"threads": max(1, machine.facts().threads // 2)}, "data": {"workers": 2}}
+    assert sweep.part_of_machine(options, ["one"], values) == (part if workers == 2 else {})
+    begun = {"runtime": {"threads": 7}, "data": {"workers": 3}}
+    (reports / "one").mkdir()
+    write_json(reports / "one" / "run.json", {"requested": begun})
+    assert sweep.part_of_machine(options, ["one"], values) == begun
 
 
 # What is tried, and how it ends
 
 
-def test_every_trial_has_the_same_seeds_and_differences_have_intervals(reports: Path) -> None:
-    current, backend = fake_sweep(reports, by_rate, space={RATE: [0.001, 0.003, 0.01]}, seed=5, seeds=3)
-    assert [list(job.names) for job in backend.jobs] == [[5, 6, 7]] * 3
-    frame = sweep_tables.table(current).set_index(RATE)
-    assert list(frame.index) == [0.003, 0.001, 0.01]
-    row = frame.loc[0.001]
-    expected = math.log10(3)
-    assert (row[sweep_tables.LEFT], row["from"], row["to"]) == pytest.approx((expected,) * 3)  # seeds shift all alike
-    assert row["deviation"] == pytest.approx(0.1)
-    assert current.best() == current.result(current.trials[1])
+def test_every_trial_has_the_same_seeds_and_differences_have_intervals(swept: Any) -> None:
+    shown, fakes = swept(by_rate, space={RATE: [0.001, 0.003, 0.01]}, seed=5, seeds=3)
+    assert fakes.begun == [f"s-{number:03d}-s{seed}" for number in range(3) for seed in (5, 6, 7)]
+    table = shown.values["table"].set_index(RATE)
+    assert list(table.index) == [0.003, 0.001, 0.01]
+    row = table.loc[0.001]
+    assert row["difference to the best"] == pytest.approx(math.log10(3), abs=1e-4)
+    assert row["from"] < row["difference to the best"] < row["to"] < row["from"] + 1e-4, "seeds shift all alike"
+    assert row["deviation"] == pytest.approx(0.1, abs=1e-4)
+    assert shown.values["best"].number == 1
+    assert "VERDICT: PASS" in shown.text
+    assert shown.pictures == 2
 
 
-def test_nothing_is_pruned_before_a_third_and_the_median_decides(reports: Path) -> None:
-    rates = [0.003, 0.004, 0.002, 0.005, 0.1, 0.0029]
-    current, backend = fake_sweep(reports, by_rate, space={RATE: rates}, prune=True)
-    assert [sorted(job.limits[0]) for job in backend.jobs[:4]] == [[]] * 4
-    for job in backend.jobs[4:]:
-        assert sorted(job.limits[0]) == list(range(4, 12))
-    fourth = [by_rate({"optim": {"learning_rate": rate}}, 0, 4) for rate in rates[:4]]
-    assert backend.jobs[4].limits[0][4] == pytest.approx(np.median(fourth))
-    assert [row.state for row in current.trials.values()] == ["complete"] * 4 + ["pruned", "complete"]
-    assert current.result(current.trials[4]).updates == 4
-    assert all(passed for _, passed, _ in sweep_tables.checks(current))
-    assert sweep_tables.table(current).iloc[-1]["reason"] == "above the median"
+def test_nothing_is_pruned_before_a_third_and_the_median_decides(swept: Any) -> None:
+    shown, _ = swept(by_rate, space={RATE: [0.003, 0.004, 0.002, 0.005, 0.1, 0.0029]}, prune=True)
+    assert states(shown) == ["COMPLETE"] * 4 + ["PRUNED", "COMPLETE"]
+    assert shown.values["study"].trials[4].last_step == 4
+    assert "VERDICT: PASS" in shown.text
+    assert shown.values["table"].iloc[-1]["reason"] == "validation loss above the median after 4 updates"
 
 
-def test_a_third_is_one_of_the_updates_asked_for_also_where_rivals_stopped_early(reports: Path) -> None:
-    rates = [0.003, 0.004, 0.002, 0.005, 0.1]
-    current, backend = fake_sweep(reports, by_rate, space={RATE: rates}, prune=True, steps=36)
-    assert [sorted(job.limits[0]) for job in backend.jobs] == [[]] * 4 + [[12]]
-    name = "no trial was pruned before a third of the updates"
-    assert (name, True, "1 pruned") in sweep_tables.checks(current)
-    current.config = current.config.model_copy(update={"steps": 60})
-    assert (name, False, "1 pruned") in sweep_tables.checks(current)
-
-
-def test_a_loss_that_is_not_finite_is_the_worst_of_a_median(reports: Path) -> None:
-    rates = [0.001, 0.002, 0.003, 0.004, 0.005]
+@pytest.mark.parametrize(("workers", "last"), [(1, "PRUNED"), (2, "COMPLETE")])
+def test_with_several_workers_a_trial_knows_of_none_that_trains_beside_it(swept: Any, workers: int, last: str) -> None:
+    """Three are complete before the last two, and it takes four for a median."""
 
     def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
-        number = rates.index(overrides["optim"]["learning_rate"])
-        return math.nan if (number, step) in {(0, 6), (0, 7), (1, 7)} else 1.0 + number
+        return math.nan if overrides["optim"]["learning_rate"] == 0.005 else by_rate(overrides, seed, step)
 
-    current, backend = fake_sweep(reports, loss, space={RATE: rates}, prune=True)
-    assert backend.jobs[4].limits[0] == {step: 3.5 if step == 6 else 2.5 for step in range(4, 12) if step != 7}
-    assert current.trials[4].state == "pruned"
+    shown, _ = swept(loss, space={RATE: [0.003, 0.004, 0.002, 0.005, 0.0029, 0.1]}, prune=True, workers=workers)
+    assert states(shown) == ["COMPLETE"] * 3 + ["FAIL", "COMPLETE", last]
 
 
-def test_a_trial_whose_run_is_gone_has_failed_and_the_others_go_on(reports: Path) -> None:
-    options = {"space": {RATE: "log 1e-3..1e-2"}, "method": "random", "seeds": 2, "prune": True}
-    fake_sweep(reports, lambda *_: 1.0, **options, trials=5)
-    shutil.rmtree(reports / "s-000-s1")
-    current, backend = fake_sweep(reports, lambda *_: 1.0, **options, trials=6)
-    assert current.results()[0].trial.reason == "its run is gone"
-    assert (current.told([0])[0].state, current.told([0])[0].losses) == ("failed", ())
-    assert [len(job.limits[1]) for job in backend.jobs] == [8], "by the four that are left"
-    (reports / "s-001-s0" / "summary.json").write_text("{")
-    current, _ = fake_sweep(reports, lambda *_: 1.0, **options, trials=6)
-    assert "summary.json is damaged" in current.results()[1].trial.reason
-
-
-@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
-def test_threads_and_loader_processes_are_divided_anew_but_for_a_run_that_has_begun(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(sweep, "suggest", lambda *_: {"workers": (4, "")})
-    taken: list[tuple[int | str, int | str]] = []
-    for count in workers:
-        options = {"space": {RATE: [0.001, 0.003, 0.01]}, "steps": 12, "workers": count}
-        options["overrides"] = {"data": {"workers": "auto"}}
-        current = sweep.open_sweep("demo", "cpu", "s", options)
-        trials = [current._next(set(range(number))) for number in range(3)]
-        jobs = [current._job(trial) for trial in trials if trial is not None]
-        configs = [load_config(job.preset, job.overrides) for job in jobs]
-        taken += [(one.runtime.threads, one.data.workers) for one in configs]
-        if not (reports / jobs[0].names[0]).exists():
-            killed = partial(trial.train, jobs[0])  # its process, so the sweep has not heard of it
-            Fake(reports, by_rate).submit(0, killed)
-    part = {1: ("auto", "auto"), 2: (max(1, machine.facts().threads // 2), 2)}
-    first, second = (part[count] for count in workers)
-    assert taken == [first] * 3 + [first, second, second]
-
-
-def test_a_misspelt_measure_is_told_and_can_be_mended(reports: Path) -> None:
-    options = {"space": {RATE: [0.001, 0.003]}, "highest": True}
-    current, _ = fake_sweep(reports, by_rate, **options, measure="top_1")
-    assert list(sweep_tables.table(current)["outcome"]) == ["failed"] * 2
-    assert "did you mean 'top1'? (top1, policy kl)" in sweep_tables.table(current)["reason"][0]
-    current, backend = fake_sweep(reports, by_rate, **options, measure="top1")
-    assert not backend.jobs
-    best = current.best()
-    assert best is not None
-    assert best.trial.values == {RATE: 0.003}
-
-
-def test_with_several_workers_a_trial_knows_of_none_that_train_beside_it(reports: Path) -> None:
-    options = {"space": {RATE: [0.003, 0.004, 0.002, 0.005, 0.1, 0.0029]}, "prune": True, "workers": 2}
-    _, backend = fake_sweep(reports, by_rate, **options)
-    assert [bool(job.limits[0]) for job in backend.jobs] == [False] * 5 + [True]
-
-
-def test_a_measure_where_more_is_better(reports: Path) -> None:
+def test_a_measure_where_more_is_better(swept: Any) -> None:
     space = {RATE: [0.001, 0.003, 0.01], "loss.value": [0.5, 1.0]}
-    current, _ = fake_sweep(reports, by_rate, space=space, measure="top1", highest=True)
-    best = current.best()
-    assert best is not None
-    assert best.trial.values[RATE] == 0.003
-    shares = sweep_tables.importance(current)["share"]
-    assert shares[RATE] > 0.9 > 0.1 > shares["loss.value"]
-    for figure in (sweep_figures.curves_figure(current), sweep_figures.dimensions_figure(current)):
-        assert figure.axes
+    shown, _ = swept(by_rate, space=space, measure="top1", highest=True)
+    assert shown.values["best"].params[RATE] == 0.003
+    assert shown.values["table"].iloc[0][RATE] == 0.003
+    assert shown.values["shares"][RATE] > 0.9 > 0.1 > shown.values["shares"]["loss.value"]
 
 
-def test_another_request_under_the_same_name_is_refused(reports: Path) -> None:
-    sweep.open_sweep("demo", "cpu", "s", {"steps": 5})
-    with pytest.raises(sweep.SweepError, match="begun with other options"):
-        sweep.open_sweep("demo", "cpu", "s", {"steps": 6})
-    current = sweep.open_sweep("demo", "cpu", "s", {"steps": 5, "workers": 2})
-    with FileLock(current.folder / "lock"), pytest.raises(sweep.SweepError, match="another"):
-        next(current.train())
+def test_a_misspelt_measure_is_told_and_can_be_mended(swept: Any) -> None:
+    options: dict[str, Any] = {"space": {RATE: [0.001, 0.003]}, "highest": True}
+    with pytest.raises(ConfigError, match=r"did you mean 'top1'\? \(top1, policy kl\)"):
+        swept(by_rate, **options, measure="top_1")
+    shown, fakes = swept(by_rate, **options, measure="top1")
+    assert states(shown) == ["COMPLETE"] * 2
+    assert len(list(shown.values["folder"].parent.glob("s-*/summary.json"))) == 2
+    assert fakes.begun == ["s-000-s0", "s-001-s0"]
 
 
-# Methods
+@pytest.mark.parametrize("method", ["grid", "random", "tpe"])
+def test_stopped_it_goes_on_to_the_same_table(swept: Any, reports: Path, method: str) -> None:
+    options: dict[str, Any] = {"method": method, "seeds": 2, "prune": True}
+    options["space"] = {RATE: "log 1e-4..1e-1 in 4", "model.blocks": "0..2"}
+    options |= {"trials": 0 if method == "grid" else 14}
+    whole, _ = swept(by_rate, "whole", **options)
+    for stop in ("s-002-s1", "s-003-s0", "s-011-s0"):
+        with suppress(KeyboardInterrupt):
+            swept(by_rate, "s", stop, **options)
+    again, fakes = swept(by_rate, "s", **options)
+    assert "s-000-s0" not in fakes.begun, "what has ended stays"
+    for name in ("table.csv", "table.json"):
+        assert (reports / "s" / name).read_bytes() == (reports / "whole" / name).read_bytes()
+    assert again.values["trials"][3].params == whole.values["trials"][3].params
+    if method == "tpe":
+        losses = [trial.value or 9.0 for trial in whole.values["study"].trials]
+        assert min(losses[10:]) < 2.4
 
 
-def told(values: Mapping[str, Any], *losses: float, state: str = "complete") -> Told:
-    return Told(values, state, losses, {})
+def test_a_trial_that_fails_is_a_row_with_its_reason(swept: Any) -> None:
+    space = {"model.channels": [24, 16], "model.attention.heads": [2, 3]}
+    overrides = {"validation": {"interval": 1}, "model": {"attention": {"every": 1}}}
+    shown, _ = swept(lambda *_: 1.0, space=space, overrides=overrides)
+    assert states(shown) == ["COMPLETE"] * 3 + ["FAIL"]
+    assert "ConfigError" in shown.values["table"].iloc[-1]["reason"]
 
 
-def test_random_values_depend_on_seed_and_number_alone() -> None:
-    space = [Dimension.parse("x", "log 1e-4..1"), Dimension.parse("y", [1, 2, 3])]
-    assert proposals.draw(space, 0, 3) == proposals.draw(space, 0, 3)
-    assert len({proposals.draw(space, seed, number)["x"] for seed in range(5) for number in range(5)}) == 25
+def test_a_sweep_in_which_everything_fails_says_so(swept: Any) -> None:
+    shown, _ = swept(lambda *_: math.nan, space={RATE: [0.001, 0.003]})
+    assert states(shown) == ["FAIL"] * 2
+    assert "its loss is not finite" in shown.text
+    assert "there is a best one (none)" in shown.failed
 
 
-def test_optuna_learns_from_what_it_is_told_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna")
-    options = SweepConfig(method="tpe", trials=40, space={"x": "log 1e-4..1", "y": [1, [2], "c"], "z": "1..5"})
-    propose, count = proposals.method(options)
-    history: list[Told] = []
-    for number in range(count):
-        values = propose(number, history)
-        assert values == proposals.method(options)[0](number, list(history))
-        state = "failed" if number == 3 else "pruned" if number == 5 else "complete"
-        loss = abs(math.log10(values["x"]) + 3) + (values["y"] != [2]) + abs(values["z"] - 4)
-        history.append(Told(values, state, (loss,) if state == "complete" else (), {1: loss}))
-    losses = [one.loss if one.losses else 9.0 for one in history]
-    assert np.mean(losses[-15:]) < 0.6 * np.mean(losses[:10])
-    proposals.write_journal(tmp_path / "optuna.log", options, history)
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "optuna.log")))
-    (study,) = optuna.study.get_all_study_summaries(storage)
-    assert study.direction == optuna.study.StudyDirection.MINIMIZE
-    assert study.best_trial.value == min(one.loss for one in history if one.losses)
-    kept = optuna.load_study(study_name=study.study_name, storage=storage).trials
-    assert [one.state.name.lower().replace("fail", "failed") for one in kept] == [one.state for one in history]
-
-
-def test_a_journal_of_a_figure_where_more_is_better_is_least_at_the_best(reports: Path) -> None:
-    optuna = pytest.importorskip("optuna")
-    options = {"space": {RATE: [0.001, 0.003, 0.01]}, "method": "tpe", "trials": 6, "measure": "top1", "highest": True}
-    current, _ = fake_sweep(reports, by_rate, **options)
-    best = current.best()
-    assert best is not None
-    journal = optuna.storages.journal.JournalFileBackend(str(sweep_tables.write_report(current) / "optuna.log"))
-    storage = optuna.storages.JournalStorage(journal)
-    (study,) = optuna.study.get_all_study_summaries(storage)
-    assert study.best_trial.number == best.trial.number
-
-
-@pytest.mark.parametrize(("named", "seen"), [("", ["0", "1", "2", "0"]), ("3,5,7", ["3", "5", "7", "3"])])
-def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, named: str, seen: list[str]) -> None:
-    monkeypatch.setattr(processes, "DRIVERS", [os.curdir])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    for slot, gpu in enumerate(seen):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-        processes._take_gpu(slot)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
-
-
-def test_without_optuna_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(proposals.OptunaError, match=r"pip install .*sweep"):
-        proposals.method(SweepConfig(method="tpe", trials=3, space={RATE: "0..1"}))
-
-
-def test_stages_keep_what_helps_and_are_based_anew() -> None:
-    arms = ["a", "b", "c", "d"]
-    history = [told({}, 3.0, 3.1), told({}, 2.0, 2.1), told({}, 2.5, 1.0), told({}, 1.9, 2.0)]
-    named = [proposals.stage(arms, number, history[:number])["arm"] for number in range(5)]
-    assert named == ["", "a", "a+b", "a+c", "a+c+d"], "b helps with one seed and not with the other: chance"
-
-
-def test_the_share_of_a_dimension_by_hand() -> None:
-    ranks = np.array([1.0, 2.0, 3.0, 4.0])
-    assert sweep_tables.epsilon_squared(ranks, "aabb") == pytest.approx(1 - (1.0 / 2) / (5.0 / 3))
-    assert sweep_tables.epsilon_squared(ranks, "abab") == 0.0
-    assert math.isnan(sweep_tables.epsilon_squared(ranks, "aaaa"))
+@pytest.mark.parametrize(("minutes", "kept"), [(0.02, True), (0.018, False), (0.05, False)])
+def test_trials_of_equal_minutes_took_them(swept: Any, minutes: float, kept: bool) -> None:
+    """Each of these took 1.2 seconds."""
+    shown, _ = swept(by_rate, space={RATE: [0.001, 0.003]}, steps=0, minutes=minutes)
+    assert ("every complete trial has the same budget" not in shown.failed) is kept
 
 
 # Studies
 
 
-def test_every_preset_is_a_sweep_and_arms_are_made_equal() -> None:
-    for name in config.presets(PARAMS / "sweep"):
-        assert sweep_config.dimensions(load_sweep(name))
-    arms = load_sweep("architectures").arms
-    configs = {arm: load_config(*request(load_sweep("architectures"), {"arm": arm})) for arm in arms}
-    counts = {arm: sizes.parameters(one) for arm, one in configs.items()}
+def test_arms_are_made_equal_and_compared_each_at_its_best_rate(swept: Any) -> None:
+    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
+        deeper = overrides["model"].get("blocks") == 6
+        rate = overrides["optim"]["learning_rate"]
+        return 2.0 - 0.3 * deeper + abs(math.log10(rate / (0.01 if deeper else 0.001))) + 0.1 * seed * (1 + deeper)
+
+    arms = {"plain": {}, "deeper": {"model.blocks": 6}, "attention": {"model.attention.every": 2}}
+    overrides = {"model": {"channels": 48, "blocks": 4, "attention": {"heads": 4}}}
+    options = {"space": {RATE: [0.001, 0.01]}, "seeds": 2, "arms": arms, "equal": "parameters"}
+    shown, _ = swept(loss, **options, overrides=overrides)
+    equal = shown.values["options"]
+    assert equal.arms["attention"]["model.channels"] < 48
+    configs = {arm: load_config(*request(equal, {"arm": arm})) for arm in arms}
+    counts = {}
     for arm, one in configs.items():
-        model = get_task("chess").task(one).build_model()
-        assert counts[arm] == sum(parameter.numel() for parameter in model.parameters())
-        assert counts[arm] == pytest.approx(counts["plain"], rel=sizes.TOLERANCE)
-    assert arms["attention"]["model.channels"] < 48
-    equal = load_sweep("architectures", {"equal": "flops", "arms": {"plain": {}, "deeper": {"model.blocks": 6}}})
-    flops = [sizes.flops(load_config(*request(equal, {"arm": arm}))) for arm in equal.arms]
-    assert flops[1] == pytest.approx(flops[0], rel=sizes.TOLERANCE)
+        counts[arm] = sum(weight.numel() for weight in get_task("chess").task(one).build_model().parameters())
+    assert list(counts.values()) == pytest.approx([counts["plain"]] * 3, rel=0.1)
+    table = shown.values["rows_of_arms"]
+    assert [table[arm][RATE] for arm in ("plain", "deeper")] == [0.001, 0.01]
+    assert table["deeper"]["difference"] == pytest.approx(-0.25)
+    assert table["deeper"]["from"] < -0.25 < table["deeper"]["to"]
+    assert "The learning rate was searched for each arm." in shown.text
+    assert "a wider range may change the order: plain, deeper" in shown.text
 
 
-def test_arms_are_compared_each_at_its_best_rate(reports: Path) -> None:
-    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
-        narrow = overrides["model"]["channels"] == 8
-        rate = overrides["optim"]["learning_rate"]
-        return 2.0 - 0.3 * narrow + abs(math.log10(rate / (0.01 if narrow else 0.001))) + 0.1 * seed * (1 + narrow)
-
-    arms = {"wide": {"model.channels": 16}, "narrow": {"model.channels": 8}}
-    options = {"space": {RATE: [0.001, 0.01]}, "seeds": 2, "arms": arms}
-    current, _ = fake_sweep(reports, loss, **options)
-    frame = studies.arms_table(current)
-    assert list(frame[RATE]) == [0.001, 0.01]
-    assert frame.loc["narrow", "difference to first"] == pytest.approx(-0.25)
-    assert frame.loc["narrow", "from"] < -0.25 < frame.loc["narrow", "to"]
-    assert frame.loc["wide", "parameters"] == 25600
-    assert "At the edge of what was tried: wide, narrow" in studies.rate_note(current)
-    current.trials |= {number: replace(current.trials[number], state="failed") for number in (0, 1)}
-    current._results.clear()
-    assert "difference to first" not in studies.arms_table(current), "the first has no result"
-    assert list(studies.compared(current, None).index) == ["wide", "narrow"]
-    current.config = SweepConfig(space=options["space"])
-    assert studies.compared(current, None) is None, "no empty table where there are no arms"
-    current.config = SweepConfig(arms=arms)
-    assert "was not searched for each arm (it was the same for all arms)" in studies.rate_note(current)
-
-
-def test_a_rate_beyond_which_others_failed_is_at_no_edge(reports: Path) -> None:
-    def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
-        rate = overrides["optim"]["learning_rate"]
-        return math.nan if rate > 0.02 else by_rate(overrides, seed, step)
-
-    options = {"space": {RATE: [0.001, 0.003, 0.03]}, "arms": {"one": {}, "two": {"model.channels": 8}}}
-    current, _ = fake_sweep(reports, loss, **options)
-    assert [row.trial.state for row in current.results()] == ["complete", "complete", "failed"] * 2
-    assert studies.rate_note(current) == "The learning rate was searched for each arm."
+def test_arms_of_one_rate_and_arms_that_cannot_be_equal(swept: Any) -> None:
+    arms = {"plain": {}, "wide": {"model.channels": 16}}
+    shown, _ = swept(lambda *_: 1.0, space={}, arms=arms)
+    assert "The learning rate is the same for each arm: a difference may be that." in shown.text
+    with pytest.raises(sweep.SweepError, match="the arms are not equal in parameters"):
+        swept(
+            lambda *_: 1.0,
+            "t",
+            space={"model.blocks": [1, 6]},
+            arms={"a": {}, "b": {"model.se_ratio": 0.5}} | {"c": {"model.attention.every": 1}},
+            equal="parameters",
+        )
 
 
 def test_a_power_law_comes_back_with_its_interval() -> None:
+    power_law = definitions("sweep")["power_law"]
     x = [1e12, 3e12, 1e13, 3e13, 1e14]
-    exact = studies.power_law(x, [30 * c**-0.05 for c in x])
-    assert (exact.factor, exact.exponent) == pytest.approx((30, -0.05))
-    assert exact.interval == pytest.approx((-0.05, -0.05))
+    exact = power_law(x, [30 * c**-0.05 for c in x])
+    assert list(exact.values()) == pytest.approx([30, -0.05, -0.05, -0.05])
     noise = [1.01, 0.99, 1.0, 1.01, 0.99]
-    law = studies.power_law(x, [30 * c**-0.05 * n for c, n in zip(x, noise, strict=True)])
-    assert law.interval is not None
-    assert law.interval[0] < -0.05 < law.interval[1]
-    assert studies.power_law(x[:2], [2.0, 1.0]).interval is None
-    with pytest.raises(ValueError, match="two different points"):
-        studies.power_law(x[:1], [2.0])
+    law = power_law(x, [30 * c**-0.05 * n for c, n in zip(x, noise, strict=True)])
+    assert law["from"] < -0.05 < law["to"]
+    assert math.isnan(power_law(x[:2], [2.0, 1.0])["from"])
 
 
 def test_the_best_size_lies_between_worse_ones_or_is_called_an_edge() -> None:
+    best_size = definitions("sweep")["best_size"]
     counts = [1e4, 1e5, 1e6, 1e7]
-    size, inside = studies.best_size(counts, [(math.log10(n) - 5.3) ** 2 + 2 for n in counts])
+    size, inside = best_size(counts, [(math.log10(n) - 5.3) ** 2 + 2 for n in counts])
     assert inside
     assert size == pytest.approx(10**5.3)
-    assert studies.best_size(counts, [4.0, 3.0, 2.0, 1.0]) == (pytest.approx(1e7), False)
+    assert best_size(counts, [4.0, 3.0, 2.0, 1.0]) == (pytest.approx(1e7), False)
 
 
-def test_sizes_at_fixed_budgets_give_both_laws(reports: Path) -> None:
+def test_sizes_at_fixed_budgets_give_both_laws(swept: Any) -> None:
     def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
         spent = costs[overrides["model"]["channels"]] * overrides["train"]["steps"]
         best = 16 if spent < 2 * budget else 32
@@ -503,104 +394,57 @@ def test_sizes_at_fixed_budgets_give_both_laws(reports: Path) -> None:
 
     widths = (8, 16, 32, 64)
     configs = {width: load_config("demo", {"model": {"channels": width}}) for width in widths}
-    costs = {width: 3 * sizes.flops(one) * one.train.batch_size for width, one in configs.items()}  # of an update
+    costs = {w: get_task("chess").training_flops(one) * one.train.batch_size for w, one in configs.items()}
     budget = 1000 * costs[16]
-    options = {"space": {"model.channels": list(widths)}, "compute": [budget, 4 * budget], "steps": 0}
-    current, backend = fake_sweep(reports, loss, **options)
-    for one in backend.jobs:
-        values = current.trials[one.number].values
-        assert one.overrides["train"]["steps"] == round(values["compute"] / costs[values["model.channels"]])
-    study = studies.scaling(current)
-    assert study is not None
-    assert list(study.table["sizes"]) == [4, 4]
-    assert study.loss is not None
-    assert study.loss.exponent == pytest.approx(math.log(2.25 / 3) / math.log(4), rel=0.01)
-    assert study.size is not None
-    assert 0.6 < study.size.exponent < 1.1, "four times the parameters at four times the budget"
-    assert len(studies.scaling_figure(study).axes) == 2
-    assert str(study).startswith("loss = ")
-    assert "was not searched for each size (it was the same for all sizes)" in studies.rate_note(current)
+    space = {"model.channels": list(widths)}
+    shown, _ = swept(loss, space=space, compute=[budget, 4 * budget], steps=0, overrides={})
+    for trial in shown.values["trials"]:
+        assert trial.user_attrs["updates"] == round(trial.params["compute"] / costs[trial.params["model.channels"]])
+    laws = shown.values["laws"]
+    assert laws["least loss"]["exponent"] == pytest.approx(math.log(2.25 / 3) / math.log(4), rel=0.01)
+    assert 0.6 < laws["best size"]["exponent"] < 1.1, "four times the parameters at four times the budget"
+    assert shown.pictures == 3
+    assert "VERDICT: PASS" in shown.text, "each made the updates that its budget pays"
 
 
-def test_a_staged_sweep_keeps_what_helped(reports: Path) -> None:
+def test_a_staged_sweep_keeps_what_helped(swept: Any) -> None:
     def loss(overrides: Mapping[str, Any], seed: int, step: int) -> float:
-        good = 0.5 * (overrides["optim"].get("warmup_steps") == 5) - 0.2 * (overrides["optim"].get("beta1") == 0.5)
-        return 3 - good + 0.1 * seed + 0.01 * seed * good
+        optim = overrides["optim"]
+        good = 0.5 * (optim.get("warmup_steps") == 5) - 0.2 * (optim.get("beta1") == 0.5)
+        return 3 - good + 0.1 * seed + 0.01 * seed * good + 0.3 * (seed - 1) * ("weight_decay" in optim)
 
     arms = {"warm": {"optim.warmup_steps": 5}, "slow": {"optim.beta1": 0.5}, "decay": {"optim.weight_decay": 0.1}}
-    options = {"method": "staged", "arms": arms, "space": {}, "seeds": 3}
     overrides = {"optim": {"eps": 1e-8}, "validation": {"interval": 1}}
-    current, _ = fake_sweep(reports, loss, **options, overrides=overrides)
-    frame = studies.stages_table(current)
-    assert list(frame["kept"]) == ["base", "yes", "no", "no"]
-    assert list(frame["added to"][1:]) == ["base", "warm", "warm"]
-    assert len(sweep_figures.dimensions_figure(current).axes) == 1
+    shown, _ = swept(loss, method="staged", arms=arms, space={}, seeds=3, overrides=overrides)
+    rows = shown.values["rows_of_arms"]
+    assert [row["kept"] for row in rows.values()] == ["yes", "no", "no"], "decay helps with one seed: chance"
+    assert [row["added to"] for row in rows.values()] == ["base", "warm", "warm"]
+    on = [[arm for arm in arms if trial.params[arm]] for trial in shown.values["trials"]]
+    assert on == [[], ["warm"], ["warm", "slow"], ["warm", "decay"]]
 
 
-def test_a_staged_sweep_whose_base_failed_ends_with_its_reason(reports: Path) -> None:
+def test_a_staged_sweep_whose_base_failed_ends_with_its_reason(swept: Any) -> None:
     options = {"method": "staged", "arms": {"warm": {"optim.warmup_steps": 5}}, "space": {}}
-    with pytest.raises(sweep.SweepError, match=r"base of sweep 's' failed, .* its loss is not finite"):
-        fake_sweep(reports, lambda *_: math.nan, **options)
+    with pytest.raises(sweep.SweepError, match=r"base failed, .* its loss is not finite"):
+        swept(lambda *_: math.nan, **options)
 
 
-@pytest.mark.parametrize(("minutes", "kept"), [(0.02, True), (0.018, False), (0.05, False)])
-def test_trials_of_equal_minutes_took_them(reports: Path, minutes: float, kept: bool) -> None:
-    """Each of these took 1.2 seconds."""
-    current, _ = fake_sweep(reports, by_rate, space={RATE: [0.001, 0.003]}, steps=0, minutes=minutes)
-    assert (BUDGET, kept) in [check[:2] for check in sweep_tables.checks(current)]
+# What a process makes of a trial
 
 
-def test_trials_at_a_budget_of_operations_made_the_updates_that_it_pays(reports: Path) -> None:
-    config = load_config("demo")
-    compute = 12 * get_task("chess").training_flops(config) * config.train.batch_size
-    current, _ = fake_sweep(reports, by_rate, space={RATE: [0.001, 0.003]}, steps=0, compute=[compute])
-    assert (BUDGET, True) in [check[:2] for check in sweep_tables.checks(current)]
-    current.config = current.config.model_copy(update={"compute": (2 * compute,)})
-    current.trials = {k: replace(t, values={**t.values, "compute": 2 * compute}) for k, t in current.trials.items()}
-    current._results.clear()
-    assert (BUDGET, False) in [check[:2] for check in sweep_tables.checks(current)]
+def fail(number: int) -> tuple[str, str]:
+    raise ValueError("x" * 100_000)
 
 
-# Real trainings
+def full(number: int) -> tuple[str, str]:
+    raise FolderError(errno.ENOSPC, "No space left on device")
 
 
-def job(reports: Path, **changes: Any) -> Job:
-    preset, overrides = request(load_sweep("demo"), {RATE: 0.001})
-    return replace(Job(0, {0: "one"}, preset, overrides), **changes)
-
-
-def test_a_trial_above_the_median_ends_there_also_when_it_goes_on(reports: Path) -> None:
-    outcome = trial.train(job(reports, limits={0: {10: 0.5}}))
-    assert outcome.state == "pruned"
-    assert "after 10 updates, above the median of 0.5" in outcome.reason
-    assert trial.train(job(reports, limits={0: {10: 0.5}})) == outcome
-    assert read_json(reports / "one" / "heartbeat.json")["step"] == 10
-
-
-def test_a_reason_of_any_length_becomes_a_short_one(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("x" * 100_000)
-
-    monkeypatch.setattr(runs, "open_run", fail)
-    outcome = trial.train(job(reports))
-    assert outcome.reason.startswith("ValueError: xxx")
-    assert len(outcome.reason) == trial.LONGEST
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_full_disk_ends_the_sweep_and_the_trial_goes_on_with_room(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
-    def full(*_: Any) -> Any:
-        if before:
-            return SimpleNamespace(free=1000)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(*((shutil, "disk_usage") if before else (storage, "write")), full)
-        with pytest.raises(FolderError, match="no room for this run" if before else "No space left"):
-            trial.train(job(reports))
-    assert trial.train(job(reports)) == Outcome("complete")
+def test_a_configuration_that_fails_is_told_in_short_and_a_full_disk_ends_the_sweep() -> None:
+    state, reason = sweep.attempt(cloudpickle.dumps(fail), 0)
+    assert (state, reason[:15], len(reason)) == ("failed", "ValueError: xxx", sweep.REASON_CHARACTERS)
+    with pytest.raises(FolderError, match="No space left"):
+        sweep.attempt(cloudpickle.dumps(full), 0)
 
 
 def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,38 +453,16 @@ def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monke
     lock = FileLock(folder / "lock", thread_local=False)
     lock.acquire()
     monkeypatch.setattr(record, "ORPHAN_SECONDS", 0.01)
-    monkeypatch.setattr(trial, "PATIENCE", 0.3)
-    with pytest.raises(FolderError, match="end that process"), pytest.warns(UserWarning, match="waiting until"):
-        trial.train(job(reports))
-    monkeypatch.setattr(trial, "PATIENCE", 30.0)
-    opened: list[bool] = []
-
-    def open_run(*_: Any) -> Any:
-        opened.append(lock.is_locked)
-        return SimpleNamespace(complete=True, close=lambda: None)
-
-    monkeypatch.setattr(runs, "open_run", open_run)
+    monkeypatch.setattr(sweep, "LOCK_SECONDS", 0.3)
+    with pytest.raises(FolderError, match="end that process"):
+        sweep.wait_for("one")
+    monkeypatch.setattr(sweep, "LOCK_SECONDS", 30.0)
     threading.Timer(0.2, lock.release).start()
-    with pytest.warns(UserWarning, match="waiting until"):
-        assert trial.train(job(reports)) == Outcome("complete")
-    assert opened == [False]
+    sweep.wait_for("one")
+    assert not lock.is_locked
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-def test_what_happens_to_a_process_is_the_outcome_of_its_job(reports: Path) -> None:
-    with closing(Processes(2, reports / "log.txt")) as workers:
-        workers.submit(0, partial(trial.train, job(reports, preset="no_such_preset")))
-        workers.submit(1, partial(trial.train, job(reports, number=1)))
-        pids = {number: worker.process.pid for number, worker in workers._busy.values()}
-        os.kill(pids[1] or 0, signal.SIGKILL)
-        ended: dict[int, Outcome] = {}
-        while len(ended) < 2:
-            ended |= {number: trial.outcome_of(result) for number, result in workers.collect()}
-    assert ended[0].state == "failed"
-    assert "unknown preset 'no_such_preset'" in ended[0].reason
-    assert ended[1] == Outcome("failed", "its process was killed by signal 9, perhaps out of memory")
-
+# Real trainings
 
 FOUR = {"space": {RATE: [0.001, 0.01], "optim.optimiser": ["adamw", "muon"]}}
 
@@ -648,16 +470,13 @@ FOUR = {"space": {RATE: [0.001, 0.01], "optim.optimiser": ["adamw", "muon"]}}
 def sweep_four(reports: Path) -> None:
     """In a process of its own: a sweep of four trials."""
     os.environ["MATRIXLIB_REPORTS"] = str(reports)
-    list(sweep.open_sweep("demo", "cpu", "", FOUR).train())
+    run_notebook("sweep", device="cpu", overrides=FOUR)
 
 
 def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
     reports: Path, tmp_path: Path, forkserver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = sweep.open_sweep("demo", "cpu", "", FOUR)
-    list(whole.train())
-    sweep_tables.write_report(whole)
-
+    whole = run_notebook("sweep", device="cpu", overrides=FOUR).values["folder"]
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(other))
@@ -667,43 +486,34 @@ def test_killed_it_goes_on_to_the_same_table_and_the_best_preset_trains(
         time.sleep(0.01)
     process.kill()
     process.join()
-    killed = sweep.open_sweep("demo", "cpu", "", FOUR)
-    assert [row.state for row in killed.trials.values()] == ["complete", "running"]
     first = (other / "sweep-demo-000-s0" / "summary.json").read_bytes()
-    assert len(list(killed.train())) == 3
-    sweep_tables.write_report(killed)
+    shown = run_notebook("sweep", device="cpu", overrides=FOUR)
+    folder = shown.values["folder"]
     assert (other / "sweep-demo-000-s0" / "summary.json").read_bytes() == first, "what had ended stays"
     for name in ("table.csv", "table.json", "best.yaml"):
-        assert (killed.folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
-    assert not list(killed.train()), "everything has ended"
+        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
 
-    best = killed.best()
-    assert best is not None
-    pages = {path.parent.name for path in other.glob("*/report.html")}
-    assert pages == set(killed.run_names(best.trial.number).values()), "only they are looked at as the sweep ends"
-    preset = read_yaml_file(killed.folder / "best.yaml", "best")
+    preset = read_yaml_file(folder / "best.yaml", "best")
     assert preset["train"] == {"steps": 15, "minutes": 1.0, "batch_size": 32, "statistics_interval": 20}, "no default"
-    record = read_json(other / killed.run_names(best.trial.number)[0] / "run.json")["requested"]
-    requested = config.dump(load_config(str(killed.folder / "best.yaml")))
-    assert requested == record
-    with closing(runs.open_run(str(killed.folder / "best.yaml"))) as current:
+    name = shown.values["names"](shown.values["best"].number)[0]
+    requested = config.dump(load_config(str(folder / "best.yaml")))
+    assert requested == read_json(other / name / "run.json")["requested"]
+    with closing(runs.open_run(str(folder / "best.yaml"))) as current:
         assert next(iter(current.train())).step == 1
 
 
-@pytest.mark.parametrize("budget", [{"steps": 12}, {"steps": 0, "compute": [1e11]}])
-def test_a_trial_that_fails_is_a_row_with_its_reason(reports: Path, budget: dict[str, Any]) -> None:
-    class Backend(Fake):
-        def submit(self, key: Any, part: Any, *handles: Any) -> None:
-            if key < 3:
-                super().submit(key, part)
-            else:
-                self.ended.append((key, part()))
+def test_a_full_disk_ends_the_sweep_and_the_trial_goes_on_with_room(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    space = {"model.channels": [24, 16], "model.attention.heads": [2, 3]}
-    options = {"space": space, "overrides": {"model": {"attention": {"every": 1}}}} | budget
-    current = sweep.open_sweep("demo", "cpu", "s", options)
-    trials = list(current.train(Backend(reports, lambda overrides, seed, step: 1.0)))
-    assert [row.state for row in trials] == ["complete"] * 3 + ["failed"]
-    assert "ConfigError" in trials[3].reason
-    assert sweep_tables.table(current)["reason"][3] == trials[3].reason
-    assert not list(sweep.open_sweep("demo", "cpu", "s", options).train()), "everything has ended"
+    options = {"space": {RATE: [0.001]}}
+    with monkeypatch.context() as disk:
+        disk.setattr(Checkpoints, "_check_room", no_room)
+        with pytest.raises(FolderError, match="No space left"):
+            run_notebook("sweep", device="cpu", sweep="s", overrides=options)
+    shown = run_notebook("sweep", device="cpu", sweep="s", overrides=options)
+    assert states(shown) == ["COMPLETE"]
+    shutil.rmtree(reports / "s-000-s0")
+    assert states(run_notebook("sweep", device="cpu", sweep="s", overrides=options)) == ["COMPLETE"]

@@ -63,14 +63,6 @@ class RunResult:
         return int(self.options["seed"])
 
     @property
-    def updates(self) -> int:
-        return int(self.rows[-1]["step"])
-
-    @property
-    def losses(self) -> dict[str, float]:
-        return self.figures()
-
-    @property
     def complete(self) -> bool:
         """Whether it reached its last update, or its validation stopped it early."""
         return bool(self.summary.get("complete"))
@@ -289,33 +281,3 @@ def same_data(a: Sequence[RunResult], b: Sequence[RunResult], changes: Mapping[s
     other = [key for key in changes if key.startswith(DATA_ORDER) and key not in LOADING]
     seeds = [result.seed for result in a] == [result.seed for result in b]
     return seeds and not other and not any(result.events()["rollbacks"] for result in (*a, *b))
-
-
-# Until sweep and distill follow
-
-T_QUANTILES = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
-
-
-def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """As `interval`, of differences."""
-    n = len(differences)
-    if n < 2:
-        return None
-    if not all(map(math.isfinite, differences)):
-        return math.nan, math.nan
-    half = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1] * statistics.stdev(differences) / math.sqrt(n)
-    mean = statistics.fmean(differences)
-    return mean - half, mean + half
-
-
-def arms_table(figures: Mapping[str, Sequence[Mapping[str, float]]], base: str) -> DataFrame:
-    """As `differences`, of dicts."""
-    rows = {(arm, number): row for arm, own in figures.items() for number, row in enumerate(own)}
-    return differences(DataFrame.from_dict(rows, orient="index"), base)
-
-
-def arms_interval(
-    arm: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], name: str
-) -> tuple[float, float]:
-    """As `interval`, of dicts."""
-    return interval([one[name] for one in base], [one[name] for one in arm])

@@ -1,383 +1,392 @@
-"""A sweep: many configurations, each trained with the same seeds for the same number of updates or minutes.
+"""Options of a sweep: which configurations are trained, alike; the search itself is Optuna's, in sweep.ipynb.
 
-Every trial is an ordinary run folder for each seed, and what a trial is depends on its number and on the results of
-the trials before it alone. So a sweep that was killed goes on where it was, to the same table.
-
-    reports/<sweep>/sweep.yaml       the sweep
-    reports/<sweep>/trials.json      values and outcome of each trial
-    reports/<sweep>/table.csv, .json the report's table; best.yaml, the best configuration as a preset
-    reports/<sweep>-000-s0/ ...      the runs, by trial and seed
+reports/<sweep>/sweep.yaml        the options
+reports/<sweep>/optuna.log        the study: Optuna's journal
+reports/<sweep>-000-s0/ ...       the runs, by trial and seed
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
-import statistics
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from filelock import FileLock
+import numpy as np
+from pydantic import Field
 
-from matrixlib import files, progress
-from matrixlib.config import ConfigError, merge, read_yaml_file, validated
+from matrixlib import config as configuration
+from matrixlib import files
+from matrixlib.config import (
+    Config,
+    ConfigError,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Processes,
+    Section,
+    difference,
+    merge,
+    nearest,
+    option,
+    read_preset,
+    read_yaml_file,
+    validated,
+)
 from matrixlib.hardware import machine
 from matrixlib.hardware.runtime import select_device, suggest
-from matrixlib.runs import watch
-from matrixlib.runs.compare import LOSS, RunResult, read_result
-from matrixlib.runs.fleet import Fleet, open_fleet
-from matrixlib.runs.proposals import Method, Told, method
-from matrixlib.runs.sweep_config import SweepConfig, known_figure, load_sweep, request, to_yaml
-from matrixlib.runs.trial import Job, Outcome, in_a_line, outcome_of, train
-from matrixlib.tasks import load_config
+from matrixlib.runs.compare import LOSS, RunResult
+from matrixlib.runs.fleet import Kind
+from matrixlib.runs.record import locked
+from matrixlib.tasks import get_task, load_config
 
-RIVALS = 4
-"""Complete trials from which on there is a median to prune by (Golovin et al. 2017, section 3.2, leave it open)."""
-EARLIEST = 1 / 3
-"""Share of the updates before which no trial is pruned: losses in the warm-up say little about the end."""
-LOOK = 0.5  # seconds between two looks at how far the runs are
+if TYPE_CHECKING:
+    import optuna
+
+ARM, PRESET, COMPUTE = "arm", "preset", "compute"
+"""Dimensions that are no keys of the configuration."""
+FIXED = ("task", "seed", "train.steps", "train.minutes", ARM, COMPUTE)
+"""Keys that a sweep sets for all trials alike, or by options of its own."""
+HELD_OUT = ("data.source", "data.suspicious")
+"""Keys on which the held-out rows depend in every task."""
+LESS_IS_BETTER = ("loss", "kl", "nll")
+"""Last words of such figures; of others `highest` must say it."""
+SIGNIFICANT_DIGITS = 4  # of a grid's points: what a person would type
+REASON_CHARACTERS = 2000
+LOCK_SECONDS = 600.0
+"""That another process may go on writing a run: one on a node that was given up saves before it ends."""
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"(log )?({_NUMBER})\.\.({_NUMBER})(?: in (\d+))?")
 
 
 class SweepError(ValueError):
     """A sweep that cannot go on; says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One configuration. values: of each dimension. state: running until it has ended, then as an `Outcome`."""
+class SweepConfig(Section):
+    """A sweep: arms, a space over keys of the configuration, or both, and how it is gone through.
 
-    number: int
-    values: dict[str, Any]
-    state: str = "running"
-    reason: str = ""
-
-    @property
-    def ended(self) -> bool:
-        return self.state != "running"
-
-    def __str__(self) -> str:
-        values = ", ".join(f"{key} {value}" for key, value in self.values.items())
-        return f"trial {self.number} ({values}): {self.state}" + (f", {self.reason}" if self.reason else "")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A trial with what its runs left; one that was trained to its end and lacks the measure is a failed one.
-
-    measures: of each seed, only of a complete trial. curve: update -> mean validation loss over the seeds. updates,
-    seconds, parameters: of the first run, nan where it has no end.
+    A trial is one configuration, trained with each of the seeds.
     """
 
-    trial: Trial
-    measures: tuple[float, ...]
-    curve: dict[int, float]
-    curves: dict[int, dict[int, float]]  # by seed
-    updates: int
-    seconds: float
-    parameters: float
-    held_out: dict[str, float]
+    preset: str = option("demo", "preset of all trials, unless an arm or the space names others")
+    overrides: dict[str, Any] = option({}, "nested mapping over the preset of all trials")
+    arms: dict[str, dict[str, Any]] = option(
+        {}, "configurations by name: keys with their values, and a `preset` of their own"
+    )
+    space: dict[str, Any] = option(
+        {}, "values by key: a list, or a range such as `log 1e-4..1e-2 in 5` (of 5 points in a grid)"
+    )
+    method: Literal["grid", "random", "tpe", "staged"] = option(
+        "grid",
+        "how the space is gone through; `tpe` learns from the results, `staged` takes the arms one after "
+        "the other and keeps those that help",
+    )
+    trials: CountOrZero = option(0, "configurations of `random` and `tpe`; a grid has its own number")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = option(0, "first seed of each trial")
+    seeds: Count = option(1, "seeds of each trial, all with the same; from 2 on there are intervals")
+    steps: CountOrZero = option(0, "updates of every run; 0 = as the presets say")
+    minutes: NonNegative = option(0.0, "minutes of every run in place of updates; 0 = by updates")
+    compute: tuple[Positive, ...] = option(
+        (), "floating-point operations of a run: every size is trained with each of these budgets"
+    )
+    equal: Literal["", "parameters", "flops"] = option(
+        "", "make the arms equal to the first one, by setting `width` in the others"
+    )
+    width: str = option("model.channels", "key of the whole number that `equal` sets")
+    measure: str = option(
+        "loss", "what a trial is judged by: `loss` (of the last full validation) or a held-out figure"
+    )
+    highest: bool = option(
+        False, "the greatest measure is the best one, not the least; to be given where `measure` is no loss"
+    )
+    prune: bool = option(
+        False, "end a trial whose validation loss (of the first seed) is above the median, from a third of the updates"
+    )
+    workers: Processes = option(1, "processes, which share the processor's threads and the GPUs")
+    fleet: Kind = option(
+        "local",
+        "`ray`: the processes are on the nodes of the Ray cluster that this machine belongs to, which all "
+        "see the folder of the reports",
+    )
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.measures) if self.measures else math.nan
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from low to high, whole where both ends are written so. points: in a grid, 0 where it does not say."""
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+    points: int = 0
+
+    def grid(self, key: str) -> list[float]:
+        """Its points; ConfigError for a range that does not say how many."""
+        if not self.points and not (self.whole and not self.log):
+            raise ConfigError(f"space: a grid needs the number of points of '{key}': write '... in 5', or a list")
+        spaced = np.geomspace if self.log else np.linspace
+        values = spaced(self.low, self.high, self.points or int(self.high - self.low) + 1)
+        if self.whole:
+            return list(dict.fromkeys(round(value) for value in values.tolist()))
+        return [min(max(float(f"{v:.{SIGNIFICANT_DIGITS}g}"), self.low), self.high) for v in values.tolist()]
 
 
-def open_sweep(
-    preset: str = "demo", device: str = "auto", sweep: str = "", overrides: Mapping[str, Any] | None = None
-) -> Sweep:
-    """Open a sweep: go on with the named one, or begin it; an empty name is `sweep-<preset>`.
+def parse(key: str, values: Any) -> list[Any] | Range:
+    """`[4, 6, 8]`, `0..0.3`, `2..8` or `log 1e-4..1e-2 in 5`; ConfigError for anything else."""
+    if isinstance(values, list):
+        if not values or any(values[i] == values[j] for i, j in itertools.combinations(range(len(values)), 2)):
+            raise ConfigError(f"space: '{key}' needs values that differ, not {values!r}")
+        return values
+    form = _RANGE.fullmatch(values.strip()) if isinstance(values, str) else None
+    if form is None:
+        raise ConfigError(
+            f"space: '{key}' is {values!r}; give a list such as [4, 6, 8], or a range such as 0..0.3, 2..8 or "
+            "'log 1e-4..1e-2 in 5'"
+        )
+    log, low, high, points = bool(form[1]), float(form[2]), float(form[3]), int(form[4] or 0)
+    whole = all(re.fullmatch(r"[-+]?\d+", end) for end in (form[2], form[3]))
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ConfigError(f"space: '{key}' goes from {form[2]} to {form[3]}: the first must be less than the second")
+    if log and (low <= 0 or (whole and low < 1)):
+        raise ConfigError(f"space: '{key}' is logarithmic and begins at {form[2]}: begin above 0")
+    if form[4] and points < 2:
+        raise ConfigError(f"space: '{key}' has {points} points: a range in a grid needs 2 at least")
+    return Range(int(low) if whole else low, int(high) if whole else high, log, whole, points)
 
-    preset: name in params/sweep/ or path of a YAML file. overrides: options of the sweep, each in place of the
-    preset's. Raises ConfigError, and SweepError where it was begun with other options.
+
+def search_space(sweep: SweepConfig) -> dict[str, list[Any] | Range]:
+    """What varies, by key; the arms first (of a staged sweep each arm, on or off), the budgets of `compute` last."""
+    if bad := [key for key in sweep.space if key in FIXED]:
+        raise ConfigError(f"space: '{bad[0]}' is the same for all trials: see the options of a sweep")
+    if sweep.method == "staged":
+        return {arm: [False, True] for arm in sweep.arms}
+    own = {key: parse(key, values) for key, values in sweep.space.items()}
+    arms: dict[str, list[Any] | Range] = {ARM: list(sweep.arms)} if sweep.arms else {}
+    return arms | own | ({COMPUTE: list(sweep.compute)} if sweep.compute else {})
+
+
+def grid(sweep: SweepConfig) -> list[dict[str, Any]]:
+    """Values of every trial of a grid, the last dimension going round first."""
+    space = search_space(sweep)
+    points = [values.grid(key) if isinstance(values, Range) else values for key, values in space.items()]
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*points)]
+
+
+def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: str = "auto") -> SweepConfig:
+    """Read a sweep's preset by name, from params/sweep/, or a YAML file by path. overrides: replace whole options.
+
+    Raises ConfigError: unknown keys, values that the configuration does not take, trials that would not be comparable;
+    SweepError without Optuna.
     """
-    config = load_sweep(preset, overrides)
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise SweepError("sweeps need Optuna: pip install 'matrixlib[sweep]' (or optuna)") from error
+    data, name = read_preset(preset, {}, files.PARAMS / "sweep")
+    sweep = validated(SweepConfig, data | dict(overrides or {}), name)
     if device != "auto":
-        config = config.model_copy(update={"overrides": merge(config.overrides, {"runtime": {"device": device}})})
-    name = sweep or f"sweep-{Path(preset).stem}"
+        sweep = sweep.model_copy(update={"overrides": merge(sweep.overrides, {"runtime": {"device": device}})})
+    space = search_space(sweep)
+    if sweep.method == "staged":
+        if not sweep.arms or sweep.space or sweep.compute or sweep.workers > 1:
+            raise ConfigError(
+                f"{name}: a staged sweep has arms, no space, no compute and one worker: its stages follow"
+            )
+    elif not space:
+        raise ConfigError(f"{name}: nothing varies: give `space` or `arms`")
+    if sweep.method in ("random", "tpe") and not sweep.trials:
+        raise ConfigError(f"{name}: `{sweep.method}` needs the number of `trials`")
+    if sweep.method in ("grid", "staged") and sweep.trials:
+        raise ConfigError(f"{name}: `trials` is for random and tpe; a {sweep.method} sweep has its own number")
+    if sum(map(bool, (sweep.steps, sweep.minutes, sweep.compute))) > 1:
+        raise ConfigError(f"{name}: give one budget: steps, minutes or compute")
+    if sweep.method == "grid":
+        grid(sweep)
+    word = sweep.measure.replace(" ", "_").rpartition("_")[2]
+    if word not in LESS_IS_BETTER and "highest" not in sweep.model_fields_set:
+        raise ConfigError(
+            f"{name}: is the best {sweep.measure} the greatest or the least? Give `highest: true` or `highest: false`"
+        )
+    if sweep.equal and len(sweep.arms) < 2:
+        raise ConfigError(f"{name}: equal: {sweep.equal} needs two `arms` at least")
+    if sweep.equal and (sweep.width in sweep.space or any(sweep.width in arm for arm in [*sweep.arms.values()][1:])):
+        raise ConfigError(f"{name}: equal: {sweep.equal} sets '{sweep.width}': take it out of space and arms")
+    _check_comparable(sweep, [load_config(*request(sweep, values)) for values in edges(space)], name)
+    return sweep
+
+
+def open_folder(name: str, sweep: SweepConfig) -> Path:
+    """The sweep's folder below the reports, made at first. SweepError where it was begun with other options."""
     if problem := files.name_problem(name):
         raise SweepError(f"sweep name {name!r} {problem}")
     folder = files.reports_root() / name
     path = folder / "sweep.yaml"
+    if (folder / "run.json").exists():
+        raise SweepError(f"'{name}' is the name of a training: give the sweep another")
     files.make_folder(folder)
     with files.writing(folder):
         if not path.exists():
-            files.write_text(path, to_yaml(config))
+            files.write_text(path, configuration.to_yaml(sweep))
     stored = validated(SweepConfig, read_yaml_file(path, str(path)), str(path))
     free = {"trials", "fleet"}
-    if not (config.prune or config.method == "tpe"):
-        free |= {"workers"}
-    if config.method != "staged":  # whose arms are what an earlier measure kept
-        free |= {"measure", "highest"}
-    if stored.model_copy(update={key: getattr(config, key) for key in free}) != config:
+    if sweep.method in ("grid", "random") and not sweep.prune:  # no trial depends on another
+        free |= {"measure", "highest", "workers"}
+    if stored.model_copy(update={key: getattr(sweep, key) for key in free}) != sweep:
         raise SweepError(
             f"sweep '{name}' was begun with other options (see {path}): only {', '.join(sorted(free))} may change; "
             "give the sweep another name"
         )
-    return Sweep(folder, config)
+    return folder
 
 
-class Sweep:
-    """One sweep, made by `open_sweep`; `train` yields its trials."""
+def open_trial(study: optuna.Study, number: int) -> optuna.Trial:
+    """Trial `number`: a new one, or the one that an earlier start was stopped in, with the values that it has."""
+    from optuna.trial import Trial, TrialState
 
-    def __init__(self, folder: Path, config: SweepConfig) -> None:
-        self.folder, self.config = folder, config
-        self.propose: Method
-        self.propose, self.planned = method(config)
-        self._results: dict[int, Result] = {}
-        self._lock = FileLock(folder / "lock")
-        rows = files.read_json(folder / "trials.json").get("trials", [])
-        self.trials = {row["number"]: Trial(**row) for row in rows}
+    trials = study.get_trials(deepcopy=False)
+    if number == len(trials) or trials[number].state == TrialState.WAITING:
+        return study.ask()
+    return Trial(study, trials[number]._trial_id)
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
-    @property
-    def adaptive(self) -> bool:
-        """Whether a trial depends on those before it."""
-        return self.config.prune or self.config.method in ("tpe", "staged")
+def attempt(train: bytes, number: int) -> tuple[str, str]:
+    """train(number), pickled by cloudpickle: the function of a cell reaches other processes so. Its (state, reason).
 
-    @property
-    def seeds(self) -> range:
-        return range(self.config.seed, self.config.seed + self.config.seeds)
+    Whatever the configuration trips over is the trial's: ("failed", why). Ctrl-C, SIGTERM, a full disk, and folders
+    that cannot be written end the sweep.
+    """
+    import cloudpickle
 
-    @property
-    def complete(self) -> bool:
-        """Whether every trial has ended, one way or another."""
-        return sum(trial.ended for trial in self.trials.values()) >= self.planned
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"update \d+: ")  # they are in the run's metrics
+            return cloudpickle.loads(train)(number)
+    except files.FolderError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of one configuration of many: its row says so
+        return "failed", " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
+    finally:
+        gc.collect()  # run and trainer hold each other: the next one needs the memory of the device
 
-    def run_names(self, number: int) -> dict[int, str]:
-        """Names of a trial's runs, by seed."""
-        return {seed: f"{self.name}-{number:03d}-s{seed}" for seed in self.seeds}
 
-    def train(self, fleet: Fleet | None = None) -> Iterator[Trial]:
-        """Every trial, yielded when it has ended; those that had ended before are not trained again.
+def wait_for(name: str) -> None:
+    """Return when no other process writes a run; FolderError where one does not end."""
+    ends, folder = time.monotonic() + LOCK_SECONDS, files.reports_root() / name
+    while (folder / "lock").exists() and locked(folder):
+        if time.monotonic() > ends:
+            raise files.FolderError(
+                f"run '{name}' has been written by another process for {LOCK_SECONDS / 60:g} minutes, maybe on a node "
+                "that went away: end that process, and start the sweep again"
+            )
 
-        fleet: where trials are trained; by default as `fleet` and `workers` say.
-        SweepError while another process works on the sweep.
-        """
-        busy = SweepError(f"sweep '{self.name}' is being worked on by another process; wait for it")
-        with (
-            files.exclusive(self._lock, busy),
-            progress.live_bar(total=self.planned, desc=self.name, unit="trial") as bar,
-        ):
-            tick = self._ticker(bar)
-            place = fleet or self._fleet(tick)
-            running: set[int] = set()
-            try:
-                while True:
-                    while len(running) < place.slots and (trial := self._next(running)) is not None:
-                        try:
-                            job = self._job(trial)
-                        # inside the space, whose edges alone were looked at; or what an earlier start left is damaged
-                        except (ValueError, KeyError) as error:
-                            yield self._end(trial.number, Outcome("failed", in_a_line(error)))
-                            continue
-                        running.add(trial.number)
-                        place.submit(trial.number, partial(train, job))
-                    if not running:
-                        break
-                    for number, result in place.collect():
-                        running.discard(number)
-                        yield self._end(number, outcome_of(result))
-                    tick()
-            finally:
-                place.close()
-            bar.n = self.planned
 
-    def results(self) -> list[Result]:
-        """Trials that have ended, by number."""
-        return [self.result(trial) for _, trial in sorted(self.trials.items()) if trial.ended]
+def request(sweep: SweepConfig, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(preset, overrides) of the trial with these values, its budget with them."""
+    preset, changes = sweep.preset, sweep.overrides
+    arms = [values[ARM]] if ARM in values else [arm for arm in sweep.arms if values.get(arm)]
+    for arm in arms:
+        own = dict(sweep.arms[arm])
+        preset = own.pop(PRESET, preset)
+        changes = merge(changes, nest(own))
+    preset = values.get(PRESET, preset)
+    changes = merge(changes, nest({key: values[key] for key in sweep.space if key in values and key != PRESET}))
+    if sweep.steps:
+        changes = merge(changes, {"train": {"steps": sweep.steps}})
+    if sweep.minutes:
+        changes = merge(changes, {"train": {"steps": "auto", "minutes": sweep.minutes}})
+    if COMPUTE in values:
+        config = load_config(preset, changes)
+        flops = get_task(config.task).training_flops(config)
+        if not flops:
+            raise ConfigError(f"nobody has counted the operations of task {config.task}: give steps or minutes")
+        steps = max(1, round(values[COMPUTE] / (flops * config.train.batch_size)))
+        changes = merge(changes, {"train": {"steps": steps}})
+    return preset, changes
 
-    def result(self, trial: Trial) -> Result:
-        """What a trial's runs left in their folders."""
-        if trial.number not in self._results:
-            read = [self._read(name) for name in self.run_names(trial.number).values()]
-            self._results[trial.number] = self._summarise(trial, dict(zip(self.seeds, read, strict=True)))
-        return self._results[trial.number]
 
-    def better(self, value: float) -> float:
-        """A measure as a loss: less is better."""
-        return -value if self.config.highest else value
+def part_of_machine(sweep: SweepConfig, names: Sequence[str], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Overrides for the runs of a trial: the threads and loader processes that one of several `workers` may take.
 
-    def best(self) -> Result | None:
-        """The complete trial with the best mean; None where none is complete."""
-        complete = [result for result in self.results() if result.measures]
-        return min(complete, key=lambda result: self.better(result.mean)) if complete else None
+    A trial that has begun keeps what its first run was asked to take; a cluster's nodes divide their own.
+    """
+    for name in names:
+        if record := files.read_json(files.reports_root() / name / "run.json"):
+            requested = record["requested"]
+            return {key: {of: requested[key][of]} for key, of in (("runtime", "threads"), ("data", "workers"))}
+    workers = sweep.workers if sweep.fleet == "local" else 1
+    if workers == 1:
+        return {}
+    facts, config = machine.facts(), load_config(*request(sweep, values))
+    threads, loaders = config.runtime.threads, config.data.workers
+    if threads == "auto":
+        threads = max(1, facts.threads // workers)
+    if loaders == "auto":
+        loaders = suggest(facts, select_device(facts, config.runtime.device)[0])["workers"][0] // workers
+    return {"runtime": {"threads": threads}, "data": {"workers": loaders}}
 
-    def told(self, numbers: Sequence[int]) -> list[Told]:
-        """These trials as a method is told of them."""
-        rows = [self.result(self.trials[number]) for number in numbers]
-        return [
-            Told(row.trial.values, row.trial.state, tuple(map(self.better, row.measures)), row.curve) for row in rows
-        ]
 
-    def steps(self, trial: Trial) -> int:
-        """Updates that a trial makes, of a sweep that prunes. ConfigError where its values make no configuration."""
-        return int(load_config(*request(self.config, trial.values)).train.steps)
+def measured(sweep: SweepConfig, result: RunResult) -> float:
+    """What a run of the sweep is judged by. ConfigError for a figure that there is not, with the nearest."""
+    if sweep.measure == "loss":
+        return result.figures()[LOSS]
+    key, figures = sweep.measure.replace("_", " "), result.held_out
+    if key not in figures:
+        hint = f"{nearest(key, list(figures))} ({', '.join(figures)})"
+        raise ConfigError(f"measure: no held-out figure '{sweep.measure}'{hint}")
+    return figures[key]
 
-    # State
 
-    def _fleet(self, tick: Callable[[], None]) -> Fleet:
-        device = self.config.overrides.get("runtime", {}).get("device", "auto")
-        log = self.folder / "log.txt"
-        return open_fleet(self.config.fleet, self.config.workers, device == "cuda", log, tick=tick)
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as a nested mapping."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        out = merge(out, value)
+    return out
 
-    def _write(self, trial: Trial) -> Trial:
-        self.trials[trial.number] = trial
-        rows = [asdict(row) for _, row in sorted(self.trials.items())]
-        with files.writing(self.folder):
-            files.write_json(self.folder / "trials.json", {"trials": rows})
-        return trial
 
-    def _next(self, running: set[int]) -> Trial | None:
-        """The next trial that may begin now, with its values; None where there is none, or it waits for others."""
-        for number in range(self.planned):
-            trial = self.trials.get(number)
-            if number in running or (trial is not None and trial.ended):
-                continue
-            before = self._before(number)
-            if number and self.config.method == "staged" and not (base := self.result(self.trials[0])).measures:
-                raise SweepError(
-                    f"the base of sweep '{self.name}' failed, so no change can help: {base.trial.reason}. Mend it, and "
-                    "give the sweep another name"
-                )
-            if not all(k in self.trials and self.trials[k].ended for k in before):
-                return None
-            return trial or self._write(Trial(number, self.propose(number, self.told(before))))
-        return None
+# Checks
 
-    def _before(self, number: int) -> range:
-        """Trials that a trial may depend on. With several workers not the last ones, which train beside it: so it is
-        the same whichever of them is faster."""
-        return range(max(0, number + 1 - self.config.workers)) if self.adaptive else range(0)
 
-    def _job(self, trial: Trial) -> Job:
-        preset, overrides = request(self.config, trial.values)
-        names = self.run_names(trial.number)
-        overrides = merge(overrides, self._part(names.values(), preset, overrides))
-        limits = {seed: self._limits(trial, seed) for seed in names} if self.config.prune else {}
-        return Job(trial.number, names, preset, overrides, limits)
+def edges(space: Mapping[str, list[Any] | Range]) -> Iterator[dict[str, Any]]:
+    """Each value that can be listed, and each end of a range, the others at their first."""
+    ends = {key: [v.low, v.high] if isinstance(v, Range) else v for key, v in space.items()}
+    for key, values in ends.items():
+        for value in values:
+            yield {other: own[0] for other, own in ends.items()} | {key: value}
 
-    def _part(self, names: Iterable[str], preset: str, overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Threads and loader processes of each run of a trial: what its first one that has begun was asked to take,
-        which it has to keep, else its part of what the configuration leaves to the machine.
-        """
-        for name in names:
-            if record := files.read_json(files.reports_root() / name / "run.json"):
-                requested = record["requested"]
-                return {key: {of: requested[key][of]} for key, of in (("runtime", "threads"), ("data", "workers"))}
-        workers = self.config.workers if self.config.fleet == "local" else 1  # a cluster's nodes divide their own
-        if workers == 1:
-            return {}
-        facts, config = machine.facts(), load_config(preset, overrides)
-        threads, loaders = config.runtime.threads, config.data.workers
-        if threads == "auto":
-            threads = max(1, facts.threads // workers)
-        if loaders == "auto":
-            loaders = suggest(facts, select_device(facts, config.runtime.device)[0])["workers"][0] // workers
-        return {"runtime": {"threads": threads}, "data": {"workers": loaders}}
 
-    def _limits(self, trial: Trial, seed: int) -> dict[int, float]:
-        """Update -> median validation loss, with this seed, of the complete trials that this one may know of."""
-        steps = self.steps(trial)
-        rows = [self.result(self.trials[number]) for number in self._before(trial.number)]
-        curves = [row.curves[seed] for row in rows if row.measures]
-        if len(curves) < RIVALS:
-            return {}
-        shared = [step for step in curves[0] if all(step in curve for curve in curves)]
-        medians = {
-            step: statistics.median(curve[step] if math.isfinite(curve[step]) else math.inf for curve in curves)
-            for step in shared
-            if EARLIEST * steps <= step < steps
-        }
-        return {step: median for step, median in medians.items() if math.isfinite(median)}
-
-    def _end(self, number: int, outcome: Outcome) -> Trial:
-        trial = self._write(replace(self.trials[number], state=outcome.state, reason=outcome.reason))
-        return self.result(trial).trial
-
-    def _read(self, name: str) -> RunResult | str:
-        """A run that has made an update; of another, as a trial that failed may have, why there is none."""
-        folder = files.reports_root() / name
-        try:
-            return read_result(folder)
-        except (ValueError, OSError) as error:
-            return in_a_line(error) if folder.exists() else "its run is gone"
-
-    def _summarise(self, trial: Trial, read: Mapping[int, RunResult | str]) -> Result:
-        runs = {seed: run for seed, run in read.items() if not isinstance(run, str)}
-        curves = {
-            seed: {row["step"]: float(row["validation"]["loss"]) for row in run.rows if "validation" in row}
-            for seed, run in runs.items()
-        }
-        shared = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
-        first = runs.get(self.seeds[0])
-        summary = first.summary if first is not None else {}
-        measures: tuple[float, ...] = ()
-        if trial.state == "complete":
-            unread = [run for run in read.values() if isinstance(run, str)]
-            measures, problem = ((), unread[0]) if unread else self._measures(runs)
-            trial = replace(trial, state="failed", reason=problem) if problem else trial
-        return Result(
-            trial,
-            measures,
-            {step: statistics.fmean(curve[step] for curve in curves.values()) for step in shared},
-            curves,
-            first.updates if first is not None else 0,
-            float(summary.get("seconds", math.nan)),
-            float(summary.get("parameters", math.nan)),
-            first.held_out if first is not None else {},
+def _check_comparable(sweep: SweepConfig, configs: Sequence[Config], name: str) -> None:
+    first = configs[0]
+    if other := {config.task for config in configs} - {first.task}:
+        raise ConfigError(f"{name}: trials of {first.task} and of {', '.join(other)} cannot be compared")
+    keys = {key for config in configs for key in difference(config, first)}
+    spec = get_task(first.task)
+    if bad := sorted(key for key in keys if key.startswith((*HELD_OUT, *spec.measured_on_options))):
+        raise ConfigError(f"{name}: with another {bad[0]} trials would be measured on other rows; keep it the same")
+    bad = sorted(key for key in keys if key.startswith(("task", *spec.objective_options)))
+    if bad and (sweep.measure == "loss" or sweep.prune):
+        raise ConfigError(
+            f"{name}: with another {bad[0]} the losses do not mean the same; set `measure` to a held-out figure, "
+            "such as policy_kl, or top1 with `highest: true`, and `prune: false`"
         )
-
-    def _measures(self, runs: Mapping[int, RunResult]) -> tuple[tuple[float, ...], str]:
-        """(the measure of each run of a trial that was trained to its end, ""), or ((), why there is none)."""
-        name = self.config.measure
-        try:
-            values = [run.losses[LOSS] if name == "loss" else known_figure(name, run.held_out) for run in runs.values()]
-        except ConfigError as error:
-            return (), in_a_line(error)
-        return (tuple(values), "") if all(map(math.isfinite, values)) else ((), f"its {name} is not finite")
-
-    # Progress
-
-    def _ticker(self, bar: Any) -> Callable[[], None]:
-        """Brings the bar to how far the trials are, every now and then."""
-        last = -math.inf
-
-        def tick() -> None:
-            nonlocal last
-            if time.monotonic() - last < LOOK:
-                return
-            last = time.monotonic()
-            ended = sum(trial.ended for trial in self.trials.values())
-            parts = [self._share(number) for number, trial in self.trials.items() if not trial.ended]
-            if not bar.n and ended + sum(parts):
-                bar.initial = ended  # the pace is that of this process
-            bar.n = round(ended + sum(parts), 2)
-            if (best := self.best()) is not None:
-                bar.set_postfix_str(f"best {best.mean:.4g} of trial {best.trial.number}", refresh=False)
-            bar.refresh()
-
-        return tick
-
-    def _share(self, number: int) -> float:
-        """How much of a trial has been trained."""
-        beats = [watch.read_beat(files.reports_root() / name) for name in self.run_names(number).values()]
-        return sum(beat.get("step", 0) / max(1, beat.get("steps", 1)) for beat in beats) / len(beats)
-
-
-def describe(sweep: Sweep) -> str:
-    """What is tried and how, as text."""
-    config = sweep.config
-    seeds = ", ".join(map(str, sweep.seeds))
-    lines = [f"{sweep.planned} trials ({config.method}), each with seed {seeds}, of preset {config.preset}"]
-    lines += [f"  arm {name}: {changes}" for name, changes in config.arms.items()]
-    lines += [f"  {key}: {values}" for key, values in config.space.items()]
-    lines += [f"  compute: {', '.join(f'{one:.3g}' for one in config.compute)} FLOP"] if config.compute else []
-    order = "greatest" if config.highest else "least"
-    lines.append(f"the best trial has the {order} {'validation loss' if config.measure == 'loss' else config.measure}")
-    return "\n".join(lines)
+    budgets = {(config.train.steps, config.train.steps == "auto" and config.train.minutes) for config in configs}
+    if len(budgets) > 1 and not sweep.compute:
+        raise ConfigError(f"{name}: the presets have other budgets ({budgets}); give `steps` or `minutes`")
+    if sweep.prune:
+        other_rows = any(key.startswith("validation.") for key in keys)
+        rarer = first.validation.plateau > 0 or first.validation.interval == "auto"
+        if other_rows or rarer or first.train.steps == "auto" or len(budgets) > 1:
+            raise ConfigError(
+                f"{name}: pruning compares at the same updates and rows: give `steps`, a validation.interval in "
+                "updates, validation.plateau 0, and all trials the same `validation`"
+            )
