@@ -1,6 +1,7 @@
 """A game against a network: the rules (python-chess is the oracle), taking back, what a page is told, thinking that can
 be ended."""
 
+import io
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +15,7 @@ from networks import CPU, material_net, random_net
 from matrixlib.engine.network import Network
 from matrixlib.hardware.runtime import resolve
 from matrixlib.tasks import get_task, load_config
-from matrixlib.tasks.chess.board import play
-from matrixlib.tasks.chess.board.session import Session
-from matrixlib.tasks.chess.board.table import Page, Table, session_page
+from matrixlib.tasks.chess.board.session import Page, Session
 
 MATE = "r1bqkbnr/pppp1ppp/2n5/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4"  # Qxf7
 PROMOTION = "8/4P1k1/8/8/8/8/1p4K1/8 w - - 0 1"
@@ -42,19 +41,21 @@ def test_a_game_follows_the_rules_and_comes_back_from_its_pgn(net: Any) -> None:
     game = session(net)
     board = chess.Board()
     for _ in range(3):
-        squares = {(start, end) for start, ends in game.destinations().items() for end in ends}
+        squares = {(start, end) for start, ends in game.page()["destinations"].items() for end in ends}
         assert squares == {(str(one)[:2], str(one)[2:4]) for one in board.legal_moves}
         uci = min(map(str, board.legal_moves))
         game.play(uci)
         board.push_uci(uci)
         assert game.network_to_move
-        assert game.destinations() == {}
+        assert game.page()["destinations"] == {}
         game.think()
         answer = game.answer()
         assert answer in board.legal_moves
         board.push(answer)
         assert game.board.fen() == board.fen()
-    assert all(passed for _, passed, _ in play.checks(game))
+    read_back = chess.pgn.read_game(io.StringIO(game.pgn()))
+    assert read_back.errors == []
+    assert read_back.end().board().fen() == game.board.fen()
     assert len(game.course()) == 7
     assert all(sum(chances) == pytest.approx(1, abs=1e-3) for chances in game.course())
 
@@ -126,13 +127,13 @@ def test_a_move_taken_back_leaves_nothing_of_it_behind(net: Any) -> None:
     game.take_back()
     game.play("a2a3")
     assert game.evaluation.fen == game.board.fen() != before.fen
-    assert game.thought is None
+    assert game.analysis is None
 
 
 def test_promotions_are_asked_for(net: Any) -> None:
     game = session(net, start=PROMOTION)
-    assert session_page(game)["promotions"] == ["e7e8"]
-    assert game.destinations()["e7"] == ["e8"]
+    assert game.page()["promotions"] == ["e7e8"]
+    assert game.page()["destinations"]["e7"] == ["e8"]
     game.play("e7e8n")
     assert game.board.piece_at(chess.E8) == chess.Piece.from_symbol("N")
 
@@ -143,7 +144,7 @@ def test_the_best_move_is_played_and_shown() -> None:
     assert thought.line == "1. Rd8#"
     assert next(iter(thought.visits)) == "d1d8"
     assert game.answer() == chess.Move.from_uci("d1d8")
-    assert str(game.latest).startswith("1. Rd8# (+1.00 for White, "), "though Black is to move now"
+    assert game.page()["line"].startswith("1. Rd8# (+1.00 for White, "), "though Black is to move now"
 
 
 def test_a_time_a_move_is_kept_and_the_simulations_are_counted(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:
     """PGN's standard, 8.1.1 and 7: a quote and a backslash stand behind a backslash."""
     text = session(net, name=r'my "best" \ net').pgn()
     assert r'[Black "my \"best\" \\ net"]' in text
-    assert all(passed for _, passed, _ in play.checks(session(net, name='"')))
+    assert chess.pgn.read_game(io.StringIO(session(net, name='"').pgn())).errors == []
 
 
 def test_a_network_of_another_task_is_refused() -> None:
@@ -216,13 +217,13 @@ class Visitor:
 
 def test_a_page_plays_and_is_answered(net: Any) -> None:
     visitor = Visitor()
-    table = Table(session(net, side="black"), visitor)
-    table.handle({"kind": "open"})
+    game = session(net, side="black")
+    game.handle({"kind": "open"}, visitor)
     page = visitor.wait(lambda page: not page["thinking"])
     assert page["pgn"].count("1. ") == 1, "White's move was played"
-    table.handle({"kind": "move", "move": "e2e4"})
+    game.handle({"kind": "move", "move": "e2e4"}, visitor)
     assert "illegal" in visitor.pages[-1]["problem"]
-    table.handle({"kind": "move", "move": "e7e5"})
+    game.handle({"kind": "move", "move": "e7e5"}, visitor)
     page = visitor.wait(lambda page: not page["thinking"])
     assert (page["turn"], page["problem"], len(page["chances"])) == ("black", "", 4)
     assert len(page["maps"]["threat"]) == 64
@@ -231,7 +232,7 @@ def test_a_page_plays_and_is_answered(net: Any) -> None:
     assert set(page["maps"]["control"]) <= {colour for _, colour in page["keys"]["control"]}
     assert page["status"] == "your move"
     assert page["line"].startswith("2. ")
-    table.handle({"kind": "search"})
+    game.handle({"kind": "search"}, visitor)
     page = visitor.wait(lambda page: not page["thinking"] and page["arrows"]["search"] != [])
     assert sum(share for _, share in page["arrows"]["search"]) == pytest.approx(1, abs=1e-3)
     assert page["turn"] == "black", "a search alone plays nothing"
@@ -239,18 +240,18 @@ def test_a_page_plays_and_is_answered(net: Any) -> None:
 
 def test_thinking_ends_with_the_page_and_goes_on_with_the_next(net: Any) -> None:
     visitor = Visitor()
-    table = Table(Session(net, simulations=0, seconds=3600), visitor)
-    table.handle({"kind": "open"})
-    table.handle({"kind": "move", "move": "e2e4"})
+    game = Session(net, simulations=0, seconds=3600)
+    game.handle({"kind": "open"}, visitor)
+    game.handle({"kind": "move", "move": "e2e4"}, visitor)
     assert visitor.pages[-1]["thinking"]
     (thread,) = (one for one in threading.enumerate() if one.name == "board")
-    table.handle({"kind": "closed"})
+    game.handle({"kind": "closed"}, visitor)
     assert not thread.is_alive()
     assert not visitor.pages[-1]["thinking"]
-    assert table.session.board.move_stack == [chess.Move.from_uci("e2e4")], "no answer was played"
-    table.handle({"kind": "open"})
+    assert game.board.move_stack == [chess.Move.from_uci("e2e4")], "no answer was played"
+    game.handle({"kind": "open"}, visitor)
     assert visitor.pages[-1]["thinking"]
-    table.handle({"kind": "limit", "simulations": 8, "seconds": 0})
+    game.handle({"kind": "limit", "simulations": 8, "seconds": 0}, visitor)
     visitor.wait(lambda page: not page["thinking"] and page["turn"] == "white")
     assert all(one.name != "board" or not one.is_alive() for one in threading.enumerate())
 
@@ -258,23 +259,22 @@ def test_thinking_ends_with_the_page_and_goes_on_with_the_next(net: Any) -> None
 def test_a_second_page_of_a_game_ends_the_thinking_of_the_first_unless_it_is_closed(net: Any) -> None:
     game = Session(net, simulations=0, seconds=3600, side="black")
     first, second = Visitor(), Visitor()
-    here, there = Table(game, first), Table(game, second)
-    here.handle({"kind": "open"})
+    game.handle({"kind": "open"}, first)
     (thread,) = (one for one in threading.enumerate() if one.name == "board")
-    there.handle({"kind": "closed"})
+    game.handle({"kind": "closed"}, second)
     assert thread.is_alive()
     assert first.pages[-1]["thinking"]
-    there.handle({"kind": "resign"})
+    game.handle({"kind": "resign"}, second)
     assert not thread.is_alive()
     assert not first.pages[-1]["thinking"], "and its page knows"
 
 
 def test_a_search_at_ones_own_move_is_ended_by_pressing_again(net: Any) -> None:
     visitor = Visitor()
-    table = Table(Session(net, simulations=0, seconds=3600), visitor)
-    table.handle({"kind": "search"})
+    game = Session(net, simulations=0, seconds=3600)
+    game.handle({"kind": "search"}, visitor)
     assert visitor.pages[-1]["status"].startswith("searching")
-    table.handle({"kind": "search"})
+    game.handle({"kind": "search"}, visitor)
     assert (visitor.pages[-1]["status"], visitor.pages[-1]["thinking"]) == ("your move", False)
     assert all(one.name != "board" for one in threading.enumerate())
 
@@ -282,11 +282,11 @@ def test_a_search_at_ones_own_move_is_ended_by_pressing_again(net: Any) -> None:
 @pytest.mark.parametrize(("typed", "wanted"), [("1e3", 1000), ("1.5", "a whole number, not 1.5"), ("", 0)])
 def test_simulations_are_a_whole_number(net: Any, typed: str, wanted: int | str) -> None:
     visitor = Visitor()
-    table = Table(session(net, seconds=1.0), visitor)
-    table.handle({"kind": "limit", "simulations": typed, "seconds": "1"})
+    game = session(net, seconds=1.0)
+    game.handle({"kind": "limit", "simulations": typed, "seconds": "1"}, visitor)
     problem = visitor.pages[-1]["problem"]
     if isinstance(wanted, int):
-        assert (table.session.simulations, problem) == (wanted, "")
+        assert (game.simulations, problem) == (wanted, "")
     else:
         assert problem == f"simulations must be {wanted}"
 
@@ -299,7 +299,7 @@ def test_a_search_that_breaks_off_is_told(net: Any, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(game, "think", broken)
-    Table(game, visitor).handle({"kind": "open"})
+    game.handle({"kind": "open"}, visitor)
     page = visitor.wait(lambda page: bool(page["problem"]))
     assert not page["thinking"]
     assert "broke off" in page["problem"]

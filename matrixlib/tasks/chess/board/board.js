@@ -1,4 +1,4 @@
-// A page of `table.py` on lichess' board. The kernel knows the rules; this shows what it is told and passes on what is
+// A page of `session.py` on lichess' board. The kernel knows the rules; this shows what it is told and passes on what is
 // done with the mouse.
 
 const ARROWS = 5; // of each kind

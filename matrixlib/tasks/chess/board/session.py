@@ -1,20 +1,21 @@
-"""A game of a person against a network: what is on the board, what the network thinks, what has been played.
-
-Nothing here knows of a page or of threads; `table` does.
-"""
+"""A game of a person against a network: on boards in JupyterLab, by given moves everywhere else."""
 
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import chess
 import chess.pgn
 import numpy as np
 from numpy.typing import NDArray
 
+from matrixlib import progress
 from matrixlib.hardware.openmp import considerate
 from matrixlib.play.search import SearchResult
+from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate import analysis
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import from_boards, move_from_index
@@ -22,12 +23,34 @@ from matrixlib.tasks.chess.uci import protocol
 from matrixlib.tasks.chess.uci.thinker import Thinker
 
 SIDES = {"white": chess.WHITE, "black": chess.BLACK}
+STATUS = {  # of a game that goes on: whether the network is to move, and whether there is a search
+    (True, True): "the network thinks",
+    (True, False): "the network is to move: press search here",
+    (False, True): "searching; search here again stops it",
+    (False, False): "your move",
+}
 Chances = tuple[float, float, float]
 """White wins, draw, Black wins; sum 1."""
+Page = dict[str, Any]
+Show = Callable[[Page], None]
+
+
+def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]], maps: Mapping[str, Any]) -> Page:
+    """A position as a page shows it. arrows: whose -> UCI -> share, as in `plots.position_figure`; so are maps."""
+    last = board.peek() if board.move_stack else None
+    return {
+        "fen": board.fen(),
+        "turn": chess.COLOR_NAMES[board.turn],
+        "check": board.is_check(),
+        "last": [chess.square_name(square) for square in (last.from_square, last.to_square)] if last else [],
+        "arrows": {whose: [[move, share] for move, share in moves.items()] for whose, moves in arrows.items()},
+        "maps": {head: plots.square_colours(head, values) for head, values in maps.items()},
+        "keys": {head: plots.colour_key(head) for head in maps},
+    }
 
 
 @dataclass(frozen=True)
-class Thought:
+class PositionAnalysis:
     """What a search makes of a position.
 
     turn: the side to move there. visits: UCI -> share of the visits, most first. line: principal variation in SAN, with
@@ -48,11 +71,15 @@ class Thought:
 
 
 class Session:
-    """A game from any position.
+    """A game from any position, and the pages that show it.
 
     net: plays one side. name: of the network, for the PGN. start: a FEN, or a position as UCI has it; empty for that
     of chess. side: `white` or `black`, the person's. simulations, seconds: of each of the network's moves; 0 for no
     limit, not both. ValueError for what is not so, and for a network of something else than chess.
+
+    A page is told of every change by one mapping of plain values, on the caller's thread and on that of the search, and
+    sends mappings with a `kind` to `handle`. Whatever it asks for ends the search first, so only one thread ever
+    changes the game; so does the last page that is closed.
     """
 
     def __init__(
@@ -69,7 +96,9 @@ class Session:
             raise ValueError(f"'{name}' is a network of {task}, and this is a game of chess: give a run of chess")
         self.net, self.name = net, name
         self.thinker = Thinker(net)
-        self.end_thinking: Callable[[], None] = lambda: None  # of the table that was asked for something last
+        self.pages: list[Show] = []
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
         self.limit(simulations, seconds)
         self.new_game(start, side)
 
@@ -88,7 +117,7 @@ class Session:
         self.board, self.person, self.resigned = board, SIDES[side], False
         self._first = len(board.move_stack)  # moves before it are not taken back
         self._evaluations: dict[int, Evaluation] = {}
-        self._thoughts: dict[int, Thought] = {}
+        self._analyses: dict[int, PositionAnalysis] = {}
 
     @property
     def ply(self) -> int:
@@ -118,16 +147,6 @@ class Session:
         """Whether the network is to move in a game that goes on."""
         return not self.over and self.board.turn != self.person
 
-    def destinations(self) -> dict[str, list[str]]:
-        """Square -> squares that the person may move to; empty where the person is not to move."""
-        squares: dict[str, list[str]] = {}
-        if not self.over and self.board.turn == self.person:
-            for move in self.board.legal_moves:
-                there = squares.setdefault(chess.square_name(move.from_square), [])
-                if (name := chess.square_name(move.to_square)) not in there:
-                    there.append(name)
-        return squares
-
     def play(self, uci: str) -> None:
         """The person's move. ValueError where it is not legal, or not the person's turn."""
         if self.over:
@@ -137,10 +156,10 @@ class Session:
         self.board.push(protocol.legal_move(self.board, uci))
 
     @considerate()
-    def think(self, stop: Callable[[], bool] = lambda: False) -> Thought | None:
-        """Search the position, keeping what was thought before; None where it was stopped.
+    def think(self, stop: Callable[[], bool] = lambda: False) -> PositionAnalysis | None:
+        """Search the position, going on from the tree of the move before; None where it was stopped.
 
-        The game stays as it is; what comes of it is also kept, see `thought`.
+        The game stays as it is; what comes of it is also kept, see `analysis`.
         """
         board = self.board
         if not any(board.legal_moves):
@@ -148,21 +167,22 @@ class Session:
         deadline = time.monotonic() + self.seconds if self.seconds else math.inf
         if not self.thinker.place(board):  # neither side can mate
             move = next(iter(board.legal_moves))
-            self._thoughts[self.ply] = Thought(board.turn, move, {move.uci(): 1.0}, self._san([move]), 0.0, 0)
-            return self._thoughts[self.ply]
+            san = board.variation_san([move])
+            self._analyses[self.ply] = PositionAnalysis(board.turn, move, {move.uci(): 1.0}, san, 0.0, 0)
+            return self._analyses[self.ply]
         for result, done in self.thinker.think(self.simulations or math.inf, deadline, stop):
             if stop():
                 return None
-            self._thoughts[self.ply] = self._thought(result, done)
-        return self._thoughts[self.ply]
+            self._analyses[self.ply] = self._analysis(result, done)
+        return self._analyses[self.ply]
 
     def answer(self) -> chess.Move:
         """Play the move that was thought best; ValueError where nothing was thought."""
-        thought = self.thought
-        if thought is None or not self.network_to_move:
+        analysis = self.analysis
+        if analysis is None or not self.network_to_move:
             raise ValueError("the network has no move to play")
-        self.board.push(thought.best)
-        return thought.best
+        self.board.push(analysis.best)
+        return analysis.best
 
     def take_back(self) -> None:
         """Back to where the person chose the last move, or to the beginning."""
@@ -172,7 +192,7 @@ class Session:
             if self.board.turn == self.person:
                 break
         self._evaluations = {ply: one for ply, one in self._evaluations.items() if ply <= self.ply}
-        self._thoughts = {ply: one for ply, one in self._thoughts.items() if ply <= self.ply}
+        self._analyses = {ply: one for ply, one in self._analyses.items() if ply <= self.ply}
 
     def resign(self) -> None:
         """The person gives up."""
@@ -186,14 +206,14 @@ class Session:
         return self._evaluate(self.board.copy())  # an answer may be played meanwhile
 
     @property
-    def thought(self) -> Thought | None:
+    def analysis(self) -> PositionAnalysis | None:
         """The search's at the board, if there was one."""
-        return self._thoughts.get(self.ply)
+        return self._analyses.get(self.ply)
 
-    @property
-    def latest(self) -> Thought | None:
-        """The search's at the board, or about the move that led to it."""
-        return self.thought or self._thoughts.get(self.ply - 1)
+    def arrows(self) -> dict[str, Mapping[str, float]]:
+        """Whose -> UCI -> share: the policy's moves, and the search's where there was one."""
+        moves: dict[str, Mapping[str, float]] = {"policy": self.evaluation.moves}
+        return moves | ({"search": self.analysis.visits} if self.analysis else {})
 
     def maps(self) -> dict[str, NDArray[np.float32]]:
         """Head -> (8, 8) on the real board, see `analysis.maps`."""
@@ -233,13 +253,124 @@ class Session:
         wdl = evaluation.wdl or ((1 + evaluation.value) / 2, 0.0, (1 - evaluation.value) / 2)
         return wdl if board.turn else (wdl[2], wdl[1], wdl[0])
 
-    def _thought(self, result: SearchResult, done: int) -> Thought:
+    def _analysis(self, result: SearchResult, done: int) -> PositionAnalysis:
         moves = [move_from_index(int(move), self.board).uci() for move in result.moves]
         order = np.argsort(-result.policy, kind="stable")
         visits = {moves[row]: float(result.policy[row]) for row in order if result.policy[row] > 0}
-        line = self._san(self.thinker.line(self.board, result.best))
-        best = move_from_index(result.best, self.board)
-        return Thought(self.board.turn, best, visits, line, result.value, done)
+        line = self.board.variation_san(self.thinker.line(self.board, result.best))
+        return PositionAnalysis(
+            self.board.turn, move_from_index(result.best, self.board), visits, line, result.value, done
+        )
 
-    def _san(self, moves: list[chess.Move]) -> str:
-        return self.board.variation_san(moves)
+    # Pages
+
+    def show(self, moves: Sequence[str] = ()) -> None:
+        """Show a board to play on; headless the network answers each of `moves` (UCI) of the person.
+
+        ValueError for a move that is not legal.
+        """
+        if not progress.interactive():
+            for move in (None, *moves):  # from a start position it may be the network's turn
+                if move is not None:
+                    self.play(move)
+                if self.network_to_move:
+                    self.think()
+                    self.answer()
+            return
+        from IPython.display import display
+
+        from matrixlib.tasks.chess.board.widget import BoardWidget
+
+        widget = BoardWidget(self.page(), lambda message: self.handle(message, told))
+
+        def told(page: Page) -> None:
+            widget.set_trait("page", page)
+
+        display(widget)
+
+    def page(self, thinking: bool = False, problem: str = "") -> Page:
+        """The game as a page shows it."""
+        board, latest = self.board, self.analysis or self._analyses.get(self.ply - 1)
+        moves = [] if thinking or self.over or board.turn != self.person else list(board.legal_moves)
+        destinations: dict[str, list[str]] = {}
+        for name in dict.fromkeys(move.uci()[:4] for move in moves):
+            destinations.setdefault(name[:2], []).append(name[2:])
+        return {
+            **position_page(board, {"policy": {}, "search": {}} | self.arrows(), self.maps()),
+            "side": chess.COLOR_NAMES[self.person],
+            "destinations": destinations,
+            "promotions": sorted({move.uci()[:4] for move in board.legal_moves if move.promotion}),
+            "thinking": thinking,
+            "problem": problem,
+            "status": f"{self.result[0]}, {self.result[1]}" if self.over else STATUS[self.network_to_move, thinking],
+            "over": self.over,
+            "chances": self.course(),
+            "line": str(latest or ""),
+            "pgn": self.pgn(),
+            "simulations": self.simulations,
+            "seconds": self.seconds,
+        }
+
+    def handle(self, message: Mapping[str, Any], told: Show) -> None:
+        """Do what a page asks for, which is told of changes by `told`; what cannot be is said on the page."""
+        kind, problem, search = message.get("kind"), "", False
+        if kind == "closed":
+            if told in self.pages:
+                self.pages.remove(told)
+            if not self.pages and self.stop():
+                told(self.page())
+            return
+        stopped = self.stop()
+        try:
+            match kind:
+                case "open":
+                    self.pages.append(told)
+                case "move":
+                    self.play(str(message["move"]))
+                case "new":
+                    self.new_game(str(message["start"]), str(message["side"]))
+                case "limit":
+                    simulations = float(message["simulations"] or 0)
+                    if not simulations.is_integer():
+                        raise ValueError(f"simulations must be a whole number, not {message['simulations']}")
+                    self.limit(int(simulations), float(message["seconds"] or 0))
+                case "back":
+                    self.take_back()
+                case "resign":
+                    self.resign()
+                case "search":
+                    search = not self.over and not stopped
+                case _:
+                    raise ValueError(f"the board does not know what '{kind}' is")
+        except ValueError as error:
+            problem = str(error)
+        search = search or (self.network_to_move and bool(self.pages))
+        self._tell(self.page(search, problem), told)
+        if search:
+            self._stop = threading.Event()
+            arguments = (self._stop, told)
+            self._thread = threading.Thread(target=self._think_aloud, args=arguments, name="board", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> bool:
+        """End the search, and whether there was one; comes back when it has ended, which takes one batch."""
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():
+            return False
+        self._stop.set()
+        thread.join()
+        return True
+
+    def _tell(self, page: Page, asker: Show) -> None:
+        for told in dict.fromkeys([*self.pages, asker]):
+            told(page)
+
+    def _think_aloud(self, stop: threading.Event, asker: Show) -> None:
+        problem = "the search broke off; the kernel's log says why"
+        try:
+            if self.think(stop.is_set) is not None and self.network_to_move:
+                self.answer()
+            problem = ""
+        finally:
+            if not stop.is_set():
+                self._tell(self.page(False, problem), asker)

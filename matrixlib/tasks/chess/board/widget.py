@@ -1,4 +1,4 @@
-"""The board in JupyterLab: a thin view of a page (see `table`). Only made where somebody looks at it."""
+"""The board in JupyterLab: a thin view of a page of plain values. Only made where somebody looks at it."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -50,7 +50,7 @@ class BoardViewer:
 
     def board(self, net: Net, item: int, widget: Any = None) -> Any:
         """The same on the board of `play.ipynb`."""
-        from matrixlib.tasks.chess.board.table import position_page
+        from matrixlib.tasks.chess.board.session import position_page
         from matrixlib.tasks.chess.board.widget import BoardWidget
 
         position = self.positions[item]
