@@ -117,7 +117,7 @@ class Session:
         self.board, self.person, self.resigned = board, SIDES[side], False
         self._first = len(board.move_stack)  # moves before it are not taken back
         self._evaluations: dict[int, Evaluation] = {}
-        self._analyses: dict[int, PositionAnalysis] = {}
+        self.analyses: dict[int, PositionAnalysis] = {}
 
     @property
     def ply(self) -> int:
@@ -168,13 +168,13 @@ class Session:
         if not self.thinker.place(board):  # neither side can mate
             move = next(iter(board.legal_moves))
             san = board.variation_san([move])
-            self._analyses[self.ply] = PositionAnalysis(board.turn, move, {move.uci(): 1.0}, san, 0.0, 0)
-            return self._analyses[self.ply]
+            self.analyses[self.ply] = PositionAnalysis(board.turn, move, {move.uci(): 1.0}, san, 0.0, 0)
+            return self.analyses[self.ply]
         for result, done in self.thinker.think(self.simulations or math.inf, deadline, stop):
             if stop():
                 return None
-            self._analyses[self.ply] = self._analysis(result, done)
-        return self._analyses[self.ply]
+            self.analyses[self.ply] = self._analysis(result, done)
+        return self.analyses[self.ply]
 
     def answer(self) -> chess.Move:
         """Play the move that was thought best; ValueError where nothing was thought."""
@@ -192,7 +192,7 @@ class Session:
             if self.board.turn == self.person:
                 break
         self._evaluations = {ply: one for ply, one in self._evaluations.items() if ply <= self.ply}
-        self._analyses = {ply: one for ply, one in self._analyses.items() if ply <= self.ply}
+        self.analyses = {ply: one for ply, one in self.analyses.items() if ply <= self.ply}
 
     def resign(self) -> None:
         """The person gives up."""
@@ -208,7 +208,7 @@ class Session:
     @property
     def analysis(self) -> PositionAnalysis | None:
         """The search's at the board, if there was one."""
-        return self._analyses.get(self.ply)
+        return self.analyses.get(self.ply)
 
     def arrows(self) -> dict[str, Mapping[str, float]]:
         """Whose -> UCI -> share: the policy's moves, and the search's where there was one."""
@@ -290,7 +290,7 @@ class Session:
 
     def page(self, thinking: bool = False, problem: str = "") -> Page:
         """The game as a page shows it."""
-        board, latest = self.board, self.analysis or self._analyses.get(self.ply - 1)
+        board, latest = self.board, self.analysis or self.analyses.get(self.ply - 1)
         moves = [] if thinking or self.over or board.turn != self.person else list(board.legal_moves)
         destinations: dict[str, list[str]] = {}
         for name in dict.fromkeys(move.uci()[:4] for move in moves):
