@@ -24,8 +24,8 @@ from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out
 from matrixlib import config as configuration
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
+from matrixlib.data.order import RankSlice
 from matrixlib.data.remote import bring_catalogue
-from matrixlib.data.share import Share
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.distributed import LostRank, Ranks
@@ -339,8 +339,8 @@ def elsewhere(folder: Path, ranks: Ranks) -> float | None:
     os.environ["MATRIXLIB_CACHE"] = str(folder / "cache")
 
     def train(name: str, data: Path, own: Ranks) -> dict[str, Tensor]:
-        rows, share = Catalogue(data).shards("train"), Share(own.rank, own.size)
-        loader = Loader(rows, toy_spec.LAYOUT, ROWS, 3, task.prepare, window_blocks=1, share=share)
+        rows, share = Catalogue(data).shards("train"), RankSlice(own.rank, own.size)
+        loader = Loader(rows, toy_spec.LAYOUT, ROWS, 3, task.prepare, window_blocks=1, ranks=share)
         return weights(run(build(folder / name, own, source=loader)))
 
     both = train("elsewhere", bring_catalogue(f"file://{place}", 1.0), ranks)

@@ -22,8 +22,7 @@ import yaml
 from rank_runs import member
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from matrixlib.data.reader import LoaderError
-from matrixlib.data.share import Share
+from matrixlib.data.order import RankSlice
 from matrixlib.engine import distributed, metrics
 from matrixlib.engine.candidate import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
@@ -347,7 +346,7 @@ def test_of_1_to_1024_ranks_each_row_is_one_ranks() -> None:
     for size in range(1, 1025):
         for rows in (size, size + size // 2, 1500) if size % 100 == 0 else (size + size // 2,):
             batch = np.arange(rows)
-            shares = [Share(rank, size).of(batch) for rank in range(size)]
+            shares = [RankSlice(rank, size).rows(batch) for rank in range(size)]
             assert len(shares[-1]) + 1 >= len(shares[0]) > 0
             assert (np.bincount(np.concatenate(shares), minlength=rows) == 1).all(), f"{rows} rows, {size} ranks"
 
@@ -365,11 +364,11 @@ def test_a_row_gets_the_same_random_numbers_whoever_makes_it() -> None:
 
     whole = draw(np.random.default_rng(3), 10)
     for rank in range(3):
-        share = Share(rank, 3)
+        share = RankSlice(rank, 3)
         own = draw(share.stream(np.random.default_rng(3), 10), len(range(rank, 10, 3)))
         for one, other in zip(own, whole, strict=True):
             assert np.array_equal(one, other[rank::3])
-    stream = Share(0, 3).stream(np.random.default_rng(3), 10)
+    stream = RankSlice(0, 3).stream(np.random.default_rng(3), 10)
     for wrong in (lambda: stream.random((2, 4)), lambda: stream.random(), lambda: stream.permutation(4)):
-        with pytest.raises(LoaderError, match="prepare"):
+        with pytest.raises(ValueError, match="prepare"):
             wrong()

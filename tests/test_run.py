@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from matrixlib import config as configuration
 from matrixlib.config import ConfigError, merge
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.loader import WORTH_WORKERS, Loader
+from matrixlib.data.loader import MIN_WORKER_BATCHES, Loader, LoaderError
 from matrixlib.data.shards import Shard, select, write_shard
 from matrixlib.engine import metrics, pace
 from matrixlib.engine.checkpoint import Checkpoints
@@ -611,23 +611,28 @@ def test_a_run_goes_on_without_workers_that_do_not_work(reports: Path, monkeypat
 
 def test_what_the_policy_derives_reaches_the_loaders_processes(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that is printed and applied nowhere is the specification's own fault."""
-    many = {"batch_size": 1, "limit": WORTH_WORKERS}  # batches of a pass over what is held out
+    many = {"batch_size": 1, "limit": MIN_WORKER_BATCHES}  # batches of a pass over what is held out
     run = runs.open_run(run="derived", overrides=merge(TINY, {"data": {"timeout": 3.0}, "validation": many}))
     run.close()
-    given: dict[str, Any] = {}
+    given: list[Any] = []
 
-    def started(dataset: Any, **options: Any) -> Any:
-        given.update(options)
-        raise InterruptedError
+    class Started:
+        def __init__(self, source: bytes, numbers: range, *how: Any) -> None:
+            given[:] = how
 
-    monkeypatch.setattr("matrixlib.data.loader.DataLoader", started)
+        def take(self, timeout: float) -> Any:
+            given.append(timeout)
+            raise InterruptedError
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("matrixlib.data.loader.Workers", Started)
     data = replace(run.data, runtime=replace(run.runtime, device="cuda", workers=8, prefetch=6))  # of the V-Cache rule
     for batches in (data.training.batches(0), iter(data.held_out("full"))):
-        given.clear()
-        with pytest.raises(InterruptedError):
+        with pytest.raises(LoaderError):
             next(batches)
-        assert (given["num_workers"], given["prefetch_factor"], given["pin_memory"]) == (8, 6, True)
-        assert given["timeout"] == 3.0
+        assert given == [8, 6, True, 3.0], "workers, prefetch, pin, timeout"
 
 
 def test_what_is_quarantined_is_told_as_a_share_of_the_data(two_sources: Path) -> None:

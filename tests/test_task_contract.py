@@ -11,8 +11,8 @@ from melee_games import game
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_records
 
+from matrixlib.data.order import RankSlice
 from matrixlib.data.shards import Layout, select
-from matrixlib.data.share import Share
 from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
 from matrixlib.play.game import uniform
@@ -60,8 +60,8 @@ def check_prepare(task: Task, host_batch: dict[str, np.ndarray]) -> Batch:
         again = prepare(host_batch, np.random.default_rng(5))
         assert all(np.array_equal(array, again[name], equal_nan=True) for name, array in arrays.items())
         for rank in range(3):  # each row gets the same numbers, whoever makes it
-            own = share_of(host_batch, Share(rank, 3))
-            part = prepare(own, Share(rank, 3).stream(np.random.default_rng(5), count))
+            own = share_of(host_batch, RankSlice(rank, 3))
+            part = prepare(own, RankSlice(rank, 3).stream(np.random.default_rng(5), count))
             for name, array in part.items():
                 assert_rows(array, arrays[name][rank::3], name)
     plain = task.prepare_plain(host_batch, np.random.default_rng(5))
@@ -70,14 +70,14 @@ def check_prepare(task: Task, host_batch: dict[str, np.ndarray]) -> Batch:
     return {name: torch.from_numpy(array) for name, array in plain.items()}
 
 
-def share_of(batch: dict[str, np.ndarray], share: Share) -> dict[str, np.ndarray]:
+def share_of(batch: dict[str, np.ndarray], share: RankSlice) -> dict[str, np.ndarray]:
     """The stored rows of a share."""
     ragged = {name.removesuffix("_offset"): () for name in batch if name.endswith("_offset")}
     members = {
         group: {name.removeprefix(f"{group}_"): batch[name].dtype for name in batch if _of_group(name, group)}
         for group in ragged
     }
-    rows = share.of(np.arange(len(batch["records"])))
+    rows = share.rows(np.arange(len(batch["records"])))
     return select(batch, rows, Layout("toy", 1, batch["records"].dtype, members))
 
 

@@ -144,19 +144,19 @@ class ToySource:
     skip: tuple[tuple[int, int], ...] = ()
     change: Callable[[int, Batch], object] = lambda number, batch: None
 
-    def raw(self, i: int) -> int:
+    def unskipped_index(self, i: int) -> int:
         for start, stop in self.skip:
             i += stop - start if i >= start else 0
         return i
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         for i in range(start, stop):
-            number = self.raw(i)
+            number = self.unskipped_index(i)
             batch = toy_batch(self.size, seed=1000 * self.seed + number)
             self.change(number, batch)
             yield batch
 
-    def supply(self) -> dict[str, float]:
+    def prefetch_stats(self) -> dict[str, float]:
         return {}
 
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> ToySource:

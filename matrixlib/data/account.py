@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow, replaced_by
 from matrixlib.data.entries import Refused
-from matrixlib.data.remote import whole
+from matrixlib.data.remote import local_path
 from matrixlib.data.shards import Layout, Shard, is_shard
 from matrixlib.files import exclusive, make_folder, write_text, writing
 
@@ -160,7 +160,7 @@ def replaced_shards(rows: Iterable[ShardRow], layout: Layout) -> set[str]:
     names: set[str] = set()
     for row in rows:
         if row.state == "healthy" and row.name.startswith(MERGED):
-            names.update(replaced_by(Shard(whole(row), layout).meta, row.name))
+            names.update(replaced_by(Shard(local_path(row), layout).meta, row.name))
     return names
 
 

@@ -7,23 +7,23 @@ stream of epochs, so each is full. Rows of a damaged block are replaced by other
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import multiprocessing
-import os
 import pickle
+import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from matrixlib.data.ahead import check_cache, with_blocks_ahead
 from matrixlib.data.catalogue import ShardRow
 from matrixlib.data.order import (
     PREPARE,
@@ -31,15 +31,18 @@ from matrixlib.data.order import (
     SEQUENTIAL,
     Mixture,
     Order,
+    RankSlice,
     generator,
     make_key,
     merge_ranges,
     permute,
     places_of,
 )
-from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars, grouped_by_source
-from matrixlib.data.shards import Batch, Layout, Shard
-from matrixlib.data.share import Share
+from matrixlib.data.reader import Damage, LoaderError, Reader, Sidecars
+from matrixlib.data.remote import check_cache, fetch_ahead
+from matrixlib.data.shards import BLOCK, Batch, Layout, Shard
+from matrixlib.files import end_with_parent
+from matrixlib.hardware import backend
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
@@ -48,15 +51,10 @@ OnDamage = Callable[[str, int, str], None]  # `Damage`
 OnLoss = Callable[[str], None]  # (what happened)
 
 ENDLESS = 2**62
-GONE = (ConnectionError, EOFError, FileNotFoundError)  # a dead worker cannot hand over the batches it made ahead
-GONE_WORDS = ("exited unexpectedly", "killed by signal")  # DataLoader's, of a worker or its pinning thread
-LATE_WORDS = "timed out after"  # DataLoader's, where a batch did not come while it waited
-WAIT_SECONDS = 5.0  # of one wait, after which it looks whether its workers are alive
-RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
-WORTH_WORKERS = 1000  # batches of a pass over rows: starting a worker took 1.5 s, making 512 rows of chess here 2 ms
+MAX_RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
+MIN_WORKER_BATCHES = 1000  # of a pass over rows: starting a worker took 1.5 s, making 512 rows of chess here 2 ms
 ROWS_AT_ONCE = 65_536  # whose records are looked at
 TRIAL_BATCHES, TRIAL_SECONDS = 2, 60.0  # of `try_workers`; seconds for one batch
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 TENSOR_KINDS = {"b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8"}
 
 
@@ -89,36 +87,25 @@ class Pass:
         return self.make()
 
 
-# Batches
+# Batches by number
 
 
 @dataclass
 class Item:
-    """What a worker sends: tensors and the damage it met, or why there are none.
-
-    seconds: that it took to make. pageable: why the tensors could not be page-locked.
-    """
+    """What a worker sends: tensors and the damage it met, or why there are none. seconds: that it took to make."""
 
     tensors: Tensors
     damage: list[Damage]
     error: str = ""
     trace: str = ""
     seconds: float = 0.0
-    pageable: str = ""
-
-    def pin_memory(self) -> Item:
-        """The tensors in page-locked memory, as they are where the system refuses; DataLoader calls this by name."""
-        try:
-            return replace(self, tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()})
-        except RuntimeError as error:
-            return replace(self, pageable=str(error).splitlines()[0])
 
 
-class Numbered(Dataset[Item]):
-    """Batches by their number, as a dataset for DataLoader(batch_size=None)."""
+class Numbered:
+    """Batches by their number: what a worker has."""
 
-    def __init__(self, reader: Reader, prepare: Prepare, share: Share) -> None:
-        self.reader, self.prepare, self.share = reader, prepare, share
+    def __init__(self, reader: Reader, prepare: Prepare, ranks: RankSlice) -> None:
+        self.reader, self.prepare, self.ranks = reader, prepare, ranks
 
     def arrays(self, i: int) -> Arrays:
         """Batch i."""
@@ -128,19 +115,16 @@ class Numbered(Dataset[Item]):
         """(B,) row numbers of batch i, those of all ranks."""
         raise NotImplementedError
 
-    def own(self, i: int) -> np.ndarray:
-        """Those that are read here."""
-        return self.share.of(self.members(i))
-
     def made(self, rows: np.ndarray, stream: np.random.Generator) -> Arrays:
-        """The share of these rows (B,), prepared with that of the stream."""
-        own = self.share.of(rows)
-        return checked(self.prepare(self.reader.gather(own), self.share.stream(stream, len(rows))), len(own))
+        """This rank's of these rows (B,), prepared with its part of the stream."""
+        own = self.ranks.rows(rows)
+        return checked(self.prepare(self.reader.gather(own), self.ranks.stream(stream, len(rows))), len(own))
 
-    def __getitem__(self, i: int) -> Item:
+    def item(self, i: int) -> Item:
+        """Batch i as tensors; an error is sent, not raised."""
         began = time.perf_counter()
         try:
-            tensors = to_tensors(self.arrays(i))
+            tensors = {name: torch.from_numpy(array) for name, array in self.arrays(i).items()}
         except Exception as error:  # noqa: BLE001 - raised again in the training process
             text = f"batch {i} could not be made: {type(error).__name__}: {error}"
             return Item({}, self.reader.new_damage(), text, traceback.format_exc())
@@ -150,14 +134,16 @@ class Numbered(Dataset[Item]):
 class Rows(Numbered):
     """These rows once, in their order; the last batch may be short."""
 
-    def __init__(self, reader: Reader, rows: np.ndarray, size: int, prepare: Prepare, seed: int, share: Share) -> None:
-        super().__init__(reader, prepare, share)
+    def __init__(
+        self, reader: Reader, rows: np.ndarray, size: int, prepare: Prepare, seed: int, ranks: RankSlice
+    ) -> None:
+        super().__init__(reader, prepare, ranks)
         self.rows, self.size, self.seed = rows, size, seed
 
     def __len__(self) -> int:
         """A last batch with too few rows for every rank is none of this one's where it has no row of it."""
         whole, rest = divmod(len(self.rows), self.size)
-        return whole + (rest > self.share.rank)
+        return whole + (rest > self.ranks.rank)
 
     def arrays(self, i: int) -> Arrays:
         return self.made(self.members(i), generator(SEQUENTIAL, self.seed, i))
@@ -175,69 +161,133 @@ class Batches(Numbered):
         order: Order | Mixture,
         size: int,
         prepare: Prepare,
-        share: Share,
+        ranks: RankSlice,
         skip: Sequence[tuple[int, int]],
     ) -> None:
-        super().__init__(reader, prepare, share)
+        super().__init__(reader, prepare, ranks)
         self.order, self.size = order, size
         self.skip = merge_ranges(skip)
 
-    def raw(self, i: int) -> int:
+    def unskipped_index(self, i: int) -> int:
         """The number of the i-th batch that is not skipped, in the stream with nothing skipped."""
         for start, stop in self.skip:
             i += stop - start if i >= start else 0
         return i
 
     def arrays(self, i: int) -> Arrays:
-        raw = self.raw(i)
-        epoch = raw * self.size // self.reader.count
-        stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, raw)
-        return self.made(self.rows(raw), stream)
+        number = self.unskipped_index(i)
+        epoch = number * self.size // self.reader.count
+        stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, number)
+        return self.made(self.rows(number), stream)
 
     def members(self, i: int) -> np.ndarray:
-        return self.rows(self.raw(i))
+        return self.rows(self.unskipped_index(i))
 
-    def rows(self, raw: int) -> np.ndarray:
-        """(B,) row numbers of the batch with this raw number."""
-        return self.order.rows(np.arange(raw * self.size, (raw + 1) * self.size))
-
-
-def to_tensors(arrays: Arrays) -> Tensors:
-    """The same memory as tensors."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    def rows(self, number: int) -> np.ndarray:
+        """(B,) row numbers of the batch of this number in the stream with nothing skipped."""
+        return self.order.rows(np.arange(number * self.size, (number + 1) * self.size))
 
 
-def as_is(item: Any) -> Any:
-    """Collation: an item is a whole batch already."""
-    return item
+# Worker processes
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Processes started inside compute on one thread each: workers are the parallelism."""
-    before = {name: os.environ.get(name) for name in THREADS}
-    os.environ.update(dict.fromkeys(THREADS, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+_source: Numbered | None = None
+"""What this worker process makes batches of."""
+
+
+def _start_worker(source: bytes) -> None:
+    global _source
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which ends its workers
+    torch.set_num_threads(1)  # workers are the parallelism
+    end_with_parent()
+    _source = pickle.loads(source)  # noqa: S301 - of the process that started this one
+
+
+def _work(i: int) -> Item:
+    assert _source is not None
+    return _source.item(i)
+
+
+def _pinned(future: Future[Item]) -> tuple[Item, str]:
+    item = future.result()
+    item.tensors, problem = backend.pin(item.tensors)
+    return item, problem
+
+
+class Workers:
+    """Processes that make batches ahead, `prefetch` each. Tensors come through shared memory.
+
+    Never by fork, which copies locks and threads of this process in any state.
+    """
+
+    def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int, pin: bool) -> None:
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        if "forkserver" in methods:
+            context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
+        self._pool = ProcessPoolExecutor(workers, context, _start_worker, (source,))
+        self._pinner = ThreadPoolExecutor(1) if pin else None
+        self._numbers, self._futures = iter(numbers), deque[Future[tuple[Item, str]] | Future[Item]]()
+        for _ in range(workers * prefetch):
+            self._submit()
+
+    def _submit(self) -> None:
+        for i in self._numbers:
+            future = self._pool.submit(_work, i)
+            self._futures.append(future if self._pinner is None else self._pinner.submit(_pinned, future))
+            return
+
+    def take(self, timeout: float) -> tuple[Item, str]:
+        """(the next batch, why it is not page-locked). Raises BrokenProcessPool, TimeoutError (0: never)."""
+        result = self._futures[0].result(timeout or None)
+        self._futures.popleft()
+        self._submit()
+        return result if isinstance(result, tuple) else (result, "")
+
+    @property
+    def ready(self) -> int:
+        """Batches that came before their turn."""
+        return sum(future.done() for future in self._futures)
+
+    def close(self) -> None:
+        """End the processes at once: one that hangs would be waited for."""
+        processes = list(self._pool._processes.values())
+        self._pool.shutdown(wait=False)
+        for process in processes:
+            process.kill()
+        if self._pinner is not None:
+            self._pinner.shutdown(wait=False, cancel_futures=True)
+
+
+# The loader
+
+
+def _row_of(item: ShardRow | Path | str, layout: Layout) -> ShardRow:
+    if isinstance(item, ShardRow):
+        return item
+    path = Path(item)
+    return ShardRow(path.name, path, "", "", len(Shard(path, layout)), 0, "", "healthy", "", {})
+
+
+def _by_source(weights: Mapping[str, float], shards: Sequence[ShardRow]) -> list[ShardRow]:
+    """The shards of the weighted sources, those of one source together. LoaderError where one has none."""
+    own = {name: [row for row in shards if row.source == name] for name in weights}
+    if lacking := [name for name, members in own.items() if not members]:
+        raise LoaderError(f"no healthy shard of source '{lacking[0]}', which has a weight")
+    return [row for members in own.values() for row in members]
 
 
 class Loader:
     """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
 
     `shards` are catalogue rows or paths, in catalogue order; `limit` keeps N rows of them (0: all; see `kept_rows`);
-    `window_blocks` is the shuffle window (0: everything). `weights` gives each source's share of every batch; without
+    `window_blocks` is the shuffle window (0: everything). `weights` gives each source's part of every batch; without
     it a source counts as much as it has rows. `skip` holds ranges (start, stop) of batch numbers
-    that are left out. `prepare(batch, rng)` must be picklable when there are workers. `on_damage(name, block,
+    that are left out. `prepare(batch, rng)` is sent to workers by cloudpickle. `on_damage(name, block,
     reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
     are started again, or memory could not be page-locked. `timeout`: seconds without a batch after which the workers
-    count as hung; 0 = never. `sidecars`: what comes beside each row. `share`: the rows of each batch that are made.
-    Raises ShardError, LoaderError.
+    count as hung; 0 = never. `sidecars`: what comes beside each row. `ranks`: which rows of each batch are made.
+    Raises ShardError, LoaderError, RemoteError.
     """
 
     def __init__(
@@ -260,46 +310,39 @@ class Loader:
         on_damage: OnDamage | None = None,
         on_loss: OnLoss = lambda text: None,
         sidecars: Sidecars | None = None,
-        share: Share = Share(),  # noqa: B008 - frozen
+        ranks: RankSlice = RankSlice(),  # noqa: B008 - frozen
     ) -> None:
         if not shards:
             raise LoaderError("no healthy shard to read; the catalogue says which are quarantined, and why")
         if batch_size < 1 or min(limit, window_blocks, workers) < 0 or prefetch < 1:
             raise ValueError("batch_size and prefetch are at least 1; limit, window_blocks, workers at least 0")
-        if batch_size < share.size:
-            raise ValueError(f"a batch of {batch_size} rows for {share.size} ranks: use a larger one, or fewer ranks")
-        if weights:
-            shards = grouped_by_source(weights, shards)
-        names = [item.name if isinstance(item, ShardRow) else Path(item).name for item in shards]
-        paths = [item.path if isinstance(item, ShardRow) else Path(item) for item in shards]
-        sources = [item.source if isinstance(item, ShardRow) else "" for item in shards]
-        counts = [item.count if isinstance(item, ShardRow) else len(Shard(item, layout)) for item in shards]
-        elsewhere = [item for item in shards if isinstance(item, ShardRow) and item.remote]
-        self._window = window_blocks * len(weights or (0,))  # blocks from which rows come at a time
-        keep = 2 * self._window
-        self._reader = Reader(names, paths, sources, counts, layout, limit, bool(weights), sidecars, elsewhere, keep)
+        if batch_size < ranks.size:
+            raise ValueError(f"a batch of {batch_size} rows for {ranks.size} ranks: use a larger one, or fewer ranks")
+        rows = [_row_of(item, layout) for item in shards]
+        rows = _by_source(weights, rows) if weights else rows
+        self._window = window_blocks * len(weights or (0,))  # blocks, and so shards, from which rows come at a time
+        self._reader = Reader(rows, layout, limit, bool(weights), sidecars, 2 * self._window)
         self._reader.allow_files()
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
-        self._batches = Batches(self._reader, order, batch_size, prepare, share, skip)
+        self._batches = Batches(self._reader, order, batch_size, prepare, ranks, skip)
         self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
-        self._on_loss, self._timeout, self._restarts = on_loss, timeout, RESTARTS
-        self._supply: dict[str, float] = {}
+        self._on_loss, self._timeout, self._max_restarts = on_loss, timeout, MAX_RESTARTS
+        self._stats: dict[str, float] = {}
         self._only: np.ndarray | None = None
         self.batch_size = batch_size
         self.count = self._reader.count
         self.per_epoch = -(-self.count // batch_size)
 
-    def raw(self, i: int) -> int:
+    def unskipped_index(self, i: int) -> int:
         """Number of batch i in the stream with nothing skipped: what a range in `skip` counts."""
-        return self._batches.raw(i)
+        return self._batches.unskipped_index(i)
 
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
-        """This loader with other ranges of raw batch numbers left out; both share the files that are open."""
-        other = copy.copy(self)
-        own = self._batches
-        other._batches = Batches(self._reader, own.order, self.batch_size, own.prepare, own.share, skip)
+        """This loader with other ranges of unskipped batch numbers left out; both share the files that are open."""
+        other, own = copy.copy(self), self._batches
+        other._batches = Batches(self._reader, own.order, self.batch_size, own.prepare, own.ranks, skip)
         return other
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -313,9 +356,9 @@ class Loader:
         other._only, other.count = np.flatnonzero(keep), int(keep.sum())
         return other
 
-    def records(self, raw: int) -> Batch:
-        """Stored rows of the batch with this raw number, as they lie in the shards: evidence after a blow-up."""
-        return self._reader.gather(self._batches.rows(raw))
+    def records(self, number: int) -> Batch:
+        """Stored rows of the batch with this unskipped number, as they lie in the shards: evidence after a blow-up."""
+        return self._reader.gather(self._batches.rows(number))
 
     def batch(self, i: int) -> Arrays:
         """Batch i, made here; every array (B, ...)."""
@@ -328,19 +371,29 @@ class Loader:
 
         One iterator is meant to live as long as the training; closing it ends the workers. Where a worker is gone
         (killed, crashed) or hangs, all are started again from the batch that never came: no batch is lost or changed,
-        as each is a function of its number. LoaderError when that has happened `RESTARTS` times and once more.
+        as each is a function of its number. LoaderError when that has happened `MAX_RESTARTS` times and once more.
         """
-        return self._made(self._batches, range(start, ENDLESS if stop is None else stop), self._workers)
+        return self._iterate(self._batches, range(start, ENDLESS if stop is None else stop), self._workers)
+
+    def sequential(self, batch_size: int, sample: int = 0) -> Pass:
+        """Every row once, in order (validation); the last batch may be short. `sample` > 0: so many rows,
+        always the same for a seed. The random stream depends on the seed and the batch's number alone."""
+        rows = np.arange(self.count) if self._only is None else self._only
+        if 0 < sample < len(rows):
+            rows = rows[np.sort(permute(np.arange(sample), len(rows), make_key(SAMPLE, self._seed)))]
+        source = Rows(self._reader, rows, batch_size, self._batches.prepare, self._seed, self._batches.ranks)
+        workers = self._workers if len(source) >= MIN_WORKER_BATCHES else 0
+        return Pass(len(source), lambda: self._iterate(source, range(len(source)), workers))
 
     def rows_in(self, name: str, block: int) -> int:
         """Rows of a shard's block (`WHOLE`: of all of them) that are used: what damage to it loses."""
         return self._reader.rows_in(name, block)
 
-    def supply(self) -> dict[str, float]:
+    def prefetch_stats(self) -> dict[str, float]:
         """How workers keep up, by the batch that came last: seconds that one took to `prepare` it, and how many lay
-        `ready` behind it, where that can be seen. Empty without workers.
+        `ready` behind it. Empty without workers.
         """
-        return self._supply
+        return self._stats
 
     def try_workers(self) -> str:
         """Have the first batches made by the workers, as a trial; what went wrong, or "" where they came as they are
@@ -349,7 +402,7 @@ class Loader:
         if not self._workers:
             return ""
         trial = copy.copy(self)
-        trial._restarts, trial._timeout = 0, TRIAL_SECONDS
+        trial._max_restarts, trial._timeout = 0, TRIAL_SECONDS
         try:
             for i, batch in enumerate(trial.batches(0, TRIAL_BATCHES)):
                 if any(batch[name].numpy().tobytes() != array.tobytes() for name, array in self.batch(i).items()):
@@ -359,92 +412,65 @@ class Loader:
         return ""
 
     def check_cache(self) -> None:
-        """See `matrixlib.data.ahead.check_cache`, for the training batches."""
-        check_cache(self._reader, self._window)
+        """See `matrixlib.data.remote.check_cache`, for the training batches."""
+        if self._reader.remote is not None:
+            check_cache(self._reader.remote, self._reader.shards, self._window)
 
-    def _made(self, dataset: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
-        """The batches of these numbers; what they read of a data set elsewhere is brought here before."""
-        batches = self._given(dataset, numbers, workers)
-        if self._reader.remote is None:
+    def _iterate(self, source: Numbered, numbers: range, workers: int) -> Iterator[Tensors]:
+        """The batches of these numbers; shards of a data set elsewhere are brought here before."""
+        batches = self._from_workers(source, numbers, workers) if workers else self._made_here(source, numbers)
+        reader, remote = self._reader, self._reader.remote
+        if remote is None:
             return batches
-        return with_blocks_ahead(batches, numbers, self._reader, dataset.own, self._window)
+        if not self._window:
+            return fetch_ahead(batches, remote, reader.shards, iter([set(range(len(reader.shards)))]), 1)
+        own = (source.ranks.rows(source.members(i)) for i in numbers)
+        wanted = (set(np.unique(reader.shards_of(rows)).tolist()) for rows in own)
+        ahead = self._window * BLOCK // max(1, len(source.members(numbers.start)))
+        return fetch_ahead(batches, remote, reader.shards, wanted, ahead)
 
-    def _given(self, dataset: Numbered, numbers: range, workers: int) -> Generator[Tensors, None, None]:
-        """The batches of these numbers, by the workers or, without any, here."""
-        if not workers:
-            for i in numbers:
-                item = dataset[i]
-                yield self._open(item.pin_memory() if self._pin else item)
-            return
-        iterator, restarts = self._start(dataset, numbers, workers), 0
+    def _made_here(self, source: Numbered, numbers: range) -> Generator[Tensors, None, None]:
         for i in numbers:
-            began = time.monotonic()
-            while True:
-                try:
-                    item = next(iterator)
-                    break
-                except (RuntimeError, *GONE) as error:
-                    text = (str(error) or type(error).__name__).splitlines()[0]
-                    late = LATE_WORDS in text
-                    if late and time.monotonic() - began < self._timeout:
-                        continue
-                    if late:
-                        what = f"gave nothing for {self._timeout:g} s; is the disk slow, or data.timeout too short?"
-                    else:
-                        what = f"was gone ({text}); was it killed, or out of memory?"
-                    gone = late or isinstance(error, GONE) or any(words in text for words in GONE_WORDS)
-                    if late:
-                        _kill(iterator)
-                    if restarts == self._restarts or not gone:
-                        raise LoaderError(f"batch {i} never came, as a worker {what} use fewer workers") from error
-                restarts += 1
-                del iterator  # ends the others
-                iterator, began = self._start(dataset, numbers[i - numbers.start :], workers), time.monotonic()
-                self._on_loss(f"the loader's workers were started again at batch {i}, as one {what} use fewer workers")
-            self._supply = {"prepare": round(item.seconds, 6), **_ready(iterator)}
-            yield self._open(item)
+            item, problem = source.item(i), ""
+            if self._pin:
+                item.tensors, problem = backend.pin(item.tensors)
+            yield self._unpack(item, problem)
 
-    def _start(self, dataset: Numbered, numbers: range, workers: int) -> Iterator[Item]:
-        """Worker processes; never by fork, which copies locks and threads of this process in any state."""
+    def _from_workers(self, source: Numbered, numbers: range, workers: int) -> Generator[Tensors, None, None]:
+        import cloudpickle
+
         try:
-            pickle.dumps(dataset)
+            data = cloudpickle.dumps(source)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            remedy = "use a module's function or a method, or no workers"
-            raise LoaderError(f"prepare cannot be sent to workers ({error}); {remedy}") from error
-        methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=numbers,
-            num_workers=workers,
-            timeout=min(self._timeout, WAIT_SECONDS),
-            prefetch_factor=self._prefetch,
-            collate_fn=as_is,
-            pin_memory=self._pin,
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # else starting would draw from, and so change, the global stream
-        )
-        with one_thread():
-            return iter(loader)
+            raise LoaderError(f"prepare cannot be sent to workers ({error}); use no workers") from error
+        restarts = 0
+        while numbers:
+            with closing(Workers(data, numbers, workers, self._prefetch, self._pin)) as pool:
+                for i in numbers:
+                    try:
+                        item, problem = pool.take(self._timeout)
+                    except TimeoutError:
+                        what = f"gave nothing for {self._timeout:g} s; is the disk slow, or data.timeout too short?"
+                        break
+                    except BrokenProcessPool:
+                        what = "was gone; was it killed, or out of memory?"
+                        break
+                    except Exception as error:
+                        raise LoaderError(f"batch {i} could not be sent by a worker: {error}") from error
+                    self._stats = {"prepare": round(item.seconds, 6), "ready": pool.ready}
+                    yield self._unpack(item, problem)
+                else:
+                    return
+            if restarts == self._max_restarts:
+                raise LoaderError(f"batch {i} never came, as a worker {what} use fewer workers")
+            restarts, numbers = restarts + 1, range(i, numbers.stop)
+            self._on_loss(f"the loader's workers were started again at batch {i}, as one {what} use fewer workers")
 
-    def sequential(self, batch_size: int, sample: int = 0) -> Pass:
-        """Every row once, in order (validation); the last batch may be short. `sample` > 0: so many rows,
-        always the same for a seed. The random stream depends on the seed and the batch's number alone."""
-        rows = np.arange(self.count) if self._only is None else self._only
-        if 0 < sample < len(rows):
-            rows = rows[np.sort(permute(np.arange(sample), len(rows), make_key(SAMPLE, self._seed)))]
-        dataset = Rows(self._reader, rows, batch_size, self._batches.prepare, self._seed, self._batches.share)
-        workers = self._workers if len(dataset) >= WORTH_WORKERS else 0
-        return Pass(len(dataset), lambda: self._made(dataset, range(len(dataset)), workers))
-
-    def _open(self, item: Item) -> Tensors:
+    def _unpack(self, item: Item, not_pinned: str) -> Tensors:
         self._report(item.damage)
-        if item.pageable and self._pin:
+        if not_pinned and self._pin:
             self._pin = False  # this process asks no more; its workers' thread may, in vain
-            self._on_loss(f"batches are not page-locked, so that updates wait for their copies: {item.pageable}")
+            self._on_loss(f"batches are not page-locked, so that updates wait for their copies: {not_pinned}")
         if item.error:
             raise LoaderError(item.error) from WorkerTraceback(item.trace)
         return item.tensors
@@ -456,18 +482,3 @@ class Loader:
                 self._reported.add((name, block))
                 if self._on_damage:
                     self._on_damage(name, block, reason)
-
-
-def _kill(iterator: Any) -> None:
-    """End a DataLoader's workers at once: one that hangs would be waited for, and a stopped one outlives a request."""
-    for worker in getattr(iterator, "_workers", ()):
-        worker.kill()
-
-
-def _ready(iterator: Any) -> dict[str, float]:
-    """Batches that lie ready, by the DataLoader's private books; nothing where these are others than we know."""
-    try:
-        early = sum(len(task) == 2 for task in iterator._task_info.values())  # came before their turn
-        return {"ready": early + iterator._data_queue.qsize()}
-    except (AttributeError, NotImplementedError):  # macOS counts no queue of processes
-        return {}

@@ -1,13 +1,15 @@
-"""The order of rows: a counter-based permutation of an epoch, over all rows or in windows, and mixtures of sources.
+"""The order of rows: a counter-based permutation of an epoch, over all rows or in windows, mixtures of sources, and
+which rows of a batch each of several ranks makes.
 
 Nothing here is a list of N, and the state of an order is one number: the place in its endless stream.
 """
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +18,8 @@ from matrixlib.hardware.kernels import kernel
 ROUNDS = 8
 ORDER, WINDOW, PREPARE, SAMPLE, SEQUENTIAL = range(5)  # what a key is for: no two purposes share a stream
 MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+SIZE_AT = {"random": 0, "standard_normal": 0, "integers": 2, "normal": 2, "uniform": 2}
+"""Methods of a generator that `prepare` may draw with -> place of the argument `size`."""
 PERIOD = 1000  # places after which the pattern of a mixture repeats: weights count in thousandths
 
 
@@ -186,3 +190,51 @@ class Mixture:
                 out[mine] = first + order.rows(turn[mine] * self.places[source] + rank[place[mine]])
             first += int(order.first[-1])
         return out
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Every `size`-th row of a batch from row `rank` on: of all ranks together each row once. So the rows of a batch
+    are the same for any number of ranks, and the first rows of all of them are the first rows of the batch.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """This rank's of (B, ...)."""
+        return rows[self.rank :: self.size]
+
+    def stream(self, generator: np.random.Generator, rows: int) -> np.random.Generator:
+        """The random stream of a batch of `rows` rows, which gives the numbers of this rank's rows alone."""
+        return generator if self.size == 1 else cast(np.random.Generator, RowGenerator(generator, rows, self))
+
+
+class RowGenerator:
+    """Draws for every row of a batch and gives the numbers of one rank's, so that a row gets the same ones whoever
+    makes it. The leading size of each draw is the number of the rank's rows.
+    """
+
+    def __init__(self, generator: np.random.Generator, rows: int, ranks: RankSlice) -> None:
+        self._generator, self._rows, self._ranks = generator, rows, ranks
+        self._own = len(range(ranks.rank, rows, ranks.size))
+
+    def __getattr__(self, name: str) -> Callable[..., np.ndarray]:
+        if name not in SIZE_AT:
+            raise ValueError(f"prepare: with several ranks it cannot draw with `{name}`, but with {', '.join(SIZE_AT)}")
+
+        def draw(*args: Any, **options: Any) -> np.ndarray:
+            place = SIZE_AT[name]
+            given = options.pop("size", None) if len(args) <= place else args[place]
+            size = (given,) if isinstance(given, (int, np.integer)) else tuple(given or ())
+            if not size or size[0] != self._own:
+                raise ValueError(
+                    f"prepare: the leading size of `{name}` is the number of rows, {self._own}, not {given}"
+                )
+            whole = (self._rows, *size[1:])
+            method = getattr(self._generator, name)
+            if len(args) <= place:  # such as integers(64, size=rows)
+                return self._ranks.rows(method(*args, size=whole, **options))
+            return self._ranks.rows(method(*args[:place], whole, *args[place + 1 :], **options))
+
+        return draw

@@ -2,22 +2,21 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.gather import ChangedRow, addresses, gather, sizes
-from matrixlib.data.remote import Remote, remote_of
-from matrixlib.data.shards import BLOCK, REMEDY, Batch, DamagedBlock, Layout, Shard, ShardError
+from matrixlib.data.remote import Remote
+from matrixlib.data.shards import BLOCK, OFFSET, REMEDY, Batch, DamagedBlock, Layout, Shard, ShardError
+from matrixlib.hardware.kernels import kernel
 
 Damage = tuple[str, int, str]  # (shard name, block or WHOLE, reason)
 
 WHOLE = -1  # in place of a block's number: the shard cannot be opened
 ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, each with the 16 pages around it
-RESIDENT = 2**27  # bytes of mapped shards that may stay in memory; a larger data set is let go again and again
+RESIDENT_BYTES = 2**27  # of mapped shards that may stay in memory; a larger data set is let go again and again
 SPARE_FILES = 256  # of what else a process opens: libraries, pipes of workers, logs
 
 
@@ -61,8 +60,8 @@ class Unopened(Exception):
 def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
     """How many rows of each shard (counts, sources) a limit keeps, from its beginning on; 0 keeps all.
 
-    Every source keeps the same share, or a limited set would be one of the source that comes first; of a source
-    the first rows in the order of its shards.
+    Every source keeps the same part, or a limited set would be one of the source that comes first; of a source the
+    first rows in the order of its shards.
     """
     total = sum(counts)
     if not limit or limit >= total:
@@ -77,16 +76,6 @@ def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list
         rows_kept.append(min(count, left[source]))
         left[source] -= rows_kept[-1]
     return rows_kept
-
-
-def grouped_by_source(
-    weights: Mapping[str, float], shards: Sequence[ShardRow | Path | str]
-) -> list[ShardRow | Path | str]:
-    """The shards of the weighted sources, those of one source together. LoaderError where one has none."""
-    own = {name: [s for s in shards if isinstance(s, ShardRow) and s.source == name] for name in weights}
-    if lacking := [name for name, members in own.items() if not members]:
-        raise LoaderError(f"no healthy shard of source '{lacking[0]}', which has a weight")
-    return [shard for members in own.values() for shard in members]
 
 
 def allow_files(count: int) -> None:
@@ -106,13 +95,66 @@ def allow_files(count: int) -> None:
     if hard != unlimited and hard <= count:
         raise LoaderError(
             f"{count:,} shards, but the system lets a process open {hard:,} files: raise the hard limit of open files "
-            "(`ulimit -Hn`), make larger shards or, of remote data, whose blocks are files, set data.window_blocks"
+            "(`ulimit -Hn`) or make larger shards"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == unlimited else min(needed, hard), hard))
 
 
+@kernel
+def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.ndarray, target: np.ndarray) -> int:
+    """Bytes source[start[i] : start[i] + length[i]] to target[place[i] :], for each row i. Returns a sum of no meaning.
+
+    The first and last byte of all rows are read before: the processor waits for many of them at once instead of one
+    after the other, which is three times as fast where nothing is in its caches.
+    """
+    touched = 0
+    for i in range(len(start)):
+        if length[i]:
+            touched += source[start[i]] + source[start[i] + length[i] - 1]
+    for i in range(len(start)):
+        for k in range(length[i]):
+            target[place[i] + k] = source[start[i] + k]
+    return touched
+
+
+def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
+    """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked.
+
+    Raises DamagedBlock where an offset leads out of its array: the file has changed since its block was checked.
+    """
+    parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
+    out: Batch = {}
+
+    def copy(name: str, dtype: np.dtype, start: np.ndarray, length: np.ndarray, place: np.ndarray, size: int) -> None:
+        """All in items."""
+        out[name], width = np.empty(size, dtype), dtype.itemsize
+        target, start, length, place = out[name].view(np.uint8), start * width, length * width, place * width
+        for shard, part in parts:
+            _copy(shard.arrays[name].view(np.uint8), start[part], length[part], place[part], target)
+
+    count = len(rows)
+    copy("records", layout.record, rows, np.ones(count, np.int64), np.arange(count), count)
+    for group, members in layout.ragged.items():
+        start, length = np.empty((2, count), np.int64)
+        for shard, part in parts:
+            offset = shard.arrays[f"{group}_offset"]
+            begin, end = offset[rows[part]], offset[rows[part] + 1]
+            if wrong := np.flatnonzero((begin < 0) | (begin > end) | (end > shard.meta["sizes"][group])).tolist():
+                raise DamagedBlock(shard.path, int(rows[part][wrong[0]]) // BLOCK, f"{group}_offset")
+            start[part], length[part] = begin, end - begin
+        out[f"{group}_offset"] = place = np.zeros(count + 1, OFFSET)
+        np.cumsum(length, out=place[1:])
+        for member, dtype in members.items():
+            copy(f"{group}_{member}", np.dtype(dtype), start, length, place[:-1], int(place[-1]))
+    return out
+
+
 class Reader:
     """Rows of several shards by one running number, damaged blocks replaced. Workers open their own maps.
+
+    shards: those of a source follow each other where `by_source`; then rows of a source are replaced by rows of it.
+    sidecars: what else there is of each row comes as `sidecar` (B,); where it is damaged, the row counts as lost.
+    keep_open: shards of a remote data set that stay open (0: all), as an open one takes room after it left the cache.
 
     A row of a bad block becomes the row at the same place of the next sound block (cyclic), so what a batch
     holds depends on the files alone and not on who found the damage first. A shard is opened when its first row is
@@ -121,121 +163,50 @@ class Reader:
 
     def __init__(
         self,
-        names: Sequence[str],
-        paths: Sequence[Path],
-        sources: Sequence[str],
-        counts: Sequence[int],
+        shards: Sequence[ShardRow],
         layout: Layout,
-        limit: int,
-        apart: bool = False,
+        limit: int = 0,
+        by_source: bool = False,
         sidecars: Sidecars | None = None,
-        elsewhere: Sequence[ShardRow] = (),
-        keep: int = 0,
+        keep_open: int = 0,
     ) -> None:
-        """apart: the shards of a source follow each other, and rows of a source are replaced by rows of it.
-
-        sidecars: what else there is of each row comes as `sidecar` (B,); where it is damaged, the row counts as lost.
-        elsewhere: the shards, where they are those of a data set elsewhere. Their blocks are brought here and are a
-        file each, of which `keep` stay open (0: all).
-        """
-        self._elsewhere, self.remote = tuple(elsewhere), remote_of(elsewhere)
-        self._keep = keep if elsewhere else 0
-        self._beside: Reader | None = None
+        self.shards, self.layout = tuple(shards), layout
+        # with its file system, as this process may be configured otherwise than a worker
+        self.remote = None if shards[0].remote is None else Remote.open(shards[0].remote)
+        self._keep = 0 if self.remote is None else keep_open
+        self._sidecars: Reader | None = None
         if sidecars is not None:
-            beside = [sidecars.paths.get(name, Path()) for name in names]
-            self._beside = Reader(names, beside, sources, counts, sidecars.layout, limit)
-        self.names, self.paths, self.layout = tuple(names), tuple(paths), layout
-        self._shards: dict[int, Shard] = {}
-        self._rows = tuple(counts)  # of each shard, by the catalogue
-        counts = kept_rows(counts, sources, limit)
-        self.start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # first row of each shard
+            beside = [replace(row, path=sidecars.paths.get(row.name, Path()), remote=None) for row in shards]
+            self._sidecars = Reader(beside, sidecars.layout, limit)
+        sources = [row.source for row in shards]
+        kept = kept_rows([row.count for row in shards], sources, limit)
+        self.start = np.cumsum([0, *kept], dtype=np.int64)  # first row of each shard, and N
         self.count = int(self.start[-1])
-        firsts = [np.arange(a, b, BLOCK) for a, b in zip(self.start, self.start[1:], strict=False)]
-        # first row of each block, and N
-        self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)
-        whole = [("", 0, self.count)]
-        self._parts = self._by_source(sources) if apart else whole  # (source, first row, end)
+        firsts = [np.arange(a, b, BLOCK) for a, b in itertools.pairwise(self.start)]
+        self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)  # first row of each block, and N
+        self._parts = self._by_source(sources) if by_source else [("", 0, self.count)]  # (source, first row, end)
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
-        self._new_damage: list[Damage] = []
         self._forget()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_shards": {}, "_new_damage": []}
+        return self.__dict__ | {"_open": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        # a worker has the limit of the process that it was forked from
-        self.allow_files()
+        self.allow_files()  # a worker has the limit of the process that it was forked from
         self._forget()
 
     def allow_files(self) -> None:
         """See `allow_files`, for as many as this keeps open."""
-        blocks = len(self.first) - 1
-        own = len(self.paths) if self.remote is None else min(self._keep or blocks, blocks)
-        allow_files(own * (1 + (self._beside is not None)))
+        allow_files(min(self._keep or len(self.shards), len(self.shards)) * (1 + (self._sidecars is not None)))
 
     def _forget(self) -> None:
         """Nothing is open, checked or mapped yet in this process."""
-        members = len(list(self.layout.members()))
-        # A file is a shard or, of a data set elsewhere, a block. Of its arrays: where they lie in memory, and how many
-        # items they have
-        files = len(self.paths) if self.remote is None else len(self.first) - 1
-        self._address = np.zeros((members, files), np.int64)
-        self._size = np.zeros_like(self._address)
+        self._open: dict[int, Shard] = {}  # by number, the one used longest ago first
         self._checked = np.zeros(len(self.first) - 1, bool)
-        self._mapped, self._resident = np.zeros(files, bool), 0
-
-    def _open(self, i: int) -> Shard:
-        if i not in self._shards:
-            try:
-                shard = Shard(self.paths[i], self.layout)
-            except ShardError as error:
-                raise Unopened(i, str(error)) from error
-            except OSError as error:  # of the machine, not of the file
-                remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
-                raise LoaderError(f"{self.paths[i]} cannot be opened: {error}; {remedy}") from error
-            if len(shard) != self._rows[i]:
-                rows = f"{len(shard)} rows, the catalogue says {self._rows[i]}"
-                raise Unopened(i, f"{shard.path}: {rows}; {REMEDY}")
-            self._map(i, shard)
-        return self._shards[i]
-
-    def _map(self, file: int, shard: Shard) -> None:
-        self._shards[file], self._address[:, file], self._size[:, file] = shard, addresses(shard), sizes(shard)
-
-    def _bring(self, remote: Remote, block: int) -> None:
-        """Open a block of a data set elsewhere."""
-        i, number = self.place(block)
-        try:
-            shard = remote.block(self._elsewhere[i], number, self.layout)
-        except DamagedBlock:
-            raise
-        except ShardError as error:
-            raise Unopened(i, str(error)) from error
-        if len(shard) != min(BLOCK, self._rows[i] - number * BLOCK):
-            raise Unopened(i, f"{self.paths[i]}: {len(shard)} rows in block {number}, not those of the catalogue")
-        self._map(block, shard)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of a block of a data set elsewhere, about: the mean of the shard whose blocks are the largest."""
-        return max(row.bytes // -(-row.count // BLOCK) for row in self._elsewhere)
-
-    def place(self, block: int) -> tuple[int, int]:
-        """(shard, number in it) of a block."""
-        i = int(np.searchsorted(self.start, self.first[block], side="right")) - 1
-        return i, int(self.first[block] - self.start[i]) // BLOCK
-
-    def blocks(self, rows: np.ndarray) -> np.ndarray:
-        """The blocks in which these rows (B,) lie, each once."""
-        return np.unique(np.searchsorted(self.first, rows, side="right") - 1)
-
-    def bring(self, block: int) -> None:
-        """Have a block of a data set elsewhere in the cache, and count it as used. Raises what `Remote.block` does."""
-        i, number = self.place(block)
-        if self.remote is not None and not self.remote.has(self._elsewhere[i], number):
-            self.remote.block(self._elsewhere[i], number, self.layout)
+        self._touched, self._resident = set[int](), 0
+        self._new_damage: list[Damage] = []
 
     def _by_source(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
         changes = [i for i, name in enumerate(sources) if i == 0 or name != sources[i - 1]]
@@ -249,6 +220,18 @@ class Reader:
         """First row of each block and, last, N, of the whole or of each source."""
         return [self.first[(self.first >= a) & (self.first <= b)] - a for _, a, b in self._parts]
 
+    def shards_of(self, rows: np.ndarray) -> np.ndarray:
+        """Number of the shard of each row (B,)."""
+        return np.searchsorted(self.start, rows, side="right") - 1
+
+    def rows_in(self, name: str, block: int) -> int:
+        """Rows of a shard's block, or of all of them (`WHOLE`), that the limit keeps."""
+        number = [row.name for row in self.shards].index(name)
+        rows = int(self.start[number + 1] - self.start[number])
+        return rows if block == WHOLE else max(0, min(BLOCK, rows - block * BLOCK))
+
+    # Reading
+
     def gather(self, rows: np.ndarray) -> Batch:
         """Copies of the rows (B,). Raises LoaderError when no block is sound."""
         while True:
@@ -259,59 +242,74 @@ class Reader:
             try:
                 return self._read(actual, sound)
             except DamagedBlock as error:
-                beside = self._beside.paths if self._beside is not None else ()
-                i = (self.paths if error.path in self.paths else beside).index(error.path)
+                beside = self._sidecars.shards if self._sidecars is not None else ()
+                paths = [shard.path for shard in self._open.values()]
+                i = list(self._open)[paths.index(error.path)] if error.path in paths else -1
+                if i < 0:
+                    i = [row.path for row in beside].index(error.path)
                 block = int(np.searchsorted(self.first, self.start[i] + error.block * BLOCK))
-                self._replace(slice(block, block + 1), (self.names[i], error.block, str(error)))
+                self._replace(slice(block, block + 1), (self.shards[i].name, error.block, str(error)))
             except Unopened as error:
                 start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
-                self._replace(slice(start, stop), (self.names[error.shard], WHOLE, str(error)))
+                self._replace(slice(start, stop), (self.shards[error.shard].name, WHOLE, str(error)))
 
     def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
-        shards = np.searchsorted(self.start, rows, side="right") - 1
-        if self._keep and len(self._shards) > self._keep:
-            self._close(blocks)
-        for block in np.unique(blocks[~self._checked[blocks]]):
-            if self.remote is not None:
-                self._bring(self.remote, int(block))
-                shard = self._shards[int(block)]
-            else:
-                i, number = self.place(int(block))
-                shard = self._open(i)
-                shard.verify_block(number)
+        shards = self.shards_of(rows)
+        self._close(shards)
+        for block in np.unique(blocks[~self._checked[blocks]]).tolist():
+            i = int(self.shards_of(self.first[block]))
+            shard = self._opened(i)
+            shard.verify_block(int(self.first[block] - self.start[i]) // BLOCK)
             self._checked[block] = True
             self._resident += shard.bytes // shard.blocks
-        files, first = (shards, self.start) if self.remote is None else (blocks, self.first)
-        self._mapped[files] = True
+        self._touched.update(np.unique(shards).tolist())
         self._resident += len(rows) * ROW_BYTES
-        try:
-            own = rows - first[files]
-            batch = gather(self.layout, self._address[:, files], self._size[:, files], own)
-        except ChangedRow as error:
-            i, number = self.place(int(blocks[error.row]))
-            raise DamagedBlock(self.paths[i], number, error.member) from error
+        batch = gather(self._open, shards, rows - self.start[shards], self.layout)
         self._release()
-        if self._beside is not None:
-            batch["sidecar"] = self._beside._read(rows, blocks)["records"]
+        if self._sidecars is not None:
+            batch["sidecar"] = self._sidecars._read(rows, blocks)["records"]
         return batch
 
-    def _close(self, needed: np.ndarray) -> None:
-        """Close the blocks that were opened longest ago and are not among the `needed` (B,), but for the last ones."""
-        wanted = set(needed.tolist())
-        spare = [block for block in self._shards if block not in wanted]
-        for block in spare[: len(self._shards) - self._keep]:
-            del self._shards[block]
-            self._checked[block] = self._mapped[block] = False
+    def _opened(self, i: int) -> Shard:
+        while i not in self._open:
+            row, path = self.shards[i], Path()
+            try:
+                path = row.path if self.remote is None else self.remote.fetch(row)
+                shard = Shard(path, self.layout)
+            except ShardError as error:
+                if self.remote is not None and path.suffix and not path.exists():  # another process has taken its room
+                    continue
+                raise Unopened(i, str(error)) from error
+            except OSError as error:  # of the machine, not of the file
+                remedy = "raise the limit of open files (`ulimit -n`), or close other programs"
+                raise LoaderError(f"{row.path} cannot be opened: {error}; {remedy}") from error
+            if len(shard) != row.count:
+                raise Unopened(i, f"{shard.path}: {len(shard)} rows, the catalogue says {row.count}; {REMEDY}")
+            self._open[i] = shard
+        return self._open[i]
+
+    def _close(self, shards: np.ndarray) -> None:
+        """Close the shards that were used longest ago and are not needed now, but for the last ones."""
+        if not self._keep or len(self._open) <= self._keep:
+            return
+        for i in np.unique(shards).tolist():
+            if i in self._open:
+                self._open[i] = self._open.pop(i)
+        for i in [i for i in self._open if i not in shards][: len(self._open) - self._keep]:
+            del self._open[i]
+            self._touched.discard(i)
+            self._checked[slice(*np.searchsorted(self.first, self.start[i : i + 2]))] = False
 
     def _release(self) -> None:
-        """Keep a data set larger than RESIDENT from filling the memory: its rows hardly come again soon."""
-        if self._resident > RESIDENT:
-            mapped = [self._shards[int(i)] for i in np.flatnonzero(self._mapped)]
-            self._resident = sum(shard.bytes for shard in mapped)
-            if self._resident > RESIDENT:
-                for shard in mapped:
-                    shard.release()
-                self._mapped[:], self._resident = False, 0
+        """Keep a data set larger than RESIDENT_BYTES from filling the memory: its rows hardly come again soon."""
+        if self._resident > RESIDENT_BYTES:
+            self._resident = sum(self._open[i].bytes for i in self._touched)
+            if self._resident > RESIDENT_BYTES:
+                for i in self._touched:
+                    self._open[i].release()
+                self._touched, self._resident = set(), 0
+
+    # Damage
 
     def _replace(self, blocks: slice, damage: Damage) -> None:
         self._bad[blocks] = True
@@ -323,11 +321,6 @@ class Reader:
                 of = f" of source '{source}'" if source else ""
                 raise LoaderError(f"all {b - a} blocks{of} are damaged, the last one: {damage[2]}")
             self._sound[a:b] = a + good[np.searchsorted(good, np.arange(b - a)) % len(good)]
-
-    def rows_in(self, name: str, block: int) -> int:
-        """Rows of a shard's block, or of all of them (`WHOLE`), that the limit keeps."""
-        start, stop = (int(row) for row in self.start[self.names.index(name) :][:2])
-        return stop - start if block == WHOLE else max(0, min(BLOCK, stop - start - block * BLOCK))
 
     def new_damage(self) -> list[Damage]:
         """Damage met since the last call."""

@@ -1,61 +1,59 @@
-"""Data sets that lie elsewhere (S3, HTTP, a shared folder): what is needed of them, in a cache on this machine.
+"""Data sets that lie elsewhere (S3, HTTP, a shared folder): their shards in a bounded folder of this machine.
 
-A data set is named by a URL of fsspec. Its catalogue is read when a run begins; blocks come by ranges of bytes, each
-checked by the shard's own checksums, and are kept as small shards, which are checked again wherever they are opened.
-A block that is not what was written is damage, as in a local shard. A source that says no, or cannot be reached, is no
-damage: rows would be replaced by others that are only late, so it ends the run, which can go on later.
+A data set is named by a URL of fsspec. Its catalogue is read when a run begins; shards come whole when their first row
+is asked for, are checked by the SHA-256 of the catalogue wherever they are opened, and go again when the folder is
+full, the one used longest ago first. A shard that is not what was written is damaged, as a local one. A source that
+refuses, or cannot be reached, is no damage: rows would be replaced by others that are only late, so it ends the run,
+which can be resumed.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from filelock import FileLock
 
-from matrixlib.data.blocks import End, Head, Ranges, read_block, read_head
-from matrixlib.data.cache import Cache
 from matrixlib.data.catalogue import NAME, REMOTE, ShardRow
-from matrixlib.data.shards import REMEDY, DamagedBlock, Layout, Shard, ShardError, file_hash, guarded, write_shard
-from matrixlib.files import cache_root, read_json, write_bytes, write_json
+from matrixlib.data.shards import ShardError, file_hash
+from matrixlib.files import REFUSALS, cache_root, read_json, write_bytes, write_json
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Result = TypeVar("Result")
 
-WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try where a connection fails
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try where a connection fails
 OPTIONS = {"s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}}}
 """By protocol, unless fsspec's own configuration has others: one try is one try, as they are counted here."""
-TAIL = 2**20  # bytes of a shard's end: its directory, meta data and checksums, of tens of millions of rows
-PIECE = 2**24  # bytes that are read at once of a whole shard
-LARGEST = 2**28  # bytes of a catalogue
-TAGS = ("ETag", "etag", "LastModified", "mtime")  # of what a file system says of a file: other ones, other bytes
-ROOM = 2**13  # bytes of a block's file beside its arrays, at most
+CATALOGUE_BYTES = 2**28  # at most
+STALE_SECONDS = 86_400.0  # after which an unfinished file is one of a killed process
+DOWNLOADS = 4  # at once, ahead of the batches
 
 
 class RemoteError(ValueError):
-    """A data set elsewhere that cannot be read; says which, why and what to do."""
+    """A data set elsewhere that cannot be read, or kept here; says which, why and what to do."""
 
 
 class Remote:
-    """A data set at `url`. `folder`: what this machine has of it; `cache`: the bound of that and of all other sets.
+    """A data set at `url`. `bytes`: how much of it, and of all other such sets, may lie on this machine.
 
-    Its catalogue lies in a folder of that for each bound, so that everybody who fetches holds to the bound that they
-    were told, whoever else has begun since.
+    Its catalogue lies in a folder of its own for each bound, so that every run enforces the bound that it was given.
     """
 
-    def __init__(self, url: str, cache: Cache) -> None:
+    def __init__(self, url: str, bytes: int) -> None:
         import fsspec
 
-        self.url, self.cache = url.rstrip("/"), cache
-        self.folder = cache.root / hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        self.url, self.bytes = url.rstrip("/"), bytes
+        self.root = cache_root() / "remote"
+        self.folder = self.root / hashlib.sha256(self.url.encode()).hexdigest()[:16]
         protocol = url.partition("://")[0]
         known = fsspec.config.conf.get(protocol, {})
         options = {key: value for key, value in OPTIONS.get(protocol, {}).items() if key not in known}
@@ -67,41 +65,34 @@ class Remote:
             ) from error
         except ValueError as error:
             raise RemoteError(f"{url}: {error}; give s3://bucket/folder, https://..., file:///folder") from error
-        self._try_once()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._try_once()  # in a worker process fsspec has made the file system anew
-
-    def _try_once(self) -> None:
-        if hasattr(self.fs, "retries"):
-            self.fs.retries = 1
 
     @classmethod
     def open(cls, folder: Path) -> Remote:
         """The data set whose catalogue was brought to `folder`."""
         known = read_json(folder / REMOTE)
-        return cls(known["url"], Cache(folder.parent.parent, int(known["cache"])))
+        return cls(known["url"], int(known["cache"]))
 
-    # What the source is asked
-
-    def _ask(self, name: str, act: Callable[[], Result]) -> Result:
-        """act(), again and again where the connection fails. RemoteError says what to do about anything else."""
+    def _ask(self, name: str, act: Callable[[str], Result]) -> Result:
+        """act(URL), again where the connection fails. RemoteError says what to do about anything else."""
         where = f"{self.url}/{name}"
-        for tries in itertools.count():
+        if hasattr(self.fs, "retries"):  # here, as a worker process makes the file system anew
+            self.fs.retries = 1
+        for seconds in (*RETRY_SECONDS, None):
             try:
-                return act()
+                return act(where)
             except FileNotFoundError as error:
                 raise RemoteError(f"{where} is not there: is data.source right, and all of the set there?") from error
             except PermissionError as error:
                 raise RemoteError(f"{where} may not be read ({error}): are these the right credentials?") from error
             except _connection_errors() as error:
-                if tries == len(WAITS):
+                if isinstance(error, OSError) and error.errno in REFUSALS:
+                    raise  # of the folder that is written here
+                if seconds is None:
                     raise RemoteError(
-                        f"{where} could not be read in {tries + 1} tries ({type(error).__name__}: {error}): is the "
-                        "network up, and the address right? The same command goes on where this one stopped"
+                        f"{where} could not be read in {len(RETRY_SECONDS) + 1} tries ({type(error).__name__}: {error})"
+                        ": is the network up, and the address right? The same command resumes"
                     ) from error
-                time.sleep(WAITS[tries])
+                time.sleep(seconds)
             except _access_errors() as error:
                 raise RemoteError(
                     f"{where}: {error}: log in, or set AWS_PROFILE, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
@@ -109,160 +100,104 @@ class Remote:
                 ) from error
         raise AssertionError("the last try raises")
 
-    def _facts(self, name: str) -> tuple[int, str]:
-        """(size in bytes, tag) of a file as it is now."""
-        facts = self._ask(name, lambda: self.fs.info(f"{self.url}/{name}"))
-        tag = next((facts[key] for key in TAGS if facts.get(key)), "")
-        if facts["size"] is None:
-            raise RemoteError(f"{self.url}/{name}: the server does not say how large it is: use one that does")
-        return int(facts["size"]), str(tag)
-
-    def _ranges(self, name: str, ranges: Ranges) -> list[bytes]:
-        """The bytes of these ranges of a file, each as long as it should be."""
-        full = [(start, stop) for start, stop in ranges if stop > start]  # servers refuse an empty one
-        path = f"{self.url}/{name}"
-
-        def read() -> list[bytes]:
-            starts, stops = [start for start, _ in full], [stop for _, stop in full]
-            parts = self.fs.cat_ranges([path] * len(full), starts, stops, on_error="return")
-            for part, (start, stop) in zip(parts, full, strict=True):
-                if isinstance(part, Exception):
-                    raise part
-                if len(part) > stop - start:
-                    raise RemoteError(f"{path}: the server sends more than was asked for: use one that knows ranges")
-                if len(part) != stop - start:
-                    raise ConnectionError(f"{len(part):,} of {stop - start:,} bytes came")
-            return list(parts)
-
-        parts = iter(self._ask(name, read))
-        return [next(parts) if stop > start else b"" for start, stop in ranges]
-
-    # The catalogue
-
     def update(self) -> Path:
         """Bring the catalogue as it is now; its folder."""
-        size, _ = self._facts(NAME)
-        if size > LARGEST:
-            raise RemoteError(f"{self.url}/{NAME} has {size:,} bytes, which no catalogue has: is that a data set?")
-        (data,) = self._ranges(NAME, [(0, size)])
-        path = self.folder / str(self.cache.bytes) / NAME
+        size = self._ask(NAME, self.fs.info)["size"]
+        if size is None or size > CATALOGUE_BYTES:
+            raise RemoteError(f"{self.url}/{NAME} has {size} bytes, which no catalogue has: is that a data set?")
+        data = self._ask(NAME, self.fs.cat_file)
+        path = self.folder / str(self.bytes) / NAME
         known = path.with_name(REMOTE)
-        if not (path.is_file() and path.read_bytes() == data and self.cache.use(known)):
-            with self.cache.filling(path):
+        with self._filling(path):
+            if not (path.is_file() and path.read_bytes() == data and known.is_file()):
                 write_bytes(path, data)
-                write_json(known, {"url": self.url, "cache": self.cache.bytes})
+                write_json(known, {"url": self.url, "cache": self.bytes})
+            os.utime(known)
         return path.parent
 
-    # Blocks
+    def path(self, row: ShardRow) -> Path:
+        """Where a shard lies on this machine, if it does: by its contents."""
+        return self.root / "shards" / f"{row.sha256}.npz"
 
-    def has(self, row: ShardRow, number: int) -> bool:
-        """Whether a block lies in the cache; it then counts as used now."""
-        return self.cache.use(self._place(row, number))
-
-    def block(self, row: ShardRow, number: int, layout: Layout) -> Shard:
-        """A block of a shard, checked, as a shard of its own. Raises DamagedBlock, ShardError for a shard without a
-        sound head, RemoteError and CacheError.
+    def fetch(self, row: ShardRow) -> Path:
+        """The file of a shard, brought here and checked. ShardError where its bytes are, twice, not those that were
+        catalogued; RemoteError.
         """
-        path = self._place(row, number)
-        if shard := self._kept(path, layout):
-            return shard
-        with self.cache.filling(path):
-            while not (shard := self._kept(path, layout)):  # another process may have been faster
-                head, batch = self._sound(row, number, layout)
-                self.cache.reserve(sum(array.nbytes for array in batch.values()) + ROOM)
-                meta = {key: head.meta[key] for key in ("source", "generator", "seed", "split", "created")}
-                write_shard(path, layout, batch, meta)
-        return shard
-
-    def _place(self, row: ShardRow, number: int) -> Path:
-        return self.folder / "blocks" / row.sha256[:32] / f"{number:06d}.npz"
-
-    def _kept(self, path: Path, layout: Layout) -> Shard | None:
-        """A block that is in the cache and whole."""
-        if not self.cache.use(path):
-            return None
-        try:
-            shard = Shard(path, layout)
-            shard.verify_block(0)
-        except ShardError:  # it went meanwhile, or the disk is not what it was
-            return None
-        return shard
-
-    def _sound(self, row: ShardRow, number: int, layout: Layout) -> tuple[Head, dict[str, Any]]:
-        """A block from the source, read once more where it fails its check: that may have happened on the way."""
-        head = self._head(row, layout)
-        read = functools.partial(self._ranges, row.name)
-        try:
-            return head, read_block(row.name, head, layout, number, read)
-        except DamagedBlock:
-            fresh = self._head(row, layout, head.tag)
-        if fresh.tag != head.tag:
-            raise RemoteError(
-                f"{self.url}/{row.name} is not the file that this run has begun with: bring that back, or make the "
-                "catalogue anew, and begin another run"
-            )
-        try:
-            return fresh, read_block(row.name, fresh, layout, number, read)
-        except DamagedBlock as error:
-            raise DamagedBlock(row.path, number, error.member) from error
-
-    def _head(self, row: ShardRow, layout: Layout, known: str = "") -> Head:
-        """That of a shard, as it was when the first block was read; anew where that is `known` and gave damage."""
-        path = self._place(row, 0).with_name("head.json")
-        with FileLock(path.with_suffix(".lock")):  # of those that hold the lock of a block
-            if path.is_file() and not known:
-                return Head(**read_json(path))
-            head = self._fetch_head(row, layout)
-            if known in ("", head.tag):
-                write_json(path, head.data())
-            return head
-
-    def _fetch_head(self, row: ShardRow, layout: Layout) -> Head:
-        """The head of a shard as it is now."""
-        size, tag = self._facts(row.name)
-        if size != row.bytes:
-            raise RemoteError(
-                f"{self.url}/{row.name} has {size:,} bytes, and {row.bytes:,} by the catalogue: bring back the file "
-                "that belongs to the catalogue, or make that anew"
-            )
-        for last in (False, True):  # what is wrong may have become so on the way
-            (data,) = self._ranges(row.name, [(max(0, size - TAIL), size)])
-            try:
-                head = guarded(row.path, functools.partial(read_head, row.name, End(data, size), layout, tag))
-                break
-            except ShardError:
-                if last:
-                    raise
-        if head.meta["count"] != row.count:
-            raise ShardError(f"{row.path}: {head.meta['count']} rows, the catalogue says {row.count}; {REMEDY}")
-        return head
-
-    # Whole shards
-
-    def whole(self, row: ShardRow) -> Path:
-        """The file of a shard, all of it. ShardError where its bytes are, twice, not those that were catalogued."""
-        path = self.folder / row.name
-        if self._is_whole(path, row):
+        path = self.path(row)
+        if _is_sound(path, row):
             return path
-        with self.cache.filling(path):
-            if self._is_whole(path, row):
+        with self._filling(path):
+            if _is_sound(path, row):  # another process was faster
                 return path
-            temporary = path.with_name(f"{path.name}.tmp")
-            self.cache.reserve(row.bytes, temporary)
+            part, place = path.with_suffix(".tmp"), path.with_suffix(".part")
+            self._reserve(row.bytes, place)
             try:
                 for _ in range(2):  # what is wrong may have become so on the way
-                    with temporary.open("r+b") as file:
-                        for start in range(0, row.bytes, PIECE):
-                            file.writelines(self._ranges(row.name, [(start, min(start + PIECE, row.bytes))]))
-                    if file_hash(temporary) == row.sha256:
-                        temporary.replace(path)
+                    self._ask(row.name, lambda where: self._download(where, part, row.bytes))
+                    if file_hash(part) == row.sha256:
+                        os.replace(part, path)
                         return path
-                raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
+                if (size := part.stat().st_size) != row.bytes:
+                    raise RemoteError(
+                        f"{self.url}/{row.name} has {size:,} bytes, and {row.bytes:,} by the catalogue: bring back the "
+                        "file that belongs to the catalogue, or make that anew"
+                    )
             finally:
-                temporary.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
+                place.unlink(missing_ok=True)
+        raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
 
-    def _is_whole(self, path: Path, row: ShardRow) -> bool:
-        return self.cache.use(path) and file_hash(path) == row.sha256
+    def _download(self, where: str, path: Path, size: int) -> None:
+        self.fs.get_file(where, str(path))
+        if (come := path.stat().st_size) < size:
+            raise ConnectionError(f"{come:,} of {size:,} bytes came")
+
+    @contextmanager
+    def _filling(self, path: Path) -> Iterator[None]:
+        """Within it, no other process or thread writes `path`, whose folder is there."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.root / f"{hashlib.sha256(path.name.encode()).hexdigest()[:2]}.lock"):
+                yield
+        except OSError as error:
+            raise RemoteError(
+                f"the cache of remote data in {self.root} cannot be written ({error}): make room or make it writable, "
+                "lower data.cache, or let MATRIXLIB_CACHE name another folder"
+            ) from error
+
+    def _reserve(self, size: int, place: Path) -> None:
+        """Remove the shards that were used longest ago until `size` bytes are free; `place` counts as so many. A file
+        that another process has mapped stays readable there, and its room is free when it is closed.
+        """
+        if size > self.bytes:
+            raise RemoteError(
+                f"{size:,} bytes of remote data have to lie in the cache at once, and data.cache is "
+                f"{self.bytes / 2**30:g} GiB: raise it"
+            )
+        with FileLock(self.root / "reserve.lock"):
+            files = []
+            for path in place.parent.iterdir():
+                with suppress(FileNotFoundError):  # whoever wrote it has renamed or removed it
+                    files.append((path.stat().st_mtime, path.stat().st_size, path))
+            used = sum(size for _, size, path in files if path.suffix in (".npz", ".part"))
+            for when, old, path in sorted(files):
+                stale = path.suffix != ".npz" and when < time.time() - STALE_SECONDS
+                if stale or (path.suffix == ".npz" and used + size > self.bytes):
+                    with suppress(PermissionError):  # Windows keeps a file that somebody has mapped
+                        path.unlink(missing_ok=True)
+                        used -= old if path.suffix in (".npz", ".part") else 0
+            with place.open("wb") as file:
+                file.truncate(size)
+
+
+def _is_sound(path: Path, row: ShardRow) -> bool:
+    """Whether a shard is here as it was written; it then counts as used now."""
+    try:
+        with suppress(PermissionError):  # of a folder that cannot be written
+            os.utime(path)
+        return file_hash(path) == row.sha256
+    except FileNotFoundError:
+        return False
 
 
 def is_remote(source: str) -> bool:
@@ -271,23 +206,69 @@ def is_remote(source: str) -> bool:
 
 
 def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
-    """Folder with the catalogue of the data set at a URL as it is now. cache: GiB that its blocks, and those of all
-    other such sets, may take on this machine; look: unless a training has set another. RemoteError, CacheError.
+    """Folder with the catalogue of the data set at a URL as it is now. cache: GiB that its shards, and those of all
+    other such sets, may take on this machine; look: unless a training has set another. Raises RemoteError.
     """
-    remote = Remote(url, Cache(cache_root() / "remote", int(cache * 2**30)))
+    remote = Remote(url, int(cache * 2**30))
     known = sorted(remote.folder.glob(f"*/{REMOTE}"), key=lambda path: path.stat().st_mtime)
     return (Remote.open(known[-1].parent) if look and known else remote).update()
 
 
-def remote_of(rows: Sequence[ShardRow]) -> Remote | None:
-    """The data set elsewhere of which these are shards; None where they are here."""
-    folder = next((row.remote for row in rows if row.remote), None)
-    return None if folder is None else Remote.open(folder)
+def local_path(row: ShardRow) -> Path:
+    """Path of a shard's file, brought here if it lies elsewhere. Raises ShardError, RemoteError."""
+    return row.path if row.remote is None else Remote.open(row.remote).fetch(row)
 
 
-def whole(row: ShardRow) -> Path:
-    """Path of a shard's file, brought here if it lies elsewhere. Raises ShardError, RemoteError, CacheError."""
-    return row.path if row.remote is None else Remote.open(row.remote).whole(row)
+# Ahead of the batches
+
+
+def check_cache(remote: Remote, shards: Sequence[ShardRow], at_once: int) -> None:
+    """Raises RemoteError where so many shards (0: all), which rows come from at a time, do not fit in the cache: each
+    batch would bring anew what the last one had.
+    """
+    size = sum(sorted((row.bytes for row in shards), reverse=True)[: at_once or None])
+    if size > remote.bytes:
+        raise RemoteError(
+            f"{remote.url}: rows come from {at_once or len(shards):,} shards at a time, {size / 2**30:.3g} GiB, and "
+            f"data.cache is {remote.bytes / 2**30:.3g} GiB: raise it, or set data.window_blocks to fewer"
+        )
+
+
+def fetch_ahead(
+    batches: Generator[Result, None, None],
+    remote: Remote,
+    shards: Sequence[ShardRow],
+    wanted: Iterator[set[int]],
+    ahead: int,
+) -> Iterator[Result]:
+    """The batches, while the shards of the next `ahead` ones are brought here.
+
+    wanted: for each batch the numbers of its shards.
+    """
+    before: set[int] = set()
+
+    def bring(number: int) -> None:
+        with suppress(ShardError, RemoteError):  # whoever reads it is told
+            if not remote.path(shards[number]).exists():
+                remote.fetch(shards[number])
+
+    def look() -> None:
+        nonlocal before
+        now = next(wanted, before)
+        for number in sorted(now - before):
+            pool.apply_async(bring, (number,))
+        before = now
+
+    pool = ThreadPool(DOWNLOADS)  # daemon threads, unlike an executor's: a process does not wait for them at its end
+    try:
+        for _ in range(ahead):
+            look()
+        with closing(batches):
+            for batch in batches:
+                look()
+                yield batch
+    finally:
+        pool.terminate()
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:

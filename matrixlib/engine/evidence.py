@@ -19,7 +19,7 @@ def keep(run: Path, action: Action, step: int, health: Health, log: Path, source
     log: its metrics.jsonl. source: of its batches (`Data.batches`).
     """
     folder = run / "evidence" / f"{action}_{health.rollbacks + 1}_update_{step:08d}"
-    batches = [source.raw(i) for i in range(max(health.onset, step - LAST), step)]
+    batches = [source.unskipped_index(i) for i in range(max(health.onset, step - LAST), step)]
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "verdict": action,

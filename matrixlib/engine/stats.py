@@ -32,7 +32,7 @@ class Stats:
     what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no weight so far,
     for a blow-up or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data and updating;
     times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late. loader: how its
-    workers keep up, where there are any (`Source.supply`). throughput:
+    workers keep up, where there are any (`Source.prefetch_stats`). throughput:
     rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known. gate:
     factor on the weights of the self-supervised terms, where there are any. dropout: factor on the rates of dropout,
     where they change. left_out: rows without these terms, for

@@ -105,13 +105,13 @@ class Source(Protocol):
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Host batches of updates start..stop-1; closing the iterator gives its resources back."""
 
-    def raw(self, i: int) -> int:
+    def unskipped_index(self, i: int) -> int:
         """Number of batch i in the stream with nothing skipped."""
 
     def skipping(self, ranges: Sequence[tuple[int, int]]) -> Source:
-        """The same stream without the batches of these raw ranges (start, stop)."""
+        """The same stream without the batches of these unskipped ranges (start, stop)."""
 
-    def supply(self) -> dict[str, float]:
+    def prefetch_stats(self) -> dict[str, float]:
         """Of the batch that came last: seconds that a worker took to `prepare` it, how many lay `ready` behind it; {}
         where batches are not made ahead.
         """
@@ -127,7 +127,7 @@ class Data(Protocol):
         """Host batches of the fixed "sample" of the held-out rows or of the "full" set; empty where there are none."""
 
     def records(self, source: Source, batches: Sequence[int], folder: Path) -> None:
-        """Keep the stored rows of these raw batch numbers in `folder`, after a blow-up."""
+        """Keep the stored rows of these unskipped batch numbers in `folder`, after a blow-up."""
 
 
 class Teacher(Protocol):

@@ -392,7 +392,7 @@ class Trainer:
             memory=self._memory.interval() if validation or self.step % MEMORY_ROWS == 0 else None,
             seconds=self._seconds,
             times=times,
-            loader=self._source.supply() or None,
+            loader=self._source.prefetch_stats() or None,
             throughput=throughput,
             share_of_peak=round(throughput / self.peak, 4) if self.peak else None,
             validation=validation.to_dict() if validation else None,
@@ -432,7 +432,7 @@ class Trainer:
         trouble began and with a smaller learning rate; what happened, in words.
         """
         health = self._step.health
-        window = self._source.raw(health.onset), self._source.raw(self.step - 1) + 1
+        window = self._source.unskipped_index(health.onset), self._source.unskipped_index(self.step - 1) + 1
         skip = sorted([*self.skip, window])  # also those that a checkpoint from before them does not know
         where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
         checkpoint = newest(self.ranks, self.checkpoints, target)

@@ -34,7 +34,7 @@ def settle(data: RunData, requested: Config) -> RunData:
 
     Raises RunError where the user named a device or a dtype whose updates are not what the CPU computes.
     """
-    if requested.runtime.shard and data.share.size > 1:
+    if requested.runtime.shard and data.ranks.size > 1:
         return data  # one device may have no room for what would be tried
     data, most = _agreeing(data, requested)
     if data.runtime.device != "cpu" and requested.train.micro_batch == "auto":

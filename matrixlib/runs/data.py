@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.config import Config
+from matrixlib.data.order import RankSlice
 from matrixlib.data.reader import WHOLE, Sidecars, kept_rows
 from matrixlib.data.shards import concat, write_shard
-from matrixlib.data.share import Share
 from matrixlib.hardware.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RunData:
     """What one run trains on and is judged by. messages: what a person should know of it, so far. config, runtime: as
     resolved, the number of updates and the micro-batch maybe later than the rest.
 
-    share: the rows of each batch that this process makes.
+    ranks: which rows of each batch this process makes.
     training, validation: loaders of the whole data. Raises RunError where there is none of either, or of a phase.
     """
 
@@ -48,7 +48,7 @@ class RunData:
     catalogue: Catalogue
     messages: list[str]
     teacher: Teacher | None = None
-    share: Share = Share()
+    ranks: RankSlice = RankSlice()
 
     def __post_init__(self) -> None:
         self._sidecars: Sidecars | None = None
@@ -64,11 +64,11 @@ class RunData:
         self.training = self._training(self.task)
         self.validation = self._validation(self.task)
 
-    def unshared(self) -> RunData:
-        """All rows, whatever this rank's share of them is; what was lost so far stays known."""
-        if self.share.size == 1:
+    def of_all_ranks(self) -> RunData:
+        """The rows of all ranks; what was lost so far stays known."""
+        if self.ranks.size == 1:
             return self
-        whole = replace(self, share=Share())
+        whole = replace(self, ranks=RankSlice())
         whole._lost = self._lost
         return whole
 
@@ -161,7 +161,7 @@ class RunData:
             "on_damage": partial(self._damaged, split),
             "on_loss": self._say,
             "sidecars": self._sidecars,
-            "share": self.share,
+            "ranks": self.ranks,
         }
 
     def _tell_quarantined(self) -> None:

@@ -56,7 +56,7 @@ def change_batches(
     def changing(loader: Loader, start: int, stop: int | None = None) -> Iterator[Tensors]:
         with contextlib.closing(batches(loader, start, stop)) as inner:  # type: ignore[type-var]
             for i, batch in enumerate(inner, start):
-                now[0] = loader.raw(i)
+                now[0] = loader.unskipped_index(i)
                 if now[0] in numbers:
                     change(batch)
                 yield batch

@@ -23,7 +23,7 @@ from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.reader import kept_rows
-from matrixlib.data.remote import whole
+from matrixlib.data.remote import local_path
 from matrixlib.data.shards import BLOCK, Shard, concat, write_shard
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import figures
@@ -255,7 +255,7 @@ def copy_data(config: Config, folder: Path) -> None:
         for row, count in zip(rows, counts, strict=True):
             if count:
                 source = row.source if by_source else "first rows of another set"
-                parts.setdefault(source, []).append(Shard(whole(row), spec.layout).gather(np.arange(count)))
+                parts.setdefault(source, []).append(Shard(local_path(row), spec.layout).gather(np.arange(count)))
         for number, (source, batches) in enumerate(parts.items()):
             meta = {"source": source, "generator": "faults", "seed": 0, "split": split}
             name = f"{split}_{number}.npz" if number else f"{split}.npz"

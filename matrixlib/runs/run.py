@@ -20,7 +20,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.share import Share
+from matrixlib.data.order import RankSlice
 from matrixlib.engine import history, timing
 from matrixlib.engine.folder import newest_complete, whole_runs
 from matrixlib.engine.stats import Stats
@@ -197,7 +197,7 @@ class Run:
                     yield stats
             model = self.trainer.evaluation_model()
             if model is not None:
-                ending.finish(self.folder, self.preset, self.data.unshared(), self.trainer, model)
+                ending.finish(self.folder, self.preset, self.data.of_all_ranks(), self.trainer, model)
         except GeneratorExit:  # the caller has left the loop: nothing has failed
             raise
         except BaseException as error:
@@ -453,7 +453,7 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     task = spec.task(config)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder, spec, config, runtime, record)
-    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, Share(ranks.rank, size))
+    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size))
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:

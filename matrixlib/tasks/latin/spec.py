@@ -120,11 +120,11 @@ class LatinSpec(TaskSpec[LatinConfig]):
 
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
-        from matrixlib.data.remote import whole
+        from matrixlib.data.remote import local_path
         from matrixlib.tasks.latin import pool, rates
 
         task = net.task
-        squares = pool.read(whole(row) for row in catalogue.shards("validation"))
+        squares = pool.read(local_path(row) for row in catalogue.shards("validation"))
         grids = max(LEAST_GRIDS, (sample or task.config.validation.sample) // 10)
         by_kind = rates.measure(task, net.model, squares, grids=grids, seed=task.config.seed)
         means = {

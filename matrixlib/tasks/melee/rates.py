@@ -13,7 +13,7 @@ import numpy as np
 from matrixlib.config import ConfigError
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.reader import kept_rows
-from matrixlib.data.remote import whole
+from matrixlib.data.remote import local_path
 from matrixlib.data.shards import Shard, select
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
@@ -38,5 +38,5 @@ def statistics(config: MeleeConfig) -> Statistics | None:
         if rows_kept == row.count and "classes" in row.quality:
             parts.append(Statistics(**row.quality["classes"]))
         elif rows_kept:
-            parts.append(count(select(Shard(whole(row), LAYOUT).arrays, np.arange(rows_kept), LAYOUT)))
+            parts.append(count(select(Shard(local_path(row), LAYOUT).arrays, np.arange(rows_kept), LAYOUT)))
     return functools.reduce(operator.add, parts) if parts else None

@@ -13,7 +13,7 @@ from pandas import DataFrame, concat
 from matrixlib.data import stats
 from matrixlib.data.account import accounts, quiet_catalogue
 from matrixlib.data.catalogue import Catalogue, ShardRow
-from matrixlib.data.remote import whole
+from matrixlib.data.remote import local_path
 from matrixlib.data.shards import BLOCK, Batch, Shard, ShardError, ragged_rows
 from matrixlib.data.shards import concat as concat_batches
 from matrixlib.tasks.chess import bitboard
@@ -258,7 +258,7 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
 
 
 def _opened(row: ShardRow) -> Shard:
-    return Shard(whole(row), LAYOUT)
+    return Shard(local_path(row), LAYOUT)
 
 
 def _eligible(
