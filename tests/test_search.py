@@ -12,6 +12,7 @@ from matrixlib.play.game import Moves, Offsets, States, Values, endings, uniform
 from matrixlib.play.match import play_pairs, search_player
 from matrixlib.play.search import Search, SearchOptions, SearchResult
 from matrixlib.play.tree import considered_visits
+from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.spec import perfect_player
 
@@ -434,6 +435,22 @@ def test_subtrees_are_kept() -> None:
     tree.advance([0], [int(after[0].moves[0])])
     tree.run(5, trees=[0])
     consistent(tree)
+
+
+def test_a_trimmed_tree_keeps_what_its_moves_were_worth_and_goes_on() -> None:
+    game = ChessGame()
+    tree, whole = (Search(game, uniform, SearchOptions(leaves=2)) for _ in range(2))
+    before, _ = tree.run(400)[0], whole.run(400)
+    nodes, size = tree.nodes, tree.bytes
+    tree.trim()
+    assert tree.nodes < nodes / 2
+    assert tree.bytes < size / 2
+    (kept,) = tree.run(0)
+    assert (kept.visits == before.visits).all()
+    assert np.array_equal(kept.values, before.values, equal_nan=True)
+    (after,), (untrimmed,) = tree.run(200), whole.run(200)
+    assert after.visits.sum() == untrimmed.visits.sum() == before.visits.sum() + 200
+    assert not tree.pool.pending[: tree.edges].any()
 
 
 def test_an_unexplored_move_starts_a_new_tree() -> None:

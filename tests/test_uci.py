@@ -271,10 +271,14 @@ def test_the_limit_of_simulations_ends_a_timed_search(engine: Dialogue) -> None:
     assert " nodes 30 " in infos(lines)[-1]
 
 
-def test_a_full_tree_ends_the_search(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uci, "BYTES", 2**20)
-    lines = engine.ask("setoption name Hash value 64", "go movetime 99999999", until="bestmove")
-    assert " hashfull 1000 " in infos(lines)[-1]
+def test_a_full_tree_forgets_and_searches_on(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had ended the search at 256 visits of the root for each MiB, those of the move before included."""
+    monkeypatch.setattr(uci, "MIB", 2**14)
+    lines = infos(engine.ask("setoption name Hash value 16", "position startpos", "go nodes 1500", until="bestmove"))
+    assert " nodes 1500 " in lines[-1]
+    assert " hashfull 1000 " in "".join(lines)
+    assert engine.engine.thinker.search.bytes < 16 * 2**14 + 2**17, "one batch more at most"
+    assert int(re.search(r"nodes (\d+)", infos(engine.ask("go nodes 300", until="bestmove"))[-1])[1]) == 300
 
 
 def test_threads_are_those_asked_for(engine: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,20 @@ class Search:
         edges = self._root_edges(tree)
         return self._line_from(edges.start + int((self.pool.move[edges] == move).argmax()))
 
+    @property
+    def bytes(self) -> int:
+        """Memory that the trees take, at most: twice what they need, for the arrays are doubled when they are full."""
+        sizes = [array.itemsize for array in self.pool]
+        node = sum(sizes[: kernels.OF_NODES]) + self._node_states.itemsize
+        return 2 * (self.nodes * node + self.edges * sum(sizes[kernels.OF_NODES :]))
+
+    def trim(self) -> None:
+        """Forget the less visited half of the nodes, about; what their visits have said stays with their edges."""
+        self._prune()
+        visits = self.pool.visits[self.pool.parent_edge[: self.nodes]]
+        self._stale = True
+        self._prune(int(np.median(visits)) + 1)
+
     def _root_edges(self, tree: int) -> slice:
         """The edges of a tree's root."""
         root = self._roots[tree]
@@ -228,13 +242,13 @@ class Search:
         if missing > 0:
             self._history = np.pad(self._history, ((0, 0), (0, max(missing, self._history.shape[1]))))
 
-    def _prune(self) -> None:
-        """Drop what no root leads to any more."""
+    def _prune(self, visits: int = 0) -> None:
+        """Drop what no root leads to any more, by edges of so many visits."""
         if not self._stale:
             return
         self._stale = False
         before, moved = self.nodes, np.empty(self.nodes, np.int32)
-        self.nodes, self.edges = kernels.compact(self.pool, self.trees, self._roots, before, moved)
+        self.nodes, self.edges = kernels.compact(self.pool, self.trees, self._roots, before, moved, visits)
         self._node_states[: self.nodes] = self._node_states[:before][moved >= 0]
 
     def _plant(self, trees: I32) -> None:

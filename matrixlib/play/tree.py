@@ -269,8 +269,10 @@ def occurrences(p: Pool, leaf: I32, keys: U64, history: U64, plies: I64) -> I32:
 
 
 @kernel
-def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[Int, Int]:
-    """Keep only what hangs on the roots, in the same order; `moved` (nodes,) gets new numbers or -1."""
+def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32, visits: Int) -> tuple[Int, Int]:
+    """Keep only what hangs on the roots by edges of so many visits, in the same order; `moved` (nodes,) gets new
+    numbers or -1.
+    """
     shift = np.zeros(nodes, np.int32)
     moved[:nodes] = -1
     for t in range(trees):
@@ -284,7 +286,7 @@ def compact(p: Pool, trees: Int, roots: I32, nodes: Int, moved: I32) -> tuple[In
     new, used = 0, trees
     for old in range(nodes):
         parent = p.parent[old]
-        if moved[old] < 0 and (parent < 0 or moved[parent] < 0):
+        if moved[old] < 0 and (parent < 0 or moved[parent] < 0 or p.visits[p.parent_edge[old]] < visits):
             continue
         moved[old] = new
         first, count = p.first_edge[old], p.num_edges[old]

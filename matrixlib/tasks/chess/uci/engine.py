@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matrixlib.tasks.chess.evaluate.net import Net
 
 Lines = queue.SimpleQueue[str | None]
-BYTES = 4096  # of memory that a simulation takes, at most
+MIB = 2**20
 
 
 def ranking(result: SearchResult) -> list[int]:
@@ -208,6 +208,7 @@ class Engine:
             options = SearchOptions(leaves=self._number("Batch"))
             self.thinker = Thinker(self.net, ChessGame(self._tables, men), options)
             self.thinker.search.run(2 * options.leaves)
+            self.thinker.search.trim()
         return self.thinker
 
     def _go(self, go: protocol.Go, only: list[chess.Move]) -> None:
@@ -225,13 +226,13 @@ class Engine:
             self.say("info depth 0 score cp 0 string neither side can mate")
             return self._answer(go, next(iter(only or board.legal_moves)).uci())
         draws = self._draws()
-        capacity = self._number("Hash") * 2**20 // BYTES
+        capacity = self._number("Hash") * MIB
         with considerate(self._number("Threads")):  # of the other engine, say
             for result, done in thinker.think(limit, deadline, self._interrupted, capacity):
                 seconds = time.monotonic() - began
                 progress = (
                     f"nodes {done} nps {int(done / max(seconds, 1e-3))} "
-                    f"hashfull {min(1000 * int(result.visits.sum()) // capacity, 1000)} time {int(1000 * seconds)}"
+                    f"hashfull {min(1000 * thinker.search.bytes // capacity, 1000)} time {int(1000 * seconds)}"
                 )
                 self._report(thinker, result, done, draws, progress)
         if self.options["VerboseMoveStats"] == "true":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import chess
@@ -25,10 +24,6 @@ SLICE = 1.0  # seconds between two looks at a search
 def _over(search: Search) -> bool:
     counts = np.diff(search.game.legal(search.states)[1])
     return not np.isnan(search.game.terminal(search.states, counts)).all()
-
-
-def _due(stop: Callable[[], bool], pause: float) -> bool:
-    return stop() or time.monotonic() >= pause
 
 
 class Thinker:
@@ -75,17 +70,23 @@ class Thinker:
         simulations have doubled, and how many there were.
 
         most: simulations, perhaps infinite. deadline: of time.monotonic(). stop: called between batches. capacity:
-        visits at which the tree is full.
+        bytes of memory; a tree that takes more forgets what was visited least.
         """
-        done, over = 0, False
+        search = self.search
+        done, pause, over = 0, deadline, False
+
+        def due() -> bool:
+            return stop() or time.monotonic() >= pause or search.bytes >= capacity
+
         while not over:
             pause = min(deadline, time.monotonic() + SLICE)
             target = min(most, protocol.UNIT << protocol.depth_of(done) + 1)
-            (result,) = self.search.run(int(target) - done, until=partial(_due, stop, pause))
+            (result,) = search.run(int(target) - done, until=due)
             done += result.simulations
-            over = stop() or result.proven or done >= most or int(result.visits.sum()) >= capacity
-            over = over or time.monotonic() >= deadline
+            over = stop() or result.proven or done >= most or time.monotonic() >= deadline
             yield result, done
+            if search.bytes >= capacity:
+                search.trim()
 
     def line(self, board: chess.Board, move: int) -> list[chess.Move]:
         """The principal variation from a move (policy index) of the board at which the tree was placed."""
