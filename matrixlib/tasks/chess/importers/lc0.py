@@ -1,11 +1,16 @@
 """Reader of Leela Chess Zero's training data, version 6: .gz files of one game each, and .tar files of those.
 
-A record (leela.py) has the shares of visits as policy, the value of the search as win-draw-loss, and the game's result.
+A record has the shares of visits as policy, the value of the search as win-draw-loss, and the game's result. Positions
+stand there from the side to move, ranks mirrored for Black as in our own record. Only the newest of the eight is read,
+and the one before where the format does not tell the en-passant file otherwise. From format 3 on a position without
+castling rights is turned into a canonical one of up to eight, and turned back here.
+
+Nothing says which ply of its game a record is: `ply` counts the records of the file, made even for White. Leela's
+repetition plane does not tell one earlier occurrence from several.
 """
 
 import tarfile
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +19,58 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.data.entries import ParseResult, Part, Refused
-from matrixlib.data.shards import Batch
-from matrixlib.tasks.chess.importers.leela import (
-    ARMAGEDDON,
-    DELETED,
-    FORMATS,
-    TOLERANCE,
-    V6,
-    Faults,
-    decode,
-    numbers_of,
-    values_of,
-)
-from matrixlib.tasks.chess.importers.notation import legal_of
-from matrixlib.tasks.chess.importers.parsing import empty
+from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.tasks.chess import bitboard
+from matrixlib.tasks.chess.importers.notation import Faults, Legal, first_faults, legal_of, standing_rights
+from matrixlib.tasks.chess.importers.parsing import blank, empty
 from matrixlib.tasks.chess.keys import game_id
-from matrixlib.tasks.chess.lc0.moves import move_name
-from matrixlib.tasks.chess.records import Records, to_board
+from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
+from matrixlib.tasks.chess.records import UNKNOWN, Records, playable, to_board
+from matrixlib.tasks.chess.scores import wdl_of_shares
 
-VERSION, VERSIONS = 6, (3, 4, 5, 6, 7)  # what is read, what is known by name
+VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
+FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # CANONICAL: formats from here on
+FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
+TOLERANCE = 0.01  # of the sum of the policy, and of the bounds of a value
 LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
+VALUES = ("root_q", "best_q", "root_d", "best_d", "root_m", "best_m", "plies_left", "result_q", "result_d")
+OTHERS = ("played_q", "played_d", "played_m", "original_q", "original_d", "original_m")
+V6 = np.dtype(
+    [
+        ("version", "<u4"),
+        ("input_format", "<u4"),
+        ("probabilities", "<f4", POLICY),
+        # newest first; ours P N B R Q K, theirs, repetition; a byte is a rank, its highest bit file a
+        ("planes", "u1", (8, 13, 8)),
+        # our queen's side, our king's, theirs; from format 2 on the rook's file as a bit
+        ("castling", "u1", 4),
+        # 1: Black to move; from format 3 on the file of en passant as a bit
+        ("side", "u1"),
+        ("rule50", "u1"),
+        # 1 flip, 2 mirror, 4 transpose, 16 game too long, 64 to be deleted, 128 Black to move
+        ("flags", "u1"),
+        ("unused", "u1"),
+        *((name, "<f4") for name in VALUES + OTHERS),
+        ("visits", "<u4"),
+        ("played", "<u2"),
+        ("best", "<u2"),
+        ("divergence", "<f4"),
+        ("reserved", "<u4"),
+    ]
+)
+ROOKS = np.array([1, 128, 1, 128], np.uint8)  # `castling` of standard chess: files a and h
+REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1])  # bytes bit by bit
+
+
+def _transforms() -> NDArray[np.int64]:
+    """(8, 64): where each square goes by a transform: the files turned, then the ranks, then mirrored in h1-a8."""
+    square, transform = np.arange(64), np.arange(8)[:, None]
+    turned = square ^ np.where(transform & FLIP, 7, 0) ^ np.where(transform & MIRROR, 56, 0)
+    transposed = (7 - turned % 8) * 8 + 7 - turned // 8
+    return np.where(transform & TRANSPOSE, transposed, turned)
+
+
+TRANSFORMS = _transforms()
 
 
 # Files
@@ -43,11 +79,6 @@ LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess take
 def version_of(data: bytes) -> int:
     """The version in the first record; of less than that, the one that could be read."""
     return int.from_bytes(data[:4], "little") if len(data) >= 4 else VERSION
-
-
-def entries_of(data: bytes) -> int:
-    """How many entries a game's data counts for: its records, with one that is cut short; 1 if there are none."""
-    return max(1, -(-len(data) // V6.itemsize)) if version_of(data) == VERSION else 1
 
 
 def inflate(data: bytes) -> bytes:
@@ -74,7 +105,7 @@ def games_of(path: Path) -> Iterator[bytes]:
     """The data of each game of a file; nothing for a member of a .tar that is no game. ValueError names the file."""
     if ".tar" not in path.suffixes and path.suffix != ".tgz":
         data = inflate(path.read_bytes())
-        if version_of(data) not in VERSIONS:
+        if version_of(data) not in KNOWN_VERSIONS:
             raise ValueError(f"{path} holds no training data of Leela: its first bytes are {data[:4]!r}")
         yield data
         return
@@ -104,53 +135,35 @@ class Lc0:
         try:
             for number, data in enumerate(games_of(path)):
                 yield Part(number, first, data)
-                first += entries_of(data)
+                # Its records, with one that is cut short; 1 if there are none
+                first += max(1, -(-len(data) // V6.itemsize)) if version_of(data) == VERSION else 1
         except ValueError as error:
             raise ValueError(str(error) if str(path) in str(error) else f"{path} {error}") from error
 
     def read(self, part: Part) -> ParseResult:
-        if not part.data:
-            return ParseResult(empty(), 1, 0, skipped={"not a game": 1})
-        version = version_of(part.data)
-        if version != VERSION:
-            known = version in VERSIONS
-            reason = f"version {version} of the format" if known else "not training data"
-            detail = "only version 6 is read: convert it with Leela's rescorer" if known else f"{part.data[:4]!r}"
-            return ParseResult(empty(), 1, 0, [Refused(part.first, reason, detail, 0, "")])
+        entries, version = Entries(part), version_of(part.data)
+        if not part.data or version != VERSION:
+            if not part.data:
+                entries.skipped["not a game"] = 1
+            elif version in KNOWN_VERSIONS:
+                detail = "only version 6 is read: convert it with Leela's rescorer"
+                entries.refuse(0, f"version {version} of the format", detail, "", 0)
+            else:
+                entries.refuse(0, "not training data", f"{part.data[:4]!r}", "", 0)
+            return entries.result(empty(), 1)
         count, rest = divmod(len(part.data), V6.itemsize)
         raw = np.frombuffer(part.data, V6, count)
-        records, reasons, batch = self._read(raw, game_id("lc0", part.data))
-        refused = [
-            Refused(part.first + row, *reasons[row], 1, to_board(records[row]).fen())
-            for row in np.flatnonzero(raw["flags"] & DELETED == 0).tolist()
-            if row in reasons
-        ]
-        if rest:
-            detail = f"{rest} of {V6.itemsize} bytes are there: restore the file from a copy"
-            refused.append(Refused(part.first + count, "cut short", detail, 1, ""))
-        stored = len(batch["records"])
-        skipped = {"marked for deletion": count + (rest > 0) - stored - len(refused)}
-        return ParseResult(batch, count + (rest > 0), stored, refused, +Counter(skipped))
-
-    def _read(self, raw: NDArray[np.void], game: int) -> tuple[Records, dict[int, tuple[str, str]], Batch]:
-        """All records (N,), reason and detail of those that can't be used, the batch of the others not deleted."""
-        kind = raw["input_format"]
-        faults: Faults = [
-            (raw["version"] != VERSION, "another version within the file"),
-            (np.isin(kind, ARMAGEDDON), "Armageddon rules"),
-            (~np.isin(kind, (*FORMATS, *ARMAGEDDON)), "unknown input format"),
-        ]
+        faults: Faults = []
         records, transform = decode(raw, faults)
         records["result"], records["wdl"] = values_of(raw, self.value, faults)
-        records["game"] = game
+        records["game"] = game_id("lc0", part.data)
         share = raw["probabilities"]
         total = np.where(share > 0, share, 0).sum(1, dtype=np.float64)
         faults.append((~np.isfinite(share).all(1) | ~(np.abs(total - 1) <= TOLERANCE), "policy does not sum to 1"))
-        reasons: dict[int, tuple[str, str]] = {}
-        for mask, reason in reversed(faults):
-            for row in np.flatnonzero(mask).tolist():
-                reasons[row] = reason, f"input format {kind[row]}, flags {raw['flags'][row]}"
-        rows = np.array([row for row in range(len(raw)) if row not in reasons], np.int64)
+        facts = zip(raw["input_format"], raw["flags"], strict=True)
+        details = [f"input format {kind}, flags {flags}" for kind, flags in facts]
+        reasons = first_faults(faults)
+        rows = np.array([row for row in range(count) if row not in reasons], np.int64)
         legal = legal_of(records[rows])
         owner = np.repeat(np.arange(len(rows)), np.diff(legal.offset))
         number = numbers_of(legal, records[rows], transform[rows], share[rows])
@@ -161,11 +174,88 @@ class Lc0:
             ours = set(number[owner == item].tolist())
             theirs = set(np.flatnonzero(share[rows[item]] >= 0).tolist())
             names = ", ".join(sorted(map(move_name, ours ^ theirs)))
-            reasons[int(rows[item])] = (
-                "legal moves differ",
-                f"(as its mover sees the board) in one list only: {names}",
-            )
-        good = np.flatnonzero(same & (raw["flags"][rows] & DELETED == 0))
-        own, places = legal.rows(good)
-        batch = own.batch_of_shares(records[rows[good]], np.maximum(listed[places], 0))
-        return records, reasons, batch
+            reasons[int(rows[item])] = "legal moves differ"
+            details[rows[item]] = f"(as its mover sees the board) in one list only: {names}"
+        deleted = raw["flags"] & DELETED != 0
+        for row, reason in reasons.items():
+            if not deleted[row]:
+                entries.refuse(row, reason, details[row], to_board(records[row]).fen())
+        entries.skipped["marked for deletion"] = int(deleted.sum())
+        if rest:
+            detail = f"{rest} of {V6.itemsize} bytes are there: restore the file from a copy"
+            entries.refuse(count, "cut short", detail, "")
+        own, places = legal.rows(np.flatnonzero(same & ~deleted[rows]))
+        batch = own.batch_of_shares(records[rows[same & ~deleted[rows]]], np.maximum(listed[places], 0))
+        return entries.result(batch, count + (rest > 0))
+
+
+# Positions
+
+
+def decode(raw: NDArray[np.void], faults: Faults) -> tuple[Records, NDArray[np.int64]]:
+    """Records (N,) of V6 (N,) without targets, and their transforms. What is wrong is added to `faults`."""
+    kind = raw["input_format"]
+    faults.append((raw["version"] != VERSION, "another version within the file"))
+    faults.append((np.isin(kind, ARMAGEDDON), "Armageddon rules"))
+    faults.append((~np.isin(kind, (*FORMATS, *ARMAGEDDON)), "unknown input format"))
+    canonical = kind >= CANONICAL
+    transform = np.where(canonical, raw["flags"] & 7, 0).astype(np.int64)
+    bits = np.unpackbits(raw["planes"][:, :2], axis=-1).reshape(-1, 26, 64)
+    bits = np.take_along_axis(bits, TRANSFORMS[transform][:, None, :], axis=2)
+    boards = np.packbits(bits, axis=-1, bitorder="little").view("<u8")[:, :, 0].astype(np.uint64)
+    newest = boards[:, :12]
+    faults.append((~playable(newest), "not a position of chess"))
+    turned = (transform & (MIRROR | TRANSPOSE) != 0) & (newest[:, 0] | newest[:, 6] != 0)
+    faults.append((turned | (transform != 0) & raw["castling"].any(1), "transform is no symmetry"))
+    plain = (raw["castling"] != 0) * ROOKS
+    rooks = np.where((kind > 1)[:, None], raw["castling"], plain)
+    faults.append(((rooks != plain).any(1), "Chess960 castling"))
+    records = blank(len(raw), "lc0")
+    records["pieces"] = bitboard.pieces_of(newest)
+    rights = ((plain != 0) * np.array([2, 1, 8, 4])).sum(1)
+    records["castling"] = standing_rights(rights, records["pieces"])
+    faults.append((records["castling"] != rights, "castling without king or rook"))
+    column = np.where(transform & FLIP, REVERSED[raw["side"]], raw["side"])
+    # Formats without it: a pawn of theirs that stood on its second rank one ply ago and stands on its fourth now.
+    before, now = boards[:, 19], newest[:, 6]
+    pushed = (before & ~now) >> np.uint64(48) & (now & ~before) >> np.uint64(32) & np.uint64(255)
+    column = np.where(canonical, column, pushed.astype(np.uint8))
+    faults.append((np.bitwise_count(column) > 1, "several en-passant files"))
+    file = np.where(column != 0, np.log2(np.maximum(column, 1)).astype(np.int64), -1)
+    records["en_passant"] = bitboard.legal_en_passant(records["pieces"], file)
+    records["halfmove"] = raw["rule50"]
+    records["repetition"] = bits[:, 12].any(1)
+    records["side"] = np.where(canonical, raw["flags"] >> 7, raw["side"] != 0)
+    ply = np.arange(len(raw))
+    records["ply"] = np.minimum(ply + (ply % 2 != records["side"]), 65535)
+    return records, transform
+
+
+def values_of(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """Result (N,) and win-draw-loss (N, 3) as a record has them. What is wrong is added to `faults`."""
+    q, d = raw[f"{value}_q"].astype(np.float64), raw[f"{value}_d"].astype(np.float64)
+    wdl = np.stack([(1 - d + q) / 2, d, (1 - d - q) / 2], axis=1)
+    good: NDArray[np.bool_] = wdl.min(axis=1) > -TOLERANCE  # false for what is not finite
+    faults.append((~good, "value is no probability"))
+    wdl = np.clip(np.where(good[:, None], wdl, 1 / 3), 0, 1)
+    result, drawn = raw["result_q"], raw["result_d"]
+    known = raw["flags"] & TOO_LONG == 0
+    sure = np.isin(result, (-1, 0, 1)) & (drawn == (result == 0))
+    faults.append((known & ~sure, "result is neither win, draw nor loss"))
+    whole = np.where(known & sure, np.nan_to_num(result), UNKNOWN).astype(np.int8)
+    return whole, wdl_of_shares(wdl / wdl.sum(1, keepdims=True))
+
+
+def numbers_of(
+    legal: Legal, records: Records, transform: NDArray[np.int64], shares: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """Leela's numbers (K,) of all legal moves of records (N,), whose shares (N, 1858) say how castling is written."""
+    row = np.repeat(np.arange(len(records)), np.diff(legal.offset))
+    code = legal.moves.astype(np.int64)
+    s, t, promotion = code & 63, code >> 6 & 63, code >> 12
+    turn = transform[row]
+    number = MOVES[promotion, TRANSFORMS[turn, s], TRANSFORMS[turn, t]].astype(np.int64)
+    castling = (records["pieces"][row, 2] & 15 == bitboard.KING) & (s == 4) & (np.abs(t - s) == 2)
+    # King takes rook; older programs wrote the king's own two squares, which no other move of a king can mean.
+    onto = MOVES[0, 4, np.where(t == 6, 7, 0)].astype(np.int64)
+    return np.where(castling & (shares[row, onto] >= 0), onto, number)

@@ -172,6 +172,14 @@ class Legal:
         }
 
 
+Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a table, with the reason
+
+
+def first_faults(faults: Faults) -> dict[int, str]:
+    """Row -> the first of its faults."""
+    return {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask).tolist()}
+
+
 def legal_of(records: Records) -> Legal:
     """The legal moves of records (N,)."""
     return Legal(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
