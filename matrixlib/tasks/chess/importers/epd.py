@@ -19,7 +19,7 @@ import numpy as np
 
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.tasks.chess.importers.notation import legal_of
-from matrixlib.tasks.chess.importers.parsing import empty, lines_in_parts, lines_of, opened
+from matrixlib.tasks.chess.importers.parsing import Unusable, empty, lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.keys import SOURCES, ids_of
 from matrixlib.tasks.chess.records import from_boards, parse_fen, policy_index
 from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score
@@ -34,14 +34,6 @@ OPERATIONS = re.compile(  # for a line that has lost a semicolon; the comments c
     r"acd|acn|acs|am|bm|ce|dm|draw_\w+|eco|fmvn|hmvc|id|nic|noop|pm|pv|rc|resign|sm|tcgs|tcri|tcsi|c[09]|v\d"
 )
 COUNTERS = re.compile(r"\s*(\d+)\s+(\d+)(?=\s|;|$)")
-
-
-class Unusable(ValueError):
-    """A line that can't be used. Attributes: reason (the same words for all of its kind), detail."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
 
 
 def parse(line: str) -> tuple[chess.Board, dict[str, list[str]], bool]:

@@ -97,7 +97,7 @@ class Matrix0Data:
 
     def read(self, part: Part) -> ParseResult:
         with np.load(io.BytesIO(part.data), allow_pickle=False) as arrays:
-            s, pi, z = (np.array(arrays[name], np.float32, order="C") for name in NEEDED)
+            s, pi, z = (arrays[name].astype(np.float32, order="C") for name in NEEDED)
             mask = arrays["legal_mask"] != 0 if "legal_mask" in arrays else None
             game, white = arrays["game"], int(arrays["result"])
         faults: Faults = []

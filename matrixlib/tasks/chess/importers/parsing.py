@@ -23,6 +23,15 @@ class LongLine(ValueError):
     """A line that no text has."""
 
 
+class Unusable(ValueError):
+    """An entry that goes to quarantine: reason (the same words for all of its kind), detail, and how many positions it
+    would have given."""
+
+    def __init__(self, reason: str, detail: str, positions: int = 1) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.positions = reason, detail, positions
+
+
 class _Frames(io.RawIOBase):
     """The content of Zstandard frames. The package's own reader takes a file that was cut short for whole."""
 

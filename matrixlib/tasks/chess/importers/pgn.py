@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +22,7 @@ from matrixlib.data.shards import Batch, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.importers.parsing import blank, empty, opened, text_lines, text_of
+from matrixlib.tasks.chess.importers.parsing import Unusable, blank, empty, opened, text_lines, text_of
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.scores import wdl_of_score
@@ -29,22 +30,19 @@ from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE
 
 GAMES = 500  # in a part
 PART_BYTES = 4_000_000  # ... or this much text, where games are long
-REMEMBERED = 200_000  # words whose meaning is kept
+MAX_WORDS = 200_000  # whose meaning is kept
 FULL_WEIGHT = 65535
 
-# What a word means where it is no move (those are 0 and more)
-NOTHING, WHITE_WINS, BLACK_WINS, DRAWN, OPEN, NULL_MOVE, FOREIGN = range(-1, -8, -1)
-SCORED = -1_000_000  # an evaluation: SCORED + the score from White's side (see `stockfish.MATE`)
+NOTHING, NULL_MOVE, FOREIGN = "", "null move", "foreign"  # what a word is that is neither move, evaluation nor result
 RESULTS = {
-    **dict.fromkeys((b"1-0", b"1:0"), WHITE_WINS),
-    **dict.fromkeys((b"0-1", b"0:1"), BLACK_WINS),
-    **dict.fromkeys((b"1/2-1/2", b"1/2", "½-½".encode(), "½-½".encode("latin-1")), DRAWN),
-    b"*": OPEN,
+    **dict.fromkeys((b"1-0", b"1:0"), "1-0"),
+    **dict.fromkeys((b"0-1", b"0:1"), "0-1"),
+    **dict.fromkeys((b"1/2-1/2", b"1/2", "½-½".encode(), "½-½".encode("latin-1")), "1/2-1/2"),
+    b"*": "*",
 }
-ENDINGS = tuple(RESULTS)
+POINTS = {"1-0": 1, "0-1": -1, "1/2-1/2": 0, "*": UNKNOWN}
+NAMES = {points: name for name, points in POINTS.items()}
 CONTRADICTED = "result contradicts the board"
-WHITE_POINTS = {WHITE_WINS: 1, BLACK_WINS: -1, DRAWN: 0, OPEN: UNKNOWN}
-POINTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2"}
 NULL_MOVES = (b"--", b"Z0", b"0000", b"@@@@")
 SIGNS = (b"e.p.", b"ep", b"N", b"D")  # en passant, novelty, diagram
 USUAL = ("", "standard", "from position", "normal", "chess")  # names of the variant that this is about
@@ -112,7 +110,7 @@ def split(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
             bare, inside = _outside(line, inside)
             depth += bare.count(b"(") - bare.count(b")")
         if bare := bare.rstrip():
-            over = depth <= 0 and (bare.endswith(ENDINGS) or (over and bare.lstrip().startswith(b"$")))
+            over = depth <= 0 and (bare.endswith(tuple(RESULTS)) or (over and bare.lstrip().startswith(b"$")))
     if moves or any(map(bytes.strip, tags)):
         yield b"".join(tags), b"".join(moves)
 
@@ -134,18 +132,12 @@ def main_line(text: bytes) -> tuple[list[bytes], str]:
     """
     if not MARKED.search(text):
         return text.split(), ""
-    if text.startswith(b"%") or any(mark in text for mark in UNUSUAL):
-        return _main_line_by_tokens(text)
-    pieces = EVALUATION.split(text)  # a comment with an evaluation, the number of which is kept
-    pieces[1::2] = [b" %" + number + b" " for number in pieces[1::2]]
-    bare = COMMENT.sub(b" ", b"".join(pieces))
-    if text.count(b"{") != text.count(b"}") or b"{" in bare or b"}" in bare:
-        return _main_line_by_tokens(text)
-    return bare.split(), ""
-
-
-def _main_line_by_tokens(text: bytes) -> tuple[list[bytes], str]:
-    """`main_line` for what has variations, remarks to the end of a line, or braces that do not match."""
+    if not (text.startswith(b"%") or any(mark in text for mark in UNUSUAL)) and text.count(b"{") == text.count(b"}"):
+        pieces = EVALUATION.split(text)  # comments alone, without which the rest is words
+        pieces[1::2] = [b" %" + number + b" " for number in pieces[1::2]]
+        bare = COMMENT.sub(b" ", b"".join(pieces))
+        if b"{" not in bare and b"}" not in bare:
+            return bare.split(), ""
     words: list[bytes] = []
     depth = 0
     for token in TOKEN.findall(text):
@@ -168,30 +160,22 @@ def _main_line_by_tokens(text: bytes) -> tuple[list[bytes], str]:
     return words, "a variation is not closed" if depth else ""
 
 
-class _Meanings(dict[bytes, int]):
-    """What each word of move text means: a move as `bitboard.replay` wants it, else one of the negative codes."""
+@lru_cache(MAX_WORDS)
+def meaning(word: bytes) -> int | float | str:
+    """What a word means; move numbers before it and glyphs after it are taken off.
 
-    def __missing__(self, word: bytes) -> int:
-        code = meaning(word)
-        if len(self) < REMEMBERED:
-            self[word] = code
-        return code
-
-
-MEANINGS = _Meanings()
-
-
-def meaning(word: bytes) -> int:
-    """The code of one word; move numbers before it and glyphs after it are taken off."""
+    int: a move, as `bitboard.replay` wants it. float: an evaluation from White's side, see `stockfish.MATE`. str: a
+    result (see POINTS), NULL_MOVE, FOREIGN or NOTHING.
+    """
     if word in RESULTS:
         return RESULTS[word]
     if word in NULL_MOVES:
         return NULL_MOVE
     if score := SCORE.fullmatch(word):
-        mate, value = bool(score[1]), float(score[2])
-        if mate:
-            return SCORED + (MATE if value > 0 else -MATE)
-        return SCORED + round(min(max(100 * value, -CENTIPAWN_LIMIT), CENTIPAWN_LIMIT))
+        value = float(score[2])
+        if score[1]:
+            return float(MATE if value > 0 else -MATE)
+        return float(round(min(max(100 * value, -CENTIPAWN_LIMIT), CENTIPAWN_LIMIT)))
     bare = GLYPH.sub(b"", word)
     if bare in SIGNS or not SPELLED.search(bare):
         return NOTHING
@@ -216,53 +200,48 @@ def meaning(word: bytes) -> int:
 
 @dataclass(frozen=True)
 class _Game:
-    """A game whose text could be read: its number in the part, start, moves and White's points."""
+    """A game whose text could be read: its number in the part, FEN of its start, White's points, moves, and of a game
+    with evaluations all words in order."""
 
     number: int
-    fen: str  # of its start
-    moves: list[int]
+    fen: str
     points: int
-    evaluated: list[int]  # moves and evaluations in order, where there are evaluations
+    moves: list[int]
+    evaluated: list[int | float | str]
 
 
 class _Left(Exception):
     """A game that gives no positions on purpose, and the reason."""
 
 
-class _Fault(Exception):
-    """A game that goes to quarantine: reason, detail, number of moves."""
-
-
 def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
-    """One game's text as numbers. Raises _Left and _Fault."""
+    """One game's text as numbers. Raises _Left, and Unusable for what goes to quarantine."""
     tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
     variant = text_of(tag.get(b"variant", b""))
     if variant.lower() not in USUAL:
         raise _Left(f"variant {variant}")
     words, fault = main_line(text)
-    codes = [MEANINGS[word] for word in words]
-    moves = [code for code in codes if code >= 0]
-    special = [code for code in codes if FOREIGN <= code < NOTHING]
+    meanings = list(map(meaning, words))
+    moves = [word for word in meanings if type(word) is int]
+    special = [word for word in meanings if type(word) is str and word]
     if NULL_MOVE in special:
         raise _Left("null move")
-    if fault:
-        raise _Fault("broken move text", fault, len(moves))
-    if FOREIGN in special:
-        word = text_of(words[codes.index(FOREIGN)])
-        raise _Fault("broken move text", f"'{word}' is no move", len(moves))
-    if not moves:
+    if not fault and FOREIGN in special:
+        fault = f"'{text_of(words[meanings.index(FOREIGN)])}' is no move"
+    if not fault and not moves:
         raise _Left("no moves")
-    if special and max(codes[codes.index(special[0]) :]) >= 0:
-        raise _Fault("broken move text", "moves go on after the result", len(moves))
-    by_tag = WHITE_POINTS.get(RESULTS.get(tag.get(b"result", b"*"), OPEN), UNKNOWN)
-    by_text = WHITE_POINTS[special[0]] if special else UNKNOWN
+    if not fault and special and any(type(word) is int for word in meanings[meanings.index(special[0]) :]):
+        fault = "moves go on after the result"
+    if fault:
+        raise Unusable("broken move text", fault, len(moves))
+    by_tag = POINTS[RESULTS.get(tag.get(b"result", b"*"), "*")]
+    by_text = POINTS[special[0]] if special else UNKNOWN
+    points = by_text if by_tag == UNKNOWN else by_tag
     if UNKNOWN not in (by_tag, by_text) and by_tag != by_text:
         warned["header and move text give different results: taken as unknown"] += 1
         points = UNKNOWN
-    else:
-        points = by_text if by_tag == UNKNOWN else by_tag
     fen = text_of(tag[b"fen"]) if b"fen" in tag and tag.get(b"setup", b"1") != b"0" else chess.STARTING_FEN
-    return _Game(number, fen, moves, points, codes if b"%eval" in text else [])
+    return _Game(number, fen, points, moves, meanings if b"%eval" in text else [])
 
 
 def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]]:
@@ -328,8 +307,8 @@ class Pgn:
                 games.append(understand(number, tags, text, entries.warned))
             except _Left as left:
                 entries.skipped[str(left)] += 1
-            except _Fault as reasons:
-                refuse(number, *reasons.args)
+            except Unusable as error:
+                refuse(number, error.reason, error.detail, error.positions)
         rows_of = {fen: row for row, fen in enumerate(dict.fromkeys(game.fen for game in games))}
         start, faults = read_fens(list(rows_of), self.source)
         for game in games:
@@ -345,7 +324,7 @@ class Pgn:
         replay = bitboard.replay(*[*board, moves, bounds])
         for row in np.flatnonzero(replay.failed >= 0).tolist():
             game, move = games[row], int(replay.failed[row])
-            words = [word for word in main_line(texts[game.number][1])[0] if MEANINGS[word] >= 0]
+            words = [word for word in main_line(texts[game.number][1])[0] if type(meaning(word)) is int]
             ply, count = int(start["ply"][row]) + move, int(replay.matches[row])
             fits = f"fits {count} legal moves" if count else "is not legal"
             detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {text_of(words[move])} {fits}"
@@ -362,7 +341,7 @@ class Pgn:
             if self.repair:
                 entries.warned[CONTRADICTED + ": taken from the board"] += 1
             else:
-                detail = f"{POINTS[claims[row]]} is said, the board shows {POINTS[shown[row]]}: {why[row]}"
+                detail = f"{NAMES[claims[row]]} is said, the board shows {NAMES[shown[row]]}: {why[row]}"
                 refuse(games[row].number, CONTRADICTED, detail, int(rows[row]))
         batch = assemble(games, start, replay, np.where(shown == UNKNOWN, claims, shown))
         if wrong.any() and not self.repair:
@@ -378,9 +357,9 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     records = blank(len(replay.moves), "pgn")
     for name in ("pieces", "castling", "en_passant", "halfmove", "repetition"):
         records[name] = getattr(replay, name)
-    ply = np.arange(len(records)) - np.repeat(first, rows)
-    records["side"] = (np.repeat(start["side"], rows) + ply) % 2
-    records["ply"] = np.minimum(np.repeat(start["ply"].astype(np.int64), rows) + ply, 65535)
+    plies = np.arange(len(records)) - np.repeat(first, rows)
+    records["side"] = (np.repeat(start["side"], rows) + plies) % 2
+    records["ply"] = np.minimum(np.repeat(start["ply"].astype(np.int64), rows) + plies, 65535)
     white = np.repeat(points, rows)
     records["result"] = np.where(records["side"] & (white != UNKNOWN), -white, white)
     moves = replay.moves.astype("<u2")
@@ -390,16 +369,16 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
         for row, (begin, length) in enumerate(zip(first, rows, strict=True))
     ]
     records["game"] = np.repeat(np.array(ids, "<u8"), rows)
-    places, scores = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for game, begin in zip(games, first, strict=True):
-        if game.evaluated:
-            codes = np.array(game.evaluated, np.int64)
-            moves_before, scored = np.cumsum(codes >= 0), codes < FOREIGN
-            scored &= moves_before < len(game.moves)  # the position after the last move is not stored
-            places.append(begin + moves_before[scored])
-            scores.append(codes[scored] - SCORED)
-    place, score = np.concatenate(places), np.concatenate(scores)
-    records["wdl"][place] = wdl_of_score(np.where(records["side"][place], -score, score))
+    places, scores = list[int](), list[float]()
+    for game, begin, length in zip(games, first.tolist(), rows.tolist(), strict=True):
+        ply = 0
+        for word in game.evaluated:
+            if type(word) is float and ply < length:  # the position after the last move is not stored
+                places.append(begin + ply)
+                scores.append(word)
+            ply += type(word) is int
+    score = np.array(scores)
+    records["wdl"][places] = wdl_of_score(np.where(records["side"][places], -score, score))
     weight = np.zeros(len(replay.indices), "<u2")
     weight[replay.choice] = FULL_WEIGHT
     return {
