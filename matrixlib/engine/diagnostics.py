@@ -1,10 +1,9 @@
 """What goes on inside a model: gradients and updates by block, outputs, dead units, where a value first went bad."""
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,50 +106,42 @@ def output_statistics(task: Task, model: nn.Module, batch: Batch, runtime: Runti
     batch: host tensors of one micro-batch. NaN marks entries that the task has masked out: they count nowhere. An
     output with no entry left is left out. Eval mode, so BatchNorm and random streams stay as they are.
     """
-    table: dict[str, Tensor] = {}
+    names, rows = [], []
     with evaluating(model):
         with runtime.autocast():
             outputs = task.outputs(model, to_device(batch, runtime.torch_device))
         for name, output in outputs.items():
-            value = output.float()
-            if value.numel():
-                finite = value.isfinite()
-                count = finite.sum()
-                present = torch.where(finite, value, 0.0)
-                mean = present.sum() / count
-                deviation = torch.where(finite, value - mean, 0.0).square().sum() / count
-                means = present.sum(0) / finite.sum(0).clamp(min=1)
-                across = torch.where(finite, value - means, 0.0).square().sum() / count
-                known = ~value.isnan()
-                infinite = (known & ~finite).sum() / known.sum()
-                table[name] = torch.stack((mean, deviation.sqrt(), present.abs().max(), infinite, across.sqrt()))
-        values = torch.stack(list(table.values())).tolist() if table else []
+            if output.numel():
+                names.append(name)
+                rows.append(_statistics(output.float()))
+        table = dict(zip(names, torch.stack(rows).tolist() if rows else [], strict=True))
     keys = ("mean", "std", "max", "infinite", "across")
-    result = {name: dict(zip(keys, row, strict=True)) for name, row in zip(table, values, strict=True)}
-    return {name: row for name, row in result.items() if not math.isnan(row["infinite"])}
+    return {name: dict(zip(keys, row, strict=True)) for name, row in table.items() if not math.isnan(row[3])}
+
+
+def _statistics(value: Tensor) -> Tensor:
+    """(5,) mean, std, max, infinite, across; see `output_statistics`."""
+    finite, known = value.isfinite(), ~value.isnan()
+    count, present = finite.sum(), torch.where(finite, value, 0.0)
+
+    def spread(center: Tensor) -> Tensor:
+        return (torch.where(finite, value - center, 0.0).square().sum() / count).sqrt()
+
+    mean, row_mean = present.sum() / count, present.sum(0) / finite.sum(0).clamp(min=1)
+    infinite = (known & ~finite).sum() / known.sum()
+    return torch.stack((mean, spread(mean), present.abs().max(), infinite, spread(row_mean)))
 
 
 @contextmanager
-def hooked(model: nn.Module, enter: Callable[..., object], leave: Callable[..., object]) -> Iterator[None]:
+def hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Inside the context every module calls enter(name, module, args, kwargs) before it runs, and
     leave(name, module, args, output) after it, also after an exception.
     """
-    handles = []
-    try:
+    with ExitStack() as stack:
         for name, module in model.named_modules():
-
-            def before(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                enter(name, module, args, kwargs)
-
-            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                leave(name, module, args, output)
-
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, always_call=True))
+            stack.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name), always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def block_of(model: nn.Module, parameter: str) -> str:
@@ -264,67 +255,53 @@ def dead_units(
     below 1e-4 (SiLU, GELU, Mish). Functions are known by the operations they run, so they need not be modules. batches:
     host tensors. Eval mode; one host read; all hooks are gone afterwards. passes: as in `validate`.
     """
-    model, count, passes = unwrap(model), 0, passes or Passes()
-    units: dict[str, _Units] = {}
+    model, passes = unwrap(model), passes or Passes()
+    seen, moments = 0, dict[str, list[Tensor]]()
     path: list[str] = []  # the modules that are running, outermost first
 
-    def look(part: Batch) -> dict[str, _Units]:
-        further = copy.deepcopy(units)  # a pass that fails half-way has added to some of them
-        with _Activations(path, further), runtime.autocast():
+    def leave(*_: Any) -> None:
+        path.pop()
+
+    def look(part: Batch) -> dict[str, Tensor]:
+        activations = _Activations(path)
+        with activations, runtime.autocast():
             task.outputs(model, to_device(part, runtime.torch_device))
-        return further
+        return activations.moments
 
-    with evaluating(model), hooked(model, lambda name, *_: path.append(name), lambda *_: path.pop()):
+    with evaluating(model), hooked(model, lambda name, *_: path.append(name), leave):
         for batch in batches:
-            for further in passes.over(batch, look):
-                units = further
-            count += rows(batch)
-            if count >= minimum:
+            for found in passes.over(batch, look):
+                for name, of_pass in found.items():
+                    moments.setdefault(name, []).append(of_pass)
+            seen += rows(batch)
+            if seen >= minimum:
                 break
-        flags = iter(torch.cat([unit.dead() for unit in units.values()]).tolist() if units else [])
-    widths = {name: unit.width for name, unit in units.items()}
-    dead = {name: tuple(i for i in range(width) if next(flags)) for name, width in widths.items()}
-    return DeadUnits(count, widths, dead)
+    units = {name: _dead(name, torch.stack(parts).cpu().double()) for name, parts in moments.items()}
+    dead = {name: tuple(flags.nonzero().flatten().tolist()) for name, flags in units.items()}
+    return DeadUnits(seen, {name: len(flags) for name, flags in units.items()}, dead)
 
 
-class _Units:
-    """Running moments of the units behind one activation; on the device."""
-
-    def __init__(self, function: str, width: int, device: torch.device) -> None:
-        self.rectifier, self.width, self.count = function in RECTIFIERS, width, 0
-        self.alive = torch.zeros(width, dtype=torch.bool, device=device)
-        self.mean = torch.zeros(width, device=device)
-        self.squares = torch.zeros(width, device=device)  # of the deviations from the mean
-
-    def add(self, values: Tensor) -> None:
-        """values (n, units) of any float type.
-
-        Moments are merged as in Chan, Golub and LeVeque (1979): a difference of mean squares would lose a
-        deviation of 1e-4 beside a mean of 1 in fp32.
-        """
-        values = values.float()
-        if self.rectifier:
-            self.alive |= (values > 0).any(0)
-            return
-        variance, mean = torch.var_mean(values, dim=0, correction=0)
-        old, new = self.count, len(values)
-        self.count = old + new
-        delta = mean - self.mean
-        self.mean += delta * (new / self.count)
-        self.squares += variance * new + delta.square() * (old * new / self.count)
-
-    def dead(self) -> Tensor:
-        """(units,) bool."""
-        return ~self.alive if self.rectifier else self.squares < self.count * DEAD_DEVIATION**2
+def _dead(name: str, moments: Tensor) -> Tensor:
+    """(units,) bool, of an activation's moments (passes, 4, units) as `_Activations` has them."""
+    function = next(part for part in reversed(name.split(".")) if part in RECTIFIERS | SMOOTH)
+    counts, means, variances, largest = moments.unbind(1)
+    if function in RECTIFIERS:
+        return largest.amax(0) <= 0
+    share = counts / counts.sum(0)
+    mean = (share * means).sum(0)
+    return (share * (variances + (means - mean).square())).sum(0) < DEAD_DEVIATION**2
 
 
 class _Activations(TorchDispatchMode):
-    """Adds the results of activation functions to `units`, under the name of the module that runs."""
+    """Moments of the results of activation functions, by the module that runs and the function's name.
 
-    def __init__(self, path: Sequence[str], units: dict[str, _Units]) -> None:
+    moments: (4, units) count, mean, variance and largest value, on the device.
+    """
+
+    def __init__(self, path: Sequence[str]) -> None:
         super().__init__()
-        self.path, self.units = path, units
-        self.calls: Counter[str] = Counter()
+        self.path, self.moments = path, dict[str, Tensor]()
+        self._calls: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -333,13 +310,13 @@ class _Activations(TorchDispatchMode):
         function = func.overloadpacket.__name__.rstrip("_")  # relu_ works in place
         if function in RECTIFIERS | SMOOTH and out.dim() > 1 and out.numel():
             name = ".".join(filter(None, (*self.path[-1:], function)))
-            self.calls[name] += 1
-            if self.calls[name] > 1:
-                name = f"{name}.{self.calls[name]}"
-            values = out.movedim(1 if out.dim() > 3 else -1, -1).flatten(0, -2)
-            if name not in self.units:
-                self.units[name] = _Units(function, values.shape[1], values.device)
-            self.units[name].add(values)
+            self._calls[name] += 1
+            if self._calls[name] > 1:
+                name = f"{name}.{self._calls[name]}"
+            values = out.movedim(1 if out.dim() > 3 else -1, -1).flatten(0, -2).float()
+            variance, mean = torch.var_mean(values, dim=0, correction=0)
+            count = torch.full_like(mean, len(values))
+            self.moments[name] = torch.stack((count, mean, variance, values.amax(0)))
         return out
 
 
@@ -359,7 +336,11 @@ class _Event(NamedTuple):
 
 
 class FiniteChecks:
-    """What ran since the checks began, in order of execution; flags stay on the device until `first`."""
+    """What ran since the checks began, in order of execution; flags stay on the device until `first`.
+
+    Modules are checked by forward hooks, backward operations by hooks in the autograd graph: full backward hooks of
+    modules see no dict of outputs, no parameter's gradient, and forbid operations in place.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -440,14 +421,11 @@ class FiniteChecks:
         return torch.stack([(tensor * 0).sum() == 0 for tensor in tensors]).all()
 
 
-@contextmanager
-def finite_checks(model: nn.Module) -> Iterator[FiniteChecks]:
-    """Check every module of `model`, and every backward operation of theirs, while the context is open.
+def first_nonfinite(replay: Callable[[], object], model: nn.Module) -> str | None:
+    """What goes bad first in `replay`, which runs forward and backward passes; see `FiniteChecks.first`.
 
-    Ask the yielded object for `first()` when something has gone wrong; nothing waits for the device before.
-    Modules are checked by forward hooks, backward operations by hooks in the autograd graph: full backward
-    hooks of modules see no dict of outputs, no parameter's gradient, and forbid operations in place. Raises
-    ValueError for a compiled model, which would run without the hooks or be compiled anew for them.
+    replay: makes the failed passes again with the plain `model` and the same random numbers. Gradients and buffers that
+    it leaves behind are the caller's to reset. Raises ValueError for a compiled model, which would run without hooks.
     """
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError(
@@ -456,16 +434,6 @@ def finite_checks(model: nn.Module) -> Iterator[FiniteChecks]:
         )
     checks = FiniteChecks(model)
     with hooked(model, checks.enter, checks.leave):
-        yield checks
-
-
-def first_nonfinite(replay: Callable[[], object], model: nn.Module) -> str | None:
-    """What goes bad first in `replay`, which runs forward and backward passes; see `FiniteChecks.first`.
-
-    replay: makes the failed passes again with the plain `model` and the same random numbers. Gradients and
-    buffers that it leaves behind are the caller's to reset.
-    """
-    with finite_checks(model) as checks:
         replay()
     return checks.first()
 
