@@ -34,7 +34,7 @@ help:
 	@echo 'make lab       JupyterLab, opened on the training notebook'
 	@echo 'make bench     measure this machine: updates, options, scaling, inference, loader, search; about six minutes'
 	@echo 'make bench-gpu the same on a CUDA GPU, with matrix0_53m compiled and not'
-	@echo 'make gpu       check a card in sixteen parts: right, and how fast (DEVICE=cpu: a dry run; PART=3: one of them)'
+	@echo 'make gpu       check that a card computes rightly (DEVICE=cpu: a dry run; PART=attention: tests of that name)'
 	@echo 'make report    write report.html of every run again, or of one: make report RUN=<name>'
 	@echo 'make refresh   execute the committed notebooks again, in place'
 	@echo 'make lock      resolve requirements.lock again from pyproject.toml'
@@ -42,7 +42,6 @@ help:
 	@echo 'make clean     remove caches (not $(VENV), not reports)'
 	@echo ''
 	@echo 'Variables: PYTHON=python3.12   VENV=folder   TORCH_INDEX=package index of another build of torch'
-	@echo '           WHEELS=folder: make gpu takes missing packages from there, and $$(PYTHON) as it is'
 	@echo '           TARGET_LOSS=0.5, STEPS=9000 (train-full)   GAMES=200 (generate-data)'
 
 # The stamp makes the second `make` start at once; a changed lock or pyproject, or another TORCH_INDEX, installs again.
@@ -132,15 +131,11 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m matrixlib.bench --device cuda
 
-# With WHEELS nothing is installed: for machines that reach no package index. An empty WHEELS= says that all is there.
 DEVICE ?= cuda
-ifeq ($(origin WHEELS),undefined)
+gpu: export MATRIXLIB_CARD := $(DEVICE)
+gpu: export CUBLAS_WORKSPACE_CONFIG := :4096:8
 gpu: $(STAMP)
-	@$(BIN)/python tests/gpu --device $(DEVICE) --part "$(PART)"
-else
-gpu:
-	@$(PYTHON) tests/gpu --device $(DEVICE) --part "$(PART)" --wheels "$(WHEELS)"
-endif
+	$(BIN)/python -m pytest tests/gpu -ra -k "$(PART)"
 
 report: $(STAMP)
 	@$(BIN)/python -m matrixlib.runs.report $(RUN)

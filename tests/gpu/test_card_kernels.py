@@ -1,0 +1,327 @@
+"""What runs on a card: reads that the host waits for, kernels of attention, gradients beside those of the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from card import CALM, DEVICE, DRY, QUIET, ROWS, batches_of, configured, half_precision, overrides, step_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from matrixlib.engine.diagnostics import block_of
+from matrixlib.engine.optim import unwrap
+from matrixlib.engine.step import Step
+from matrixlib.engine.task import active_terms, to_device
+from matrixlib.runs.run import open_run
+from matrixlib.tasks import changed
+from matrixlib.tasks.chess.blocks import MASKED_SCORE, SQUARES, board_mask
+
+# Reads that the host waits for
+
+READS = frozenset(
+    {"_local_scalar_dense", "nonzero", "masked_select", "equal", "repeat_interleave"}
+    | {"_unique2", "unique_dim", "unique_consecutive"}
+)
+"""Operations whose result, or the size of it, the host has to read from the device."""
+
+
+class HostReads(TorchDispatchMode):
+    """Names of the operations inside the context that would make the host wait for a card, wherever they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if name in READS or any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_losses(step: Step, batch: dict[str, Tensor]) -> list[str]:
+    """Host reads of one forward and backward pass of all of a step's terms."""
+    part = to_device(batch, step.runtime.torch_device)
+    with HostReads() as reads:
+        with step.runtime.autocast():
+            losses, _ = step.task.losses(step.model, part, active_terms(step.task))
+        torch.stack(list(losses.values())).sum().backward()
+    return reads.names
+
+
+# Not Latin squares on a CPU: there, and nowhere else, one_hot reads what it is given.
+@pytest.mark.parametrize("preset", ["demo"] if DRY else ["quick", "small", "matrix0_53m", "latin_quick"])
+def test_losses_and_gradients_ask_the_host_for_nothing(preset: str) -> None:
+    config = configured(preset, {} if DRY else {"train": {"batch_size": 128}})
+    step = step_of(config)
+    (batch,) = batches_of(config)
+    step(batch)  # tables are copied to the device once
+    assert reads_of_losses(step, batch) == []
+
+
+def test_a_host_read_in_a_loss_is_found() -> None:
+    config = configured("demo")
+    step, (batch,) = step_of(config), batches_of(config)
+    for read, name in (
+        (lambda value: value.sum().item(), "_local_scalar_dense"),
+        (lambda value: value[value > 0], "index"),
+        (torch.nonzero, "nonzero"),
+    ):
+
+        def hook(module: nn.Module, args: Any, out: Any, read: Any = read) -> None:
+            read(out["value"])
+
+        handle = step.model.register_forward_hook(hook)
+        assert reads_of_losses(step, batch) == [name]
+        handle.remove()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="torch tells of waits on CUDA alone")
+@pytest.mark.parametrize(("preset", "precision"), [("quick", "bf16"), ("small", "fp16"), ("matrix0_53m", "bf16")])
+def test_an_update_waits_for_the_card_once(reports: Path, preset: str, precision: str) -> None:
+    first, last = 11, 30
+    changes = {"runtime": {"precision": precision}, "data": {"workers": 2}}
+    updates = open_run(preset, run="reads", steps=last, overrides=overrides(QUIET, changes)).train()
+    list(itertools.islice(updates, first - 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            list(itertools.islice(updates, last - first))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    updates.close()
+    waits = [w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
+    places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
+    assert len(waits) == last - first, places.most_common(8)
+
+
+# Attention
+
+MATH = "_scaled_dot_product_attention_math"
+COSINE_BOUND = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
+MASKS: dict[str, dict[str, Any]] = {
+    "a bias": {},
+    "a mask": {"mask": True, "bias": False},
+    "a mask and a bias": {"mask": True},
+    "both, mixed": {"mask": True, "unmasked_mix": 0.2},
+}
+
+
+def attention_of(work: Callable[[], object]) -> dict[str, int]:
+    """Attention operation -> how often `work` ran it, forward and backward, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorder:
+        work()
+    return {
+        event.key.removeprefix("aten::"): event.count
+        for event in recorder.key_averages()
+        if "scaled_dot_product" in event.key and event.key != "aten::scaled_dot_product_attention"
+    }
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_goes_through_fused_kernels(mask: str) -> None:
+    """Plain products in fp32 need several times the time and the memory."""
+    options = MASKS[mask]
+    if DRY and options.get("bias") is not False:
+        pytest.skip("the CPU's fused kernel gives a trainable bias no gradient")
+    model = {"channels": 64, "blocks": 1, "attention": {"every": 1, "heads": 4, **options}}
+    config = configured("quick", {"train": {"batch_size": ROWS if DRY else 256}, "model": model})
+    step = step_of(config)
+    (batch,) = batches_of(config)
+    step(batch)
+    assert MATH not in attention_of(lambda: step(batch))
+
+
+def test_attention_by_plain_products_is_found() -> None:
+    def attend() -> None:
+        query, key, value = (torch.randn(2, 2, 64, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+        F.scaled_dot_product_attention(query, key, value).sum().backward()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert MATH in attention_of(attend)
+    assert MATH not in attention_of(attend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *([torch.float16] if DEVICE == "cuda" else [])])
+def test_gradients_of_attention_do_not_see_what_all_logits_have_in_common(dtype: torch.dtype) -> None:
+    """Kernels that keep the logarithm of the sum of the exponentials may (pytorch issue 196678)."""
+    ways = itertools.product((0.0, -120.0), (MASKED_SCORE, -float("inf")), (False, True))
+    for level, fill, trained in ways:
+        bias = torch.zeros(2, SQUARES, SQUARES).masked_fill(~board_mask(), fill).to(dtype)
+        inputs = [*distant(level, dtype), bias]
+        expected = attention_gradients(inputs, "cpu", torch.float64, plain=True)
+        found = attention_gradients(inputs, DEVICE, dtype, bias_too=trained)
+        for name, gradient in found.items():
+            words = f"{name} with logits near {level:g}, masked with {fill:g}, bias trained: {trained}"
+            alike = float(F.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0))
+            assert alike > COSINE_BOUND[dtype], words
+            assert abs(float(gradient.norm() / expected[name].norm()) - 1) < 0.1, words
+
+
+def distant(level: float, dtype: torch.dtype, rows: int = 4, heads: int = 2, width: int = 16) -> list[Tensor]:
+    """query, key, value (rows, heads, 64, width) whose scaled products all lie near `level`, as `dtype` holds them."""
+    stream = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(rows, heads, SQUARES, width, generator=stream) for _ in range(3))
+    common = (abs(level) * width**0.5) ** 0.5
+    query[..., 0], key[..., 0] = common, -common if level < 0 else common
+    return [tensor.to(dtype) for tensor in (query, key, value)]
+
+
+def attention_gradients(
+    inputs: Sequence[Tensor], device: str, dtype: torch.dtype, plain: bool = False, bias_too: bool = True
+) -> dict[str, Tensor]:
+    """Gradients (on the host, fp64) of query, key, value and bias, of a weighted sum of what attention gives."""
+    query, key, value, bias = (tensor.to(device, dtype).requires_grad_() for tensor in inputs)
+    if not bias_too:
+        bias = bias.detach()
+    weights = torch.randn(query.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    if plain:
+        out = ((query @ key.mT) * query.shape[-1] ** -0.5 + bias).softmax(-1) @ value
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    (out * weights).sum().backward()
+    tensors = {"query": query, "key": key, "value": value, "bias": bias}
+    return {name: t.grad.cpu().double() for name, t in tensors.items() if t.grad is not None}
+
+
+# One update beside the CPU's, recomputed, compiled
+
+LOSS, COSINE, LENGTH = 1e-5, {"fp32": 0.9999, "bf16": 0.99, "fp16": 0.99}, {"fp32": 0.01, "bf16": 0.1, "fp16": 0.1}
+"""Bounds of an update beside another: relative difference of the loss in fp32; least cosine of a block's gradients;
+relative difference of their lengths, as a gradient a thousand times too large (pytorch issue 177116) has a cosine of 1.
+"""
+NOTHING = 1e-9
+"""Length of a block's gradient, as a share of the whole, that is rounding alone."""
+ATTENTION = {"every": 1, "heads": 2}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "encoding matrix0": {"encoding": "matrix0"},
+    "BatchNorm": {"norm": {"blocks": "batch", "stem_heads": "batch"}},
+    "post-activation, ReLU": {"preact": False, "activation": "relu"},
+    "bottleneck, Mish, features": {"block": "bottleneck", "activation": "mish", "chess_features": True},
+    "attention with a bias": {"attention": ATTENTION},
+    "masked without a bias": {"attention": {**ATTENTION, "mask": True, "bias": False}},
+    "after the norm, masked, mixed": {"attention": {**ATTENTION, "mask": True, "unmasked_mix": 0.2, "norm": "post"}},
+    "policy factored, clamped, normalised": {"policy": {"kind": "factored", "clamp": 5.0, "logit_norm": True}},
+    "policy by squares": {"policy": {"kind": "attention", "rank": 8}},
+    "policy dense, value scalar": {"policy": {"kind": "dense", "channels": 8}, "value": {"kind": "scalar"}},
+    "value pooled, all self-supervised heads": {
+        "value": {"pool": "pooled"},
+        "ssl": ["piece", "threat", "pin", "fork", "control"],
+    },
+}
+"""Options of a small chess network, each of which another operation hangs on."""
+PRESETS = {} if DRY else {"demo": 128, "quick": 128, "small": 64, "matrix0_53m": 32, "latin_quick": 64}
+
+
+def gradients(step: Step) -> dict[str, Tensor]:
+    """Block -> all of its gradient of the last update, (n,) in fp64 on the host."""
+    model, blocks = unwrap(step.model), dict[str, list[Tensor]]()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach().cpu().double().flatten()
+            blocks.setdefault(block_of(model, name), []).append(gradient)
+    return {block: torch.cat(parts) for block, parts in blocks.items()}
+
+
+def compare(one: Mapping[str, Tensor], other: Mapping[str, Tensor], precision: str = "fp32") -> None:
+    """AssertionError where gradients by block are not alike."""
+    assert one.keys() == other.keys()
+    whole = math.hypot(*(float(gradient.norm()) for gradient in one.values()))
+    for block, gradient in one.items():
+        expected, found = float(gradient.norm()), float(other[block].norm())
+        assert math.isfinite(found), f"the gradient of {block} is not finite"
+        if max(expected, found) >= NOTHING * whole:
+            cosine = float(gradient @ other[block]) / (expected * found)
+            assert cosine > COSINE[precision], f"the gradient of {block} has a cosine of {cosine:.6f}"
+            text = f"the gradient of {block} is {found:.4g} long and should be {expected:.4g}"
+            assert abs(found / expected - 1) < LENGTH[precision], text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda g: g * 1000, "should be"), (lambda g: g.flip(0), "cosine"), (lambda g: g * float("nan"), "not finite")],
+)
+def test_wrong_gradients_are_found(change: Any, words: str) -> None:
+    right = {"stem": torch.randn(50, dtype=torch.float64), "head": torch.randn(9, dtype=torch.float64)}
+    nearly = {name: gradient + 1e-4 * torch.randn_like(gradient) for name, gradient in right.items()}
+    compare(right, nearly)
+    with pytest.raises(AssertionError, match=f"head.*{words}"):
+        compare(right, {**nearly, "head": change(right["head"])})
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "latin_demo", *list(VARIANTS)[:: 4 if DRY else 1]])
+def test_an_update_is_that_of_the_cpu(name: str) -> None:
+    """The same rows through the same weights, in fp32 on the CPU; the other way of a dry run is channels_last."""
+    calm = {"optim": CALM["optim"], "model": {"dropout": 0.0}} if name.startswith("latin") else CALM
+    if name in VARIANTS:
+        small = {"model": {"channels": ROWS if DRY else 32, "blocks": 1 if DRY else 2, "attention": {"every": 0}}}
+        rows = {"train": {"batch_size": ROWS if DRY else 64}}
+        config = configured("demo", calm, small, rows, {"model": VARIANTS[name]})
+    else:
+        config = configured(name, calm, {"train": {"batch_size": PRESETS.get(name, ROWS)}})
+    (batch,) = batches_of(config)
+    reference = step_of(changed(config, {"runtime": {"device": "cpu", "precision": "fp32", "channels_last": False}}))
+    expected = reference(batch).loss
+    for precision in ("fp32", half_precision()):
+        other = {"precision": precision} | ({"channels_last": True} if DRY else {})
+        step = step_of(changed(config, {"runtime": other}))
+        loss = step(batch).loss
+        assert precision != "fp32" or loss == pytest.approx(expected, rel=LOSS)
+        compare(gradients(reference), gradients(step), precision)
+
+
+def test_recomputed_blocks_and_heads_in_chunks_change_nothing() -> None:
+    """Neither losses, gradients nor BatchNorm's statistics, with dropout on."""
+    rows = ROWS if DRY else 256
+    model = {"dropout": 0.1, "droppath": 0.1, "ssl": ["threat", "control"], "norm": {"blocks": "batch"}}
+    changes = {"model": model, "train": {"batch_size": rows}, "optim": CALM["optim"], "runtime": {"precision": "fp32"}}
+    base = configured("small", changes)
+    (batch,) = batches_of(base)
+    reference = step_of(base)
+    expected = reference(batch).loss
+    statistics = dict(unwrap(reference.model).named_buffers())
+    for every, chunk in ((1, 0), (2, 0), (0, rows // 4), (1, rows // 4)):
+        step = step_of(changed(base, {"model": {"checkpoint_every": every}}))
+        step.task.set_chunk(unwrap(step.model), chunk)
+        assert step(batch).loss == pytest.approx(expected, rel=LOSS)
+        compare(gradients(reference), gradients(step))
+        for key, value in unwrap(step.model).named_buffers():
+            torch.testing.assert_close(value, statistics[key], rtol=1e-4, atol=1e-5, msg=f"{key}: a batch taken twice")
+
+
+@pytest.mark.parametrize("preset", ["demo"] if DRY else ["quick", "matrix0_53m"])
+def test_a_compiled_network_has_one_graph_made_once(preset: str) -> None:
+    """An update that compiles again would stall a training for a minute. On a CPU the graph is traced alone."""
+    from torch._dynamo.utils import counters
+
+    config = configured(preset, CALM, {"train": {"batch_size": ROWS if DRY else 256}})
+    batches = batches_of(config, 6)
+    plain = step_of(config)
+    expected = [plain(batch).loss for batch in batches]
+    torch.compiler.reset()
+    counters.clear()
+    if DRY:
+        step = step_of(config, torch.compile(plain.task.build_model(), backend="aot_eager"))
+    else:
+        step = step_of(changed(config, {"runtime": {"compile": True}}))
+    for number, batch in enumerate(batches):
+        with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
+            stats = step(batch)
+        assert not stats.messages
+        # fused operations round once where others round often
+        assert stats.loss == pytest.approx(expected[number], rel=1e-4 if step.runtime.dtype == "fp32" else 2e-2)
+    assert unwrap(step.model) is not step.model, "it went on without the compiler"
+    assert counters["stats"]["unique_graphs"] == 1, dict(counters["graph_break"])
