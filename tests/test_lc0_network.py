@@ -23,7 +23,7 @@ from matrixlib.tasks import get_task, load
 from matrixlib.tasks.chess.evaluate import strength
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.chess.lc0 import planes, weights
+from matrixlib.tasks.chess.lc0 import network, weights
 from matrixlib.tasks.chess.lc0.moves import move_name
 from matrixlib.tasks.chess.model import forward_flops
 from matrixlib.tasks.chess.records import before, from_boards, past_of
@@ -288,11 +288,11 @@ def test_history_that_is_missing_is_filled_up_as_lc0_does() -> None:
             positions.append(chess.Board(fen))
             for move in moves[0].split() if moves else ():
                 positions[-1].push_uci(move)
-        rows, past = from_boards(positions), past_of(positions, planes.PAST)
+        rows, past = from_boards(positions), past_of(positions, network.PAST)
         batch: dict[str, Any] = {"pieces": rows["pieces"], "state": packed_state(rows)}
         if told:
             batch |= {"past": past.states["pieces"], "known": past.known, "past_state": packed_state(past.states)}
-        return planes.planes({name: torch.from_numpy(array) for name, array in batch.items()})
+        return network.planes({name: torch.from_numpy(array) for name, array in batch.items()})
 
     start = chess.STARTING_FEN
     stepped = "4k3/8/8/8/4P3/8/8/4K3 b - e3 0 1"  # nobody can capture there

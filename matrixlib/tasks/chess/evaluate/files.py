@@ -9,7 +9,7 @@ from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.lc0.task import open_weights
+from matrixlib.tasks.chess.lc0.network import open_weights
 from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use

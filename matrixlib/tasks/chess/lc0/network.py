@@ -1,18 +1,37 @@
-"""A residual network of Leela Chess Zero.
+"""Networks of Leela Chess Zero in the place of our own: residual ones, their 112 planes, and the task that uses them.
 
-Shapes: B positions, 112 planes of 8 rows (ranks of the side to move, its first one first) and 8 columns (files).
+Shapes: B positions, 112 planes of 8 rows (ranks of the side to move, its first one first) and 8 columns (files). All
+eight boards of the planes are seen from the side that is to move now. Integers are uint8, int16 and int64, and nothing
+is copied from the host.
 """
 
-from typing import Any
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
+import chess
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY, plane_table
+from matrixlib.engine.task import Batch
+from matrixlib.play.game import Past
+from matrixlib.tasks.chess import losses
+from matrixlib.tasks.chess.blocks import SQUARES
+from matrixlib.tasks.chess.config import ChessConfig
+from matrixlib.tasks.chess.lc0 import weights
+from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY, plane_table, slot_table
 from matrixlib.tasks.chess.lc0.weights import PLANES, Lc0Weights
+from matrixlib.tasks.chess.model import PLAY_HEADS, PolicyValueNet
+from matrixlib.tasks.chess.planes import CASTLING, EN_PASSANT, HALFMOVE, REPETITION, SIDE, unpack_pieces
+from matrixlib.tasks.chess.task import ChessTask, packed_state
 
-SQUARES = 64
+PAST = 7  # boards before the newest one
+EMPTY = 12
+PAWN, KING, THEIR_PAWN = 0, 5, 6
 
 
 class Block(nn.Module):
@@ -61,7 +80,7 @@ class Lc0Network(nn.Module):
         """Of "policy" (B, 1858) logits, "value" (B, 3) win-draw-loss logits or (B,) in -1..1, and "stream", what goes
         into the blocks and what comes out of each, (B, C, 8, 8), what `heads` names; the first two unless given; fp32.
         """
-        names = heads if heads is not None else frozenset({"policy", "value"})
+        names = PLAY_HEADS if heads is None else heads
         x = F.relu(self.input(planes))
         out: dict[str, Any] = {"stream": [x]} if "stream" in names else {}
         for block in self.tower:
@@ -77,3 +96,127 @@ class Lc0Network(nn.Module):
             value = self.value2(F.relu(self.value1(F.relu(self.value(x)).flatten(1)))).float()
             out["value"] = value if self.wdl else torch.tanh(value).squeeze(1)
         return out
+
+
+@dataclass(frozen=True)
+class Lc0Task(ChessTask):
+    """Chess as a network of Lc0 sees it: the position and seven before it. Such networks are used, not trained."""
+
+    input_planes: ClassVar[int] = PLANES
+    history: ClassVar[int] = PAST
+
+    def inputs(
+        self, rows: np.ndarray, index: np.ndarray, offset: np.ndarray, past: Past | None = None
+    ) -> dict[str, np.ndarray]:
+        """As a ChessTask's, and what came before each position where it is given: `past` u8 (B, H, 32), `past_state`
+        i16 (B, H, 6) and `known` i16 (B,), see `planes`."""
+        out = super().inputs(rows, index, offset)
+        if past is not None:
+            out["past"] = np.ascontiguousarray(past.states["pieces"])
+            out["past_state"] = packed_state(past.states)
+            out["known"] = past.known.astype(np.int16)
+        return out
+
+    def build_model(self) -> PolicyValueNet:
+        raise ValueError("networks of Lc0 come from their weight files: they are not trained here")
+
+    def planes(self, batch: Batch) -> Tensor:
+        return planes(batch)
+
+    def forward(self, model: nn.Module, batch: Batch, terms: frozenset[str]) -> dict[str, Any]:
+        return model(self.planes(batch), terms)
+
+    def network_index(self, batch: Batch) -> Tensor:
+        return torch.where(batch["policy_index"] != losses.PAD, slots(batch), losses.PAD)
+
+
+def open_weights(path: Path | str) -> tuple[Lc0Task, Lc0Network]:
+    """The task and the network of a weight file, in fp32 on the CPU. Errors as of `weights.read`."""
+    read = weights.read(path)
+    kind = "wdl" if read.wdl else "scalar"
+    config = ChessConfig.model_validate({"task": "chess", "model": {"ssl": [], "value": {"kind": kind}}})
+    return Lc0Task(config), Lc0Network(read)
+
+
+def planes(batch: Mapping[str, Tensor]) -> Tensor:
+    """Input planes (B, 112, 8, 8) float32 on the device of the batch.
+
+    batch: `pieces` and `state` as for our own networks. With a past also `past` (B, H, 32), `past_state` (B, H, 6), the
+    boards before in the same form, the newest first, each seen from its own side to move, and `known` (B,), how many
+    of them there are.
+
+    Of each board, the newest first: 0-5 our P N B R Q K, 6-11 theirs, 12 whether it had occurred before. 104-107 the
+    rights to castle, queen's side before king's, ours before theirs; 108 Black to move; 109 the half-move clock; 111
+    ones. Missing boards are the oldest one again (Lc0's `fen_only`), its pawn put back where an en-passant square tells
+    of its double step; after the start of a game they stay empty.
+    """
+    newest, state = unpack_pieces(batch["pieces"]), batch["state"]
+    boards, repeated = newest[:, None], state[:, None, REPETITION]
+    oldest, oldest_state = newest, state
+    missing = torch.ones(len(newest), PAST, dtype=torch.bool, device=newest.device)
+    if "past" in batch:
+        past, past_state, known = batch["past"], batch["past_state"], batch["known"].long()
+        before = unpack_pieces(past.flatten(0, 1)).unflatten(0, past.shape[:2])
+        boards = torch.cat([boards, _seen_from(state[:, None, SIDE], before, past_state[:, :, SIDE])], dim=1)
+        repeated = torch.cat([repeated, past_state[:, :, REPETITION]], dim=1)
+        rows = torch.arange(len(newest), device=known.device)
+        own = torch.cat([newest[:, None], before], dim=1)
+        oldest, oldest_state = own[rows, known], torch.cat([state[:, None], past_state], dim=1)[rows, known]
+        missing = torch.arange(PAST, device=known.device) >= known[:, None]
+    fill = _put_back(oldest, oldest_state[:, EN_PASSANT, None])
+    fill = _seen_from(state[:, None, SIDE], fill[:, None], oldest_state[:, None, SIDE])
+    start = oldest.eq(_start(str(newest.device))).all(1)
+    start &= (oldest_state[:, CASTLING] == 15) & (oldest_state[:, SIDE] == 0)
+    fill = torch.where(start[:, None, None], EMPTY, fill)
+    again = torch.where(start, 0, oldest_state[:, REPETITION])
+    boards = torch.cat([boards, fill.expand(-1, 1 + PAST - boards.shape[1], -1)], dim=1)
+    repeated = torch.cat([repeated, again[:, None].expand(-1, 1 + PAST - repeated.shape[1])], dim=1)
+    boards = torch.cat([boards[:, :1], torch.where(missing[:, :, None], fill, boards[:, 1:])], dim=1)
+    repeated = torch.cat([repeated[:, :1], torch.where(missing, again[:, None], repeated[:, 1:])], dim=1)
+    classes = torch.arange(EMPTY, dtype=torch.uint8, device=newest.device)
+    pieces = boards[:, :, None].eq(classes[:, None]).float()
+    whole = repeated.gt(0).float()[:, :, None, None].expand(-1, -1, -1, 64)
+    rights = torch.stack([state[:, CASTLING] >> bit & 1 for bit in (1, 0, 3, 2)], dim=1)
+    ones = torch.ones_like(rights[:, :1])
+    scalars = torch.cat([rights, state[:, SIDE, None], state[:, HALFMOVE, None], 0 * ones, ones], dim=1).float()
+    return torch.cat(
+        [torch.cat([pieces, whole], dim=2).flatten(1, 2), scalars[:, :, None].expand(-1, -1, 64)], dim=1
+    ).unflatten(2, (8, 8))
+
+
+def slots(batch: Mapping[str, Tensor]) -> Tensor:
+    """Lc0's number (B, L) int64 of each of `policy_index` (B, L), 0 in pads."""
+    index = batch["policy_index"].long().clamp(min=0)
+    piece = unpack_pieces(batch["pieces"]).gather(1, index // 73)
+    kind = piece.eq(PAWN).long() + 2 * piece.eq(KING).long()
+    return _slots(str(index.device))[kind, index]
+
+
+def _seen_from(side: Tensor, boards: Tensor, own: Tensor) -> Tensor:
+    """Boards (B, H, 64) that are seen from `own` (B, H), seen from `side` (B, 1)."""
+    turned = torch.where(boards == EMPTY, EMPTY, (boards + 6) % 12).unflatten(2, (8, 8)).flip(2).flatten(2)
+    return torch.where((side != own)[:, :, None], turned, boards)
+
+
+def _put_back(boards: Tensor, file: Tensor) -> Tensor:
+    """Boards (B, 64) before their pawn's double step on a file (B, 1), which is -1 where there was none."""
+    square = torch.arange(64, dtype=torch.int16, device=boards.device)
+    stepped = file >= 0
+    boards = torch.where(stepped & (square == file + chess.A5), EMPTY, boards)
+    return torch.where(stepped & (square == file + chess.A7), THEIR_PAWN, boards)
+
+
+@functools.cache
+def _start(device: str) -> Tensor:
+    """Piece classes (64,) uint8 at the start of a game."""
+    with torch.inference_mode(False):
+        back = [3, 1, 2, 4, 5, 2, 1, 3]
+        board = back + [PAWN] * 8 + [EMPTY] * 32 + [THEIR_PAWN] * 8 + [6 + piece for piece in back]
+        return torch.tensor(board, dtype=torch.uint8).to(device)
+
+
+@functools.cache
+def _slots(device: str) -> Tensor:
+    """`slot_table` on a device, copied there once."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(slot_table()).to(device)

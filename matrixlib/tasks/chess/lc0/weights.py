@@ -5,6 +5,9 @@ scalar or win-draw-loss value; a moves-left head is passed over. The file has no
 The format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/net.proto
 """
 
+import gzip
+import io
+import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.tasks.chess.lc0 import wire
 from matrixlib.tasks.chess.lc0.moves import CONV_PLANES, POLICY
 
 PLANES = 112
@@ -21,7 +23,7 @@ EPS = 1e-5
 GZIP = b"\x1f\x8b"
 MOST_BYTES = 1 << 30  # of what a file unpacks to
 MOST_RATIO = 64  # of unpacked to packed bytes: 16-bit weights hardly shrink
-PIECE = 1 << 20  # bytes unpacked at a time
+MOST_FIELDS = 4096  # of one message: ten times what the deepest network has
 
 CLASSICAL, SE, CLASSICAL_HEADS, SE_HEADS = range(1, 5)  # `network`
 NETWORKS = {5: "an ONNX file in a shell", 6: "an attention body", 7: "an attention body with several heads"}
@@ -66,43 +68,103 @@ def unpack(data: bytes) -> bytes:
     """What a .gz file holds; other data as they are. ValueError where it is damaged or far too large."""
     if not data.startswith(GZIP):
         return data
-    most = min(MOST_BYTES, MOST_RATIO * len(data) + PIECE)
-    stream, out, rest = zlib.decompressobj(31), bytearray(), data
-    while not stream.eof:
-        try:
-            part = stream.decompress(rest, PIECE)
-        except zlib.error as error:
-            raise ValueError(f"the gzip file is damaged ({error}); get it again") from None
-        rest = stream.unconsumed_tail
-        if not part and not rest and not stream.eof:
-            raise ValueError("the gzip file is cut short; get it again")
-        out += part
-        if len(out) > most:
-            raise ValueError(f"it unpacks to more than {most >> 20} MiB, which no network does")
-    return bytes(out)
+    most = min(MOST_BYTES, MOST_RATIO * len(data) + (1 << 20))
+    try:
+        out = gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1)
+    except EOFError:
+        raise ValueError("the gzip file is cut short; get it again") from None
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"the gzip file is damaged ({error}); get it again") from None
+    if len(out) > most:
+        raise ValueError(f"it unpacks to more than {most >> 20} MiB, which no network does")
+    return out
+
+
+class Message:
+    """A message of protocol buffers as it lies in a file (https://protobuf.dev/programming-guides/encoding).
+
+    fields: number -> what stands there, in the order of the file: an integer (fixed ones by their bits), or a view of
+    the bytes, so a length that is not there takes no memory. ValueError where it is no message.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self.fields: dict[int, list[int | memoryview]] = {}
+        self._data, self._at = data, 0
+        count = 0
+        while self._at < len(data):
+            key = self._varint()
+            kind = key & 7
+            if kind in (1, 5):
+                held: int | memoryview = int.from_bytes(self._bytes(8 if kind == 1 else 4), "little")
+            elif kind == 2:
+                held = self._bytes(self._varint())
+            elif kind == 0:
+                held = self._varint()
+            else:
+                raise ValueError(f"a field of the unknown kind {kind} at byte {self._at}")
+            count += 1
+            if count > MOST_FIELDS:
+                raise ValueError(f"more than {MOST_FIELDS:,} fields in one message")
+            self.fields.setdefault(key >> 3, []).append(held)
+
+    def integer(self, number: int) -> int:
+        """An integer field, 0 where it is not set. ValueError where the field is of another kind, as below."""
+        value = self.fields.get(number, [0])[-1]
+        if not isinstance(value, int):
+            raise ValueError(f"field {number} is no number")
+        return value
+
+    def real(self, number: int) -> float:
+        """A field of 32 bits as a floating-point number."""
+        return struct.unpack("<f", struct.pack("<I", self.integer(number) & 0xFFFFFFFF))[0]
+
+    def chunk(self, number: int, place: int = -1) -> memoryview:
+        """A field of bytes, empty where it is not set; place: of several."""
+        value = self.fields.get(number, [memoryview(b"")])[place]
+        if isinstance(value, int):
+            raise ValueError(f"field {number} holds a number in place of bytes")
+        return value
+
+    def message(self, number: int, place: int = -1) -> "Message":
+        """A message within it, empty where it is not set."""
+        return Message(self.chunk(number, place))
+
+    def _varint(self) -> int:
+        """An integer of up to ten bytes."""
+        value, begin = 0, self._at
+        for byte in self._data[begin : begin + 10]:
+            value |= (byte & 127) << 7 * (self._at - begin)
+            self._at += 1
+            if byte < 128:
+                return value
+        raise ValueError(f"a number without an end at byte {self._at}")
+
+    def _bytes(self, size: int) -> memoryview:
+        if size > len(self._data) - self._at:
+            raise ValueError(f"a field of {size:,} bytes where {len(self._data) - self._at:,} are left")
+        self._at += size
+        return self._data[self._at - size : self._at]
 
 
 def parse(data: bytes) -> Lc0Weights:
     """The network in a message `Net`. ValueError says what is wrong, or what is not supported."""
-    net = wire.fields(memoryview(data))
-    if wire.integer(net, 1) != MAGIC:
+    net = Message(memoryview(data))
+    if net.integer(1) != MAGIC:
         raise ValueError("it does not start as a weight file of Lc0 does")
-    network, conv_policy, wdl = _format(wire.message(net, 4))
-    weights = wire.message(net, 10)
-    if not weights:
+    network, conv_policy, wdl = _format(net.message(4))
+    weights = net.message(10)
+    if not weights.fields:
         raise ValueError("it has no weights")
     reader = _Reader()
-    filters = reader.convolution("input", wire.message(weights, 1), PLANES, 3)
-    blocks, units = weights.get(2, []), 0
-    for number, block in enumerate(blocks):
-        if isinstance(block, int):
-            raise ValueError(f"residual block {number} is a number")
-        parts = wire.fields(block)
+    filters = reader.convolution("input", weights.message(1), PLANES, 3)
+    blocks, units = len(weights.fields.get(2, [])), 0
+    for number in range(blocks):
+        parts = weights.message(2, number)
         for layer, field in (("conv1", 1), ("conv2", 2)):
-            width = reader.convolution(f"tower.{number}.{layer}", wire.message(parts, field), filters, 3)
+            width = reader.convolution(f"tower.{number}.{layer}", parts.message(field), filters, 3)
             _same(f"filters of tower.{number}.{layer}", width, filters)
         if network in (SE, SE_HEADS):
-            se = wire.message(parts, 3)
+            se = parts.message(3)
             width = reader.dense(f"tower.{number}.reduce", se, (1, 2), filters)
             units = units or width
             _same(f"outputs of tower.{number}.reduce", width, units)
@@ -112,24 +174,24 @@ def parse(data: bytes) -> Lc0Weights:
                 2 * filters,
             )
     if conv_policy:
-        width = reader.convolution("policy1", wire.message(weights, 11), filters, 3)
-        planes = reader.convolution("policy", wire.message(weights, 3), width, 3)
+        width = reader.convolution("policy1", weights.message(11), filters, 3)
+        planes = reader.convolution("policy", weights.message(3), width, 3)
         _same("policy planes", planes, CONV_PLANES)
     else:
-        width = reader.convolution("policy", wire.message(weights, 3), filters, 1)
+        width = reader.convolution("policy", weights.message(3), filters, 1)
         _same("moves", reader.dense("moves", weights, (4, 5), 64 * width), POLICY)
-    value = reader.convolution("value", wire.message(weights, 6), filters, 1)
+    value = reader.convolution("value", weights.message(6), filters, 1)
     hidden = reader.dense("value1", weights, (7, 8), 64 * value)
     _same("outputs of the value head", reader.dense("value2", weights, (9, 10), hidden), 3 if wdl else 1)
-    return Lc0Weights(reader.arrays, filters, len(blocks), units, conv_policy, width, value, hidden, wdl)
+    return Lc0Weights(reader.arrays, filters, blocks, units, conv_policy, width, value, hidden, wdl)
 
 
-def _format(message: wire.Fields) -> tuple[int, bool, bool]:
+def _format(message: Message) -> tuple[int, bool, bool]:
     """(network, convolutional policy, win-draw-loss); ValueError names what is not supported."""
-    if wire.integer(message, 1) not in (0, LINEAR16):
-        raise ValueError(f"weights in encoding {wire.integer(message, 1)} are not supported, only 16-bit linear ones")
-    form = wire.message(message, 2)
-    inputs, network, policy, value, activation = (wire.integer(form, number) for number in (1, 3, 4, 5, 7))
+    if message.integer(1) not in (0, LINEAR16):
+        raise ValueError(f"weights in encoding {message.integer(1)} are not supported, only 16-bit linear ones")
+    form = message.message(2)
+    inputs, network, policy, value, activation = (form.integer(number) for number in (1, 3, 4, 5, 7))
     network = network or CLASSICAL
     problems = []
     if network not in (CLASSICAL, SE, CLASSICAL_HEADS, SE_HEADS):
@@ -158,7 +220,7 @@ class _Reader:
     def __init__(self) -> None:
         self.arrays: dict[str, Array] = {}
 
-    def convolution(self, name: str, block: wire.Fields, inputs: int, kernel: int) -> int:
+    def convolution(self, name: str, block: Message, inputs: int, kernel: int) -> int:
         """Read a convolution, with its batch norm folded into it; returns its outputs."""
         weights, bias, mean, variance, gamma, beta = (_layer(name, block, number) for number in range(1, 7))
         area = inputs * kernel * kernel
@@ -181,7 +243,7 @@ class _Reader:
         self._keep(f"{name}.bias", np.broadcast_to(folded, outputs), (outputs,))
         return outputs
 
-    def dense(self, name: str, message: wire.Fields, fields: tuple[int, int], inputs: int) -> int:
+    def dense(self, name: str, message: Message, fields: tuple[int, int], inputs: int) -> int:
         """Read a dense layer (weights and biases in two fields); returns its outputs."""
         weights, bias = (_layer(name, message, number) for number in fields)
         if not len(bias) or len(weights) != inputs * len(bias):
@@ -197,15 +259,15 @@ class _Reader:
         self.arrays[name] = array
 
 
-def _layer(name: str, message: wire.Fields, number: int) -> NDArray[np.float64]:
+def _layer(name: str, message: Message, number: int) -> NDArray[np.float64]:
     """The numbers of a layer, none where it is not there: 16-bit steps from the least to the greatest."""
-    layer = wire.message(message, number)
-    if wire.integer(layer, 4) not in (0, LINEAR16):
-        raise ValueError(f"{name} is in encoding {wire.integer(layer, 4)}: not supported, only 16-bit linear weights")
-    params = wire.chunk(layer, 3)
+    layer = message.message(number)
+    if layer.integer(4) not in (0, LINEAR16):
+        raise ValueError(f"{name} is in encoding {layer.integer(4)}: not supported, only 16-bit linear weights")
+    params = layer.chunk(3)
     if len(params) % 2:
         raise ValueError(f"{name} ends within a number")
-    low, high = np.float32(wire.real(layer, 1)), np.float32(wire.real(layer, 2))
+    low, high = np.float32(layer.real(1)), np.float32(layer.real(2))
     with np.errstate(all="ignore"):  # what is not finite is named by `_keep`
         values = np.frombuffer(params, "<u2").astype(np.float32) / np.float32(65535) * (high - low) + low
     return values.astype(np.float64)
