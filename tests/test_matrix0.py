@@ -74,10 +74,8 @@ def parity(shared: Path) -> tuple[PolicyValueNet, Any]:
     folder = shared / "parity"
     config = matrix0_config(json.loads((folder / "small_cfg.json").read_text())["netconfig_full"])
     net = PolicyValueNet(config).eval()
-    report = load_matrix0(folder / "small_ckpt.pt", net)
-    assert report.schema == "state dict"
-    assert report.keys == 103
-    assert len(report.used) + len(report.aliases) == 103
+    assert len(read_checkpoint(folder / "small_ckpt.pt")) == len(matrix0_state(net)) == 103
+    assert load_matrix0(folder / "small_ckpt.pt", net) == []
     return net, np.load(folder / "parity.npz")
 
 
@@ -180,33 +178,25 @@ def test_every_schema_fills_every_tensor(weights: Weights, schema: str, tmp_path
     net = small()
     path = tmp_path / "net.pt"
     torch.save(weights if schema == "state dict" else {schema: weights, "step": 3}, path)
-    report = load_matrix0(path, net)
-    assert (report.schema, report.keys) == (schema, len(weights))
+    load_matrix0(path, net)
     for key, value in matrix0_state(net).items():
         assert torch.equal(value, weights[key]), key
-    assert set(report.used) | set(report.aliases) == set(weights)
-    assert set(report.used.values()) == set(net.state_dict())
 
 
 def test_precedence_and_counters_of_averaged_weights(weights: Weights) -> None:
     net = small()
-    report = load_matrix0({"model_state_dict": weights, "model": weights, "model_ema": averaged(weights)}, net)
-    assert report.schema == "model_ema"
-    assert "took model_ema; the file also holds model, model_state_dict" in report.messages
+    messages = load_matrix0({"model_state_dict": weights, "model": weights, "model_ema": averaged(weights)}, net)
+    assert messages == ["took model_ema; the file also holds model, model_state_dict"]
     state = matrix0_state(net)
     assert torch.equal(state["stem.0.weight"], weights["stem.0.weight"] * 0.5)
-    assert int(state["tower.0.bn1.num_batches_tracked"]) == 7
-    assert any("batch counters" in message and "raw weights" in message for message in report.messages)
-    report = load_matrix0({"model_ema": averaged(weights), "model": None}, net)
-    assert int(net.state_dict()["tower.0.norms.0.num_batches_tracked"]) == 0
-    assert any("zero" in message for message in report.messages)
+    assert int(state["tower.0.bn1.num_batches_tracked"]) == 0
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
 def test_prefixes_of_wrappers(weights: Weights, prefix: str) -> None:
     net = small()
-    report = load_matrix0({"model": {prefix + key: value for key, value in weights.items()}}, net)
-    assert any("prefix" in message for message in report.messages)
+    messages = load_matrix0({"model": {prefix + key: value for key, value in weights.items()}}, net)
+    assert any("prefix" in message for message in messages)
     assert torch.equal(net.stem.conv.weight, weights["stem.0.weight"])
 
 
@@ -220,14 +210,12 @@ def changed(weights: Weights, **change: Tensor | None) -> Weights:
     [
         ({"value_fc3.bias": None}, r"1 missing \(value_fc3\.bias\)"),
         ({"tower.0.bn1.num_batches_tracked": None}, r"missing \(tower\.0\.bn1\.num_batches_tracked\)"),
-        ({"extra.weight": torch.zeros(3)}, r"1 not known to this network \(extra\.weight\)"),
+        ({"extra.weight": torch.zeros(3)}, r"1 not known to this network, or .* \(extra\.weight\)"),
         ({"value_fc3.bias": torch.zeros(2)}, r"value_fc3\.bias \(2,\), expected \(1,\)"),
         ({"tower.3.qkv.weight": torch.zeros(48, 16)}, r"qkv\.weight \(48, 16\), expected \(48, 16, 1, 1\)"),
         ({"stem.1.bias": torch.full((16,), float("nan"))}, r"not finite \(stem\.1\.bias\)"),
-        ({"ssl_head.1.bias": torch.full((8,), 9.0)}, r"repeated with other values \(ssl_head\.1\.bias"),
+        ({"ssl_head.1.bias": torch.full((8,), 9.0)}, r"1 .*repeated with other values \(ssl_head\.1\.bias\)"),
         ({"ssl_piece_head.1.bias": None}, r"missing \(ssl_piece_head\.1\.bias\).*ssl_head\.1\.bias"),
-        ({"_policy_logit_scale_raw": torch.zeros(())}, "of 27 August 2025 or after"),
-        ({"policy_conv_out.weight": torch.zeros(73, 64, 1, 1)}, "before 22 August 2025"),
     ],
 )
 def test_whatever_does_not_fit_is_named_and_nothing_is_loaded(
@@ -241,17 +229,19 @@ def test_whatever_does_not_fit_is_named_and_nothing_is_loaded(
 
 
 def test_an_absent_alias_is_fine(weights: Weights) -> None:
-    report = load_matrix0({key: value for key, value in weights.items() if not key.startswith("ssl_head.")}, small())
-    assert report.aliases == ()
+    net = small()
+    load_matrix0({key: value for key, value in weights.items() if not key.startswith("ssl_head.")}, net)
+    assert torch.equal(matrix0_state(net)["ssl_head.0.weight"], weights["ssl_head.0.weight"])
 
 
-def test_group_norm_files_are_recognised(weights: Weights) -> None:
+def test_files_with_group_norm(weights: Weights) -> None:
     grouped = {k: v for k, v in weights.items() if not k.rsplit(".", 1)[1].startswith(("running", "num_batches"))}
-    with pytest.raises(ValueError, match=r"norm\.blocks 'group'"):
+    with pytest.raises(ValueError, match="running_mean"):
         load_matrix0({"model": grouped}, small())
     config = matrix0_config(SMALL)
     net = PolicyValueNet(config.model_copy(update={"norm": config.norm.model_copy(update={"blocks": "group"})}))
-    assert load_matrix0({"model": grouped}, net).keys == len(grouped)
+    load_matrix0({"model": grouped}, net)
+    assert torch.equal(net.stem.conv.weight, grouped["stem.0.weight"])
 
 
 def test_training_checkpoints_hold_numpy_numbers(weights: Weights, tmp_path: Path) -> None:
@@ -260,7 +250,7 @@ def test_training_checkpoints_hold_numpy_numbers(weights: Weights, tmp_path: Pat
     torch.save({"model": weights, "scheduler": {"_last_lr": [np.float64(1e-3)], "step": np.int64(4)}}, path)
     with pytest.raises(Exception, match="Weights only load failed"):
         torch.load(path, weights_only=True)
-    assert load_matrix0(path, small()).schema == "model"
+    load_matrix0(path, small())
 
 
 class Payload:

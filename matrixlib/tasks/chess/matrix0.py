@@ -8,7 +8,6 @@ import os
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -98,19 +97,6 @@ NAMES = (  # our name -> its name, first match wins
 POINTWISE = re.compile(r"tower\.\d+\.(qkv|proj)\.weight")  # 1x1 convolutions there, linear layers here
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What `load_matrix0` did. `used`: its key -> our name; `aliases`: its keys that repeat another; `keys`:
-    all keys of the file's state dict; `schema`: where they stood; `messages`: what a person should know.
-    """
-
-    schema: str
-    keys: int
-    used: Mapping[str, str]
-    aliases: tuple[str, ...]
-    messages: tuple[str, ...]
-
-
 def matrix0_config(netconfig: Mapping[str, Any]) -> ModelConfig:
     """Our options for a NetConfig of Matrix0 (missing fields have its defaults).
 
@@ -176,42 +162,48 @@ def matrix0_name(name: str) -> str:
     return name
 
 
-def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> LoadReport:
-    """Fill `model` in place from a checkpoint of Matrix0: a file, or the dict that it holds.
+def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> list[str]:
+    """Fill `model` in place from a checkpoint of Matrix0, a file or its dict; returns messages, what a person should
+    know of it.
 
-    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged weights
-    (`model_ema`) lack BatchNorm's batch counters, which then come from the raw weights beside them. Files are read with
-    `weights_only=True`: nothing in them is executed. Raises ValueError naming missing, surplus, misshapen and
-    non-finite keys, aliases that differ, and files that hold no weights; the model is untouched then.
+    Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged weights lack
+    BatchNorm's batch counters, which nothing reads: they become 0. Raises ValueError naming missing, surplus, misshapen
+    and non-finite keys, aliases that differ, and files that hold no weights; the model is untouched then.
     """
-    data = source if isinstance(source, Mapping) else read_checkpoint(source)
-    schema, state, messages = _choose(data)
-    count = len(state)
+    schema, state, messages = _choose(source if isinstance(source, Mapping) else read_checkpoint(source))
     own = model.state_dict()
     names = {matrix0_name(name): name for name in own}
     assert len(names) == len(own), "two of our names map to one key"
-    aliases, problems = _take_aliases(state)
+    for alias, original in ALIASES.items():
+        for key in [key for key in state if key.startswith(alias)]:
+            twin = state.get(original + key.removeprefix(alias))
+            if twin is not None and torch.equal(state[key], twin):
+                del state[key]
     if schema == "model_ema":
-        messages += _add_counters(state, names, data)
-    problems += _listed("missing", [key for key in names if key not in state])
-    problems += _listed("not known to this network", [key for key in state if key not in names])
-    loaded, shapes, odd = {}, [], []
-    for key in names.keys() & state.keys():
-        name, tensor = names[key], state[key]
-        shape = tuple(own[name].shape)
-        expected = (*shape, 1, 1) if POINTWISE.fullmatch(name) else shape
-        if tuple(tensor.shape) != expected:
-            shapes.append(f"{key} {tuple(tensor.shape)}, expected {expected}")
-        elif not torch.isfinite(tensor).all():
-            odd.append(key)
-        else:
-            loaded[name] = tensor.reshape(shape)
-    problems += _listed("of another shape", sorted(shapes)) + _listed("with values that are not finite", sorted(odd))
-    if problems:
-        hint = _hint(state, names)
-        raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(problems)}{hint}")
-    model.load_state_dict(loaded, strict=True)
-    return LoadReport(schema, count, names, tuple(aliases), tuple(messages))
+        state = {key: torch.zeros((), dtype=torch.int64) for key in names if key.endswith(COUNTER)} | state
+    shapes = {
+        key: (*own[name].shape, 1, 1) if POINTWISE.fullmatch(name) else own[name].shape for key, name in names.items()
+    }
+    known = [key for key in names if key in state]
+    problems = {
+        "missing": [key for key in names if key not in state],
+        "not known to this network, or repeated with other values": [key for key in state if key not in names],
+        "of another shape": [
+            f"{key} {tuple(state[key].shape)}, expected {tuple(shapes[key])}"
+            for key in known
+            if state[key].shape != shapes[key]
+        ],
+        "with values that are not finite": [key for key in known if not torch.isfinite(state[key]).all()],
+    }
+    listed = [
+        f"{len(keys)} {what} ({', '.join(keys[:8])}{', ...' * (len(keys) > 8)})"
+        for what, keys in problems.items()
+        if keys
+    ]
+    if listed:
+        raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(listed)}")
+    model.load_state_dict({name: state[key].reshape(own[name].shape) for key, name in names.items()}, strict=True)
+    return messages
 
 
 def _numbers() -> list[Any]:
@@ -352,49 +344,3 @@ def _whole(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-
-
-def _take_aliases(state: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-    """(aliases removed from `state`, problems): an alias must equal the tensor that it repeats."""
-    aliases, different = [], []
-    for alias, original in ALIASES.items():
-        for key in [key for key in state if key.startswith(alias)]:
-            twin = state.get(original + key.removeprefix(alias))
-            if twin is None:
-                continue  # stays in and is reported as unknown
-            if not torch.equal(state.pop(key), twin):
-                different.append(f"{key} and {original}{key.removeprefix(alias)}")
-            aliases.append(key)
-    return aliases, _listed("repeated with other values", different)
-
-
-def _add_counters(state: dict[str, Tensor], names: Mapping[str, str], data: Mapping[str, Any]) -> list[str]:
-    """BatchNorm's batch counters for averaged weights, from the raw weights where the file has them, else zero.
-
-    With the fixed momentum that we use nothing reads them.
-    """
-    absent = [key for key in names if key.endswith(COUNTER) and key not in state]
-    if not absent:
-        return []
-    others = {key: value for key, value in data.items() if key in SCHEMAS and key != "model_ema"}
-    raw = _choose(others)[1] if any(isinstance(value, Mapping) and value for value in others.values()) else {}
-    state |= {key: raw.get(key, torch.zeros((), dtype=torch.int64)) for key in absent}
-    where = "the raw weights" if all(key in raw for key in absent) else "zero: the file has none"
-    return [f"{len(absent)} batch counters, which averaged weights lack, are from {where}"]
-
-
-def _listed(what: str, keys: list[str]) -> list[str]:
-    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
-    return [f"{len(keys)} {what} ({', '.join(keys[:8])}{more})"] if keys else []
-
-
-def _hint(state: Mapping[str, Tensor], names: Mapping[str, str]) -> str:
-    """What else the file may be, from keys that other versions of Matrix0's network have (or lack)."""
-    if any("policy_logit_scale" in key or key.startswith("value_gate") for key in state):
-        return ". It is of Matrix0's network of 27 August 2025 or after, which is another network"
-    if any(key.startswith("policy_conv_") for key in state):
-        return ". It is of Matrix0's network of before 22 August 2025, 20:00, which has another policy branch"
-    means = [key for key in names if key.startswith("tower.") and key.endswith("running_mean")]
-    if means and not any(key in state for key in means):
-        return ". Its blocks have GroupNorm: build the network with norm.blocks 'group'"
-    return ""

@@ -43,13 +43,13 @@ def open_matrix0(path: Path, device: str | Runtime = "auto", compile: bool | str
         model_config, assumed = config_of(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
         model = task.build_model()
-        report = load_matrix0(data, model)
+        messages = load_matrix0(data, model)
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ValueError(f"{path.name} describes no network that can be built: {'; '.join(problems)}") from None
     except (ValueError, IndexError, TypeError) as error:  # a stranger's options and shapes may be anything
         raise ValueError(f"{path.name} is no network of Matrix0 that can be read: {error}") from None
-    for message in (*assumed, *report.messages):
+    for message in (*assumed, *messages):
         warnings.warn(f"{path.name}: {message}", stacklevel=2)
     runtime = runtime_for_use(task.config, device)
     return Net(model, task, runtime, runtimes.serving(runtime.device, compile))
