@@ -10,7 +10,7 @@ from typing import Any
 
 import nbformat
 import pandas as pd
-from IPython.display import SVG, Image
+from IPython.display import HTML, Image
 from matplotlib.figure import Figure
 
 from matrixlib.files import NOTEBOOKS
@@ -49,7 +49,7 @@ def run_notebook(name: str, **parameters: Any) -> Shown:
             if "parameters" in cell.metadata.get("tags", []):
                 assert parameters.keys() <= values.keys(), f"{name}.ipynb declares {', '.join(values)}"
                 values |= parameters
-            pictures += isinstance(result, Image | Figure | SVG)
+            pictures += isinstance(result, Image | Figure | HTML)
             if result is not None:
                 print(result)
     return Shown(out.getvalue(), pictures, failed, values)

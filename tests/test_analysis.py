@@ -1,14 +1,17 @@
-"""What is said of one position or game: by the network, by a search, in text and as pictures."""
+"""What is said of one position, one game or many boards: by the network, by a search, in text and on boards."""
 
-import io
 from pathlib import Path
+from typing import Any
 
 import chess
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from cells import definitions
 from networks import MATRIX0, material_net, random_net
 
+from matrixlib.runs import run as runs
+from matrixlib.tasks import load_config
+from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate import analysis
 
 MATE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
@@ -16,44 +19,50 @@ DRAWN = "4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90"  # by the fifty-move rule, witho
 KIWIPETE = "r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R b KQkq - 0 1"
 
 
-def drawn(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()
-
-
-def test_a_position_is_told_and_drawn() -> None:
+def test_a_position_is_told_and_shown() -> None:
     result = analysis.analyse(random_net(ssl=["piece", "threat", "control"]), KIWIPETE, 60)
     board = chess.Board(KIWIPETE)
     for san in result.line:
         board.push_san(san)
     assert len(result.line) >= 2
     assert sum(result.visits.values()) == pytest.approx(1, abs=1e-5)
-    assert set(result.visits) <= set(result.network.moves)
+    assert set(result.visits) <= set(result.moves)
     lines = str(result).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["network", "search", "line"]
     assert "Black" in lines[1]
-    figure = result.figure()
-    assert [axes.get_title() for axes in figure.axes] == ["policy", "search", "control", "piece", "threat", "", "", ""]
-    assert drawn(figure).startswith(b"\x89PNG")
+    shown = result.boards().data
+    assert [f"<b>{title}</b>" in shown for title in ("network", "search", "control", "piece", "threat")] == [True] * 5
+    assert shown.count("<figure") == 5
 
 
-def test_arrows_point_on_the_real_board() -> None:
+def test_arrows_and_maps_lie_on_the_real_board() -> None:
     """Black's too: the board is never turned."""
+    (arrow,) = plots.arrows({"c3d1": 0.9})
+    assert (arrow.tail, arrow.head) == (chess.C3, chess.D1)
+    values = np.zeros((8, 8))
+    values[0, 3] = 1  # d1
+    fill = plots.map_fill("threat", values)
+    assert [square for square, colour in fill.items() if colour != fill[chess.A8]] == [chess.D1]
+    assert plots.map_fill("threat", values, values == 1).keys() == {chess.D1}
     board = chess.Board("4k3/8/8/8/8/2n5/8/3QK3 b - - 0 1")
-    figure = analysis.plots.position_figure(board, {"policy": {"c3d1": 0.9}}, {})
-    (arrow,) = [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None)]
-    assert (tuple(arrow.xyann), tuple(arrow.xy)) == ((2, 2), (3, 0))
-    men = {
-        (text.get_position(), text.get_text(), text.get_color()) for text in figure.axes[0].texts if text is not arrow
-    }
-    white, black = ([((3, 0), "♛", "white"), ((4, 0), "♚", "white")], [((4, 7), "♚", "black"), ((2, 2), "♞", "black")])
-    assert men == {*white, *black}
+    shown = plots.boards([plots.Card(board, "a < b", {"c3d1": 0.9}, fill)]).data
+    assert shown.count("<line") == 1
+    assert "a &lt; b" in shown
+    assert all(name in shown for name in ("#white-queen", "#black-knight", 'id="white-queen"'))
+
+
+def test_colours_say_what_they_mean() -> None:
+    words, colours = zip(*plots.colour_key("control"), strict=True)
+    assert words == ("theirs", "even", "ours")
+    assert plots.square_colours("control", np.array([0, 1, 2])) == list(colours)
+    assert [word for word, _ in plots.colour_key("threat")] == ["0%", "50%", "100%"]
+    assert len(set(plots.square_colours("piece", np.arange(13)))) == 13
 
 
 def test_a_mate_is_seen_by_the_search() -> None:
     result = analysis.analyse(random_net(**MATRIX0), MATE, 30)
-    assert (result.value, result.plies, result.line) == (1.0, 1, ("Rd8#",))
+    assert result.search is not None
+    assert (result.search.value, result.line) == (1.0, ("Rd8#",))
     assert "mate 1" in str(result)
     assert "win" not in str(result), "a scalar head says no win, draw and loss"
 
@@ -74,7 +83,7 @@ def test_the_search_knows_the_game_so_far() -> None:
     start, moves = "7k/8/8/8/8/8/8/KQ6 w - - 0 1", "b1b2 h8h7 b2b3 h7h8 b3b2 h8h7 b2b4 h7h8"
     net = material_net()
     told = analysis.analyse(net, f"fen {start} moves {moves}", 200)
-    alone = analysis.analyse(net, told.board.fen(), 200)
+    alone = analysis.analyse(net, told.fen, 200)
     assert told.visits.get("b4b2", 0) < alone.visits["b4b2"]
     claim = "startpos moves " + " ".join(["g1f3", "g8f6", "f3g1", "f6g8"] * 2)
     assert analysis.analyse(net, claim, 8).visits
@@ -85,21 +94,15 @@ def test_the_course_of_a_game_is_seen_from_white(tmp_path: Path) -> None:
     path.write_text('[Event "x"]\n\n1. e4 d5 2. exd5 Qxd5 3. Nc3 Qe6+ 4. Be2 Nf6 {a comment} (4... h6) 5. d4 *\n')
     boards = analysis.read_game(path)
     assert len(boards) == 10
-    values = analysis.along(material_net(), boards)
+    cells: dict[str, Any] = definitions("eval")
+    cells["net"], along = material_net(), cells["along"]
+    values = along(boards)
     assert values[0] == pytest.approx(0, abs=1e-3)
     assert (values[[3, 4]] > [0.05, -0.05]).tolist() == [True, True], "White is a pawn up after 2. exd5"
     queenless = [chess.Board("4k3/8/8/8/8/8/8/3QK3 w - - 0 1"), chess.Board("4k3/8/8/8/8/8/8/3QK3 b - - 0 1")]
-    assert (analysis.along(material_net(), queenless) > 0.7).all()
+    assert (along(queenless) > 0.7).all()
     mate = [chess.Board("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1"), chess.Board("k7/2Q5/8/8/8/8/8/K7 b - - 0 1")]
-    assert analysis.along(material_net(), mate).tolist() == [1, 0]
-    assert drawn(analysis.game_figure(material_net(), boards)).startswith(b"\x89PNG")
-    assert np.isfinite(values).all()
-    for text in ("", "1. e5 *"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="does not start with a game"):
-            analysis.read_game(path)
-    with pytest.raises(ValueError, match="no PGN file"):
-        analysis.read_game(tmp_path / "none.pgn")
+    assert along(mate).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("text", ["e4N)?", ")", "\x00\xff", "[Event", "1. e5 *\n", ""])
@@ -107,5 +110,52 @@ def test_a_file_that_holds_no_game_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "game.pgn").write_text(text)
     with pytest.raises(ValueError, match=r"'game\.pgn' does not start with a game"):
         analysis.read_game(tmp_path / "game.pgn")
-    with pytest.raises(ValueError, match="no PGN file"):
-        analysis.read_game("x" * 5000)
+    for absent in (tmp_path / "none.pgn", "x" * 5000):
+        with pytest.raises(ValueError, match="no PGN file"):
+            analysis.read_game(absent)
+
+
+# Boards to look through
+
+
+def test_a_game_is_stepped_through_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "game.pgn").write_text("1. f3 e5 2. g4 Qh4# 0-1\n")
+    game = analysis.game_viewer(tmp_path / "game.pgn")
+    assert [list(one.moves) for one in game.positions] == [["f2f3"], ["e7e5"], ["g2g4"], ["d8h4"], []]
+    net = random_net(ssl=["threat", "control"])
+    shown = game.figure(net, 0).data
+    assert [f"<b>{title}</b>" in shown for title in ("network", "played", "control", "threat")] == [True] * 4
+    assert "White to move, " in shown
+    assert "the game is over" in game.figure(net, len(game) - 1).data
+    assert game.check(net)[1]
+
+
+def test_a_widget_shows_one_position_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "game.pgn").write_text("1. e4 e5 *\n")
+    game, net = analysis.game_viewer(tmp_path / "game.pgn"), random_net(ssl=["threat"])
+    board = game.board(net, 0)
+    assert board.page["arrows"]["played"] == [["e2e4", 1.0]]
+    assert len(board.page["arrows"]["network"]) == 20
+    assert "destinations" not in board.page, "it is looked at, not played on"
+    assert game.board(net, 1, board) is board
+    assert (board.page["turn"], board.page["last"]) == ("black", ["e2", "e4"])
+    assert len(board.page["maps"]["threat"]) == 64
+
+
+def test_held_out_positions_have_the_teachers_moves() -> None:
+    held_out = analysis.held_out_viewer(runs.held_out_data(load_config("demo")), 3)
+    assert len(held_out) == 3
+    for one in held_out.positions:
+        assert sum(one.moves.values()) == pytest.approx(1)
+        assert {chess.Move.from_uci(move) for move in one.moves} <= set(one.board.legal_moves)
+
+
+def test_a_policy_that_is_none_over_the_legal_moves_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "game.pgn").write_text("1. e4 *\n")
+    game, net = analysis.game_viewer(tmp_path / "game.pgn"), random_net()
+    evaluations = list(net.evaluate_boards([one.board for one in game.positions]))
+    evaluations[0].moves.popitem()
+    monkeypatch.setattr(net, "evaluate_boards", lambda boards: iter(evaluations))
+    assert not game.check(net)[1]

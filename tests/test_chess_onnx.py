@@ -25,7 +25,7 @@ from matrixlib.tasks.chess.evaluate import onnx as export
 from matrixlib.tasks.chess.evaluate import throughput
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.onnx import PLANE_NAMES, moves
-from matrixlib.tasks.chess.evaluate.players import network_player
+from matrixlib.tasks.chess.evaluate.strength import network_player
 from matrixlib.tasks.chess.planes import planes
 from matrixlib.tasks.chess.records import from_boards, legal_indices, policy_index
 from matrixlib.tasks.chess.task import ChessTask

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import chess
 import numpy as np
+import pandas as pd
 import pytest
 import zstandard
+from cells import definitions
 from networks import material_net, random_net
 
 from matrixlib.tasks.chess.evaluate import puzzles
-from matrixlib.tasks.chess.evaluate.puzzles import Puzzle, Share
+from matrixlib.tasks.chess.evaluate.puzzles import Puzzle
 
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1"
 FREE_QUEEN = "4k3/8/8/3q4/4P3/2N5/8/4K3 w - - 0 1"
@@ -58,9 +60,8 @@ def test_one_ply_knows_stalemate_and_positions_without_moves() -> None:
 def test_any_mate_counts_where_the_answer_mates() -> None:
     board = chess.Board("6k1/5ppp/8/8/8/8/5PPP/2RR2K1 w - - 0 1")
     puzzle = Puzzle(board, (chess.Move.from_uci("c1c8"),), 600)
-    assert puzzles.right(puzzle.board, puzzle.line[0], "d1d8")
-    assert not puzzles.right(puzzle.board, puzzle.line[0], "c1c7")
-    assert not puzzles.right(puzzle.board, puzzle.line[0], None)
+    tries = ["d1d8", "c1c7", None]
+    assert [puzzles.right(board, puzzle, 0, move) for move in tries] == [True, False, False]
 
 
 def test_best_capture_takes_the_most_valuable_piece() -> None:
@@ -125,26 +126,16 @@ def test_a_line_needs_all_of_its_moves() -> None:
 def test_shares_by_rating_and_theme() -> None:
     items = [puzzle("e2e4", 900, ("fork",)) for _ in range(25)] + [puzzle("d2d4", 1600, ("pin", "fork"))]
     solver = player({chess.Board().board_fen(): "e2e4"})
-    table = puzzles.solve({"one": solver}, items)
+    table = puzzles.solve({"one": solver}, items).droplevel("solver")
     assert table["first move"].to_dict() == {  # without pins: one puzzle says nothing about a theme
-        "all": Share(25, 26),
-        "0-1000": Share(25, 25),
-        "1500-2000": Share(0, 1),
-        "fork": Share(25, 26),
+        "all": 96.2,
+        "1-1000": 100.0,
+        "1500-2000": 0.0,
+        "fork": 96.2,
     }
-    assert "96.2% [81.1%, 99.3%]" in table.to_string()
+    assert table.loc["all", ["first move low", "first move high"]].tolist() == [81.1, 99.3], "Wilson's"
     assert list(table["puzzles"]) == [26, 25, 1, 26]
     assert puzzles.solve({"one": solver}, []).empty
-
-
-@pytest.mark.parametrize(
-    ("hits", "of", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
-)
-def test_intervals_are_wilsons(hits: int, of: int, low: float, high: float) -> None:
-    """The last line is the example of Newcombe (1998)."""
-    assert Share(hits, of).interval() == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
-    assert str(Share(5, 10)) == "50.0% [23.7%, 76.3%]"
 
 
 def test_a_search_solves_more_with_more_simulations() -> None:
@@ -156,9 +147,9 @@ def test_a_search_solves_more_with_more_simulations() -> None:
         Puzzle(board, (chess.Move.from_uci(uci),), 1000)
         for board, uci in ((chess.Board(MATE_IN_ONE), "d1d8"), (chess.Board(FREE_QUEEN), "c3d5"))
     ]
-    result = puzzles.solve(by, items).loc["all"].set_index("solver")["first move"]
-    assert result["search 64"].hits == 2
-    assert result["best capture"].hits <= 1
+    result = puzzles.solve(by, items).loc["all", "first move"]
+    assert result["search 64"] == 100
+    assert result["best capture"] <= 50
     mated = chess.Board("R5k1/5ppp/8/8/8/8/8/K7 b - - 0 1")
     assert puzzles.searcher(random_net(), 8)([mated, fork])[0] is None
     drawn = chess.Board("4k3/8/8/3q4/8/8/5N2/4K2R w - - 100 90")
@@ -170,7 +161,7 @@ def test_the_search_is_cut_into_parts_that_change_nothing(monkeypatch: pytest.Mo
     boards = [chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()] * 2
     net = random_net()
     whole = puzzles.searcher(net, 20)(boards)
-    monkeypatch.setattr(puzzles, "SIMULATIONS", 40)
+    monkeypatch.setattr(puzzles, "MAX_SIMULATIONS", 40)
     assert puzzles.searcher(net, 20)(boards) == whole
 
 
@@ -187,11 +178,9 @@ def test_suites_are_read_and_solved(tmp_path: Path, shared: Path) -> None:
     items = puzzles.read_epd(path)
     assert len(items) == 3
     assert {move.uci() for move in items[1].answers} == {"e4d5", "c3d5"}
-    table = puzzles.solve_suites(puzzles.solvers(material_net(), [64]), {"own": items})
-    solved = table.set_index("solver")["solved"]
-    assert solved["search 64"].hits >= 2
-    assert solved["best capture"].of == 3
-    assert list(table.loc["own", "positions"]) == [3] * 4
+    table = puzzles.solve(puzzles.solvers(material_net(), [64]), items)
+    assert table.loc[("all", "search 64"), "first move"] > 60
+    assert table["puzzles"].tolist() == [3] * 4, "no bands of rating"
     with pytest.raises(ValueError, match="no EPD file"):
         puzzles.read_epd(tmp_path / "none.epd")
     for line, message in (
@@ -231,8 +220,30 @@ def test_a_puzzle_keeps_its_line_and_themes(tmp_path: Path) -> None:
         puzzles.read_puzzles(path)
 
 
-def test_a_field_that_is_too_long_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'FEN,Moves,Rating\n"{"x" * 200_000}",e2e4 e7e5,1500\n', r"'puzzles\.csv' line 2: .*not a FEN"),
+        ("", r"'puzzles\.csv' is no CSV of puzzles"),
+        ("FEN,Moves,Rating\n1,2,3,4\n1\n1,2,3,4,5,6\n", r"'puzzles\.csv' is no CSV of puzzles"),
+        (f"FEN,Moves,Rating\n{chess.STARTING_FEN}\n", r"'puzzles\.csv' line 2"),
+        (f"FEN,Moves,Rating\n{chess.STARTING_FEN},e2e4 e7e5,high\n", r"'puzzles\.csv' line 2: .*'high'"),
+    ],
+)
+def test_what_is_no_puzzle_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "puzzles.csv"
-    path.write_text(f'FEN,Moves,Rating\n"{"x" * 200_000}",e2e4 e7e5,1500\n')
-    with pytest.raises(ValueError, match=r"'puzzles\.csv' is no CSV of puzzles \(field larger"):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
         puzzles.read_puzzles(path)
+
+
+def test_bars_stand_at_their_shares_with_their_intervals() -> None:
+    rows = {("all", "best capture"): 10.0, ("all", "policy"): 40.0, ("b", "best capture"): 20.0, ("b", "policy"): 60.0}
+    table = pd.DataFrame({"first move": rows})
+    table["first move low"], table["first move high"] = table["first move"] - 5, table["first move"] + 8
+    figure = definitions("eval")["bars"](table, "first move")
+    (axes,) = figure.axes
+    assert [bar.get_height() for bar in axes.patches] == [10, 20, 40, 60]
+    ends = [segment[:, 1].tolist() for bar in axes.containers[::2] for segment in bar.lines[2][0].get_segments()]
+    assert ends == [[5, 18], [15, 28], [35, 48], [55, 68]]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["all", "b"]

@@ -91,18 +91,19 @@ def test_reliability_counts_known_results_alone() -> None:
     actual = held_out.reliability(net, loader(net, 90))  # type: ignore[arg-type]
     assert list(actual) == ["win", "draw", "loss"]
     for name, points in actual.items():
-        assert sum(count for _, _, count in points) == 45
-        assert all(share == (1 if name == "win" else 0) for _, share, _ in points)
-    outputs = sum(p * count for p, _, count in actual["win"]) / 45
-    assert held_out.calibration_error(actual["win"]) == pytest.approx(1 - outputs)
+        assert points["count"].sum() == 45
+        assert (points["share"] == (1 if name == "win" else 0)).all()
+    win = actual["win"]
+    outputs = (win["probability"] * win["count"]).sum() / 45
+    assert held_out.calibration_error(win) == pytest.approx(1 - outputs)
     scalar = random_net(**MATRIX0)
     points = held_out.reliability(scalar, loader(scalar, 90))["score"]  # type: ignore[arg-type]
-    assert [(share, count) for _, share, count in points] in ([(1.0, 45)], [(1.0, points[0][2]), (1.0, points[1][2])])
-    assert np.isnan(held_out.calibration_error([]))
+    assert (points["share"] == 1).all()
+    assert points["count"].sum() == 45
 
 
 def test_bins_hold_what_was_said_and_what_is_so() -> None:
-    outputs = np.array([0.0, 0.04, 0.55, 0.51, 1.0])
-    actual = held_out._bins(outputs, np.array([0.0, 1.0, 1.0, 0.0, 1.0]))
-    assert actual == [(0.02, 0.5, 2), (pytest.approx(0.53), 0.5, 2), (1.0, 1.0, 1)]
+    said = np.array([0.0, 0.04, 0.55, 0.51, 1.0])
+    actual = held_out.calibration(said, np.array([0.0, 1.0, 1.0, 0.0, 1.0]))
+    assert actual.values.tolist() == [[0.02, 0.5, 2], [pytest.approx(0.53), 0.5, 2], [1.0, 1.0, 1]]
     assert held_out.calibration_error(actual) == pytest.approx((2 * 0.48 + 2 * 0.03) / 5)

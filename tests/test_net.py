@@ -19,7 +19,7 @@ from matrixlib.hardware.runtime import Serving
 from matrixlib.runs import run as runs
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.records import from_boards, legal_indices
+from matrixlib.tasks.chess.records import from_boards, legal_indices, move_from_index
 from matrixlib.tasks.chess.spec import load as load_chess
 from matrixlib.tasks.spec import find_run
 
@@ -73,6 +73,26 @@ def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> N
         assert black.moves[flip(move)] == pytest.approx(share, abs=1e-6)
     for head, maps in white.ssl.items():
         np.testing.assert_allclose(maps, black.ssl[head][:, ::-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])
+def test_a_thousand_positions_are_tensors_in_one_call(model: dict[str, Any]) -> None:
+    """What `predict` says of them 256 at a time, on the host, and what `evaluate` says one by one."""
+    net = random_net(**model)
+    fens = [board.fen() for board in random_positions(1000, seed=7)]
+    sizes: list[int] = []
+    net.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    batch = net.batch(fens)
+    with torch.inference_mode():
+        out = net.task.predict(net.model, batch)
+        raw = net.model(net.planes(fens), frozenset({"policy", "value"}))
+    assert sizes == [1000, 1000]
+    assert (raw["policy"].shape, raw["value"].shape[0]) == ((1000, 4672), 1000)
+    expected = net.predict({name: tensor.numpy() for name, tensor in batch.items()})
+    for name in ("policy", "value"):
+        torch.testing.assert_close(out[name], torch.from_numpy(expected[name]), atol=1e-5, rtol=1e-5)
+    best = move_from_index(int(batch["policy_index"][0, out["policy"][0].argmax()]), chess.Board(fens[0]))
+    assert net.evaluate(fens[0])[0].best == best.uci()
 
 
 def test_maps_have_their_shapes_and_are_probabilities(net: Net) -> None:

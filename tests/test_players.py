@@ -1,5 +1,7 @@
 """A network in a search: the same opinion as `Net.evaluate`, for any batch; players made of it, and fixed ones."""
 
+from typing import Any
+
 import chess
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import Turn, play_pairs, random_player
 from matrixlib.play.search import Search
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.tasks.chess.evaluate.players import capture_player, engine_player, network_player
+from matrixlib.tasks.chess.evaluate.strength import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
 from matrixlib.tasks.chess.records import from_boards, move_from_index
 from matrixlib.tasks.chess.stockfish.client import Stockfish
@@ -37,7 +39,7 @@ def question(boards: list[chess.Board]) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def turn(boards: list[chess.Board]) -> Turn:
     none = [np.zeros(0, np.uint64)] * len(boards), [from_boards([])] * len(boards)
-    return Turn(np.arange(len(boards)), from_boards(boards), *none)
+    return Turn(np.arange(len(boards)), from_boards(boards), *none, [[]] * len(boards))
 
 
 @pytest.mark.parametrize("model", [{}, MATRIX0], ids=["oriented", "matrix0"])
@@ -53,7 +55,7 @@ def test_the_search_hears_what_evaluate_says(model: dict[str, object]) -> None:
         assert priors[row].sum() == pytest.approx(1, abs=1e-5)
 
 
-def test_the_rest_of_the_batch_does_not_matter() -> None:
+def test_the_rest_of_the_batch_does_not_matter_nor_does_there_need_to_be_one() -> None:
     boards = positions(40)
     evaluate = Evaluator(random_net())
     states, moves, offsets = question(boards)
@@ -62,11 +64,7 @@ def test_the_rest_of_the_batch_does_not_matter() -> None:
         alone, value = evaluate(*question([boards[i]]))
         np.testing.assert_allclose(alone, priors[offsets[i] : offsets[i + 1]], atol=1e-5)
         assert value[0] == pytest.approx(values[i], abs=1e-5)
-
-
-def test_no_position_is_no_question() -> None:
-    states, moves, offsets = question(positions(1))
-    assert [len(part) for part in Evaluator(random_net())(states[:0], moves[:0], offsets[:1])] == [0, 0]
+    assert [len(part) for part in evaluate(states[:0], moves[:0], offsets[:1])] == [0, 0]
 
 
 def test_a_network_with_dropout_says_the_same_twice_and_must_not_be_training() -> None:
@@ -154,3 +152,31 @@ def test_a_search_needs_a_finite_network() -> None:
         parameter.fill_(float("nan"))
     with pytest.raises(ValueError, match="not finite"):
         Search(GAME, Evaluator(net)).run(4)
+
+
+def test_an_engine_is_told_the_game_so_far_that_it_sees_repetitions() -> None:
+    asked: list[str] = []
+
+    class Engine:
+        def new_game(self) -> None:
+            asked.append("new")
+
+        def best_move(self, position: str, limit: str) -> str:
+            asked.append(position)
+            return board_of(position).legal_moves.__iter__().__next__().uci()
+
+    def board_of(position: str) -> chess.Board:
+        start, _, moves = position.removeprefix("fen ").partition(" moves ")
+        board = chess.Board(start)
+        for uci in moves.split():
+            board.push_uci(uci)
+        return board
+
+    player: Any = engine_player(Engine(), 50)  # type: ignore[arg-type]
+    match = play_pairs(GAME, player, random_player(GAME, 0), GAME.initial(1), plies=4)
+    told = [board_of(text) for text in asked if text != "new"]
+    assert [len(board.move_stack) for board in told] == [0, 1, 2, 3]
+    assert {board.root().fen() for board in told} == {chess.STARTING_FEN}
+    played = [[move_from_index(i, chess.Board()) for i in game.moves[:1]] for game in match.games]
+    assert told[1].move_stack == played[1], "the second game's first move is the other player's"
+    assert asked[::2] == ["new"] * 4, "its answer is of this game alone"

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from test_melee_imitation import figures_of, frames
@@ -12,7 +11,6 @@ from test_melee_imitation import figures_of, frames
 from matrixlib.bench import report as bench
 from matrixlib.runs import figures
 from matrixlib.runs.rate_test import RateTest
-from matrixlib.tasks.chess import plots
 from matrixlib.tasks.latin import plots as latin
 from matrixlib.tasks.latin.rates import Rate
 from matrixlib.tasks.melee import plots as melee
@@ -40,7 +38,6 @@ RATES = [
     for size in (3, 4)
     for fill in ((0.0, 0.0), (0.1, 0.3))
 ]
-HEADS = {"threat": [(0.1, 0.2, 50), (0.9, 0.8, 50)], "pin": [(0.01, 0.02, 50)]}
 PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
@@ -49,10 +46,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "benchmarks": lambda: bench.scaling_figure({"figures": BENCH}),
     "rates": lambda: latin.rates_figure(RATES),
     "buttons": lambda: melee.rates_figure(figures_of(frames(10))),
-    "heads": lambda: plots.curves_figure(ROWS, {"pin": 1.0, "threat": 1.0}),
-    "calibration": lambda: plots.calibration_figure(HEADS, {"control": np.diag([3, 2, 1])}),
     "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),
-    "temperature": lambda: plots.temperature_figure({"learned": ROWS}),
 }
 COUNTED = ("update step", "generation", "size")
 
@@ -112,14 +106,6 @@ def test_scores_stand_beside_their_baselines_with_wilsons_intervals() -> None:
     interval, point, baseline = axes.get_lines()[:3]
     assert list(interval.get_xdata()) == pytest.approx([27.24, 32.91], abs=0.01)
     assert (point.get_xdata()[0], baseline.get_xdata()[0]) == pytest.approx((30, 10))
-
-
-def test_heads_that_seldom_say_much_have_a_picture_of_their_own() -> None:
-    first, rare, confusion = PICTURES["calibration"]().axes
-    assert [text.get_text() for text in first.get_legend().get_texts()] == ["threat"]
-    assert [text.get_text() for text in rare.get_legend().get_texts()] == ["pin"]
-    assert rare.get_xlim()[1] < 0.25
-    assert [text.get_text() for text in confusion.texts] == ["100"] * 3
 
 
 def test_a_legend_names_each_label_once_and_none_is_no_error() -> None:

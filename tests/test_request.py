@@ -7,46 +7,40 @@ import pytest
 
 from matrixlib.tasks.chess.evaluate.request import check_request
 
-COUNTS = {"sample": 2048, "games": 4}
-
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"simulations": [16, 0]}, r"simulations: 0 is no whole number of at least 1; give a list such as -y"),
-        ({"simulations": [-5]}, "simulations: -5"),
-        ({"simulations": [1.5]}, r"simulations: 1\.5"),
-        ({"simulations": ["a"]}, "simulations: 'a'"),
-        ({"simulations": [True]}, "simulations: True"),
-        ({"engine_elo": ["strong"]}, r"engine_elo: 'strong'.*-y 'engine_elo: \[1350"),
-        ({"counts": {"games": -2}}, "games is -2; give a whole number from 0"),
-        ({"counts": {"sample": -3}}, "sample is -3"),
-        ({"counts": {"engine_nodes": 0}, "engine_elo": [1400]}, "engine_nodes is 0"),
-        ({"inputs": {"game": "nowhere.pgn"}}, r"game: there is no file 'nowhere\.pgn'"),
-        ({"inputs": {"suites": ["nowhere.epd"]}}, r"suites: there is no file 'nowhere\.epd'"),
-        ({"inputs": {"suites": [None]}}, "suites: there is no file 'None'"),
-        ({"inputs": {"suites": [1]}}, "suites: there is no file '1'"),
-        ({"outputs": {"pgn": "nowhere/games.pgn"}}, "pgn: no folder 'nowhere' to write"),
-        ({"outputs": {"onnx": "."}}, r"onnx: '\.' is a folder"),
-        ({"outputs": {"onnx": "x" * 5000 + "/y"}}, "onnx: no folder 'xxx"),
-        pytest.param(
-            {"outputs": {"onnx": "/proc/model.onnx"}},
-            "onnx: no file can be written in '/proc': No such file",
-            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc here"),
-        ),
-        ({"inputs": {"game": "x" * 5000}}, "game: there is no file 'xxx"),
-        ({"outputs": {"pgn": "a.pgn", "onnx": "model", "int8": "model"}}, "onnx and int8 name one file"),
-        ({"outputs": {"onnx": "", "int8": "small.onnx"}}, "int8 is made of the file that `onnx` names"),
-        ({"counts": {"games": 0}, "outputs": {"pgn": "games.pgn"}}, "pgn: there are no games to write"),
+        ({"simulations": [16, 0]}, r"'simulations': .* greater than or equal to 1, got 0"),
+        ({"simulations": [1.5]}, r"'simulations': .* valid integer, got 1\.5"),
+        ({"simulations": [True]}, "'simulations': .* valid integer, got True"),
+        ({"engine_elo": ["strong"]}, "'engine_elo': .* valid integer, got 'strong'"),
+        ({"games": -2}, "'games': .* greater than or equal to 0, got -2"),
+        ({"engine_nodes": 0, "engine_elo": [1400]}, "'engine_nodes': .* greater than or equal to 1"),
+        ({"game": "nowhere.pgn"}, r"'game': there is no file 'nowhere\.pgn'"),
+        ({"suites": ["nowhere.epd"]}, r"'suites': there is no file 'nowhere\.epd'"),
+        ({"suites": [None]}, "'suites': .* valid string, got None"),
+        ({"pgn": "nowhere/games.pgn"}, "'pgn': 'nowhere/games.pgn' cannot be written: No such file"),
+        ({"onnx": "."}, r"'onnx': '\.' cannot be written: Is a directory"),
+        ({"onnx": "x" * 5000 + "/y"}, "'onnx': 'xxx.*cannot be written: File name too long"),
+        ({"game": "x" * 5000}, "'game': there is no file 'xxx"),
+        ({"pgn": "a.pgn", "onnx": "model", "int8": "model"}, "two of pgn, onnx and int8 name one file"),
+        ({"int8": "small.onnx"}, "int8 is made of the file that `onnx` names"),
+        ({"pgn": "games.pgn"}, "pgn: there are no games to write"),
     ],
 )
-def test_what_cannot_be_done_is_named(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_request(**{"simulations": [16], "counts": COUNTS, **asked})
+def test_what_cannot_be_done_is_named(asked: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            check_request(asked)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_can_be_done_is_let_through(tmp_path: Path) -> None:
-    game = tmp_path / "game.pgn"
+    game, games = tmp_path / "game.pgn", tmp_path / "games.pgn"
     game.write_text("1. e4 *\n")
-    outputs = {"pgn": str(tmp_path / "games.pgn"), "onnx": "model.onnx", "int8": "small.onnx"}
-    check_request([], COUNTS, [1350], {"game": str(game), "puzzles": "", "suites": []}, outputs)
+    outputs = {"pgn": str(games), "onnx": str(tmp_path / "model.onnx"), "int8": ""}
+    asked = {"sample": 0, "games": 4, "engine_elo": [1350], "engine_nodes": 500, "game": str(game), "device": "cpu"}
+    assert check_request({**asked, **outputs, "simulations": []}).engine_elo == (1350,)
+    assert not games.exists()

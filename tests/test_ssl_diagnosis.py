@@ -1,15 +1,19 @@
 """Diagnoses of made-up heads: each mistake is named, and a head that is fine or merely young is not accused."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import chess
 import numpy as np
 import pytest
+from cells import definitions
 from positions import hard_positions, random_positions
 
-from matrixlib.tasks.chess.evaluate import oracle, ssl_diagnosis
-from matrixlib.tasks.chess.evaluate.ssl_diagnosis import Diagnosis
-from matrixlib.tasks.chess.evaluate.ssl_outputs import HeadOutput
+from matrixlib.tasks.chess.evaluate import oracle
+from matrixlib.tasks.chess.evaluate.ssl import HeadOutput
 
+CELLS = definitions("ssl")
 BOARDS = (*hard_positions(), *random_positions(1000, 5))
 ROWS = len(BOARDS)
 ALTERNATIVES = oracle.alternatives(BOARDS)
@@ -41,9 +45,20 @@ def maps(p: np.ndarray) -> np.ndarray:
     return np.stack([1 - p, p], axis=1)
 
 
+class Diagnosis(NamedTuple):
+    word: str
+    reason: str
+    figures: dict[str, Any] | None
+
+
+def diagnose(output: HeadOutput, mistakes: Mapping[str, np.ndarray]) -> Diagnosis:
+    figures = CELLS["knowledge"](output)
+    return Diagnosis(*CELLS["diagnose"](output, figures, mistakes), figures)
+
+
 def diagnosis(head: str, probability: np.ndarray, squares: np.ndarray = EVERYWHERE) -> Diagnosis:
     wrong = {name: value for name, value in ALTERNATIVES[head].items() if name != oracle.EXACT}
-    return ssl_diagnosis.diagnose(head, head_output(head, probability, squares), wrong)
+    return diagnose(head_output(head, probability, squares), wrong)
 
 
 def hidden() -> np.ndarray:
@@ -88,10 +103,10 @@ def test_a_piece_head_that_says_empty_everywhere_is_dead() -> None:
 def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
     """Of what stands on which square: it saves a fifth of the entropy of threats, and no network is needed for it."""
     exact = ALTERNATIVES["threat"][oracle.EXACT]
-    one = diagnosis("threat", ssl_diagnosis.square_table(head_output("threat", maps(np.full(exact.shape, 0.5))), exact))
+    one = diagnosis("threat", CELLS["square_table"](head_output("threat", maps(np.full(exact.shape, 0.5))), exact))
     assert one.word == "trivial"
     assert "a table of what stands on which square does as well" in one.reason
-    assert one.gain[0] > 0.1
+    assert one.figures["saves [%]"] > 10
 
 
 def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None:
@@ -101,7 +116,7 @@ def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None
     for slope, offset in ((1, 0), (1, 4), (0.4, 0), (2.5, -1)):
         one = diagnosis("pin", maps(1 / (1 + np.exp(-(slope * odds + offset)))))
         assert one.word == "learning", (slope, offset, one.reason)
-        assert one.average_precision > 0.9
+        assert one.figures["AP"] > 0.9
 
 
 def test_too_few_squares_are_undecided() -> None:
@@ -114,9 +129,9 @@ def test_too_few_squares_are_undecided() -> None:
         EVERYWHERE[some],
         CONTENT[some],
     )
-    assert ssl_diagnosis.diagnose("fork", few, wrong).word == "undecided"
+    assert diagnose(few, wrong).word == "undecided"
     one = HeadOutput(few.log_p[:1], few.truth[:1], few.squares[:1], few.content[:1])
-    assert ssl_diagnosis.diagnose("fork", one, wrong).reason == "one position says nothing"
+    assert diagnose(one, wrong).reason == "one position says nothing"
 
 
 def test_a_class_that_never_occurs_is_undecided() -> None:
@@ -124,15 +139,15 @@ def test_a_class_that_never_occurs_is_undecided() -> None:
     head = HeadOutput(
         np.log(maps(0.01 + rng().random(never.shape) / 100)).astype(np.float32), never, EVERYWHERE, CONTENT
     )
-    one = ssl_diagnosis.diagnose("pin", head, {})
-    assert (one.word, one.rate) == ("undecided", 0)
-    assert math.isnan(one.average_precision)
+    one = diagnose(head, {})
+    assert (one.word, one.figures["rate [%]"]) == ("undecided", 0)
+    assert math.isnan(one.figures["AP"])
 
 
 def test_a_head_that_is_asked_nothing_is_undecided() -> None:
     one = diagnosis("piece", probabilities(ALTERNATIVES["piece"][oracle.EXACT], 0.9, 13), EVERYWHERE & False)
     assert (one.word, one.reason) == ("undecided", "it is asked about no square (see data.hidden_squares)")
-    assert math.isnan(one.gain[0])
+    assert one.figures is None
 
 
 def test_figures_are_those_of_their_definitions() -> None:
@@ -143,17 +158,17 @@ def test_figures_are_those_of_their_definitions() -> None:
     p[:, 0, 1] = 0.06
     p[:, 7, 7] += np.linspace(0, 0.001, ROWS)
     head = HeadOutput(np.log(maps(p)).astype(np.float32), truth, EVERYWHERE, CONTENT)
-    one = ssl_diagnosis.diagnose("pin", head, {})
-    assert (one.precision, one.recall, one.f1) == (0.5, 0.5, 0.5)
-    assert one.rate == 2 / 64
-    assert one.uniform == math.log(2)
-    assert one.prior == pytest.approx(-(2 * math.log(2 / 64) + 62 * math.log(62 / 64)) / 64)
-    assert one.loss == pytest.approx(-np.where(truth == 1, np.log(p), np.log(1 - p)).mean(), rel=1e-5)
-    assert ssl_diagnosis.confusion(head).tolist() == [[61 * ROWS, ROWS], [ROWS, ROWS]]
+    one = diagnose(head, {})
+    row = one.figures
+    assert [row[name] for name in ("precision", "recall", "F1")] == [0.5, 0.5, 0.5]
+    assert row["rate [%]"] == 100 * 2 / 64
+    assert row["uniform"] == math.log(2)
+    assert row["prior"] == pytest.approx(-(2 * math.log(2 / 64) + 62 * math.log(62 / 64)) / 64)
+    assert row["loss"] == pytest.approx(-np.where(truth == 1, np.log(p), np.log(1 - p)).mean(), rel=1e-5)
     # Half of the ones come first, then as many zeros, then the other half: precision 1, and 2 of 3.
-    assert one.average_precision == pytest.approx((1 + 2 / 3) / 2)
+    assert row["AP"] == pytest.approx((1 + 2 / 3) / 2)
     said_wrong = (abs(0.8 - 1) + abs(0.7 - 0)) / 64 + abs((0.06 + 61 * 0.05) / 62 - 1 / 62) * 62 / 64
-    assert one.calibration == pytest.approx(said_wrong, abs=1e-3)
+    assert row["ECE"] == pytest.approx(said_wrong, abs=1e-3)
 
 
 def test_equal_probabilities_count_together() -> None:
@@ -161,25 +176,55 @@ def test_equal_probabilities_count_together() -> None:
     truth = np.zeros((ROWS, 8, 8), np.uint8)
     truth[:, 0] = 1
     head = HeadOutput(np.log(maps(np.full(truth.shape, 0.3))).astype(np.float32), truth, EVERYWHERE, CONTENT)
-    assert ssl_diagnosis.average_precision(head) == pytest.approx(1 / 8)
+    assert CELLS["knowledge"](head)["AP"] == pytest.approx(1 / 8)
 
 
 def test_calibrating_anew_finds_slope_and_offset_on_other_positions() -> None:
     truth = (rng(4).random((ROWS, 8, 8)) < 0.2).astype(np.uint8)
     right = np.log(0.2 / 0.8) + (truth - 0.2) * 3 + rng(5).normal(0, 1, truth.shape)
-    probability = 1 / (1 + np.exp(-right))
-    best = ssl_diagnosis.calibrated(
-        HeadOutput(np.log(maps(probability)).astype(np.float32), truth, EVERYWHERE, CONTENT)
-    )
-    bent = 1 / (1 + np.exp(-(0.3 * right - 2)))
-    again = ssl_diagnosis.calibrated(HeadOutput(np.log(maps(bent)).astype(np.float32), truth, EVERYWHERE, CONTENT))
-    assert again.nats(truth).mean() == pytest.approx(best.nats(truth).mean(), rel=1e-3)
+    logits = (right, 0.3 * right - 2, -right)  # the last knows the contrary: no slope below 0 makes knowledge of it
+    outputs = [maps(1 / (1 + np.exp(-each))) for each in logits]
+    heads = [HeadOutput(np.log(p).astype(np.float32), truth, EVERYWHERE, CONTENT) for p in outputs]
+    best, bent, contrary = (CELLS["calibrated_nats"](head).mean() for head in heads)
+    assert bent == pytest.approx(best, rel=1e-3)
+    assert contrary == pytest.approx(CELLS["prior_nats"](heads[2], truth).mean(), rel=1e-3)
 
 
 def test_standard_errors_take_a_positions_squares_together() -> None:
     """Forty positions of 64 equal squares are forty numbers, not 2,560."""
     values = np.repeat(rng(3).normal(size=40), 64).reshape(40, 8, 8)
-    mean, error = ssl_diagnosis.mean_and_error(values, np.ones((40, 8, 8), bool))
+    mean, error = CELLS["mean_and_error"](values, np.ones((40, 8, 8), bool))
     rows = values[:, 0, 0]
     assert mean == pytest.approx(rows.mean())
     assert error == pytest.approx(rows.std(ddof=1) / math.sqrt(40))
+
+
+# What may be taken for a target by mistake; test_ssl_targets.py holds the exact ones against the fast core
+
+
+def test_pawns_attack_backwards() -> None:
+    """Matrix0's mistake, seen from both sides."""
+    for fen in ("4k3/8/8/8/4p3/8/8/4K3 w - - 0 1", "4k3/8/8/4P3/8/8/8/4K3 b - - 0 1"):
+        board = chess.Board(fen)
+        exact, backwards = (oracle.maps(board, wrong)["threat"] for wrong in (False, True))
+        assert set(zip(*np.nonzero(exact != backwards), strict=True)) == {(2, 3), (2, 5), (4, 3), (4, 5)}
+        assert exact[2, 3]
+        assert backwards[4, 3]
+
+
+def test_attacked_by_the_side_to_move() -> None:
+    for fen in ("4k3/8/8/8/8/8/8/R3K3 w - - 0 1", "r3k3/8/8/8/8/8/8/4K3 b - - 0 1"):
+        named = oracle.alternatives([chess.Board(fen)])["threat"]
+        assert named["attacked by the side to move"][0, :, 0].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_copy_shows_what_stands_there() -> None:
+    named = oracle.alternatives([chess.Board()])
+    assert named["fork"][oracle.COPY].sum() == 32
+    assert named["control"][oracle.COPY][0, :, 0].tolist() == [2, 2, 1, 1, 1, 1, 0, 0]
+    assert oracle.COPY not in named["piece"]
+
+
+def test_a_mistake_that_differs_nowhere_is_left_out() -> None:
+    named = oracle.alternatives([chess.Board("4k3/8/8/8/8/8/8/4K3 w - - 0 1")])["pin"]
+    assert set(named) == {oracle.EXACT, oracle.COPY}

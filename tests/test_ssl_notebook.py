@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cells import run_notebook
+from cells import definitions, run_notebook
 from networks import random_net
 from torch import Tensor, nn
 
-import matrixlib
 from matrixlib.engine.task import Batch
 from matrixlib.runs import run as runs
 from matrixlib.tasks.chess import records
-from matrixlib.tasks.chess.evaluate import oracle, ssl_diagnosis, ssl_gradients
-from matrixlib.tasks.chess.evaluate.ssl_outputs import head_outputs
+from matrixlib.tasks.chess.evaluate import oracle
+from matrixlib.tasks.chess.evaluate.ssl import head_outputs
 from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.spec import ChessSpec
 from matrixlib.tasks.chess.ssl_targets import MAPS
@@ -96,20 +96,18 @@ def test_planted_faults_are_named_by_the_notebook(root: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_heads_that_learn_are_said_to_learn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SMALL | {"model": SMALL["model"] | {"ssl": ["threat", "control"]}}
-    folder = trained(root, "sound", monkeypatch, settings)
-    net = matrixlib.load(folder, device="cpu")
-    held_out = runs.held_out_data(net.task.config)
-    outputs = head_outputs(net, held_out, 512)
-    assert outputs.wrong_targets() == {"threat": 0, "control": 0}
-    diagnoses = ssl_diagnosis.diagnose_all(net, outputs)
-    assert [(one.head, one.word) for one in diagnoses] == [("threat", "learning"), ("control", "learning")]
-    for one in diagnoses:
-        assert one.loss < one.table < one.prior <= one.uniform
-        assert 0 < one.calibration < 0.2
-    table = ssl_diagnosis.progress(folder, held_out, "cpu", 64)
-    assert (list(table.index), list(table)) == ([75, 150], ["threat", "control"])
-    assert (table.loc[150] > table.loc[75]).all()
+    weights = {"ssl": {"threat": 1.0, "control": 1.0, "pin": 0.0}}
+    settings = SMALL | {"model": SMALL["model"] | {"ssl": ["threat", "control", "pin"]}, "loss": weights}
+    trained(root, "sound", monkeypatch, settings)
+    text = run_notebook("ssl", run="sound", device="cpu", batches=4, positions=512).text
+    for head in ("threat", "control"):
+        assert re.search(rf"^{head} +learning: it saves", text, re.MULTILINE), text
+        assert re.search(rf"^pass +{head} is learning", text, re.MULTILINE)
+        loss, uniform, prior, table = map(float, re.search(rf"^{head}((?: +\d\.\d+){{4}})", text, re.M)[1].split())
+        assert loss < table < prior <= uniform + 1e-4
+    assert "pin      undecided: its weight loss.ssl.pin is 0: it is not trained" in text
+    first, last = (re.search(rf"^{step} +([\d.]+) +([\d.]+)", text, re.MULTILINE) for step in (75, 150))
+    assert all(float(last[k]) > float(first[k]) for k in (1, 2)), "of the prior entropy, by checkpoint"
 
 
 # Gradients
@@ -128,24 +126,21 @@ def gradients(cosine: float, noise: float, batches: int = 16, seed: int = 0) -> 
 @pytest.mark.parametrize("cosine", [-0.8, 0.0, 0.6])
 def test_conflicts_are_those_of_the_true_gradients(cosine: float) -> None:
     """Noise of 3 times the gradient, half of it shared, would pull every cosine of one batch towards one half."""
-    hits = 0
+    hits, conflict = 0, definitions("ssl")["conflict"]
     for seed in range(20):
-        result = ssl_gradients.conflict(gradients(cosine, 3.0, seed=seed), 1, {"policy": 0}, [2.0, 0.5])
-        angle, effect = result.cosine["policy"], result.effect["policy"]
-        assert angle is not None
-        assert effect is not None
-        assert abs(angle[0] - cosine) < 0.4
-        assert abs(effect[0] - cosine / 4) < 0.1  # 0.5 / 2.0 of it
-        hits += abs(angle[0] - cosine) <= angle[1]
+        angle, interval, effect, _ = conflict(gradients(cosine, 3.0, seed=seed), 1, 0, 0.5 / 2.0)
+        assert abs(angle - cosine) < 0.4
+        assert abs(effect - cosine / 4) < 0.1  # 0.5 / 2.0 of it
+        hits += abs(angle - cosine) <= interval
     assert hits >= 16  # of the 95 % intervals
 
 
 def test_pure_noise_is_not_told() -> None:
-    told = 0
+    told, conflict = 0, definitions("ssl")["conflict"]
     for seed in range(20):
         noise = gradients(1.0, 3.0, seed=seed)
         noise[:, :, 0] -= 1
-        told += ssl_gradients.conflict(noise, 1, {"policy": 0}, [1.0, 1.0]).cosine["policy"] is not None
+        told += not math.isnan(conflict(noise, 1, 0, 1.0)[0])
     assert told <= 2
 
 
@@ -169,30 +164,17 @@ class Contrary(ChessTask):
 def test_a_head_that_fights_policy_is_seen() -> None:
     net = random_net({"loss": {"ssl": {"threat": 1.0}}}, ssl=["threat"])
     net.task = Contrary(net.task.config)
-    result = ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), batches=4)["threat"]
-    cosine, effect = result.cosine["policy"], result.effect["policy"]
-    assert cosine is not None
-    assert effect is not None
-    assert cosine == (pytest.approx(-1, abs=1e-4), pytest.approx(0, abs=1e-3))
-    assert effect[0] == pytest.approx(-1 / 3, abs=1e-4)
-    assert ssl_gradients.table({"threat": result}).loc["threat", "cosine with policy"] == "-1.00 +- 0.00"
+    conflicts, held_out = definitions("ssl")["conflicts"], runs.held_out_data(net.task.config)
+    row = conflicts(net, held_out, 4).loc[("ssl_threat", "policy")]
+    assert row.tolist() == [-1.0, 0.0, pytest.approx(-0.33), 0.0]
     assert not any(value.requires_grad for value in net.model.parameters())
+    with pytest.raises(ValueError, match="take 4 at least"):
+        conflicts(net, held_out, 3)
 
 
 def test_a_network_without_heads_is_named() -> None:
     net = random_net()
+    held_out = runs.held_out_data(net.task.config)
     with pytest.raises(ValueError, match=r"no self-supervised heads: name some in model\.ssl"):
-        head_outputs(net, runs.held_out_data(net.task.config), 8)
-    assert ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), 4) == {}
-
-
-def test_too_few_positions_for_gradients_are_named() -> None:
-    net = random_net(ssl=["threat"])
-    with pytest.raises(ValueError, match="take 4 at least"):
-        ssl_gradients.conflicts(net, runs.held_out_data(net.task.config), 3)
-
-
-def test_a_head_without_weight_is_not_judged() -> None:
-    net = random_net({"loss": {"ssl": {"threat": 0.0}}}, ssl=["threat"])
-    diagnoses = ssl_diagnosis.diagnose_all(net, head_outputs(net, runs.held_out_data(net.task.config), 64))
-    assert {one.head: one.reason for one in diagnoses}["threat"].startswith("its weight loss.ssl.threat is 0")
+        head_outputs(net, held_out, 8)
+    assert definitions("ssl")["conflicts"](net, held_out, 4).empty

@@ -1,11 +1,9 @@
 """Elo of a network: openings, matches with fixed players and with itself, tables."""
 
-import io
 import itertools
 import os
 from pathlib import Path
 
-import chess.pgn
 import pytest
 from networks import material_net
 from test_stockfish import fake_engine
@@ -27,16 +25,6 @@ def test_material_beats_a_random_player_and_every_pair_meets() -> None:
     ]
     assert all(match.pairs().sum() == 2 for match in matches.values())
     assert rating(matches["network 32", "random"].pairs()).score >= 0.5
-    table = strength.match_table(matches)
-    assert list(zip(table["player"], table["opponent"], strict=True)) == list(matches)
-    assert (table["games"] == 4).all()
-    assert set(strength.ratings(matches).index) == {name for names in matches for name in names}
-    games = io.StringIO(strength.pgn(matches))
-    headers = []
-    while (game := chess.pgn.read_game(games)) is not None:
-        assert not game.errors
-        headers.append({game.headers["White"], game.headers["Black"]})
-    assert headers == [set(names) for names in matches for _ in range(4)]
 
 
 def test_in_a_tournament_everybody_meets_everybody_once() -> None:
@@ -59,7 +47,10 @@ for line in sys.stdin:
         print("option name UCI_Elo type spin default 1320 min 1320 max 3190\\nuciok", flush=True)
     elif word == "setoption": options[rest[1]] = rest[3]
     elif word == "isready": print("readyok", flush=True)
-    elif word == "position": board = chess.Board(" ".join(rest[1:]))
+    elif word == "position":
+        start, _, moves = " ".join(rest[1:]).partition(" moves ")
+        board = chess.Board(start)
+        for uci in moves.split(): board.push_uci(uci)
     elif word == "go":
         assert rest == ["nodes", "50"]
         best, *_, worst = sorted(move.uci() for move in board.legal_moves) * 2

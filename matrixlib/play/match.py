@@ -114,7 +114,7 @@ def play_pairs(
             if not len(games):
                 continue
             before = [keys[i, :ply] for i in games], [course[i, :ply] for i in games]
-            choice = player(Turn(games + start, states[games], *before))
+            choice = player(Turn(games + start, states[games], *before, [moves[i] for i in games]))
             texts = choice.comments or [""] * len(games)
             for i, move, text in zip(games.tolist(), choice.moves.tolist(), texts, strict=True):
                 if move not in allowed[i]:
@@ -153,13 +153,14 @@ class MatchOptions(Sprt):
 
 @dataclass(frozen=True)
 class Turn:
-    """Games in which a player is to move: their numbers (N,), states (N,), the keys of the states before each, and
-    those states, in the order of the game."""
+    """Games in which a player is to move: their numbers (N,), states (N,), the keys of the states before each, those
+    states, and the moves made in them, in the order of the game."""
 
     games: NDArray[np.int64]
     states: States
     history: Sequence[NDArray[np.uint64]]
     past: Sequence[States]
+    moves: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Shelf:
         shown["widget"] = viewer.board(network, min(position, len(viewer) - 1), shown.get("widget"))
         return shown["widget"]
 
-    def _figure(self, run: str, checkpoint: str, position: int) -> Figure:
+    def _figure(self, run: str, checkpoint: str, position: int) -> Any:
         viewer = self.viewer(run)
         assert viewer is not None, "the menu holds runs of one task"
         return viewer.figure(_network(run, checkpoint, self.device), min(position, len(viewer) - 1))
@@ -193,7 +193,8 @@ def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tupl
     if steps:
         values[steps[0]] = steps[2]
     if not progress.interactive():
-        display(Image(data=figures.png(draw(**values)), format="png"))
+        drawn = draw(**values)
+        display(Image(data=figures.png(drawn), format="png") if isinstance(drawn, Figure) else drawn)
         return
     import ipywidgets as widgets
 

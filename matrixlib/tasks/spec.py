@@ -23,7 +23,6 @@ from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
     import numpy as np
-    from matplotlib.figure import Figure
     from torch import Tensor, nn
 
     from matrixlib.data.catalogue import Catalogue, ShardRow
@@ -118,8 +117,8 @@ class Viewer(Protocol):
 
     def __len__(self) -> int: ...
 
-    def figure(self, net: Any, item: int) -> Figure:
-        """What a network makes of one row."""
+    def figure(self, net: Any, item: int) -> Any:
+        """What a network makes of one row, as a cell displays it."""
 
     def board(self, net: Any, item: int, widget: Any = None) -> Any:
         """The same as a widget for a front end: `widget`, changed, where there is one already."""

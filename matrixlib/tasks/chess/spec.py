@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from matrixlib.play.match import Player
     from matrixlib.play.search import Evaluate
     from matrixlib.tasks.chess.distill.teacher import ChessTeacher
+    from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
     from matrixlib.tasks.chess.evaluate.net import Net
-    from matrixlib.tasks.chess.evaluate.viewer import BoardViewer
     from matrixlib.tasks.chess.task import ChessTask
 
 
@@ -212,9 +212,9 @@ class ChessSpec(TaskSpec[ChessConfig]):
         return ", ".join(parts)
 
     def viewer(self, held_out: Callable[[], Loader], count: int, file: str = "") -> BoardViewer:
-        from matrixlib.tasks.chess.evaluate import viewer
+        from matrixlib.tasks.chess.evaluate import analysis
 
-        return viewer.game_viewer(file) if file else viewer.held_out_viewer(held_out(), count)
+        return analysis.game_viewer(file) if file else analysis.held_out_viewer(held_out(), count)
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
         from matrixlib.tasks.chess.evaluate.onnx import export

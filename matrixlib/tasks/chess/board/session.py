@@ -16,7 +16,6 @@ from matrixlib import progress
 from matrixlib.hardware.openmp import considerate
 from matrixlib.play.search import SearchResult
 from matrixlib.tasks.chess import plots
-from matrixlib.tasks.chess.evaluate import analysis
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import from_boards, move_from_index
 from matrixlib.tasks.chess.uci import protocol
@@ -36,7 +35,7 @@ Show = Callable[[Page], None]
 
 
 def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]], maps: Mapping[str, Any]) -> Page:
-    """A position as a page shows it. arrows: whose -> UCI -> share, as in `plots.position_figure`; so are maps."""
+    """A position as a page shows it. arrows: whose -> UCI -> share, as in `plots.position_boards`; so are maps."""
     last = board.peek() if board.move_stack else None
     return {
         "fen": board.fen(),
@@ -216,8 +215,8 @@ class Session:
         return moves | ({"search": self.analysis.visits} if self.analysis else {})
 
     def maps(self) -> dict[str, NDArray[np.float32]]:
-        """Head -> (8, 8) on the real board, see `analysis.maps`."""
-        return analysis.maps(self.evaluation)
+        """Head -> (8, 8) on the real board, see `Evaluation.maps`."""
+        return self.evaluation.maps
 
     def course(self) -> list[Chances]:
         """The chances in each position of the game, by the network; those of a game that is over as it ended."""

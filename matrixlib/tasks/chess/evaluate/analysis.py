@@ -1,75 +1,27 @@
-"""One position or one game in detail, by a network and by a search with it, for people to look at."""
+"""One position, one game or many boards in detail, for people to look at: by a network, and by a search with it."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import chess
 import chess.pgn
-import numpy as np
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
+from matrixlib.data.loader import Loader
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.records import before, from_boards, move_from_index, reversible
-from matrixlib.tasks.chess.uci.protocol import read_position, score_text
-
-SHOWN = 5  # moves
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """A position: the network's evaluation, and what a search adds; values are the side to move's.
-
-    visits: UCI -> share. line: principal variation in SAN. plies: to a proven end, 0 where none is.
-    """
-
-    board: chess.Board
-    network: Evaluation
-    value: float
-    plies: int
-    visits: Mapping[str, float]
-    line: tuple[str, ...]
-    simulations: int
-
-    def __str__(self) -> str:
-        side = "White" if self.board.turn else "Black"
-        network = self.network
-        wdl = "" if network.wdl is None else ", win {:.0%}, draw {:.0%}, loss {:.0%}".format(*network.wdl)
-        return (
-            f"{self.board.fen()}\n"
-            f"network  {side} {network.value:+.2f}{wdl}; {_moves(network.moves)}\n"
-            f"search   {side} {self.value:+.2f}, {score_text(self.value, self.plies)}, {self.simulations} simulations; "
-            f"{_moves(self.visits)}\n"
-            f"line     {' '.join(self.line)}\n"
-        )
-
-    def figure(self) -> Figure:
-        """The board with the policy and the visits as arrows, and a map for each self-supervised head."""
-        moves = {"policy": self.network.moves, "search": self.visits}
-        return plots.position_figure(self.board, moves, maps(self.network))
+from matrixlib.tasks.chess.task import boards_of
+from matrixlib.tasks.chess.uci.protocol import read_position
+from matrixlib.tasks.spec import Check
 
 
-def maps(evaluation: Evaluation) -> dict[str, NDArray[np.float32]]:
-    """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
-    return {
-        head: chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
-        for head, chances in evaluation.ssl.items()
-    }
-
-
-def _moves(shares: Mapping[str, float]) -> str:
-    best = sorted(shares.items(), key=lambda item: -item[1])[:SHOWN]
-    return ", ".join(f"{move} {share:.0%}" for move, share in best)
-
-
-def analyse(net: Net, position: str, simulations: int = 400) -> Analysis:
-    """Analyse a position, as `Net.evaluate` takes it. ValueError where it is none, or the game is over there.
+def analyse(net: Net, position: str, simulations: int = 400) -> Evaluation:
+    """Evaluate and search a position, as `Net.evaluate` takes it. ValueError where it is none, or the game is over.
 
     Where a third occurrence could be claimed the game may go on: it is searched as if it were the second.
     """
@@ -83,18 +35,7 @@ def analyse(net: Net, position: str, simulations: int = 400) -> Analysis:
     search.reset(0, state, history, past=before(board, net.task.history))
     (result,) = search.run(simulations)
     (evaluation,) = net.evaluate_boards([board])
-    walk, line = board.copy(), []
-    for index in result.line:
-        move = move_from_index(index, walk)
-        line.append(walk.san(move))
-        walk.push(move)
-    visits = {
-        move_from_index(int(move), board).uci(): float(share)
-        for move, share in zip(result.moves, result.policy, strict=True)
-        if share > 0
-    }
-    plies = int(result.plies[result.moves == result.best][0])
-    return Analysis(board, evaluation, result.value, plies, visits, tuple(line), result.simulations)
+    return replace(evaluation, search=result)
 
 
 def read_game(path: str | Path) -> list[chess.Board]:
@@ -112,16 +53,70 @@ def read_game(path: str | Path) -> list[chess.Board]:
     return [game.board(), *(node.board() for node in game.mainline())]
 
 
-def along(net: Net, boards: list[chess.Board]) -> NDArray[np.float64]:
-    """(N,) expected result for White in each position, by the network alone; a finished game counts as it ended."""
-    signs = np.array([1 if board.turn else -1 for board in boards])
-    values = signs * net.values(boards).astype(np.float64)
-    for i, board in enumerate(boards):
-        if board.is_game_over():
-            values[i] = {"1-0": 1, "0-1": -1}.get(board.result(), 0)
-    return values
+# Boards to look through
 
 
-def game_figure(net: Net, boards: list[chess.Board]) -> Figure:
-    """The expected result for White from move to move."""
-    return plots.course_figure(along(net, boards), boards[0].ply())
+@dataclass(frozen=True)
+class BoardViewer:
+    """Positions one after the other, as `runs.browse` shows them: boards with a title and the moves of `whose`."""
+
+    positions: tuple[plots.Card, ...]
+    whose: str
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def figure(self, net: Net, item: int) -> Any:
+        """The board with the network's moves as arrows, beside it those of `whose`, and a map for each head."""
+        evaluation, position = self._evaluation(net, item), self.positions[item]
+        heading = f"{position.title}<br>{evaluation.summary}<br>{evaluation.fen}"
+        return evaluation.boards({self.whose: position.moves}, heading)
+
+    def board(self, net: Net, item: int, widget: Any = None) -> Any:
+        """The same on the board of `play.ipynb`."""
+        from matrixlib.tasks.chess.board.session import position_page
+        from matrixlib.tasks.chess.board.widget import BoardWidget
+
+        evaluation, position = self._evaluation(net, item), self.positions[item]
+        moves = {"network": evaluation.moves, self.whose: position.moves}
+        words = {"status": position.title, "line": evaluation.summary}
+        page = position_page(position.board, moves, evaluation.maps) | words
+        if widget is None:
+            return BoardWidget(page)
+        widget.page = page
+        return widget
+
+    def check(self, net: Net) -> Check:
+        """Whether the network's policy is one over the legal moves of every position."""
+        legal = True
+        for evaluation in net.evaluate_boards([position.board for position in self.positions]):
+            moves = evaluation.moves
+            legal &= set(moves) == {move.uci() for move in evaluation.board.legal_moves}
+            legal &= not moves or abs(sum(moves.values()) - 1) < 1e-3
+        return "the policy is one over the legal moves", legal, f"{len(self)} positions"
+
+    def _evaluation(self, net: Net, item: int) -> Evaluation:
+        return next(net.evaluate_boards([self.positions[item].board]))
+
+
+def game_viewer(path: str | Path) -> BoardViewer:
+    """The positions of the first game of a PGN file, with its moves. ValueError where there is none."""
+    boards = read_game(path)
+    moves: list[dict[str, float]] = [{board.peek().uci(): 1.0} for board in boards[1:]]
+    titles = [f"move {board.fullmove_number} of the game" for board in boards]
+    return BoardViewer(tuple(map(plots.Card, boards, titles, [*moves, {}])), "played")
+
+
+def held_out_viewer(held_out: Loader, count: int) -> BoardViewer:
+    """The same `count` held-out positions for every run of a data set, with the teacher's moves."""
+    positions: list[plots.Card] = []
+    for batch in held_out.sequential(count, sample=count):
+        index, weight = batch["policy_index"].numpy(), batch["policy_weight"].numpy()
+        for row, board in enumerate(boards_of(batch)):
+            known = (index[row] >= 0) & (weight[row] > 0)
+            shares = {
+                move_from_index(int(move), board).uci(): float(share / weight[row][known].sum())
+                for move, share in zip(index[row][known], weight[row][known], strict=True)
+            }
+            positions.append(plots.Card(board, f"held-out position {len(positions)}", shares))
+    return BoardViewer(tuple(positions), "teacher")

@@ -1,16 +1,16 @@
 """Evaluation of a network on held-out positions: every figure beside its baselines, reliability of the value head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from matrixlib.data.loader import Loader
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import validate
 from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.losses import value_target
-from matrixlib.tasks.chess.plots import Points
 from matrixlib.tasks.chess.records import captured_value
 
 MIN_MOVES = 3  # of a position whose log-probabilities are correlated: any two lie on a line
@@ -87,8 +87,8 @@ def baselines(batch: dict[str, np.ndarray], result_share: float) -> dict[str, fl
     }
 
 
-def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, Points]:
-    """How often it is so where the value head says p: (mean p, share of the target, positions) in ten bins of p.
+def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512) -> dict[str, pd.DataFrame]:
+    """How often it is so where the value head says p: `calibration` in ten bins of p.
 
     For `win`, `draw` and `loss`, or for the `score` in [0, 1] of a head with one value; targets are those of the loss.
     """
@@ -101,21 +101,24 @@ def reliability(net: Net, loader: Loader, sample: int = 0, batch_size: int = 512
         targets.append(target[known].numpy())
     probability, truth = np.concatenate(outputs), np.concatenate(targets)
     if net.task.config.model.value.kind == "scalar":
-        score = truth[:, 0] + truth[:, 1] / 2
-        return {"score": _bins((probability[:, 0] + 1) / 2, score)}
-    return {name: _bins(probability[:, k], truth[:, k]) for k, name in enumerate(("win", "draw", "loss"))}
+        return {"score": calibration((probability[:, 0] + 1) / 2, truth[:, 0] + truth[:, 1] / 2)}
+    return {name: calibration(probability[:, k], truth[:, k]) for k, name in enumerate(("win", "draw", "loss"))}
 
 
-def calibration_error(points: Points) -> float:
+def calibration(
+    probability: np.ndarray, truth: np.ndarray, edges: Sequence[float] = tuple(np.arange(1, 10) / 10)
+) -> pd.DataFrame:
+    """A row for each bin of p that is used: mean `probability`, `share` that is so, `count`.
+
+    truth: (N,) of what is so, or the chance of it: scikit-learn's calibration_curve takes none but 0 and 1.
+    """
+    groups = pd.DataFrame({"probability": probability, "share": truth}).groupby(np.digitize(probability, edges))
+    return groups.mean().assign(count=groups.size()).reset_index(drop=True)
+
+
+def calibration_error(points: pd.DataFrame) -> float:
     """Mean distance of a probability from the share that is so, over positions (expected calibration error)."""
-    total = sum(count for _, _, count in points)
-    return sum(count * abs(p - share) for p, share, count in points) / total if total else float("nan")
-
-
-def _bins(probability: np.ndarray, truth: np.ndarray) -> Points:
-    number = np.minimum((probability * 10).astype(int), 9)
-    rows = [np.flatnonzero(number == k) for k in range(10)]
-    return [(float(probability[r].mean()), float(truth[r].mean()), len(r)) for r in rows if len(r)]
+    return float(np.average((points["probability"] - points["share"]).abs(), weights=points["count"]))
 
 
 # Beside a teacher

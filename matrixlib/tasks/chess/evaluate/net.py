@@ -3,17 +3,28 @@
 `Net.predict` is the one way to its opinion: for `evaluate`, searches, matches, self-play and UCI.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import chess
 import numpy as np
+import torch
+from torch import Tensor
 
 from matrixlib.engine.network import Network
+from matrixlib.engine.task import Batch, to_device
 from matrixlib.tasks.chess import records
 from matrixlib.tasks.chess.records import move_from_index
 from matrixlib.tasks.chess.task import ChessTask
-from matrixlib.tasks.chess.uci.protocol import read_position
+from matrixlib.tasks.chess.uci.protocol import read_position, score_text
+
+if TYPE_CHECKING:
+    from IPython.display import HTML
+
+    from matrixlib.play.search import SearchResult
 
 BATCH = 512  # boards turned into arrays at a time
 INPUTS = ("pieces", "state", "policy_index")
@@ -22,23 +33,86 @@ INPUTS = ("pieces", "state", "policy_index")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A network's evaluation of one position, from the side to move.
+    """One position, evaluated by a network and perhaps by a search with it; values are the side to move's.
 
     moves: UCI -> probability, most probable first, all legal moves. wdl: (win, draw, loss), None for a scalar head.
     value: expected result in [-1, 1]. ssl: head -> float array (classes, 8, 8) of probabilities on the real board
-    (row 0 = rank 1, column 0 = file a); "ours" in them is the side to move.
+    (row 0 = rank 1, column 0 = file a); "ours" in them is the side to move. search: of `analysis.analyse`.
     """
 
-    fen: str
+    board: chess.Board
     moves: dict[str, float]
     wdl: tuple[float, float, float] | None
     value: float
     ssl: dict[str, np.ndarray] = field(default_factory=dict)
+    search: SearchResult | None = None
+
+    @property
+    def fen(self) -> str:
+        return self.board.fen()
 
     @property
     def best(self) -> str | None:
         """Most probable move in UCI; None where there is no legal move."""
         return next(iter(self.moves), None)
+
+    @property
+    def visits(self) -> dict[str, float]:
+        """UCI -> share of the search's visits, of the moves that it visited; empty without a search."""
+        result = self.search
+        if result is None:
+            return {}
+        shares = zip(result.moves, result.policy, strict=True)
+        return {move_from_index(int(move), self.board).uci(): float(share) for move, share in shares if share > 0}
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """The search's principal variation in SAN."""
+        walk, line = self.board.copy(), []
+        for index in self.search.line if self.search else ():
+            move = move_from_index(index, walk)
+            line.append(walk.san(move))
+            walk.push(move)
+        return tuple(line)
+
+    @property
+    def maps(self) -> dict[str, np.ndarray]:
+        """Head -> (8, 8) on the real board: a probability, or the likeliest of several classes."""
+        return {
+            head: chances[0] if len(chances) == 1 else chances.argmax(0).astype(np.float32)
+            for head, chances in self.ssl.items()
+        }
+
+    @property
+    def summary(self) -> str:
+        """The network's opinion in a line."""
+        side = "White" if self.board.turn else "Black"
+        chances = "" if self.wdl is None else "win {:.0%}, draw {:.0%}, loss {:.0%}; ".format(*self.wdl)
+        return f"{side} to move, {self.value:+.2f}: {chances}{likeliest(self.moves) or 'the game is over'}"
+
+    def __str__(self) -> str:
+        """The FEN, the network's opinion and, after a search, the search's with its line."""
+        lines = [self.fen, f"network  {self.summary}"]
+        if result := self.search:
+            plies = int(result.plies[result.moves == result.best][0])
+            score = f"{result.value:+.2f}, {score_text(result.value, plies)}, {result.simulations} simulations"
+            lines += [f"search   {score}; {likeliest(self.visits)}", f"line     {' '.join(self.line)}"]
+        return "\n".join(lines) + "\n"
+
+    def boards(self, others: Mapping[str, Mapping[str, float]] = {}, heading: str = "") -> HTML:
+        """As `plots.position_boards`: the network's moves, the search's and those of `others` (title -> UCI -> share)
+        as arrows, and a map for each self-supervised head. heading: HTML above them.
+        """
+        from matrixlib.tasks.chess import plots
+
+        moves = {"network": self.moves, **({"search": self.visits} if self.search else {}), **others}
+        return plots.position_boards(self.board, moves, self.maps, heading)
+
+
+def likeliest(shares: Mapping[str, float], count: int = 5) -> str:
+    """The moves (UCI -> share) with the largest shares, in words."""
+    best = sorted(shares.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{move} {share:.0%}" for move, share in best)
 
 
 class Net(Network):
@@ -51,8 +125,7 @@ class Net(Network):
 
         The moves matter to networks that look at what came before. ValueError names a bad FEN or move.
         """
-        texts = [positions] if isinstance(positions, str) else list(positions)
-        return list(self.evaluate_boards([read_position(text) for text in texts]))
+        return list(self.evaluate_boards(_boards(positions)))
 
     def evaluate_boards(self, boards: Sequence[chess.Board]) -> Iterator[Evaluation]:
         """Evaluate boards, with the moves that led to them, in batches of 512."""
@@ -72,7 +145,7 @@ class Net(Network):
                 wdl = out.get("wdl")
                 triple = None if wdl is None else (float(wdl[row, 0]), float(wdl[row, 1]), float(wdl[row, 2]))
                 ssl = {head: self._upright(out["ssl/" + head][row], board) for head in sorted(heads)}
-                yield Evaluation(board.fen(), moves, triple, float(out["value"][row]), ssl)
+                yield Evaluation(board, moves, triple, float(out["value"][row]), ssl)
 
     def values(self, boards: Sequence[chess.Board]) -> np.ndarray:
         """Expected results (N,) in [-1, 1] from each side to move, without the policy."""
@@ -80,6 +153,21 @@ class Net(Network):
             self.predict(self._pack(boards[start : start + BATCH]))["value"] for start in range(0, len(boards), BATCH)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def batch(self, positions: str | Sequence[str]) -> Batch:
+        """Positions, as `evaluate` takes them, as one packed batch of tensors on the network's device.
+
+        `net.task.predict(net.model, batch)` answers all of them in one call, with tensors on the device: `policy`
+        (N, L), log-probabilities of the moves `batch["policy_index"]`; `value` (N,); `wdl` (N, 3).
+        """
+        tensors = {name: torch.from_numpy(array) for name, array in self._pack(_boards(positions)).items()}
+        return to_device(tensors, self.runtime.torch_device)
+
+    def planes(self, positions: str | Sequence[str]) -> Tensor:
+        """Positions, as `evaluate` takes them, as (N, C, 8, 8) float32 planes on the network's device: the input of
+        `net.model(planes, heads)`; heads: a frozenset of "policy", "value" and "ssl_<head>".
+        """
+        return self.task.planes(self.batch(positions))
 
     def _pack(self, boards: Sequence[chess.Board]) -> dict[str, np.ndarray]:
         rows = records.from_boards(list(boards))
@@ -89,3 +177,7 @@ class Net(Network):
     @staticmethod
     def _upright(maps: np.ndarray, board: chess.Board) -> np.ndarray:
         return maps if board.turn == chess.WHITE else maps[:, ::-1]
+
+
+def _boards(positions: str | Sequence[str]) -> list[chess.Board]:
+    return [read_position(text) for text in ([positions] if isinstance(positions, str) else positions)]

@@ -1,4 +1,4 @@
-"""Chess networks as ONNX files: planes in, moves, value and maps out; compared with the network, and their speed.
+"""Chess networks as ONNX files: planes in, moves, value and maps out.
 
 Needs the extra `onnx`, see `engine.onnx`.
 """
@@ -9,23 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from matrixlib.data.loader import Loader
 from matrixlib.engine import onnx
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate import throughput
-from matrixlib.tasks.chess.evaluate.held_out import held_out
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.planes import move_map, planes
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
 
-COMPARED = 2048  # positions on which files are compared with their network, beyond those of `export`
 ROWS = (1, 3, 32)  # of the batches that `export` compares
 PIECES = "PNBRQK"
 PLANE_NAMES = {
@@ -184,31 +180,3 @@ def engines(net: Net, folder: Path, compiled: bool = True) -> dict[str, Net]:
         nets["ONNX fp32"] = load(net, folder / "model.onnx")
         nets["ONNX int8"] = load(net, folder / "model.int8.onnx")
     return nets
-
-
-def compare(net: Net, path: str, int8: str, loader: Loader, sample: int = 0) -> pd.DataFrame:
-    """A row for a network and for its file `path`, which is also written with 8-bit weights to `int8` unless that is
-    empty.
-
-    Megabytes; figures on `sample` held-out positions (0: all); how often its best move is the network's, and how its
-    value goes with the network's; positions a second. Errors as of `export`.
-    """
-    nets = {f"torch {net.runtime.dtype}": net, "ONNX fp32": load(net, path)}
-    paths = {"ONNX fp32": path}
-    if int8:
-        onnx.quantise(path, int8)
-        nets["ONNX int8"], paths["ONNX int8"] = load(net, int8), int8
-    names = {"top1": "top-1", "policy_kl": "KL", "wdl_accuracy": "WDL", "value_correlation": "value corr."}
-    batch = throughput.positions(net, COMPARED)
-    own = net.predict(batch)
-    rows = {}
-    for name, other in nets.items():
-        figures, out = held_out(other, loader, sample), other.predict(batch)
-        rows[name] = (
-            {"MB": round(Path(paths[name]).stat().st_size / 1e6, 1) if name in paths else float("nan")}
-            | {title: round(figures.get(key, float("nan")), 4) for key, title in names.items()}
-            | {"same move": float(np.mean(out["policy"].argmax(1) == own["policy"].argmax(1)))}
-            | {"same value": float(np.corrcoef(out["value"], own["value"])[0, 1])}
-        )
-    speeds = throughput.table(throughput.measure(nets, (1, 32, 256), 0.5))
-    return pd.DataFrame.from_dict(rows, orient="index").join(speeds)

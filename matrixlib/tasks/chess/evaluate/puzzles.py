@@ -4,23 +4,22 @@ A solver gives a move for each of many boards. Puzzles count twice: their first 
 move of the solver must be found, as the literature has it. Shares come with Wilson's 95 % interval.
 """
 
-import csv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import chess
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.stats import binomtest
 
-from matrixlib.hardware.openmp import considerate
-from matrixlib.play.elo import share_interval
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.search import Search
 from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.strength import SEARCH
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.parsing import opened, text_lines
@@ -29,53 +28,27 @@ from matrixlib.tasks.chess.records import PIECE_VALUES, before, from_boards, mov
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
 """Boards -> the move for each in UCI, None where there is none."""
 Flags = NDArray[np.bool_]
-BANDS = ((0, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
+BASELINE = "best capture"
+BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
 ANCHORS = """whole lines of 10,000 Lichess puzzles rated 399 to 2867 (arXiv 2402.04494, table 1)
   AlphaZero            policy 56.1%  value 82.0%  400 simulations 95.6%
   Leela Chess Zero T82 policy 88.6%  value 95.9%  400 simulations 99.6%
   transformers without search: 9M parameters 88.9%, 136M 94.5%, 270M 95.4%
 """
-LEAST = 20  # puzzles of a theme that is shown
-SIMULATIONS = 50_000  # of all trees that are searched at once
+MIN_PUZZLES = 20  # of a theme that is shown
+MAX_SIMULATIONS = 50_000  # of all trees that are searched at once
 
 
 @dataclass(frozen=True)
 class Puzzle:
     """A position to solve: `board` is after the opponent's set-up move, `line` the solution, whose moves 0, 2, ... are
-    to be found."""
+    to be found. answers: of an EPD suite, all moves that solve it, of which `line` is one. rating: 0 where unknown."""
 
     board: chess.Board
     line: tuple[chess.Move, ...]
-    rating: int
+    rating: int = 0
     themes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """A position of an EPD suite and the moves that solve it."""
-
-    board: chess.Board
-    answers: frozenset[chess.Move]
-
-
-@dataclass(frozen=True)
-class Share:
-    """So many of so many, with Wilson's interval."""
-
-    hits: int
-    of: int
-
-    @property
-    def share(self) -> float:
-        return self.hits / self.of
-
-    def interval(self) -> tuple[float, float]:
-        """Bounds that hold the true share in 95 % of the cases (Wilson 1927)."""
-        return share_interval(self.share, self.of)
-
-    def __str__(self) -> str:
-        low, high = self.interval()
-        return f"{self.share:.1%} [{low:.1%}, {high:.1%}]"
+    answers: frozenset[chess.Move] = frozenset()
 
 
 # Files
@@ -90,50 +63,47 @@ def read_puzzles(path: str | Path, limit: int = 0) -> list[Puzzle]:
     file = Path(path)
     if not os.path.isfile(file):
         raise ValueError(f"no puzzle file at '{path}': give the path of a Lichess puzzle CSV")
-    try:
-        return _puzzles(file, limit)
-    except csv.Error as error:
-        raise ValueError(f"'{file.name}' is no CSV of puzzles ({error}); a Lichess puzzle CSV is one") from error
-
-
-def _puzzles(file: Path, limit: int) -> list[Puzzle]:
-    puzzles: list[Puzzle] = []
     with opened(file) as stream:
-        decoded = (line.decode("utf-8-sig", "replace") for line in text_lines(stream))
-        reader = csv.DictReader(decoded)
-        missing = {"FEN", "Moves", "Rating"} - set(reader.fieldnames or ())
-        if missing:
-            raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them")
-        for number, row in enumerate(reader, start=2):
-            try:
-                board = parse_fen(row["FEN"])
-                setup, *answers = row["Moves"].split()
-                board.push_uci(setup)
-                walk, line = board.copy(), []
-                for text in answers:
-                    line.append(walk.parse_uci(text))
-                    walk.push(line[-1])
-                if not line:
-                    raise ValueError("no move to find")
-                themes = tuple((row.get("Themes") or "").split())
-                puzzles.append(Puzzle(board, tuple(line), int(row["Rating"]), themes))
-            except (ValueError, TypeError, AttributeError) as error:  # the last two: a short row
-                raise ValueError(f"'{file.name}' line {number}: {error}") from None
-            if limit and len(puzzles) == limit:
-                break
+        options: dict[str, Any] = {"dtype": str, "keep_default_na": False, "nrows": limit or None}
+        try:
+            table = pd.read_csv(stream, encoding="utf-8-sig", encoding_errors="replace", **options)
+        except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            raise ValueError(f"'{file.name}' is no CSV of puzzles ({error}); a Lichess puzzle CSV is one") from error
+    if missing := {"FEN", "Moves", "Rating"} - set(table):
+        raise ValueError(f"'{file.name}' lacks the columns {sorted(missing)}; a Lichess puzzle CSV has them")
+    themes = table.get("Themes", pd.Series("", table.index))
+    puzzles = []
+    for number, row in enumerate(zip(table["FEN"], table["Moves"], table["Rating"], themes, strict=True), start=2):
+        try:
+            puzzles.append(_puzzle(*row))
+        except ValueError as error:
+            raise ValueError(f"'{file.name}' line {number}: {error}") from None
     return puzzles
 
 
-def read_epd(path: str | Path) -> list[Exercise]:
-    """Exercises of an EPD file, also a compressed one: lines with `bm` (one of these) or `am` (none of these); `#`
+def _puzzle(fen: str, moves: str, rating: str, themes: str) -> Puzzle:
+    board = parse_fen(fen)
+    setup, *answers = moves.split() or [""]
+    board.push_uci(setup)
+    walk, line = board.copy(), []
+    for text in answers:
+        line.append(walk.parse_uci(text))
+        walk.push(line[-1])
+    if not line:
+        raise ValueError("no move to find")
+    return Puzzle(board, tuple(line), int(rating), tuple(themes.split()))
+
+
+def read_epd(path: str | Path) -> list[Puzzle]:
+    """Puzzles of an EPD file, also a compressed one: lines with `bm` (one of these) or `am` (none of these); `#`
     starts a comment.
 
-    Raises ValueError naming the file, and the line that is not an exercise; also where there is none at all.
+    Raises ValueError naming the file, and the line that is no puzzle; also where there is none at all.
     """
     file = Path(path)
     if not os.path.isfile(file):
         raise ValueError(f"no EPD file at '{path}'")
-    exercises = []
+    puzzles = []
     with opened(file) as stream:
         text = [part for line in text_lines(stream) for part in line.decode("utf-8-sig", "replace").splitlines()]
     for number, line in enumerate(text, start=1):
@@ -146,10 +116,10 @@ def read_epd(path: str | Path) -> list[Exercise]:
                 raise ValueError("it has neither bm nor am")
         except ValueError as error:
             raise ValueError(f"'{file.name}' line {number}: {error}") from None
-        exercises.append(Exercise(board, answers))
-    if not exercises:
+        puzzles.append(Puzzle(board, (next(iter(answers)),), answers=answers))
+    if not puzzles:
         raise ValueError(f"'{file.name}' has no exercise: give an EPD file with lines that say bm or am")
-    return exercises
+    return puzzles
 
 
 # Solvers
@@ -158,7 +128,7 @@ def read_epd(path: str | Path) -> list[Exercise]:
 def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
     """The baseline, the network by itself in two ways, and a search for each number of simulations; by name."""
     fixed: dict[str, Solver] = {
-        "best capture": lambda boards: [best_capture(board) for board in boards],
+        BASELINE: lambda boards: [best_capture(board) for board in boards],
         "policy": lambda boards: [evaluation.best for evaluation in net.evaluate_boards(boards)],
         "one-ply value": lambda boards: one_ply(net, boards),
     }
@@ -168,14 +138,14 @@ def solvers(net: Net, simulations: Sequence[int] = ()) -> dict[str, Solver]:
 def searcher(net: Net, simulations: int) -> Solver:
     """Plays the best move of a search with so many simulations. ValueError where the game is drawn by rule."""
     evaluate, game = Evaluator(net), ChessGame()
-    at_once = max(1, min(256, SIMULATIONS // max(simulations, 1)))
+    at_once = max(1, min(256, MAX_SIMULATIONS // max(simulations, 1)))
 
     def solve(boards: Sequence[chess.Board]) -> list[str | None]:
         moves: dict[int, str] = {}
         live = [i for i, board in enumerate(boards) if any(board.legal_moves)]
         for start in range(0, len(live), at_once):
             part = live[start : start + at_once]
-            search = Search(game, evaluate, trees=len(part))
+            search = Search(game, evaluate, SEARCH, trees=len(part))
             states = from_boards([boards[i] for i in part], repetition=0)
             refuse_over(game, states)
             for tree in range(len(part)):
@@ -223,7 +193,7 @@ def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     live, ply = list(range(len(puzzles))), 0
     while live:
         moves = solver([boards[i] for i in live])
-        live = [i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i].line[ply], move)]
+        live = [i for i, move in zip(live, moves, strict=True) if right(boards[i], puzzles[i], ply, move)]
         if ply == 0:
             first[live] = True
         ply += 2
@@ -235,11 +205,13 @@ def attempt(solver: Solver, puzzles: Sequence[Puzzle]) -> tuple[Flags, Flags]:
     return first, whole
 
 
-def right(board: chess.Board, answer: chess.Move, move: str | None) -> bool:
-    """Whether a move is the answer, or mates as the answer does."""
-    if move is None or move == answer.uci():
+def right(board: chess.Board, puzzle: Puzzle, ply: int, move: str | None) -> bool:
+    """Whether a move is the answer at this ply of the line, or one of several, or mates as the answer does."""
+    if move is None or move == puzzle.line[ply].uci():
         return move is not None
-    return all(_after(board, one).is_checkmate() for one in (answer, chess.Move.from_uci(move)))
+    if puzzle.answers:
+        return chess.Move.from_uci(move) in puzzle.answers
+    return all(_after(board, one).is_checkmate() for one in (puzzle.line[ply], chess.Move.from_uci(move)))
 
 
 def _after(board: chess.Board, move: chess.Move) -> chess.Board:
@@ -248,20 +220,23 @@ def _after(board: chess.Board, move: chess.Move) -> chess.Board:
     return after
 
 
-@considerate()
 def solve(by: Mapping[str, Solver], puzzles: Sequence[Puzzle]) -> pd.DataFrame:
-    """A row for each group and solver: puzzles, and the `Share` of first moves and whole lines.
+    """A row for each group and solver: puzzles, and the shares of first moves and whole lines that it finds, in percent
+    with their 95 % intervals.
 
-    Groups: `all`, bands of rating, themes of LEAST puzzles.
+    Groups: `all`, bands of rating, themes of MIN_PUZZLES puzzles.
     """
     results = {name: attempt(solver, puzzles) for name, solver in by.items()}
-    rows = [
-        (group, len(members), name, *(Share(int(right[members].sum()), len(members)) for right in result))
-        for group, members in _groups(puzzles).items()
-        for name, result in results.items()
-    ]
-    frame = pd.DataFrame(rows, columns=["group", "puzzles", "solver", "first move", "whole line"])
-    return frame.set_index("group").rename_axis(None)
+    rows = []
+    for group, members in _groups(puzzles).items():
+        for name, (first, whole) in results.items():
+            row = {"group": group, "solver": name, "puzzles": len(members)}
+            for column, hits in (("first move", first[members]), ("whole line", whole[members])):
+                ends = binomtest(int(hits.sum()), len(hits)).proportion_ci(method="wilson")
+                row |= {column: 100 * hits.mean(), f"{column} low": 100 * ends.low, f"{column} high": 100 * ends.high}
+            rows.append(row)
+    names = [f"{column}{end}" for column in ("first move", "whole line") for end in ("", " low", " high")]
+    return pd.DataFrame(rows, columns=["group", "solver", "puzzles", *names]).set_index(["group", "solver"]).round(1)
 
 
 def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
@@ -271,21 +246,5 @@ def _groups(puzzles: Sequence[Puzzle]) -> dict[str, list[int]]:
         groups[f"{low}-{high}"] = [i for i, p in enumerate(puzzles) if low <= p.rating < high]
     for theme in sorted({theme for puzzle in puzzles for theme in puzzle.themes}):
         members = [i for i, puzzle in enumerate(puzzles) if theme in puzzle.themes]
-        groups |= {theme: members} if len(members) >= LEAST else {}
+        groups |= {theme: members} if len(members) >= MIN_PUZZLES else {}
     return {group: members for group, members in groups.items() if members}
-
-
-@considerate()
-def solve_suites(by: Mapping[str, Solver], suites: Mapping[str, Sequence[Exercise]]) -> pd.DataFrame:
-    """A row for each suite and solver: positions, and the `Share` of those that it solves."""
-    rows = []
-    for suite, exercises in suites.items():
-        for name, solver in by.items():
-            moves = solver([exercise.board for exercise in exercises])
-            hits = sum(
-                move is not None and chess.Move.from_uci(move) in exercise.answers
-                for exercise, move in zip(exercises, moves, strict=True)
-            )
-            rows.append((suite, len(exercises), name, Share(hits, len(exercises))))
-    frame = pd.DataFrame(rows, columns=["suite", "positions", "solver", "solved"])
-    return frame.set_index("suite").rename_axis(None)

@@ -1,4 +1,4 @@
-"""Elo of a network: against fixed players and Stockfish, and of more simulations against fewer."""
+"""Players of matches, and Elo of a network: against fixed players, Stockfish and other networks, by simulations."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -7,21 +7,81 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import pandas as pd
 
-from matrixlib.hardware.openmp import considerate
-from matrixlib.play.elo import Rating, rating, rating_table
-from matrixlib.play.match import Match, Player, play_pairs, random_openings, random_player
+from matrixlib.play.elo import Rating, rating
+from matrixlib.play.evaluator import Evaluator
+from matrixlib.play.match import (
+    Choice,
+    Match,
+    Player,
+    Turn,
+    play_pairs,
+    random_openings,
+    random_player,
+    search_player,
+)
+from matrixlib.play.search import SearchOptions
 from matrixlib.tasks.chess.evaluate.net import Net
-from matrixlib.tasks.chess.evaluate.players import capture_player, engine_player, network_player
 from matrixlib.tasks.chess.game import ChessGame
+from matrixlib.tasks.chess.records import captured_value, move_from_index, policy_index, to_board
 from matrixlib.tasks.chess.spec import load
 from matrixlib.tasks.chess.stockfish.client import Stockfish
+from matrixlib.tasks.chess.uci.protocol import legal_move
 
 Names: TypeAlias = tuple[str, str]
+SEARCH = SearchOptions(leaves=1)  # many trees fill a batch: a second leaf of one tree under virtual loss costs strength
 OPENING_PLIES = 6
 PLAYERS = ("network", "Stockfish")  # names that a number follows
 HASH_MB = 16  # of an engine, which is its own default
+
+
+# Players
+
+
+def network_player(net: Net, simulations: int) -> Player:
+    """Plays the best move of a search with the network, without noise; 0 simulations: the most probable move."""
+    return search_player(ChessGame(), Evaluator(net), simulations, SEARCH)
+
+
+def capture_player(seed: int) -> Player:
+    """Takes the most valuable piece on offer (P1 N3 B3 R5 Q9, the first move among equals), else plays any move."""
+    game = ChessGame()
+    anything = random_player(game, seed)
+
+    def play(turn: Turn) -> Choice:
+        moves, offsets = game.legal(turn.states)
+        pieces = np.repeat(turn.states["pieces"], np.diff(offsets), axis=0)
+        gain = captured_value(pieces, moves[:, None])[:, 0]
+        best = [start + gain[start:end].argmax() for start, end in pairwise(offsets)]
+        return Choice(np.where(gain[best] > 0, moves[best], anything(turn).moves))
+
+    return play
+
+
+def engine_player(engine: Stockfish, nodes: int) -> Player:
+    """Plays the moves of a UCI engine that searches so many nodes for each, as clocks say little on a shared machine.
+
+    The engine is told the game so far, so that it sees repetitions, and forgets what it knew: whatever other games are
+    played beside this one, its answer is of this one alone.
+    """
+
+    def play(turn: Turn) -> Choice:
+        answers = []
+        for state, past, moves in zip(turn.states, turn.past, turn.moves, strict=True):
+            board = to_board(past[0] if len(past) else state)
+            start = board.fen()
+            for index in moves:
+                board.push(move_from_index(index, board))
+            line = f" moves {' '.join(move.uci() for move in board.move_stack)}" if board.move_stack else ""
+            engine.new_game()
+            move = legal_move(board, engine.best_move(f"fen {start}{line}", f"nodes {nodes}"))
+            answers.append(policy_index(move, board.turn))
+        return Choice(np.array(answers, np.int32))
+
+    return play
+
+
+# Matches
 
 
 def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]:
@@ -78,9 +138,7 @@ def gauntlet(
             met = {frozenset(names) for names in meetings}
             meetings += [names for names in combinations(players, 2) if frozenset(names) not in met]
         for names in meetings:
-            with considerate():  # of the engine, too
-                match = play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
-            yield names, match
+            yield names, play_pairs(game, players[names[0]], players[names[1]], openings, plies, names)
 
 
 def duel(
@@ -95,25 +153,3 @@ def duel(
         players = network_player(one, simulations[0]), network_player(other, simulations[1])
         pairs += play_pairs(game, *players, openings, plies).pairs()
     return rating(pairs)
-
-
-def match_table(matches: Mapping[Names, Match]) -> pd.DataFrame:
-    """A row a match: Elo of the first player against the second, with its 95 % interval."""
-    rows = []
-    for (one, other), match in matches.items():
-        result = rating(match.pairs())
-        elo = {"Elo": result.elo, "low": result.low, "high": result.high}
-        rows.append({"player": one, "opponent": other, **elo, "games": result.games, "score": result.score})
-    return pd.DataFrame(rows).round({"Elo": 0, "low": 0, "high": 0, "score": 3})
-
-
-def ratings(matches: Mapping[Names, Match]) -> pd.DataFrame:
-    """A row a player: Elo on the common scale of all, whose mean is 0, with its 95 % interval; best first."""
-    frame = rating_table({names: match.pairs() for names, match in matches.items()})
-    return frame[["elo", "low", "high", "games"]].rename(columns={"elo": "Elo"}).round(0)
-
-
-def pgn(matches: Mapping[Names, Match]) -> str:
-    """Every game of the matches."""
-    game = ChessGame()
-    return "".join(game.write(record) + "\n\n" for match in matches.values() for record in match.games)

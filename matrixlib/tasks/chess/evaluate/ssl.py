@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
 
 import chess
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from matrixlib.data.loader import Loader
 from matrixlib.engine.task import Batch
-from matrixlib.tasks.chess import plots
-from matrixlib.tasks.chess.config import SSL_CHANNELS
 from matrixlib.tasks.chess.evaluate import oracle
-from matrixlib.tasks.chess.evaluate.net import Net
+from matrixlib.tasks.chess.evaluate.net import INPUTS, Net
 from matrixlib.tasks.chess.planes import unpack_maps
 from matrixlib.tasks.chess.ssl_targets import hide, target
 from matrixlib.tasks.chess.task import boards_of
 
 Classes = NDArray[np.uint8]
-Nats = NDArray[np.float64]
 
 BATCH = 128  # positions of one pass
-ALL_HEADS: dict[str, Any] = {"model": {"ssl": list(SSL_CHANNELS)}}
-"""Overrides of a configuration that train every head."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class HeadOutput:
         """(N, 8, 8) likeliest class."""
         return self.log_p.argmax(1).astype(np.uint8)
 
-    def nats(self, classes: Classes) -> Nats:
+    def nats(self, classes: Classes) -> NDArray[np.float64]:
         """(N, 8, 8) minus log-probability of these classes."""
         return -np.take_along_axis(self.log_p, classes[:, None].astype(np.int64), 1)[:, 0].astype(np.float64)
 
@@ -66,14 +60,15 @@ class HeadOutput:
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """Positions, what each head says about them, and what may be mistaken for its target.
-
-    alternatives: head -> name -> (N, 8, 8) classes, the exact target by python-chess among them; see `oracle`.
-    """
+    """Positions, and what each head says about them."""
 
     boards: tuple[chess.Board, ...]
     heads: dict[str, HeadOutput]
-    alternatives: dict[str, dict[str, Classes]]
+
+    @cached_property
+    def alternatives(self) -> dict[str, dict[str, Classes]]:
+        """Head -> name -> (N, 8, 8) classes: the exact target by python-chess, and what may be mistaken for it."""
+        return oracle.alternatives(self.boards)
 
     def wrong_targets(self) -> dict[str, int]:
         """Squares on which the targets that the network is trained on differ from those of python-chess, by head."""
@@ -81,23 +76,6 @@ class HeadOutputs:
             head: int(((output.truth != self.alternatives[head][oracle.EXACT]) & output.squares).sum())
             for head, output in self.heads.items()
         }
-
-    def figure(self, count: int = 3) -> Figure:
-        """The first positions with what each head says beside what is true."""
-        maps = {
-            head: (
-                np.exp(output.log_p[:count, 1]) if output.classes == 2 else output.likeliest[:count],
-                output.truth[:count],
-                output.squares[:count],
-            )
-            for head, output in self.heads.items()
-        }
-        return plots.maps_figure(self.boards[:count], maps)
-
-
-def has_heads(requested: Mapping[str, Any]) -> bool:
-    """Whether a configuration, as nested mappings, names self-supervised heads."""
-    return bool(requested.get("model", {}).get("ssl"))
 
 
 def head_outputs(net: Net, loader: Loader, positions: int = 2048, seed: int = 0) -> HeadOutputs:
@@ -115,13 +93,13 @@ def head_outputs(net: Net, loader: Loader, positions: int = 2048, seed: int = 0)
         boards += boards_of(batch)
         for inputs, names in ((hidden, hiding), (batch, frozenset(heads) - hiding)):
             if names:
-                arrays = {name: inputs[name].numpy() for name in ("pieces", "state", "policy_index")}
+                arrays = {name: inputs[name].numpy() for name in INPUTS}
                 arrays |= {"hidden": inputs["hidden"].numpy()} if inputs is hidden else {}
                 out = net.predict(arrays, names)
                 for head in names:
                     parts[head].append(_head_output(head, out[f"ssl/{head}"], inputs))
     joined = {head: HeadOutput.joined(outputs) for head, outputs in parts.items()}
-    return HeadOutputs(tuple(boards), joined, oracle.alternatives(boards))
+    return HeadOutputs(tuple(boards), joined)
 
 
 def batches(net: Net, loader: Loader, positions: int, size: int, seed: int) -> Iterator[tuple[Batch, Batch]]:
