@@ -12,7 +12,7 @@ from networks import random_net, save_run
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.runs import browse
 from matrixlib.tasks.chess.board.widget import BoardWidget
-from matrixlib.tasks.chess.evaluate.viewer import BoardViewer
+from matrixlib.tasks.chess.evaluate.analysis import BoardViewer
 
 GAME = "1. f3 e5 2. g4 Qh4# 0-1\n"
 
@@ -125,7 +125,7 @@ def test_headless_one_picture_and_no_widget(
     monkeypatch.setenv("MATRIXLIB_LIVE", "0")
     monkeypatch.setitem(sys.modules, "ipywidgets", None)  # an import of it would fail
     shelf.boards()
-    assert [type(one) for one in display] == [IPython.display.Image]
+    assert [type(one) for one in display] == [IPython.display.HTML]
 
 
 def test_menus_slider_and_buttons_draw_again_in_place(display: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

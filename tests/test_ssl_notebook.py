@@ -155,10 +155,8 @@ class Contrary(ChessTask):
     def losses(
         self, model: nn.Module, batch: Batch, active: frozenset[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        if active != {"ssl_threat"}:
-            return super().losses(model, batch, active)
-        result, _ = super().losses(model, batch, frozenset({"policy"}))
-        return {"ssl_threat": -result["policy"] / 3}, {}
+        result, metrics = super().losses(model, batch, active)
+        return result | {"ssl_threat": -result["policy"] / 3}, metrics
 
 
 def test_a_head_that_fights_policy_is_seen() -> None:
