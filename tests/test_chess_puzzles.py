@@ -166,7 +166,7 @@ def test_the_search_is_cut_into_parts_that_change_nothing(monkeypatch: pytest.Mo
 
 
 def test_many_trees_are_searched_one_leaf_at_a_time() -> None:
-    """Virtual loss costs strength: of 300 Lichess puzzles maia-1900 solves 65 % at 16 simulations, with 8 leaves 60 %."""
+    """Virtual loss costs strength: of 300 puzzles maia-1900 solves 65 % at 16 simulations, with 8 leaves 60 %."""
     net, sizes = random_net(), list[int]()
     net.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     puzzles.searcher(net, 16)([chess.Board(FREE_QUEEN), chess.Board(), chess.Board(MATE_IN_ONE).mirror()])
