@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from positions import HARD, KIWIPETE
-from readers import Whole, read_file, same
+from readers import Whole, read_file
 
 from matrixlib.tasks.chess.importers import lc0
 from matrixlib.tasks.chess.importers.lc0 import Lc0
@@ -254,19 +254,6 @@ def test_hard_positions(tmp_path, fen, form):
         check(read_file(Lc0(), write(tmp_path, data)), boards, shares, white=-1)
 
 
-def test_what_the_positions_are_for_was_there(tmp_path):
-    castling, passing, promoting = set(), set(), set()
-    for fen in (KIWIPETE, *HARD):
-        for board in (chess.Board(fen), chess.Board(fen).mirror()):
-            for move in board.legal_moves:
-                castling |= {(board.turn, board.is_queenside_castling(move))} if board.is_castling(move) else set()
-                passing |= {board.turn} if board.is_en_passant(move) else set()
-                promoting |= {(board.turn, move.promotion)}
-    assert len(castling) == 4
-    assert len(passing) == 2
-    assert len(promoting) == 10
-
-
 @pytest.mark.parametrize("transform", range(8))
 def test_every_transform_is_undone(tmp_path, transform):
     boards, shares = play(SYMMETRIC, 6, transform)
@@ -465,12 +452,6 @@ def test_a_tar_that_is_cut_short_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:50_000])
     with pytest.raises(ValueError, match=r"games\.tar is cut short"):
         list(Lc0().parts(path))
-
-
-def test_reading_twice_gives_the_same(tmp_path):
-    data, _, _ = game(chess.STARTING_FEN, 30, 8, 5)
-    path = write(tmp_path, data)
-    assert same(read_file(Lc0(), path).batch, read_file(Lc0(), path).batch)
 
 
 def test_more_than_a_game_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
