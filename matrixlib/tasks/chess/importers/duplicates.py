@@ -7,14 +7,15 @@ the left-right mirror image.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+from pandas import DataFrame, concat
 
 from matrixlib.data.account import quiet_catalogue
-from matrixlib.data.catalogue import ShardRow
-from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, select, write_shard
+from matrixlib.data.shards import Batch, Shard, ragged_rows, select, write_shard
+from matrixlib.data.shards import concat as concat_batches
 from matrixlib.files import sync_folder, write_text
 from matrixlib.tasks.chess.importers import audit
 from matrixlib.tasks.chess.keys import hashes_of
@@ -41,27 +42,41 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
             raise ValueError(f"{out} was not made of what {folder} holds now: give another folder, or delete that one")
         return dict(facts["counts"])
     # One shard is open at a time: each holds a file, and a folder may have more than a process may open
-    members, group = _groups(rows)
-    batch = _gather(rows, members)
+    keys = [hashes_of(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows]
+    parts = [DataFrame({"key": key, "shard": number, "row": range(len(key))}) for number, key in enumerate(keys)]
+    table = concat(parts) if parts else DataFrame({"key": [], "shard": [], "row": []}, dtype=np.int64)
+    table = table[table.duplicated("key", keep=False)]
+    gathered = [
+        Shard(rows[cast(int, shard)].path, LAYOUT).gather(part["row"].to_numpy())
+        for shard, part in table.groupby("shard")
+    ]
+    order = np.argsort(table["key"].to_numpy(), kind="stable")  # group by group, the first of a group first
+    batch, table = select(concat_batches(gathered, LAYOUT), order, LAYOUT), table.iloc[order]
+    group = table["key"].factorize()[0]
     batch, alike = _like_first(batch, _firsts(group)[group])
-    batch, members, group = select(batch, np.flatnonzero(alike), LAYOUT), members[alike], group[alike]
+    batch, table, group = select(batch, np.flatnonzero(alike), LAYOUT), table[alike], group[alike]
     first = _firsts(group)
     source = batch["records"]["source"].astype(np.int64)
     across = int((np.maximum.reduceat(source, first) > np.minimum.reduceat(source, first)).sum()) if len(first) else 0
-    merged, heirs, dropped = merge(batch, group), members[first], np.sort(np.delete(members, first))
+    merged, heirs, dropped = merge(batch, group), table.iloc[first], table.drop(columns="key").to_numpy()
+    dropped = np.delete(dropped, first, axis=0)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a call that was killed
     unfinished.mkdir(parents=True)
-    for row, start, gone in zip(rows, _starts(rows), _by_shard(dropped, rows), strict=False):
-        left = np.delete(np.arange(row.count), gone - start)
-        here = np.flatnonzero((heirs >= start) & (heirs < start + row.count))
-        if len(left):
-            shard = Shard(row.path, LAYOUT)
-            part = _replaced(shard.gather(left), np.searchsorted(left, heirs[here] - start), merged, here)
-            meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
-            meta["generator"] = {"merged": row.sha256, "generator": shard.meta["generator"]}
-            (unfinished / row.name).parent.mkdir(parents=True, exist_ok=True)
-            write_shard(unfinished / row.name, LAYOUT, part, {**meta, "quality": audit.figures(part)})
+    for number, row in enumerate(rows):
+        left = np.delete(np.arange(row.count), dropped[dropped[:, 0] == number, 1])
+        if not len(left):
+            continue
+        shard, here = Shard(row.path, LAYOUT), np.flatnonzero(heirs["shard"] == number)
+        part = shard.gather(left)
+        place = np.searchsorted(left, heirs["row"].to_numpy()[here])
+        part["records"][place] = merged["records"][here]
+        items, by = (ragged_rows(*it)[0] for it in ((part["policy_offset"], place), (merged["policy_offset"], here)))
+        part["policy_weight"][items] = merged["policy_weight"][by]  # their lists of moves are as long
+        meta = {key: shard.meta[key] for key in ("source", "seed", "split", "created")}
+        meta["generator"] = {"merged": row.sha256, "generator": shard.meta["generator"]}
+        (unfinished / row.name).parent.mkdir(parents=True, exist_ok=True)
+        write_shard(unfinished / row.name, LAYOUT, part, {**meta, "quality": audit.figures(part)})
     before = sum(row.count for row in rows)
     counts = {"positions": before, "different": before - len(dropped), "in several sources": across}
     write_text(unfinished / FACTS, json.dumps({"made_of": made_of, "counts": counts}))
@@ -70,42 +85,9 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     return counts
 
 
-def _starts(rows: Sequence[ShardRow]) -> np.ndarray:
-    """(shards + 1,) number of each shard's first position."""
-    return np.cumsum([0, *(row.count for row in rows)])
-
-
-def _by_shard(numbers: np.ndarray, rows: Sequence[ShardRow]) -> list[np.ndarray]:
-    """Ascending numbers of positions, shard by shard."""
-    return np.split(numbers, np.searchsorted(numbers, _starts(rows)[1:-1]))
-
-
 def _firsts(group: np.ndarray) -> np.ndarray:
     """Where each group of a sorted array (m,) begins."""
     return np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(group)])
-
-
-def _groups(rows: Sequence[ShardRow]) -> tuple[np.ndarray, np.ndarray]:
-    """(members (m,), group (m,)): numbers, through all shards, of the positions that seem to be there more than once,
-    group by group, the first of a group first."""
-    hashes = (hashes_of(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows)
-    keys = np.concatenate([np.zeros(0, np.uint64), *hashes])
-    order = np.argsort(keys, kind="stable")
-    _, group, sizes = np.unique(keys[order], return_inverse=True, return_counts=True)
-    several = sizes[group] > 1
-    return order[several], np.unique(group[several], return_inverse=True)[1]
-
-
-def _gather(rows: Sequence[ShardRow], members: np.ndarray) -> Batch:
-    """The positions with these numbers, in that order."""
-    ordered = np.sort(members)
-
-    def parts() -> Iterator[Batch]:
-        for row, start, mine in zip(rows, _starts(rows), _by_shard(ordered, rows), strict=False):
-            if len(mine):
-                yield Shard(row.path, LAYOUT).gather(mine - start)
-
-    return select(concat(list(parts()), LAYOUT), np.searchsorted(ordered, members), LAYOUT)
 
 
 def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -150,11 +132,3 @@ def merge(batch: Batch, group: np.ndarray) -> Batch:
     for name in ("repetition", "halfmove"):
         records[name] = np.minimum.reduceat(old[name], first)
     return out
-
-
-def _replaced(batch: Batch, rows: np.ndarray, merged: Batch, by: np.ndarray) -> Batch:
-    """A batch with its `rows` (m,) replaced by the rows `by` (m,) of another; their lists of moves are as long."""
-    batch["records"][rows] = merged["records"][by]
-    items, _ = ragged_rows(batch["policy_offset"], rows)
-    batch["policy_weight"][items] = merged["policy_weight"][ragged_rows(merged["policy_offset"], by)[0]]
-    return batch

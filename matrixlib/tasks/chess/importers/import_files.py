@@ -13,7 +13,6 @@ import numpy as np
 
 from matrixlib import config as configuration
 from matrixlib.data.account import ImportReport
-from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.entries import Reader
 from matrixlib.data.imports import COMPRESSED, Storage, files_of, import_each
 from matrixlib.data.remote import bring_catalogue, is_remote
@@ -99,12 +98,6 @@ def import_listed(
         report = import_files(path, folder, reader, workers or None, limit=limit or None)
         texts.append(f"{path.name} ({reader.source})\n{report.text()}")
     return "\n\n".join(texts)
-
-
-def back_up(folder: Path, path: str) -> str:
-    """Copy the catalogue of a folder to `path`; what became of it, in words. CatalogueError where that fails."""
-    Catalogue(folder).backup(path)
-    return f"catalogue copied to {path}; Catalogue.restore(folder, path) brings it back"
 
 
 def data_folder(folder: str, paths: str) -> Path:
