@@ -158,13 +158,8 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Count | Auto = option(
-        "auto", "updates; `auto` = as many as fit in `minutes`, by a trial and once more early on"
-    )
+    steps: Count | Auto = option("auto", "updates; `auto` = as many as fit in `minutes`, timed once as the run begins")
     minutes: Positive = option(10.0, "training time aimed at where steps is `auto`")
-    on_time: bool = option(
-        False, "end within `minutes` in any case: slower updates end the schedule early, decayed to its end"
-    )
     init: str = option(
         "", "begin with these weights: a run, a checkpoint's folder, a Matrix0 `.pt`; empty = random ones"
     )

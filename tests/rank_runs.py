@@ -27,10 +27,10 @@ from matrixlib.data.loader import Loader
 from matrixlib.data.order import RankSlice
 from matrixlib.data.remote import bring_catalogue
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.context import Context
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.distributed import LostRank, Ranks
-from matrixlib.engine.inspection import tighten
-from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog, NoLog
 from matrixlib.engine.signals import Terminated
 from matrixlib.engine.task import Batch, Teacher
@@ -91,18 +91,20 @@ def build(
 
     log = MetricsLog if ranks.first else NoLog
     return Trainer(
-        task=task,
-        model=model.double() if double else model,
-        runtime=toy_runtime(micro_batch),
-        config=config,
-        data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out, stages),
-        folder=folder,
-        checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-        metrics=log(folder / "metrics.jsonl"),
-        steps=STEPS,
-        teacher=teacher,
-        curriculum=curriculum,
-        ranks=ranks,
+        Context(
+            task=task,
+            model=model.double() if double else model,
+            runtime=toy_runtime(micro_batch),
+            config=config,
+            data=ToyData(task, source or RankSource(ROWS, change=change, ranks=ranks, double=double), held_out, stages),
+            folder=folder,
+            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+            metrics=log(folder / "metrics.jsonl"),
+            steps=STEPS,
+            teacher=teacher,
+            curriculum=curriculum,
+            ranks=ranks,
+        )
     )
 
 
@@ -324,9 +326,10 @@ def staged(folder: Path, ranks: Ranks) -> list[Any]:
 def tight(folder: Path, ranks: Ranks) -> int:
     """Rows that a self-supervised head works on at once, where rank 1 alone has no memory left."""
     figures = {"rss_mib": 95.0 if ranks.rank else 5.0, "rss_peak_mib": 95.0, "total_mib": 100.0}
-    step, chunk = build(folder, ranks, task=ToyTask(gate_plane=True))._step, Chunk()
-    tighten(Monitor(torch.device("cpu"), step.config.memory, lambda device: figures), chunk, step, 10)
-    return chunk.rows
+    trainer = build(folder, ranks, task=ToyTask(gate_plane=True))
+    trainer._memory = Monitor(torch.device("cpu"), trainer.config.memory, lambda device: figures)
+    trainer._check_memory()
+    return trainer._chunk.rows
 
 
 def elsewhere(folder: Path, ranks: Ranks) -> float | None:

@@ -13,6 +13,7 @@ from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.context import Context
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
@@ -58,15 +59,17 @@ def toy(folder: Path, compress: int) -> Trainer:
     task = ToyTask(width=400, dropout=0.2, norm="batch")
     torch.manual_seed(1)
     trainer = Trainer(
-        task=task,
-        model=task.build_model(),
-        runtime=toy_runtime(16),
-        config=config,
-        data=ToyData(task, ToySource(16, change=poison), lambda kind: [toy_batch(24, seed=77)]),
-        folder=folder,
-        checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, compress),
-        metrics=MetricsLog(folder / "metrics.jsonl"),
-        steps=STEPS["toy"],
+        Context(
+            task=task,
+            model=task.build_model(),
+            runtime=toy_runtime(16),
+            config=config,
+            data=ToyData(task, ToySource(16, change=poison), lambda kind: [toy_batch(24, seed=77)]),
+            folder=folder,
+            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, compress),
+            metrics=MetricsLog(folder / "metrics.jsonl"),
+            steps=STEPS["toy"],
+        )
     )
     trainer.resume()
     return trainer

@@ -16,8 +16,7 @@ from toy_task import ToyNet, ToySource, ToyTask
 from matrixlib.config import Config, ConfigError
 from matrixlib.engine import storage
 from matrixlib.engine.averages import SWA
-from matrixlib.engine.candidate import BATCHES
-from matrixlib.engine.schedule import Schedule
+from matrixlib.engine.eval_weights import BATCHES
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.tasks import load_config
 
@@ -120,30 +119,27 @@ def test_bad_rows_leave_no_trace_in_the_statistics(tmp_path: Path) -> None:
     assert math.isfinite(stats[-1].validation["loss"])
 
 
-def test_a_run_that_ends_early_has_its_last_part_too() -> None:
-    """The weights are the numbers of the updates; after a bend every update is two of the plan."""
+def test_the_last_part_of_a_run_is_averaged_of_a_longer_one_too() -> None:
+    """The weights are the numbers of the updates."""
     config = load_config("demo", {"optim": {"swa": 0.25, "swa_interval": 4}}).optim
-    schedule = Schedule.of(config, 80)
     model = torch.nn.Linear(1, 1, bias=False)
     swa = SWA(model, config.swa, config.swa_interval)
 
-    def go(plan: Schedule, start: int = 0) -> list[int]:
+    def go(steps: int, start: int = 0) -> list[int]:
         taken = []
-        for update in range(start, plan.end):
+        for update in range(start, steps):
             torch.nn.init.constant_(model.weight, update + 1)
             before = swa.averages
-            swa.after(plan, update, moved=update % 3 > 0)  # an update that is skipped has its weights, too
+            swa.after(steps, update, moved=update % 3 > 0)  # an update that is skipped has its weights, too
             taken += [update + 1] if swa.averages > before else []
         assert swa.state_dict()["weight"].item() == pytest.approx(sum(taken[-swa.averages :]) / swa.averages)
         return taken
 
-    assert go(schedule) == [64, 68, 72, 76, 80]
-    assert go(schedule.bend(39, 60)) == [52, 54, 56, 58, 60]
-    longer = Schedule.of(config, 160)
-    assert go(longer, start=80)[-1] == 160
+    assert go(80) == [64, 68, 72, 76, 80]
+    assert go(160, start=80)[-1] == 160
     assert swa.averages == 10, "those of the end that it no longer is have left"
     swa = SWA(model, 0.001, 4)
-    assert go(schedule) == [80]
+    assert go(80) == [80]
 
 
 def test_an_average_of_its_own_wants_no_other() -> None:

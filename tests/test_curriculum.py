@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matrixlib.engine.curriculum import Curriculum, Dimension, Phase, phases
-from matrixlib.engine.stages import CurriculumConfig, StagesConfig
+from matrixlib.engine.curriculum import Curriculum, CurriculumConfig, Dimension, Phase, StagesConfig, phases
 from matrixlib.tasks import load_config as load
 
 SIZE = Dimension("size", ((3, 5), (3, 8), (3, 12), (3, 16)), (0.25, 0.25, 0.25, 0.25))

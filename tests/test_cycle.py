@@ -21,7 +21,7 @@ from matrixlib import config, files
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard
-from matrixlib.engine.trials import Comparison
+from matrixlib.engine.self_test import Comparison
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.play.game import GameRecord
 from matrixlib.play.match import Match
@@ -512,7 +512,7 @@ def test_a_dtype_that_computes_nonsense_is_not_what_a_cycle_begins_with(
         tried.append({term for term, count in task.counts(batch).items() if count})
         return Comparison("the loss of policy is 7 where the CPU has 3")
 
-    monkeypatch.setattr("matrixlib.engine.trials.compare", compare)
+    monkeypatch.setattr("matrixlib.engine.self_test.compare", compare)
     half = lambda *sections: replace(resolve(*sections), dtype="bf16", requested=())  # noqa: E731
     monkeypatch.setattr(cycle.runtimes, "resolve", half)
     for preset in ("tictactoe", "demo"):

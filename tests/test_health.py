@@ -291,7 +291,7 @@ def test_the_state_survives_json() -> None:
 
 
 def test_no_tensors_are_needed() -> None:
-    code = "import sys, matrixlib.engine.health, matrixlib.engine.gating; sys.exit('torch' in sys.modules)"
+    code = "import sys, matrixlib.engine.health, matrixlib.engine.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -313,8 +313,6 @@ def test_too_many_clipped_gradients_are_told_with_the_threshold_that_the_run_sug
     clipped: int, of: int, share: str
 ) -> None:
     health = Health(options(), clips=[True] * clipped + [False] * (of - clipped))
-    messages = health.clip_warning(1.934, 1.0)
-    assert [share in text and "95% of the latest norms are below 1.93" in text for text in messages] == [True][
-        : len(share)
-    ]
-    assert Health(options(clip_warning=0.995), clips=[True] * clipped).clip_warning(1.934, 1.0) == []
+    text = health.clip_warning(1.934, 1.0)
+    assert (share in text and "95% of the latest norms are below 1.93" in text) if share else text == ""
+    assert Health(options(clip_warning=0.995), clips=[True] * clipped).clip_warning(1.934, 1.0) == ""

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +26,6 @@ def test_history_of_a_resumed_run_goes_on() -> None:
     plot = LivePlot(10, history=[stats(step).row() for step in range(1, 5)])
     plot.update(stats(5))
     assert plot.history.losses["policy"].points()[0] == [1, 2, 3, 4, 5]
-
-
-def test_the_panel_says_why_updates_are_slow_and_knows_where_the_run_ends() -> None:
-    plot = LivePlot(10)
-    slow = replace(stats(5), steps=8, slow="updates take 600 ms in place of 200 ms: other processes use 1.0 of 2")
-    plot.update(slow)
-    assert plot.total == 8
-    assert live_module._line(slow.row()).endswith(slow.slow or "?")
 
 
 PROGRAM = """

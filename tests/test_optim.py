@@ -8,7 +8,7 @@ from toy_task import ToyNet
 from matrixlib.config import OptimConfig
 from matrixlib.engine import optim
 from matrixlib.engine.averages import EMA
-from matrixlib.engine.schedule import Schedule
+from matrixlib.engine.schedule import learning_rate
 from matrixlib.tasks import load_config
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_a_frozen_model_is_refused() -> None:
 @pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (100, 1), (2, 10), (1, 10), (7, 3), (60, 59)])
 def test_schedule_shape(kind: str, steps: int, warmup: int) -> None:
     peak, final = 3e-3, 0.05
-    schedule = Schedule.of(
+    schedule = learning_rate(
         settings(learning_rate=peak, schedule=kind, final_fraction=final, warmup_steps=warmup), steps
     )
     rates = [schedule(update) for update in range(steps)]
@@ -103,7 +103,7 @@ def test_schedule_shape(kind: str, steps: int, warmup: int) -> None:
 
 
 def test_warm_up_starts_at_one_part_of_the_peak() -> None:
-    schedule = Schedule.of(settings(learning_rate=1.0, warmup_steps=10), 100)
+    schedule = learning_rate(settings(learning_rate=1.0, warmup_steps=10), 100)
     assert [schedule(update) for update in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert schedule(55) == pytest.approx(0.05 + 0.95 * 0.5, abs=0.02)  # half-way down, not at 0
 
@@ -111,7 +111,7 @@ def test_warm_up_starts_at_one_part_of_the_peak() -> None:
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_warm_restarts_begin_at_the_peak_and_the_last_ends_at_the_floor(kind: str) -> None:
     config = settings(learning_rate=1.0, schedule=kind, warmup_steps=11, final_fraction=0.1, restarts=2)
-    schedule = Schedule.of(config, 101)
+    schedule = learning_rate(config, 101)
     rates = [schedule(update) for update in range(101)]
     assert [update for update in range(10, 100) if rates[update] == 1.0] == [10, 40, 70]
     assert rates[39] == pytest.approx(0.1, abs=0.04)
@@ -122,7 +122,7 @@ def test_warm_restarts_begin_at_the_peak_and_the_last_ends_at_the_floor(kind: st
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_the_rate_stays_at_the_peak_until_the_last_part(kind: str) -> None:
     config = settings(learning_rate=1.0, schedule=kind, warmup_steps=11, final_fraction=0.0, decay_share=0.3)
-    rates = [Schedule.of(config, 111)(update) for update in range(111)]
+    rates = [learning_rate(config, 111)(update) for update in range(111)]
     assert set(rates[10:81]) == {1.0}
     assert rates[81:] == sorted(set(rates[81:]), reverse=True)
     assert rates[95] == pytest.approx(0.5)
@@ -131,8 +131,8 @@ def test_the_rate_stays_at_the_peak_until_the_last_part(kind: str) -> None:
 
 def test_the_rate_grows_with_the_root_of_the_batch_where_that_is_asked_for() -> None:
     config = settings(learning_rate=0.01, warmup_steps=0, rate_batch=128)
-    assert [Schedule.of(config, 10, rows)(0) for rows in (128, 512, 32)] == pytest.approx([0.01, 0.02, 0.005])
-    assert Schedule.of(settings(learning_rate=0.01, warmup_steps=0), 10, 512)(0) == 0.01
+    assert [learning_rate(config, 10, rows)(0) for rows in (128, 512, 32)] == pytest.approx([0.01, 0.02, 0.005])
+    assert learning_rate(settings(learning_rate=0.01, warmup_steps=0), 10, 512)(0) == 0.01
 
 
 def test_ema_by_hand_with_decay_warm_up() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy_task import ToyNet, ToySource, toy_runtime
 
 from matrixlib.config import Config, ConfigError, OptimConfig
-from matrixlib.engine import noise, optim
+from matrixlib.engine import optim
 from matrixlib.engine.averages import average
 from matrixlib.engine.checkpoint import CheckpointError
 from matrixlib.engine.muon import Muon, _by_steps, orthogonal
@@ -363,13 +363,13 @@ def test_a_hidden_layer_without_a_gradient_stays() -> None:
 def test_noise_has_its_variance_and_its_own_stream(tmp_path: Path) -> None:
     """In the gradients, whole or of any micro-batch; a resumed run draws the same; the global stream stays."""
     config = load_config("demo", {"optim": {"noise": 0.3}}).optim
-    assert [noise.variance(config, t) for t in (0, 3)] == pytest.approx([0.3, 0.3 / 4**0.55])
+    assert [optim.noise_variance(config, t) for t in (0, 3)] == pytest.approx([0.3, 0.3 / 4**0.55])
     gradient, before = torch.zeros(200, 100), torch.get_rng_state()
-    noise.add([gradient], 0.04, seed=1, update=5)
+    optim.add_noise([gradient], 0.04, seed=1, update=5)
     assert torch.equal(torch.get_rng_state(), before)
     assert gradient.std().item() == pytest.approx(0.2, rel=0.02)
     other = torch.zeros(200, 100)
-    noise.add([other], 0.04, seed=1, update=6)
+    optim.add_noise([other], 0.04, seed=1, update=6)
     assert abs(float((gradient * other).mean())) < 0.002
     noisy = settings(optim={"noise": 0.1})
     whole = build(tmp_path / "whole", config=noisy, steps=8)

@@ -11,7 +11,6 @@ import pytest
 
 from matrixlib.config import Config, Section, merge
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.engine import pace
 from matrixlib.files import PACKAGE
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle import open_cycle
@@ -111,7 +110,6 @@ def train(preset: str, *changes: Mapping[str, Any]) -> runs.Run:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_key_is_read(read: Keys, reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "trial", lambda update: (update(0), 0.1)[1])
     source = Catalogue(unpack_sample()).shards("train")[0].source
     stages = {"enabled": True, "stages": [{source: 1.0}, {}], "fractions": [0.5, 0.5]}
     first = train("demo", CHESS, {"curriculum": {"sources": stages}})

@@ -24,9 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import distributed, metrics
-from matrixlib.engine.candidate import BATCHES
 from matrixlib.engine.checkpoint import Checkpoints
-from matrixlib.engine.rows import newer
+from matrixlib.engine.eval_weights import BATCHES
+from matrixlib.engine.metrics import newer
 from matrixlib.engine.stats import from_row
 from matrixlib.runs import elastic, ranks
 from matrixlib.runs import run as runs
@@ -226,7 +226,8 @@ def test_whoever_follows_ranks_has_no_log_open(tmp_path: Path, reports: Path, mo
 
 
 def test_what_a_row_tells_is_what_was_written(tmp_path: Path) -> None:
-    before = {"step": 3, "loss": 1.5, "grad_norm": 2.0, "losses": {"class": 1.0}, "verdict": "skip", "messages": ["a"]}
+    before = {"step": 3, "loss": 1.5, "grad_norm": 2.0, "losses": {"class": 1.0}, "verdict": "skip"}
+    before |= {"messages": ["a"], "events": ["skip"]}
     with metrics.MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.write(from_row(before).row())
     (row,) = newer(tmp_path / "metrics.jsonl", ("", 0))

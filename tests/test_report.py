@@ -213,10 +213,11 @@ def test_warnings_of_the_training_are_in_the_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     with MetricsLog(folder / "metrics.jsonl") as log:
         for step in range(6, 40):
-            log.write({"step": step, "losses": {"policy": 1.0}, "messages": ["too <high>"]})
+            told = {"memory": "too <high>"}
             if step == 30:
-                log.write({"step": step, "messages": ["rolled back to the checkpoint of update 20"]})
-                log.write({"step": step, "messages": ["update skipped, no weight moved: loss nan"]})
+                told |= {"skip": "update skipped, no weight moved: loss nan", "rollback": "rolled back to update 20"}
+            row = {"step": step, "losses": {"policy": 1.0}}
+            log.write(row | {"messages": list(told.values()), "events": list(told)})
     page = Structure(report.write_report(folder).read_text(encoding="utf-8"))
     assert page.text.count("too <high>") == report.MESSAGES
     order = ["rolled back to", "update skipped", "update 20: too <high>", "update 39: too <high>", "and 14 more in"]

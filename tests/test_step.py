@@ -156,7 +156,7 @@ def test_learning_rate_follows_the_schedule_and_is_never_zero() -> None:
     rates = [step(toy_batch(16, seed)).learning_rate for seed in range(20)]
     assert rates == [step.schedule(update) for update in range(20)]
     assert rates[0] == pytest.approx(OPTIM.learning_rate / 4)
-    assert build(rate_batch=CONFIG.train.batch_size // 4).schedule.peak == pytest.approx(2 * OPTIM.learning_rate)
+    assert build(rate_batch=CONFIG.train.batch_size // 4).schedule(3) == pytest.approx(2 * OPTIM.learning_rate)
     assert step.optimiser.param_groups[0]["lr"] == rates[-1]
 
 
@@ -356,7 +356,7 @@ class Hungry(ToyTask):
         return out
 
 
-@pytest.mark.parametrize("error", ["", "MPS backend out of memory (MPS allocated: 9 GB)"])
+@pytest.mark.parametrize("error", ["", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"])
 def test_out_of_memory_halves_the_micro_batch_and_repeats_the_same_update(error: str) -> None:
     batch = uneven(32)
     hungry, whole = (build(Hungry(error=error), micro_batch=32, clip_norm=1e9), build(micro_batch=32, clip_norm=1e9))
@@ -390,7 +390,7 @@ def test_no_memory_for_one_row_and_other_errors_are_passed_on() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         step(toy_batch(8))
     assert step.micro_batch == 1
-    assert step.whole
+    assert step.consistent
     assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
     with pytest.raises(RuntimeError, match="illegal memory access"):
         build(Hungry(room=0, error="CUDA error: an illegal memory access was encountered"))(toy_batch(8))
@@ -444,7 +444,7 @@ def test_a_time_limit_leaves_rows_out_and_keeps_the_weight() -> None:
     assert stats.losses["plane"] == pytest.approx(losses["plane"].item() / stats.counts["plane"], rel=1e-5)
     assert step.gate.row_seconds != 1.0 / 16, "measured again"
     assert stats.left_out == 16
-    assert any("left 16 of 32 rows without the self-supervised terms" in text for text in stats.messages)
+    assert any("left 16 rows without the self-supervised terms" in text for text in stats.messages)
     assert build(ToyTask(gate_plane=True))(batch).left_out is None, "no limit was asked for"
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from matrixlib.engine.stats import Stats
 from matrixlib.engine.targets import TargetLog, target_figures
 
 
 def test_classes_are_counted_each() -> None:
-    figures = target_figures({"piece": torch.tensor([[0, 12, 12], [3, 12, 0]], dtype=torch.uint8)})
-    assert figures["piece"] == {
+    figures = target_figures(torch.tensor([[0, 12, 12], [3, 12, 0]], dtype=torch.uint8))
+    assert figures == {
         "dtype": "uint8",
         "shape": [2, 3],
         "least": 0.0,
@@ -23,21 +24,18 @@ def test_classes_are_counted_each() -> None:
 
 def test_values_of_many_kinds_are_counted_in_bins_and_broken_ones_apart() -> None:
     values = torch.cat([torch.linspace(0, 1, 1000), torch.tensor([torch.nan, torch.inf])])
-    figures = target_figures({"depth": values})["depth"]
+    figures = target_figures(values)
     assert (figures["least"], figures["greatest"], figures["not_finite"]) == (0, 1, 2)
     assert len(figures["histogram"]) == 16
     assert sum(figures["histogram"].values()) == 1000
     assert figures["histogram"]["0"] == pytest.approx(1000 / 16, abs=1)
-    assert target_figures({"none": torch.zeros(0)})["none"]["histogram"] == {}
+    assert target_figures(torch.zeros(0))["histogram"] == {}
 
 
-def test_rows_are_written_at_every_tenth_update_and_only_when_asked(tmp_path: Path) -> None:
-    batch = {"a": torch.tensor([1, 1, 0])}
-    log = TargetLog(tmp_path / "targets.jsonl", 10, lambda batch: {"a": batch["a"]})
-    for step in range(1, 31):
-        log.look(step, batch)
+def test_a_row_has_the_figures_of_every_term(tmp_path: Path) -> None:
+    log = TargetLog(tmp_path / "targets.jsonl", lambda batch: {"a": batch["a"]})
+    for step in (10, 20):
+        log(Stats(step, 1.0, 1.0), {"a": torch.tensor([1, 1, 0])})
     rows = [json.loads(line) for line in (tmp_path / "targets.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert [row["step"] for row in rows] == [10, 20]
     assert rows[0]["targets"]["a"]["histogram"] == {"0": 1, "1": 2}
-    TargetLog(tmp_path / "other.jsonl", 0, lambda batch: {}).look(10, batch)
-    assert not (tmp_path / "other.jsonl").exists()

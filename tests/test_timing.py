@@ -12,7 +12,7 @@ from matplotlib.patches import StepPatch
 
 from matrixlib.engine import timing
 from matrixlib.engine.stats import Stats
-from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Starvation, Throughput, table, totals, traced
+from matrixlib.engine.timing import STARVED_UPDATES, TRACED, Clock, Starvation, Throughput, phase_seconds, table, traced
 from matrixlib.runs import figures
 
 ROWS = [
@@ -43,8 +43,8 @@ def test_what_fails_is_not_counted() -> None:
 
 
 def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
-    found = totals(ROWS)
-    assert {name: spent.seconds.tolist() for name, spent in found.items()} == {
+    found = phase_seconds(ROWS)
+    assert {name: found[name].dropna().tolist() for name in found} == {
         "wait": [0.002, 0.001],
         "forward": [0.003, 0.005],
         "backward": [0.004, 0.010],
@@ -71,9 +71,13 @@ def test_totals_are_those_of_the_rows_and_the_rest_is_named() -> None:
 )
 def test_what_a_gpu_does_meanwhile_is_not_counted_twice(times: dict[str, float], phases: dict[str, float]) -> None:
     """On a GPU `read` is the host's wait for phases that are measured there."""
-    found = totals([{"step": 1, "seconds": 0.11, "times": {**times, "validation": 3.0}}])
-    assert found.pop("validation").seconds.tolist() == [3.0]
-    assert {name: spent.total for name, spent in found.items()} == pytest.approx(phases)
+    found = phase_seconds([{"step": 1, "seconds": 0.11, "times": {**times, "validation": 3.0}}]).sum().to_dict()
+    assert found.pop("validation") == 3.0
+    assert found == pytest.approx(phases)
+    sums = {name: 4 * seconds for name, seconds in times.items()}
+    rows = [{"step": 4, "seconds": 0.11, "updates": 4, "times": sums}]  # of a long run
+    assert phase_seconds(rows).sum().to_dict() == pytest.approx({name: 4 * value for name, value in phases.items()})
+    assert table(rows).loc["other", "count"] == "4"
 
 
 def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
@@ -85,18 +89,18 @@ def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
 
 def test_starvation_is_told_once_with_what_to_do() -> None:
     late = Starvation(2, 4)
-    messages = [late.look(0.4, 1.0) for _ in range(3 * STARVED_UPDATES)]
+    messages = [late.update(0.4, 1.0) for _ in range(3 * STARVED_UPDATES)]
     (warning,) = filter(None, messages)
     assert "took 40% of the last 100 updates; raise data.workers (now 2)" in warning
     assert not any(messages[:STARVED_UPDATES])
     alone = Starvation(0, 2)
-    assert "data.workers is 0" in "".join(alone.look(1.0, 2.0) for _ in range(2 * STARVED_UPDATES))
+    assert "data.workers is 0" in "".join(alone.update(1.0, 2.0) for _ in range(2 * STARVED_UPDATES))
 
 
 def test_the_first_updates_and_a_loader_in_time_say_nothing() -> None:
     """With prefetching the first updates always wait."""
     fine = Starvation(2, 4)
-    said = [fine.look(10.0 if i < 5 else 0.0, 11.0 if i < 5 else 1.0) for i in range(3 * STARVED_UPDATES)]
+    said = [fine.update(10.0 if i < 5 else 0.0, 11.0 if i < 5 else 1.0) for i in range(3 * STARVED_UPDATES)]
     assert not any(said)
 
 

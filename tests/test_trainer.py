@@ -3,11 +3,14 @@
 import errno
 import json
 import math
+import os
+import platform
 import random
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +25,14 @@ from matrixlib import config as configuration
 from matrixlib.config import Config
 from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
+from matrixlib.engine.context import Context
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
-from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.inspection import tighten
+from matrixlib.engine.health import Health, TrainingHalted
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.stats import Stats
+from matrixlib.engine.stats import Action, Event, Stats
 from matrixlib.engine.task import Batch
-from matrixlib.engine.trainer import Heartbeat, Trainer
+from matrixlib.engine.trainer import Trainer
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks import load_config
 
@@ -62,17 +65,19 @@ def build(
     config = config or settings()
     torch.manual_seed(1)
     return Trainer(
-        task=task,
-        model=model or task.build_model(),
-        runtime=runtime or toy_runtime(8),
-        config=config,
-        data=data or ToyData(task, source, validation),
-        folder=folder,
-        checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-        metrics=MetricsLog(folder / "metrics.jsonl"),
-        steps=steps,
-        state_extra={"config": {"name": "toy"}},
-        **more,
+        Context(
+            task=task,
+            model=model or task.build_model(),
+            runtime=runtime or toy_runtime(8),
+            config=config,
+            data=data or ToyData(task, source, validation),
+            folder=folder,
+            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+            metrics=more.pop("metrics", None) or MetricsLog(folder / "metrics.jsonl"),
+            steps=steps,
+            state_extra={"config": {"name": "toy"}},
+            **more,
+        )
     )
 
 
@@ -336,7 +341,7 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
         for stats in trainer.train():
             if stats.step == 7:
                 monkeypatch.setattr(MetricsLog, "write", full)
-                monkeypatch.setattr(Heartbeat, "beat", full)
+                monkeypatch.setattr("matrixlib.engine.trainer.write_json", full)
 
     with pytest.raises(OSError, match="No space left on device") as caught:
         train()
@@ -710,7 +715,7 @@ def test_every_checkpoint_damaged_or_of_another_model_is_an_error(tmp_path: Path
         build(tmp_path, ToyTask(norm="layer")).resume()
     checkpoint = build(tmp_path).checkpoints.newest()
     assert checkpoint is not None
-    for strange in ({"gate": None}, {"gate": 3}, {"chunk": []}, {"skip": [[1]]}, {"pace": {"elapsed": 10**400}}):
+    for strange in ({"gate": None}, {"gate": 3}, {"chunk": []}, {"skip": [[1]]}, {"saves_by_clock": "x"}):
         again = build(tmp_path)
         again.checkpoints.newest = lambda before=None, own=strange: replace(checkpoint, state=checkpoint.state | own)
         with pytest.raises(CheckpointError, match=r"does not fit this run .*another name"):
@@ -866,10 +871,10 @@ def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch
     monkeypatch.setattr("matrixlib.engine.trainer.Monitor", partial(Monitor, read=read))
     trainer = build(tmp_path, ToyTask(gate_plane=True))
     trainer.model.chunk = 0
-    trainer._step.runtime = replace(trainer.runtime, device="mps")
+    trainer._memory._device = torch.device("mps")
     sizes = []
     for _ in range(12):
-        tighten(trainer._memory, trainer._chunk, trainer._step, trainer.step)
+        trainer._check_memory()
         sizes.append(trainer.model.chunk)
     assert sizes == [4] * 10 + [0, 4]
 
@@ -920,3 +925,112 @@ def test_validations_at_updates_that_a_clock_set_are_not_called_reproducible(tmp
     stats = list(auto.train())
     assert [s.step for s in stats if s.validation] == [STEPS], "the first is due later than this run is long"
     assert auto.adapted
+
+
+def test_a_rollback_without_a_target_leaves_one_update_out_counted_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that has settled above a spike's before, where there is no checkpoint yet: the update moves nothing."""
+    trainer = build(tmp_path, source=ToySource(20))
+    judge = Health.judge
+
+    def settled(health: Health, stats: Stats) -> Action:
+        action = judge(health, stats)
+        return Action.ROLLBACK if stats.step == 2 else action
+
+    monkeypatch.setattr(Health, "judge", settled)
+    before: dict[str, Tensor] = {}
+    for stats in trainer.train(3):
+        if stats.step == 1:
+            before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+        if stats.step == 2:
+            assert (stats.action, stats.skipped) == (Action.SKIP, 1)
+            assert [message.event for message in stats.messages] == [Event.SKIP]
+            assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
+    assert history(tmp_path)[2]["skipped"] == 1
+    assert history(tmp_path)[1]["events"] == ["skip"]
+
+
+def test_rows_are_safe_from_a_power_loss_before_the_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, order = build(tmp_path), list[str]()
+    monkeypatch.setattr(trainer.metrics, "sync", lambda: order.append(f"log {history(tmp_path)[-1]['step']}"))
+    save = trainer.checkpoints.save
+
+    def saved(step: int, *args: Any, **more: Any) -> Path:
+        order.append(f"checkpoint {step}")
+        return save(step, *args, **more)
+
+    monkeypatch.setattr(trainer.checkpoints, "save", saved)
+    list(trainer.train())
+    steps = [int(entry.split()[1]) for entry in order]
+    assert len(order) >= 4
+    assert order[::2] == [f"log {step}" for step in steps[::2]]
+    assert order[1::2] == [f"checkpoint {step}" for step in steps[::2]]
+
+
+def test_interrupts_in_the_middle_of_trouble_keep_the_last_good_checkpoint(tmp_path: Path) -> None:
+    """Each saves a checkpoint; two of them would else push out the one that a rollback goes to."""
+    config = settings(health={"skips": 6}, checkpoint={"interval": 4}, validation={"interval": 100})
+
+    def run(stop: int) -> Trainer:
+        trainer = build(tmp_path, source=poison(5, 99), steps=40, config=config)
+        trainer.resume()
+        list(trainer.train(stop))
+        return trainer
+
+    for stop in (6, 7, 8):
+        assert 4 in run(stop).checkpoints.steps()
+    trainer = build(tmp_path, source=poison(5, 99), steps=40, config=config)
+    trainer.resume()
+    action = next(stats for stats in trainer.train() if stats.action is Action.ROLLBACK)
+    assert "checkpoint of update 4" in action.messages[-1]
+
+
+def test_own_numbers_are_logged_in_the_next_row_and_those_after_the_last_update_in_its_own(tmp_path: Path) -> None:
+    trainer = build(tmp_path, hooks=[(lambda stats, batch: trainer.log("rows", len(batch["x"])), 4)])
+    for stats in trainer.train():
+        if stats.step in (2, STEPS):
+            trainer.log("norm", stats.step)
+    found = {row["step"]: row["extra"] for row in metrics_module.read(trainer.metrics.path) if "extra" in row}
+    assert found == {3: {"norm": 2}, 4: {"rows": 20}, 8: {"rows": 20}, STEPS: {"rows": 20, "norm": STEPS}}
+
+
+def test_a_long_run_logs_every_kth_update_and_whatever_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_ROWS", 4)
+    log = MetricsLog(tmp_path / "metrics.jsonl", metrics_module.interval(STEPS * 2))
+    config = settings(validation={"interval": 100}, train={"statistics_interval": 100})
+    trainer = build(tmp_path, source=poison(8, 9), steps=STEPS * 2, config=config, metrics=log)
+    seconds = [stats.seconds for stats in trainer.train()]
+    rows = metrics_module.read(log.path)
+    assert [row["step"] for row in rows] == [1, 6, 9, 10, 12, 18, 24]
+    assert [row.get("updates", 1) for row in rows] == [1, 5, 3, 1, 2, 6, 6]
+    assert sum(row["seconds"] * row.get("updates", 1) for row in rows) == pytest.approx(sum(seconds))
+
+
+def test_a_schedule_of_ones_own_is_a_function_of_the_update(tmp_path: Path) -> None:
+    trainer = build(tmp_path, schedule=lambda update: 0.001 * (update + 1))
+    assert [stats.learning_rate for stats in trainer.train(3)] == pytest.approx([0.001, 0.002, 0.003])
+
+
+def test_the_heartbeat_is_written_at_its_interval_with_time_step_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    trainer = build(tmp_path, config=settings(train={"heartbeat_seconds": 5}))
+    monkeypatch.setattr("matrixlib.engine.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def beat(at: float, step: int, phase: str = "training", force: bool = False) -> dict[str, Any]:
+        now[0], trainer.step = at, step
+        trainer.write_heartbeat(phase, force)
+        return json.loads((tmp_path / "heartbeat.json").read_text())
+
+    first = beat(0.0, 1)
+    assert (first["step"], first["steps"], first["phase"], first["pid"]) == (1, STEPS, "training", os.getpid())
+    assert (first["host"], first["interval"]) == (platform.node(), 5.0)
+    assert 10 < first["rss_mib"] <= first["rss_peak_mib"] < 1e6
+    assert datetime.fromisoformat(str(first["time"])).tzinfo is not None
+    assert [beat(4.9, 2)["step"], beat(4.9, 2, "validation", force=True)["step"], beat(10.0, 3)["step"]] == [1, 2, 3]

@@ -12,7 +12,7 @@ from toy_task import ToyTask, toy_batch, toy_runtime
 
 from matrixlib.config import ValidationConfig
 from matrixlib.engine import validation
-from matrixlib.engine.memory import Passes
+from matrixlib.engine.memory import OomBackoff
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.validation import Cadence, attainable_floor, evaluating, refuse_below_floor, validate, with_bar
 from matrixlib.tasks import load_config
@@ -210,7 +210,7 @@ def test_validation_goes_on_in_smaller_passes_where_memory_runs_out() -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().losses(model, batch, active)
 
-    batch, passes = toy_batch(50), Passes()
+    batch, passes = toy_batch(50), OomBackoff()
     model = ToyTask().build_model()
     whole = validate(ToyTask(), model, parts(batch, 16), toy_runtime(), BOTH, "full")
     for _ in range(2):

@@ -11,7 +11,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from matrixlib.config import OptimConfig
 from matrixlib.engine.distributed import is_sharded
 from matrixlib.engine.optim import copy_named, copy_tensors, load_tensors, named_tensors, unwrap
-from matrixlib.engine.schedule import Schedule
 
 
 class Average:
@@ -19,7 +18,7 @@ class Average:
 
     averages: updates that it has averaged in. lacks_statistics: the statistics of batch norms are not averaged with the
     weights, so those that were gathered for the raw weights do not fit. statistics: what was made in their place for
-    the average as it stands (`engine.candidate`), by the names of `named_tensors`; empty until then.
+    the average as it stands (`engine.eval_weights`), by the names of `named_tensors`; empty until then.
     """
 
     averages: int
@@ -30,7 +29,7 @@ class Average:
         """Average the model's present weights in."""
         raise NotImplementedError
 
-    def after(self, schedule: Schedule, update: int, moved: bool) -> None:
+    def after(self, steps: int, update: int, moved: bool) -> None:
         """Call after each update, with its index: the weights are averaged in if they are to be. moved: it has moved
         them.
         """
@@ -104,7 +103,7 @@ class SWA(Average):
     """The plain mean of weights over the last part of a run (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407).
 
     The weights after the last update are in it and, counted back from there, those of every `interval`-th update within
-    the last `share` of the run as it was planned: a schedule that is bent to end early goes through its last part too.
+    the last `share` of the run.
     Until the first of them it is the raw weights.
     """
 
@@ -114,9 +113,9 @@ class SWA(Average):
         names = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
         self._means = {name: value.clone() for name, value in named_tensors(model).items() if name in names}
 
-    def after(self, schedule: Schedule, update: int, moved: bool) -> None:
-        left, before = (schedule.steps - 1 - schedule.place(index) for index in (update, update - 1))
-        if left >= self.share * schedule.steps:
+    def after(self, steps: int, update: int, moved: bool) -> None:
+        left, before = steps - 1 - update, steps - update
+        if left >= self.share * steps:
             self.averages = 0  # of a run that was complete and is to be longer now
         elif math.ceil(left / self.interval) < math.ceil(before / self.interval):
             self.update()

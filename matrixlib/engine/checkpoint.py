@@ -111,13 +111,15 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         best: float | None = None,
+        spare: int | None = None,
         wait: bool = False,
     ) -> Path:
         """Save the checkpoint of update `step` as everything is now; the folder that it will be in.
 
         On return all is copied, so that training may go on; a thread writes the folder (durable on return with
         `wait`). At most one is being written: this first waits for the one before, and raises its error if
-        it failed, without saving. best: marks it as the best so far, in the same stroke.
+        it failed, without saving. best: marks it as the best so far, in the same stroke. spare:
+        another step whose checkpoint is kept beside the newest.
 
         Checkpoints beyond `step` belong to a course of training that was left (a rollback, a damaged newest
         one): they are removed, once the new one is durable. Tensors that share memory are stored once for
@@ -136,7 +138,7 @@ class Checkpoints:
         except OSError as error:
             raise self._cannot_write(step, error) from error
         self._buffers = storage.host_copies(tensors, self._buffers, self._warn)
-        self._pending = self._thread.submit(self._write, step, copied, best)
+        self._pending = self._thread.submit(self._write, step, copied, best, spare)
         if wait:
             self.join()
         return self.folder / f"step_{step:08d}"
@@ -233,7 +235,7 @@ class Checkpoints:
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def _write(self, step: int, state: Any, best: float | None) -> None:
+    def _write(self, step: int, state: Any, best: float | None, spare: int | None) -> None:
         """Write what lies in the buffers, then tidy up. Runs in the thread."""
         temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
         try:
@@ -250,7 +252,7 @@ class Checkpoints:
             raise self._cannot_write(step, error) from error
         self._damaged.discard(final)
         self._discard_after(step)
-        self._prune()
+        self._prune(spare)
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.tmp"
@@ -278,12 +280,13 @@ class Checkpoints:
         named = [path for path in paths if (name := FOLDER.fullmatch(path.name)) and name.group(1) in kinds]
         return sorted((path for path in named if path.is_dir()), key=step_of)
 
-    def _prune(self) -> None:
+    def _prune(self, spare: int | None) -> None:
         """Keep the newest `keep`, the best, and those of every so many updates. Known damaged ones do not count."""
         whole = [path for path in self._paths() if path not in self._damaged]
         kept = {*whole[-self.keep :], *(best.path for best in self._bests())}
         if self.keep_every:
             kept |= {path for path in whole if step_of(path) % self.keep_every == 0}
+        kept |= {path for path in whole if step_of(path) == spare}
         for path in self._paths(("step", "best")):
             if path not in kept:
                 self._remove(path)

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrixlib.engine.distributed import full, local_part
-from matrixlib.engine.memory import Passes
+from matrixlib.engine.memory import OomBackoff
 from matrixlib.engine.optim import unwrap, weights
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch, Task, rows, slice_batch, to_device
@@ -246,7 +246,7 @@ def dead_units(
     batches: Iterable[Batch],
     runtime: Runtime,
     minimum: int = DEAD_ROWS,
-    passes: Passes | None = None,
+    passes: OomBackoff | None = None,
 ) -> DeadUnits:
     """Look at every activation function that `task.outputs` runs, over the first `minimum` rows or more.
 
@@ -255,7 +255,7 @@ def dead_units(
     below 1e-4 (SiLU, GELU, Mish). Functions are known by the operations they run, so they need not be modules. batches:
     host tensors. Eval mode; one host read; all hooks are gone afterwards. passes: as in `validate`.
     """
-    model, passes = unwrap(model), passes or Passes()
+    model, passes = unwrap(model), passes or OomBackoff()
     seen, moments = 0, dict[str, list[Tensor]]()
     path: list[str] = []  # the modules that are running, outermost first
 

@@ -20,7 +20,6 @@ TYPES: Mapping[str, tuple[type, ...]] = {
     "init": (dict,),
     "teacher": (dict,),
     "peak": (dict,),
-    "update_seconds": (int, float, type(None)),
     "complete": (bool,),
     "steps": (int,),
     "stopped_early": (bool, str, type(None)),

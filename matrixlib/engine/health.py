@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from matrixlib.config import HealthConfig
-from matrixlib.engine.state import State
-from matrixlib.engine.stats import Action, Stats
+from matrixlib.engine.stats import Action, Event, Message, State, Stats
 
 NORMAL = 1.4826
 """Standard deviation of a normal distribution by its median absolute deviation."""
@@ -215,41 +214,41 @@ class Health(State):
             "that were kept as evidence for bad targets."
         )
 
-    def warnings(self, stats: Stats, known: Container[str] = ()) -> list[str]:
+    def warnings(self, stats: Stats, known: Container[str] = ()) -> list[Message]:
         """About an update with items or terms without targets, or one that was skipped.
 
         known: terms without targets that need no further word. A task counts items without a target in the metric
         "<term>/skipped".
         """
         empty = [term for term in stats.empty if term not in known]
-        messages = [f"no valid target of {', '.join(empty)} in this update"] if empty else []
+        messages = [Message(Event.NO_TARGET, f"no valid target of {', '.join(empty)} in this update")] if empty else []
         for name, share in stats.metrics.items():
             term, _, what = name.rpartition("/")
             if what == "skipped" and share > 0:
                 count = share * stats.counts[term]
-                messages.append(f"{count:.0f} items without a usable target of {term} were skipped")
+                text = f"{count:.0f} items without a usable target of {term} were skipped"
+                messages.append(Message(Event.UNUSABLE_TARGETS, text, term))
         if stats.action is Action.SKIP:
             cause = "the loss scale was too large" if stats.overflow else self.last
-            messages.append(f"update skipped, no weight moved: {cause}")
+            messages.append(Message(Event.SKIP, f"update skipped, no weight moved: {cause}"))
         if stats.overflow and self.scale_falls:
-            messages.append(
-                f"the loss scale fell {len(self.overflowed)} times in {OVERFLOW_WINDOW} updates: normal at the start, "
-                "later a sign that gradients are about to blow up"
-            )
+            text = f"the loss scale fell {len(self.overflowed)} times in {OVERFLOW_WINDOW} updates"
+            why = "normal at the start, later a sign that gradients are about to blow up"
+            messages.append(Message(Event.LOSS_SCALE, f"{text}: {why}"))
         return messages
 
-    def clip_warning(self, p95: float, threshold: float) -> list[str]:
-        """A warning when too many of at least 100 gradients after the warm-up were clipped.
+    def clip_warning(self, p95: float, threshold: float) -> str:
+        """A warning when too many of at least 100 gradients after the warm-up were clipped, else "".
 
         p95: percentile of the latest gradient norms; threshold: the norm above which they are clipped.
         """
         if self.clip_share <= self.config.clip_warning or len(self.clips) < 100:
-            return []
-        return [
+            return ""
+        return (
             f"gradients after the warm-up: {self.clip_share:.0%} were clipped; above {self.config.clip_warning:.0%} "
             f"(health.clip_warning) the learning rate is probably too high, or optim.clip_norm {threshold:g} too low: "
             f"95% of the latest norms are below {p95:.3g}"
-        ]
+        )
 
 
 def _words(stats: Stats) -> str:

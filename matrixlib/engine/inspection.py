@@ -1,27 +1,38 @@
-"""What is looked at between updates: the memory; outputs, gradients, blocks and dead units of the model in training."""
+"""What is looked at between updates: outputs, gradients, blocks and dead units of the model in training."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from matrixlib.engine import diagnostics
 from matrixlib.engine.distributed import unsharded
-from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.health import Health
+from matrixlib.engine.memory import MEBI
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.stats import Stats, norm_quantiles
+from matrixlib.engine.stats import Action, Event, Message, Stats, norm_quantiles
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, Task, rows, slice_batch
+from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
 from matrixlib.engine.validation import HeldOut
+from matrixlib.files import write_json
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+EVIDENCE_UPDATES = 16
+"""Updates at most whose records are kept as evidence, and rows of metrics from before the trouble."""
 COLLAPSE = 1e-4
 """Deviation between the rows of an output, in logits, below which it says the same for every input."""
 
 
 def first_update(
     task: Task, step: Step, batch: Batch, stats: Stats, fresh: bool
-) -> tuple[dict[str, dict[str, float]], list[str]]:
+) -> tuple[dict[str, dict[str, float]], list[Message]]:
     """Of the first update: its losses beside chance level (`Stats.initial`), and messages about gradients that look
     wrong and, of a fresh network, about losses far from chance.
     """
@@ -30,12 +41,13 @@ def first_update(
     model = unwrap(step.model)
     with unsharded(model):
         report = diagnostics.without_idle_heads(step.gradients, task, model, batch, stats, step.runtime)
-    return initial, [f"first update: {report}", *messages] if any(report) else messages
+    texts = [f"first update: {report}", *messages] if any(report) else messages
+    return initial, [Message(Event.FIRST_UPDATE, text, str(number)) for number, text in enumerate(texts)]
 
 
 def inspect(
     step: Step, batch: Batch, before: Mapping[str, Tensor], held_out: HeldOut, norms: Sequence[float]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[Message]]:
     """Figures (`Stats.statistics`) after an update and the warnings that follow from them.
 
     batch: that of the update, on the host. before: the weights before it (`diagnostics.snapshot`). held_out: its sample
@@ -48,13 +60,15 @@ def inspect(
         outputs = diagnostics.output_statistics(step.task, model, part, runtime)
         dead = diagnostics.dead_units(step.task, model, held_out.batches("sample"), runtime, passes=held_out.passes)
     quantiles = norm_quantiles(norms)
-    health, warming_up = step.config.health, step.update <= step.schedule.warmup
-    messages = [
-        *diagnostics.block_warnings(blocks, math.inf if warming_up else health.update_warning),
-        *dead.warnings(health.dead_warning),
-        *(collapse_warnings(outputs, step.task.weights, rows(part)) if not warming_up else ()),
-        *step.health.clip_warning(quantiles.get("p95", math.nan), step.config.optim.clip_norm),
-    ]
+    health, warming_up = step.config.health, step.update <= step.warmup
+    clipping = step.health.clip_warning(quantiles.get("p95", math.nan), step.config.optim.clip_norm)
+    warnings = {
+        Event.UPDATE_SIZE: diagnostics.block_warnings(blocks, math.inf if warming_up else health.update_warning),
+        Event.DEAD_UNITS: dead.warnings(health.dead_warning),
+        Event.COLLAPSE: collapse_warnings(outputs, step.task.weights, rows(part)) if not warming_up else [],
+        Event.CLIPPING: [clipping] if clipping else [],
+    }
+    messages = [Message(event, "; ".join(texts)) for event, texts in warnings.items() if texts]
     figures = {"outputs": outputs, "gradient_norm": quantiles, "blocks": blocks, "dead_units": dead.shares}
     return figures | ({"loss_scale": step.scaler.get_scale()} if step.scaler is not None else {}), messages
 
@@ -71,18 +85,69 @@ def collapse_warnings(outputs: Mapping[str, Mapping[str, float]], weights: Mappi
     ]
 
 
-def tighten(monitor: Monitor, chunk: Chunk, step: Step, update: int) -> list[str]:
-    """Look at the memory after an update; where it is tight, the self-supervised terms work on fewer rows at once.
-    What a person should know.
+def keep_evidence(
+    run: Path, action: Action, step: int, health: Health, rows: Iterable[Mapping[str, Any]], source: Any, data: Data
+) -> Path:
+    """Write down in the run's folder what led to `action` at the update that made `step`; the folder of it.
+
+    rows: the latest ones of metrics. source: of its batches (`Data.batches`), whose records are kept too.
     """
-    messages, size = monitor.check(update), step.micro_batch
-    if step.task.gated and chunk.look(max(step.ranks.gather(monitor.needed)), step.config.memory.warn, size):
-        present = step.task.set_chunk(unwrap(step.model), chunk.rows)
-        if step.runtime.device == "mps":  # whose allocator's cache counts as used: it would never seem enough
-            monitor.clear()
-        if present or not chunk.rows:
-            messages.append(
-                f"memory: the self-supervised heads work on {present or size} of {size} rows at once after "
-                f"update {update}"
-            )
-    return messages
+    folder = run / "evidence" / f"{action}_{health.rollbacks + 1}_update_{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = [source.unskipped_index(i) for i in range(max(health.onset, step - EVIDENCE_UPDATES), step)]
+    rows = [row for row in rows if row["step"] > health.onset - EVIDENCE_UPDATES]
+    record = {"verdict": action, "last": health.last, "batches": batches, "health": health.to_dict(), "rows": rows}
+    write_json(folder / "evidence.json", record)
+    data.records(source, batches, folder)
+    return folder
+
+
+def by_part(update: Callable[[], object], model: nn.Module, optimiser: torch.optim.Optimizer) -> pd.DataFrame:
+    """Where the memory of one update goes: what each part of `model` keeps from its forward pass, in MiB.
+
+    update: makes one with the model and optimiser; it is called twice, the first time to warm up. What is kept is
+    there until the backward pass. Weights, gradients and the optimiser's state are a row each.
+    """
+    import pandas as pd
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    on_device = next(model.parameters()).is_cuda
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    parts = set(_parts(model))
+    running: list[Any] = []
+    names: list[str] = []
+
+    def enter(name: str, *_: Any) -> None:
+        if name in parts:
+            names.append(name)
+            running.append(record_function(name).__enter__())
+
+    def leave(name: str, *_: Any) -> None:
+        if name in parts:
+            running.pop().__exit__(None, None, None)
+
+    update()
+    with diagnostics.hooked(model, enter, leave), profile(activities=activities, profile_memory=True) as profiler:
+        update()
+    used = {
+        event.key: event.device_memory_usage if on_device else event.cpu_memory_usage
+        for event in profiler.key_averages()
+    }
+    weights = _bytes(model.parameters())
+    state = _bytes(value for entry in optimiser.state.values() for value in entry.values())
+    table = {name: used[name] for name in names if name in used}
+    table |= {"weights": weights, "their gradients": weights, "optimiser": state}
+    return pd.DataFrame({"MiB": table}).div(MEBI).round(2)
+
+
+def _parts(model: nn.Module) -> Iterator[str]:
+    """Names of the network's parts: its children, and those of its lists and dicts of modules."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from (f"{name}.{inner}" for inner, _ in child.named_children())
+        else:
+            yield name
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))

@@ -5,10 +5,10 @@ emptied, because the next update would have to ask the driver for the same block
 """
 
 import gc
+import os
+import platform
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,22 +16,20 @@ import psutil
 import torch
 
 from matrixlib.config import MemoryConfig
+from matrixlib.engine.stats import Event, Message
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
+from matrixlib.files import utc_now
 from matrixlib.hardware import backend, machine
 
 MEBI = 2**20
-FALL = 0.05  # a threshold counts as crossed again once the share fell this far below it
-CALM = 10  # looks in a row after which a smaller chunk is tried larger again
-CLEAR_UPDATES = 100  # least distance between two clears
-SAMPLE_SECONDS = 0.02
-OUT_OF_MEMORY = (  # RuntimeErrors of allocators and libraries that have no exception class for it
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER: their own workspace
-    "unable to find an engine to execute this computation",  # cuDNN, which leaves out what has no room
-    "MPS backend out of memory",
-    "Invalid buffer size",  # MPS: more than Metal gives in one piece
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory: you tried to allocate",  # Windows
-)
+HYSTERESIS = 0.05
+"""A threshold counts as crossed again once the share fell this far below it."""
+CALM_CHECKS = 10
+"""Checks in a row after which a smaller chunk is tried larger again."""
+CLEAR_UPDATES = 100
+"""Updates at least between two clears of the cache."""
+ALLOCATORS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
+"""What names the CPU's allocator, and the status of cuBLAS, cuDNN and cuSOLVER, in errors that have no class."""
 
 Figures = dict[str, float]
 Result = TypeVar("Result")
@@ -85,14 +83,23 @@ def needed(figures: Mapping[str, float], limit: float = 0.0) -> float:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, so that the same work in smaller parts may succeed.
 
-    An asynchronous CUDA error is none, whatever its text: after it the process's context is dead. A caller must
-    leave its `except` clause before it tries again: the traceback keeps the failed attempt's tensors alive.
+    An asynchronous CUDA error is none: after it the process's context is dead. A caller must leave its `except` clause
+    before it tries again: the traceback keeps the failed attempt's tensors alive.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, torch.AcceleratorError):
-        return False
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return _unnamed(error) and any(name in str(error) for name in ALLOCATORS)
+
+
+def may_be_memory(error: BaseException, device: torch.device) -> bool:
+    """`out_of_memory`, or an error of an accelerator that has no class of its own: MPS and cuDNN report a failed
+    allocation so. Whether it was one shows when half of the rows work.
+    """
+    return out_of_memory(error) or (device.type != "cpu" and _unnamed(error))
+
+
+def _unnamed(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
 
 
 def fresh_model(task: Task) -> torch.nn.Module:
@@ -105,37 +112,7 @@ def fresh_model(task: Task) -> torch.nn.Module:
         raise ValueError(f"no memory for this network, make it smaller: {str(error).splitlines()[0][:200]}") from error
 
 
-@contextmanager
-def sampled(device: torch.device, read: Callable[[torch.device], Figures] = usage) -> Iterator[Figures]:
-    """Yields a dict that holds, after the block, the figures where `share` was highest.
-
-    On the CPU a thread samples them; an accelerator's allocator gives nothing back, so there the end is the peak.
-    """
-    peak = read(device)
-    done = threading.Event()
-
-    def look() -> None:
-        figures = read(device)
-        if share(figures) > share(peak):
-            peak.update(figures)
-
-    def watch() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            look()
-
-    thread = threading.Thread(target=watch, name="memory", daemon=True)
-    if device.type == "cpu":
-        thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        if thread.is_alive():
-            thread.join()
-        look()
-
-
-class Passes:
+class OomBackoff:
     """Cuts batches into smaller passes without gradients where memory runs out; what did not fit is not tried again.
 
     rows: of a pass at most; 0 = whole batches.
@@ -143,7 +120,7 @@ class Passes:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._messages: list[str] = []
+        self._messages: list[Message] = []
 
     def over(self, batch: Batch, work: Callable[[Batch], Result]) -> Iterator[Result]:
         """What `work` gives for the parts of a host batch, in their order. It is called again with a smaller part
@@ -158,33 +135,35 @@ class Passes:
                 if stop - start == 1 or not out_of_memory(error):
                     raise
                 self.rows = -(-(stop - start) // 2)
-                self._messages.append(
-                    f"out of memory in a pass of {stop - start} rows without gradients ({_first_line(error)}); it is "
+                text = (
+                    f"out of memory in a pass of {stop - start} rows without gradients ({first_line(error)}); it is "
                     f"repeated with {self.rows}, which the run keeps from now on"
                 )
+                self._messages.append(Message(Event.OUT_OF_MEMORY, text, "without gradients"))
                 continue
             start = stop
             yield result
 
-    def take(self) -> list[str]:
+    def take(self) -> list[Message]:
         """What a person should know, since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says."""
     return (str(error) or repr(error)).splitlines()[0]
 
 
 class Threshold:
-    """A level that is crossed once, and again only after the value fell to `FALL` below it."""
+    """A level that is crossed once, and again only after the value fell to `HYSTERESIS` below it."""
 
     def __init__(self, level: float) -> None:
         self.level, self._armed = level, True
 
     def crossed(self, value: float, ready: bool = True) -> bool:
         """Whether `value` crosses the level now; not `ready` puts it off to a later call."""
-        if value < self.level - FALL:
+        if value < self.level - HYSTERESIS:
             self._armed = True
         fires = ready and self._armed and value > self.level
         if fires:
@@ -196,21 +175,22 @@ class Threshold:
 class Chunk:
     """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
 
-    Halved at a look above `memory.warn`, down to an eighth of the micro-batch, where the passes begin to cost more than
-    the memory is worth; doubled after `CALM` looks in a row well below it. calm: such looks so far. changes: of `rows`.
+    Halved at a check above `memory.warn`, down to an eighth of the micro-batch, where the passes begin to cost more
+    than the memory is worth; doubled after `CALM_CHECKS` checks in a row well below it. calm: such checks so far.
+    changes: of `rows`.
     """
 
     rows: int = 0
     calm: int = 0
     changes: int = 0
 
-    def look(self, used: float, warn: float, micro_batch: int) -> bool:
+    def check(self, used: float, warn: float, micro_batch: int) -> bool:
         """Take in the share of the memory in use; True when `rows` changes."""
         before, present = self.rows, min(self.rows or micro_batch, micro_batch)
-        self.calm = self.calm + 1 if used < warn - 2 * FALL else 0
+        self.calm = self.calm + 1 if used < warn - 2 * HYSTERESIS else 0
         if used > warn and present // 2 >= max(1, micro_batch // 8):
             self.rows = present // 2
-        elif self.rows and self.calm >= CALM:
+        elif self.rows and self.calm >= CALM_CHECKS:
             self.rows, self.calm = 2 * present if 2 * present < micro_batch else 0, 0
         self.changes += self.rows != before
         return self.rows != before
@@ -243,36 +223,45 @@ class Monitor:
         return f"memory.limit: this process may take {self._limit * total:,.0f} of {total:,.0f} MiB"
 
     def begin(self) -> None:
-        """Forget what was before the run: of the trials before it the allocator still has the cache and the peak, which
-        the first look would take for the run's own.
+        """Forget what was before the run: of the self-test the allocator still has the cache and the peak, which the
+        first check would take for the run's own.
         """
         if self._device.type != "cpu":
-            gc.collect()  # a network of a trial lies in reference cycles
+            gc.collect()  # its network lies in reference cycles
             backend.empty_cache(self._device)
         self._forget_peak()
 
-    def check(self, step: int) -> list[str]:
-        """Look once, after update `step`; what a person should know. To be called every few updates.
+    def check(self, step: int) -> list[Message]:
+        """Measure after update `step`, every few updates; what a person should know.
 
         A clear is followed by no other while the use, as seen at the checks, stays up: then the memory is needed,
         and the next update would only fill the cache again.
         """
-        figures = self._look()
+        figures = self._measure()
         used, self.needed = share(figures, self._limit), needed(figures, self._limit)
         messages = []
         if self._warn.crossed(used):
-            messages.append(
-                f"memory: {used:.0%} in use after update {step}; a smaller train.micro_batch, or "
-                f"model.checkpoint_every, needs less"
-            )
+            text = f"memory: {used:.0%} in use after update {step}; a smaller train.micro_batch needs less"
+            messages.append(Message(Event.MEMORY, f"{text}, or model.checkpoint_every"))
         if self._device.type != "cpu" and self._clear.crossed(used, step - self._cleared >= CLEAR_UPDATES):
             self._cleared = step
             self.clear()
             back = figures["driver_mib"] - self._read(self._device)["driver_mib"]
-            messages.append(
-                f"memory: {used:.0%} in use after update {step}; clearing the cache gave back {back:,.0f} MiB"
-            )
+            text = f"memory: {used:.0%} in use after update {step}; clearing the cache gave back {back:,.0f} MiB"
+            messages.append(Message(Event.CACHE_CLEARED, text))
         return messages
+
+    def chunked(self, step: int, present: int, size: int) -> list[Message]:
+        """After the self-supervised heads' rows at once have changed to `present` (0 = all) of `size`."""
+        if self._device.type == "mps":  # whose allocator's cache counts as used: it would never seem enough
+            self.clear()
+        text = f"memory: the self-supervised heads work on {present or size} of {size} rows at once after update {step}"
+        return [Message(Event.CHUNK, text)]
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Time, host, process, its memory and how busy the GPU is."""
+        who = {"time": utc_now(), "host": platform.node(), "pid": os.getpid()}
+        return who | self._read(self._device) | backend.utilisation(self._device)
 
     def clear(self) -> None:
         """Empty the allocator's cache and count it."""
@@ -284,7 +273,7 @@ class Monitor:
 
         peak_mib: the most in tensors on CUDA, exact; on MPS and (RSS) on the CPU the most that a check has measured.
         """
-        figures = self._look() | backend.utilisation(self._device)
+        figures = self._measure() | backend.utilisation(self._device)
         figures |= {
             "share": round(share(figures, self._limit), 4),
             "peak_mib": figures.get("allocated_peak_mib", self._peak),
@@ -298,7 +287,7 @@ class Monitor:
         backend.reset_peak_memory(self._device)
         self._peak = 0.0
 
-    def _look(self) -> Figures:
+    def _measure(self) -> Figures:
         figures = self._read(self._device)
         self._peak = max(self._peak, figures.get("allocated_mib", figures["rss_mib"]))
         return figures

@@ -1,73 +1,163 @@
-"""Metrics of a run: one JSON object a line of metrics.jsonl, and its history beside it.
+"""Metrics of a run: metrics.jsonl, one JSON object a line.
 
 Only standard JSON is written. A number that is not finite becomes the string "nan", "inf" or "-inf", so that
-a blow-up can be told from a missing value; `read` turns these strings back into floats.
+a blow-up can be told from a missing value; `read` turns these strings back into floats. A long run logs every k-th
+update (`interval`), so that its log stays small enough to be read whole.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from matrixlib.engine import rows
-from matrixlib.engine.history import History
-from matrixlib.engine.rows import MetricsError as MetricsError
-from matrixlib.engine.rows import flatten as flatten
-from matrixlib.engine.rows import read as read
 from matrixlib.files import plain, utc_now
+
+Row = dict[str, Any]
+MAX_ROWS = 8192
+"""Rows of updates in which nothing happened; a longer run logs fewer of them."""
+TAIL_BYTES = 1 << 20
+RECENT_ROWS = 64
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NAMED = re.compile(rb'"(nan|-?inf)"')
+
+
+class MetricsError(ValueError):
+    """A metrics file that cannot be read; the message names the line."""
+
+
+def interval(steps: int) -> int:
+    """Updates between two logged ones of a run of `steps` updates."""
+    return -(-steps // MAX_ROWS)
+
+
+def read(path: Path) -> list[Row]:
+    """Rows in order of their steps; what a later row of a step says stands over an earlier one's. A torn last line is
+    left out.
+
+    Raises MetricsError naming the line where any other line is not a row, FileNotFoundError without a file.
+    """
+    rows: dict[int, Row] = {}
+    for row, _ in _rows(Path(path)):
+        before = rows.get(row["step"], {})
+        extra = before.get("extra", {}) | row.get("extra", {})
+        rows[row["step"]] = before | row | ({"extra": extra} if extra else {})
+    return [rows[step] for step in sorted(rows)]
+
+
+def newer(path: Path, than: tuple[str, int]) -> list[Row]:
+    """Rows written after one of this (time, step), in order; none without a file. For following another process."""
+    if not Path(path).exists():
+        return []
+    with Path(path).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
+    late: list[Row] = []
+    for line in reversed(lines):
+        row = _parse(line, path, 0) if line.startswith(b"{") else None
+        if row is None or (row["time"], row["step"]) <= than:
+            break
+        late.append(row)
+    return late[::-1]
+
+
+def flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings as ("outer/inner", value)."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def messages(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
+    """(step, id of the event, text) of every message; ids are the values of `stats.Event`."""
+    found: list[tuple[int, str, str]] = []
+    for row in rows:
+        texts = row.get("messages", ())
+        found += [(row["step"], *pair) for pair in zip(row.get("events", [""] * len(texts)), texts, strict=True)]
+    return found
+
+
+def not_finite(row: Mapping[str, Any]) -> bool:
+    """Whether a loss or the gradient norm of the update was not finite."""
+    values = [row.get("loss"), row.get("grad_norm"), *row.get("losses", {}).values()]
+    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
 
 
 class MetricsLog:
-    """Append-only log of one run; each line is flushed, so that a crash loses at most the line being written.
+    """Append-only log of one run. Each line is flushed, so that a crash of the process loses at most the line being
+    written, and `sync` makes all of them safe from a power loss. A torn last line is cut off when it is opened.
 
-    A torn last line (the crash came in the middle of a write) is cut off when the log is opened. Of a long run only
-    the end is read.
+    recent: the latest rows, written or not.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, every: int = 1) -> None:
+        """every: of so many updates one is written, see `interval`."""
+        self.path, self._every = Path(path), every
+        self.recent = deque[Row](maxlen=RECENT_ROWS)
+        self._unwritten = Counter[str]()  # seconds by phase, of updates since the last row
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows.cut_torn_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
-        self._history = History(self.path)
+        self._file = self.path.open("ab")
+        self._shorten(max((end for _, end in _lines(self.path)), default=0))
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added.
+    def write(self, row: Mapping[str, Any], always: bool = True) -> None:
+        """Append one row. It must hold `step` (update step); `time` (UTC) and `micro_step` are added. always: also
+        between the updates that are written; those left out are in the next row's `updates`, `seconds` (the mean) and
+        `times` (sums).
 
         Values: numbers, strings, None, and mappings or lists of them; tensors and arrays of one element count
         as numbers. Anything else raises TypeError naming its key.
         """
         assert "step" in row, "a metrics row needs its update step"
-        head = {"time": utc_now(), "step": row["step"], "micro_step": None}
-        whole = plain(head | dict(row))
-        line = json.dumps(whole, allow_nan=False, ensure_ascii=False) + "\n"
+        data: Row = plain({"time": utc_now(), "step": row["step"], "micro_step": None} | dict(row))
+        self.recent.append(data)
+        if self._every > 1:
+            self._unwritten.update({**data.get("times", {}), "": data.get("seconds", 0.0), "updates": 1})
+            if not always and data["step"] % self._every:
+                return
+            times, self._unwritten = dict(self._unwritten), Counter()
+            count, seconds = times.pop("updates"), times.pop("")
+            data |= {"updates": count, "seconds": seconds / count, "times": times}
+        line = json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n"
         try:
-            self._file.write(line)
+            self._file.write(line.encode())
             self._file.flush()
-            self._history.add(whole)
         except OSError as error:
             error.filename = error.filename or str(self.path)  # a failed write does not say of which file
             raise
+
+    def sync(self) -> None:
+        """Make every row safe from a power loss."""
+        os.fsync(self._file.fileno())
 
     def truncate_to(self, step: int) -> int:
         """Cut every row beyond `step` (a resumed run writes them again); returns how many were cut.
 
         A crash leaves the file as it was or as it is to be.
         """
-        self._file.close()
-        self._history.close()
-        cut = rows.cut(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
-        self._history = History(self.path)
-        return cut
+        ends = [(row["step"], end) for row, end in _rows(self.path)]
+        kept = next((i for i, (other, _) in enumerate(ends) if other > step), len(ends))
+        self._shorten(ends[kept - 1][1] if kept else 0)
+        self._unwritten.clear()
+        while self.recent and self.recent[-1]["step"] > step:
+            self.recent.pop()
+        return len(ends) - kept
+
+    def _shorten(self, size: int) -> None:
+        if size < self.path.stat().st_size:
+            os.truncate(self.path, size)
+            self.sync()
 
     def close(self) -> None:
         """Close the file; a closed log cannot be written to."""
         self._file.close()
-        self._history.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -84,7 +174,10 @@ class NoLog(MetricsLog):
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, Any], always: bool = True) -> None:
+        """Nothing is written."""
+
+    def sync(self) -> None:
         """Nothing is written."""
 
     def truncate_to(self, step: int) -> int:
@@ -93,3 +186,41 @@ class NoLog(MetricsLog):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """(line, where it ends) of every whole line."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            if line.endswith(b"\n"):
+                yield line, end
+
+
+def _rows(path: Path) -> Iterator[tuple[Row, int]]:
+    """(row, where its line ends) in the file's order."""
+    for number, (line, end) in enumerate(_lines(path), 1):
+        yield _parse(line, path, number), end
+
+
+def _parse(line: bytes, path: Path, number: int) -> Row:
+    """number: of the line, from 1."""
+    advice = "delete that line to go on without it"
+    try:
+        row = json.loads(line.decode())
+    except ValueError as error:
+        raise MetricsError(f"{path.name} line {number} is not JSON ({error}); {advice}") from None
+    step = row.get("step") if isinstance(row, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise MetricsError(f"{path.name} line {number} has no integer 'step'; {advice}")
+    return _floats(row) if _NAMED.search(line) else row  # a walk through every row costs more than reading it
+
+
+def _floats(value: Any) -> Any:
+    """The strings "nan", "inf" and "-inf" are numbers again."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _floats(inner) for key, inner in value.items()}
+    return [_floats(inner) for inner in value] if isinstance(value, list) else value

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -269,3 +269,27 @@ def _restored(parameter: Tensor, key: str, value: Tensor) -> Tensor | int:
     if same or key in _BLOCKS:  # Adafactor keeps means over rows and columns
         return value.clone()
     raise ValueError(f"optimiser: state {tuple(value.shape)} for a parameter {tuple(parameter.shape)}")
+
+
+NOISE = 0x6E6F697365
+"""Keeps the stream of the gradient noise apart from the others of a run's seed."""
+
+
+def noise_variance(config: OptimConfig, update: int) -> float:
+    """Variance of the gradient noise of update `update` (0 = first): eta / (1 + t)^gamma (Neelakantan et al. 2015,
+    https://arxiv.org/abs/1511.06807)."""
+    return config.noise / (1 + update) ** config.noise_decay
+
+
+@torch.no_grad()
+def add_noise(gradients: Iterable[Tensor], variance: float, seed: int, update: int) -> None:
+    """Add normal noise in place. Its stream is a function of (seed, update): a run that was resumed or rolled back,
+    and every process of one that has several, draws the same, and no other stream moves.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for gradient in gradients:
+        device = gradient.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed((seed * 0x9E3779B1 + update + NOISE) % 2**63)
+        drawn = torch.randn(gradient.shape, generator=generators[device], device=device, dtype=gradient.dtype)
+        gradient.add_(drawn, alpha=variance**0.5)

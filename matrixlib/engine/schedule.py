@@ -1,102 +1,181 @@
-"""The learning rate of each update, a pure function."""
+"""What changes over a training: learning rate, plateau cuts, dropout stages, and the gate of self-supervised terms.
+
+Numbers in, numbers out; no tensors.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from matrixlib.config import OptimConfig
+from matrixlib.config import GatingConfig, OptimConfig
+from matrixlib.engine.stats import State
+
+Rate = Callable[[int], float]
+"""Learning rate of update i (0 = first): a pure function."""
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate as a pure function of the update index.
+def warmup_updates(config: OptimConfig, steps: int) -> int:
+    """Updates of the warm-up: at most half of the run, so that smoke runs reach their peak."""
+    return min(config.warmup_steps, steps // 2)
 
-    Update i (from 0) of `warmup`: peak * (i + 1) / warmup, so the first is peak / warmup and never 0. Then
-    `kind` runs from peak to exactly peak * final_fraction at the last update (`constant` stays at peak).
-    Skipped updates count: rate and data stay aligned. A warm-up longer than half the run is cut to half of it
-    (smoke runs).
 
-    decay_share: the last part of what follows the warm-up (of each cycle, with restarts), in which `kind` runs; before
-    it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395).
+def learning_rate(config: OptimConfig, steps: int, batch_size: int = 0) -> Rate:
+    """The configured schedule of a run of `steps` updates of `batch_size` rows.
+
+    Update i (from 0) of the warm-up: peak * (i + 1) / warmup, so the first is peak / warmup and never 0. Then
+    `optim.schedule` runs from peak to exactly peak * final_fraction at the last update, and stays there. Skipped
+    updates count: rate and data stay aligned.
+
+    decay_share: the last part of what follows the warm-up (of each cycle, with restarts), in which the rate decays;
+    before it the rate stays at the peak (Hu et al. 2024, https://arxiv.org/abs/2404.06395).
     restarts: times that the curve begins anew at the peak, in cycles of equal length (Loshchilov and Hutter 2016,
     https://arxiv.org/abs/1608.03983); the last one ends as the curve does.
-    bends: (update, end) of each change of plan: from that update on what is left of the curve is gone through faster or
-    slower, so that it ends at update `end` - 1. The rate makes no jump, and its last value stays what it was to be.
+    rate_batch: where the rate is for batches of another size it grows with the root of the size: the noise of Adam's
+    updates then stays the same (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
+    """
+    if steps < 1:
+        raise ValueError(f"a run needs at least one update, got {steps}")
+    warmup = warmup_updates(config, steps)
+    scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
+    peak, floor = config.learning_rate * scale, config.final_fraction
+    first = max(warmup - 1, 0)
+    span = steps - 1 - first
+
+    def rate(update: int) -> float:
+        if update < warmup:
+            return peak * ((update + 1) / warmup)
+        if config.schedule == "constant":
+            return peak
+        progress = min((update - first) / span, 1.0) if span > 0 else 0.0
+        if progress < 1:
+            progress = progress * (config.restarts + 1) % 1
+        progress = max(0.0, 1 - (1 - progress) / config.decay_share) if config.decay_share < 1 else progress
+        shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return peak * (floor + (1 - floor) * shape)
+
+    return rate
+
+
+@dataclass
+class Plateau(State):
+    """Cuts the rate after so many full validations without improvement. Those of a sample are too noisy to count.
+
+    best: lowest full loss that the next has to beat. stale: full validations since. cuts: of the rate so far.
     """
 
-    peak: float
-    kind: str
-    final_fraction: float
-    warmup: int
-    steps: int
-    bends: tuple[tuple[int, int], ...] = ()
-    restarts: int = 0
-    decay_share: float = 1.0
-
-    @classmethod
-    def of(cls, config: OptimConfig, steps: int, batch_size: int = 0) -> Schedule:
-        """The schedule of a run of `steps` updates of `batch_size` rows.
-
-        Where the rate is for batches of another size it grows with the root of the size: the noise of Adam's updates
-        then stays the same (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
-        """
-        if steps < 1:
-            raise ValueError(f"a run needs at least one update, got {steps}")
-        warmup = min(config.warmup_steps, steps // 2)
-        scale = (batch_size / config.rate_batch) ** 0.5 if config.rate_batch and batch_size else 1.0
-        return cls(
-            config.learning_rate * scale,
-            config.schedule,
-            config.final_fraction,
-            warmup,
-            steps,
-            restarts=config.restarts,
-            decay_share=config.decay_share,
-        )
+    config: OptimConfig
+    best: float | None = None
+    stale: int = 0
+    cuts: int = 0
 
     @property
-    def end(self) -> int:
-        """Updates of the run: `steps`, unless it was bent."""
-        return self.bends[-1][1] if self.bends else self.steps
+    def factor(self) -> float:
+        """What the schedule's rate is multiplied by."""
+        return float(self.config.plateau_factor**self.cuts)
 
-    def bend(self, update: int, end: int) -> Schedule:
-        """This schedule up to update `update`, and from there on to its end within `end` updates in all.
+    def record(self, loss: float, min_delta: float) -> str:
+        """Take in a full validation's loss; a text where the rate is cut, else ""."""
+        if not self.config.plateau:
+            return ""
+        if math.isfinite(loss) and (self.best is None or loss < self.best - min_delta):
+            self.best, self.stale = loss, 0
+            return ""
+        self.stale += 1
+        if self.stale < self.config.plateau:
+            return ""
+        self.stale, self.cuts = 0, self.cuts + 1
+        return (
+            f"{self.config.plateau} full validations in a row without an improvement: the learning rate is "
+            f"{self.factor:.3g} times its schedule's from here on"
+        )
 
-        Bends from `update` on are dropped: a rollback to before them has undone them.
+
+class Dropout:
+    """Dropout rates of a network in stages, each a factor for an equal part of the run.
+
+    The rates are `p` of torch's own modules, and the float `dropout` that attention and recurrent layers hand to a
+    kernel. A compiled network is compiled again at each stage.
+    """
+
+    def __init__(self, modules: Iterable[Any], stages: Sequence[float]) -> None:
+        """modules: of the network. stages: factors; none: nothing is ever changed."""
+        self._stages, self.factor = stages, 1.0
+        self._rates: list[tuple[Any, str, float]] = []
+        for module in modules:
+            name = "p" if "Dropout" in type(module).__name__ else "dropout"
+            rate = getattr(module, name, None)
+            if isinstance(rate, float) and rate:
+                self._rates.append((module, name, rate))
+        if stages and not self._rates:
+            text = "train.dropout_stages changes nothing, as the network has no dropout; set model.dropout above 0"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def enter(self, progress: float) -> bool:
+        """Set the rates of the stage in force; True where they have changed.
+
+        progress: share of the run that is done; by it alone a resumed run has the same.
         """
-        assert update < end, "at least one update is left to end with"
-        return replace(self, bends=(*(bend for bend in self.bends if bend[0] < update), (update, end)))
-
-    def place(self, update: int) -> float:
-        """Where an update stands in the run as it was planned: the update itself, unless the schedule was bent."""
-        place: float = update
-        start, last, reached = 0, self.steps - 1, 0.0
-        for bend, end in self.bends:
-            if update < bend:
-                break
-            reached = _between(reached, self.steps - 1, bend - start, last - start)
-            start, last = bend, end - 1
-            place = _between(reached, self.steps - 1, update - start, last - start)
-        return place
-
-    def __call__(self, update: int) -> float:
-        """Learning rate of update `update` (0 = first); beyond the end it stays at the last value."""
-        place = self.place(update)
-        if place < self.warmup:
-            return self.peak * ((place + 1) / self.warmup)
-        if self.kind == "constant":
-            return self.peak
-        first = max(self.warmup - 1, 0)
-        span = self.steps - 1 - first
-        progress = min((place - first) / span, 1.0) if span > 0 else 0.0
-        if progress < 1:
-            progress = progress * (self.restarts + 1) % 1
-        progress = max(0.0, 1 - (1 - progress) / self.decay_share) if self.decay_share < 1 else progress
-        shape = 1 - progress if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.peak * (self.final_fraction + (1 - self.final_fraction) * shape)
+        last = len(self._stages) - 1
+        factor = self._stages[min(int(progress * len(self._stages)), last)] if self._stages else 1.0
+        if factor == self.factor:
+            return False
+        self.factor = factor
+        for module, name, rate in self._rates:
+            setattr(module, name, factor * rate)
+        return bool(self._rates)
 
 
-def _between(low: float, high: float, part: int, whole: int) -> float:
-    """`part` of `whole` of the way from low to high, which is where it ends."""
-    return high if part >= whole else low + (high - low) * part / whole
+@dataclass
+class Gate(State):
+    """When the self-supervised terms take part in an update, and by how much.
+
+    They rise to their weight over a warm-up, are left out altogether for a while after an unstable update (a weight of
+    0 would still decay weights and move moments), and may have a time limit, watched by a monotonic clock.
+
+    frozen_until: update index from which the terms take part again. row_seconds: measured time of one row with these
+    terms, 0 before it is known; used with a time limit only. left_out: rows that the limit left without them.
+    """
+
+    config: GatingConfig
+    frozen_until: int = 0
+    row_seconds: float = 0.0
+    left_out: int = 0
+
+    def factor(self, update: int) -> float:
+        """Factor on the weights of the terms at `update` (from 0): 0 while frozen, never 0 in the warm-up."""
+        if update < self.frozen_until:
+            return 0.0
+        return min(1.0, (update + 1) / self.config.warmup_steps) if self.config.warmup_steps else 1.0
+
+    def freeze(self, update: int) -> bool:
+        """Leave the terms out after an unstable `update`; True if that begins now."""
+        if not self.config.freeze_steps:
+            return False
+        begins = update >= self.frozen_until
+        self.frozen_until = update + 1 + self.config.freeze_steps
+        return begins
+
+    def rows(self, size: int, micro_batch: int) -> int:
+        """How many of an update's `size` rows get the terms: all, or what fits in the time limit.
+
+        Whole micro-batches and at least one. The terms' means are taken over those rows, so their weight stays.
+        """
+        if not self.config.seconds or not self.row_seconds:
+            return size
+        fitting = int(self.config.seconds / self.row_seconds)
+        return min(size, max(micro_batch, fitting // micro_batch * micro_batch))
+
+    def took(self, seconds: float, rows: int) -> None:
+        """Take in the time of the micro-batches with the terms, `rows` rows in all."""
+        self.row_seconds = seconds / rows
+
+    def leave_out(self, rows: int) -> str:
+        """Take in rows that the limit left without the terms; what to say of it."""
+        self.left_out += rows
+        if not rows:
+            return ""
+        return f"gating.seconds left {rows:,} rows without the self-supervised terms; {self.left_out:,} so far"

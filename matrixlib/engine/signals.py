@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +60,10 @@ class Signals:
             self.interrupts += 1
             if self.interrupts > 1:
                 raise KeyboardInterrupt
-            print("finishing this update, then saving; interrupt again to stop at once", file=sys.stderr)
+            _tell("finishing this update, then saving; interrupt again to stop at once")
         elif self.terminated is None:
             self.terminated = time.monotonic()
-            print("SIGTERM: finishing this update, then saving", file=sys.stderr)
+            _tell("SIGTERM: finishing this update, then saving")
         elif time.monotonic() - self.terminated > SAME_WISH:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
@@ -85,7 +85,7 @@ class Signals:
                 signal.signal(number, before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def deferred() -> Iterator[Signals]:
     """SIGINT and SIGTERM inside the block raise KeyboardInterrupt and Terminated where `check` is called, and SIGINT at
     its end. A second SIGINT raises at once, and another SIGTERM seconds later ends the process: one right after the
@@ -107,3 +107,9 @@ def deferred() -> Iterator[Signals]:
         signals.end()
     if signals.interrupts:
         raise KeyboardInterrupt
+
+
+def _tell(text: str) -> None:
+    """Write to stderr from a signal handler: `print` fails where the signal came in the middle of another print."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())

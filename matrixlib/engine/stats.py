@@ -1,15 +1,65 @@
-"""What happened in one update: the one object that the step measures, health judges and the trainer yields."""
+"""What happened in one update, the object that the step measures, health judges and the trainer yields; its messages,
+and the plain state that goes into a checkpoint.
+"""
 
+from __future__ import annotations
+
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 WINDOW = 500
 """Updates that gradient statistics look back on."""
 UNLOGGED: Any = {"logged": False}
+
+
+class Event(StrEnum):
+    """What a message is about. metrics.jsonl holds the value beside the text; code never parses a text."""
+
+    HALT = "halt"
+    ROLLBACK = "rollback"
+    SKIP = "skip"
+    OUT_OF_MEMORY = "out_of_memory"
+    MEMORY = "memory"
+    CACHE_CLEARED = "cache_cleared"
+    CHUNK = "chunk"
+    COMPILER = "compiler"
+    LOSS_SCALE = "loss_scale"
+    NO_TARGET = "no_target"
+    UNUSABLE_TARGETS = "unusable_targets"
+    GATED = "gated"
+    PLATEAU = "plateau"
+    AUXILIARY_OFF = "auxiliary_off"
+    VALIDATION = "validation"
+    FIRST_UPDATE = "first_update"
+    CLIPPING = "clipping"
+    UPDATE_SIZE = "update_size"
+    DEAD_UNITS = "dead_units"
+    COLLAPSE = "collapse"
+    WAITING_FOR_DATA = "waiting_for_data"
+
+
+DECISIONS = (Event.HALT, Event.ROLLBACK, Event.SKIP)
+"""What health decided, gravest first."""
+
+
+class Message(str):
+    """A text for people with the id of its event. subject: keeps messages of one event apart (the name of a term)."""
+
+    event: Event
+    subject: str
+
+    def __new__(cls, event: Event, text: str, subject: str = "") -> Self:
+        message = super().__new__(cls, text)
+        message.event, message.subject = event, subject
+        return message
+
+    def __getnewargs__(self) -> tuple[Event, str, str]:  # type: ignore[override]
+        return self.event, str(self), self.subject
 
 
 class Action(StrEnum):
@@ -25,22 +75,19 @@ class Action(StrEnum):
 class Stats:
     """Numbers of one update, all on the host.
 
-    step: updates done, this one included. micro_step: forward passes done. steps: updates of the
-    whole run. loss: weighted total of `losses`, the
-    means over items by term, in training mode, before the update; metrics: means by "term/name". grad_norm: global
-    norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the warm-up. action:
-    what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no weight so far,
-    for a blow-up or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data and updating;
-    times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late. loader: how its
-    workers keep up, where there are any (`Source.prefetch_stats`). throughput:
-    rows per second over the last updates. share_of_peak: of the device's matrix rate, where that is known. gate:
-    factor on the weights of the self-supervised terms, where there are any. dropout: factor on the rates of dropout,
-    where they change. left_out: rows without these terms, for
-    `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`, where there was one. memory: use
-    since the last row that has it, and how busy the GPU is. statistics: "outputs",
+    step: updates done, this one included; steps: of the whole run. micro_step: forward passes done. loss: weighted
+    total of `losses`, the means over items by term, in training mode, before the update. metrics: means by "term/name".
+    grad_norm: global norm before clipping (unscaled). clip_share: share of clipped gradients among the last after the
+    warm-up. action: what became of the update ("verdict" in metrics.jsonl). skipped, overflows: updates that moved no
+    weight so far, for a blow-up or for the loss scale. rollbacks: so far, before this update. seconds: waiting for data
+    and updating. times: seconds of each phase (`timing.PHASES`), saving and what runs on a GPU maybe one update late.
+    loader: how its workers keep up, where there are any (`Source.prefetch_stats`). throughput: rows per second over the
+    last updates. share_of_peak: of the device's matrix rate, where that is known. gate: factor on the weights of the
+    self-supervised terms, where there are any. dropout: factor on the rates of dropout, where they change. left_out:
+    rows without these terms, for `gating.seconds`. phase: of the curriculum. validation: fields of `Validation`, where
+    there was one. memory: use since the last row that has it, and how busy the GPU is. statistics: "outputs",
     "gradient_norm", "blocks" and "dead_units", at their interval. initial: at the first update, by term "loss",
-    "chance" and "floor". slow: while updates take far longer than planned, why and for how long.
-    messages: what a person should know.
+    "chance" and "floor". extra: numbers of the user's own (`Trainer.log`). messages: for people.
 
     Not logged: main_loss: `loss` without the self-supervised terms, whose weights change. counts: items by term; one
     without items is in `empty` and not in `losses`; one that is gated out is in neither. finite: False if any part (a
@@ -75,8 +122,8 @@ class Stats:
     memory: dict[str, Any] | None = None
     statistics: dict[str, Any] | None = None
     initial: dict[str, dict[str, float]] | None = None
-    slow: str | None = None
-    messages: tuple[str, ...] = ()
+    extra: dict[str, float] | None = None
+    messages: tuple[Message, ...] = ()
     main_loss: float = field(default=0.0, metadata=UNLOGGED)
     counts: dict[str, int] = field(default_factory=dict, metadata=UNLOGGED)
     empty: tuple[str, ...] = field(default=(), metadata=UNLOGGED)
@@ -97,6 +144,7 @@ class Stats:
         """The row of metrics.jsonl: what this update has nothing of is left out."""
         logged = [f for f in fields(self) if f.metadata.get("logged", True)]
         values = {f.metadata.get("key", f.name): getattr(self, f.name) for f in logged}
+        values["events"] = tuple(message.event for message in self.messages)
         return {key: value for key, value in values.items() if value is not None and value != ()}
 
 
@@ -104,7 +152,68 @@ def from_row(row: Mapping[str, Any]) -> Stats:
     """What a row of metrics.jsonl tells of its update; `Stats.row` of it is that row, but for its time."""
     names = {f.metadata.get("key", f.name): f.name for f in fields(Stats) if f.metadata.get("logged", True)}
     values = {names[key]: value for key, value in row.items() if key in names}
-    return Stats(**values | {"action": Action(row["verdict"]), "messages": tuple(row.get("messages", ()))})
+    told = zip(row.get("events", ()), row.get("messages", ()), strict=True)
+    messages = tuple(Message(Event(event), text) for event, text in told)
+    return Stats(**values | {"action": Action(row["verdict"]), "messages": messages})
+
+
+@dataclass
+class State:
+    """Base of dataclasses whose fields, but for `config`, go into the checkpoint as plain data."""
+
+    config: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the checkpoint; from_dict(s.config, s.to_dict()) == s."""
+        return copy.deepcopy({f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"})
+
+    @classmethod
+    def from_dict(cls, config: Any, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; `config` may be another. Raises ValueError naming keys that are missing or unknown."""
+        names = {f.name for f in fields(cls)} - {"config"}
+        if odd := sorted(names ^ set(data)):
+            kind = cls.__name__.lower()
+            raise ValueError(f"{kind} state of the checkpoint is of another version: {', '.join(odd)}")
+        return cls(config, **copy.deepcopy(dict(data)))
+
+
+@dataclass
+class RateLimiter(State):
+    """Lets one message of each kind through in an interval, then how often it came again. In the checkpoint.
+
+    config: the interval, in updates. since: update at which a kind was let through last. again: how often it has come
+    since then; latest: in which words.
+    """
+
+    config: int
+    since: dict[str, int] = field(default_factory=dict)
+    again: dict[str, int] = field(default_factory=dict)
+    latest: dict[str, str] = field(default_factory=dict)
+
+    def filter(self, step: int, messages: Iterable[Message], last: bool = False) -> list[Message]:
+        """What of an update's messages a person is told, with the counts of those whose interval is over.
+
+        last: the run ends with this update, so that every count is told.
+        """
+        passed = []
+        for message in messages:
+            kind = f"{message.event}:{message.subject}"
+            if kind in self.since:
+                self.again[kind] = self.again.get(kind, 0) + 1
+                self.latest[kind] = str(message)
+            else:
+                self.since[kind] = step
+                passed.append(message)
+        for kind, since in list(self.since.items()):
+            if not last and step - since < self.config:
+                continue
+            del self.since[kind]
+            if count := self.again.pop(kind, 0):
+                event, _, subject = kind.partition(":")
+                text = f"{self.latest.pop(kind)} ({count:,} times more after update {since:,})"
+                passed.append(Message(Event(event), text, subject))
+                self.since[kind] = step
+        return passed
 
 
 def norm_quantiles(norms: Sequence[float]) -> dict[str, float]:

@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,33 +15,51 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from matrixlib.config import Config
-from matrixlib.engine import averages, compiler, noise, optim, rng
+from matrixlib.engine import averages, compiler, optim, rng
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.engine.diagnostics import GradientReport, first_nonfinite, gradient_report
 from matrixlib.engine.distributed import Ranks, Reducer, ShardedReducer, batch_norms, full, gather_full
-from matrixlib.engine.dropout import Dropout
-from matrixlib.engine.gating import Gate, LeftOut
 from matrixlib.engine.health import Health
-from matrixlib.engine.memory import fresh_model, out_of_memory
+from matrixlib.engine.memory import first_line, fresh_model, may_be_memory, out_of_memory
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.plan import UpdatePlan
-from matrixlib.engine.plateau import Plateau
-from matrixlib.engine.schedule import Schedule
-from matrixlib.engine.stats import Action, Stats, culprits, metric_means
+from matrixlib.engine.schedule import Dropout, Gate, Plateau, Rate, learning_rate, warmup_updates
+from matrixlib.engine.stats import Action, Event, Message, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
 from matrixlib.hardware.backend import synchronize
 from matrixlib.hardware.runtime import Runtime
 
 
-@contextlib.contextmanager
-def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
-    """A step with a fresh network, for updates before a run; random streams are afterwards as they were."""
-    streams = rng.capture(runtime.torch_device)
-    try:
-        yield Step(task, fresh_model(task), runtime, config, steps=1000)
-    finally:
-        rng.restore(streams, runtime.torch_device)
+@dataclass(frozen=True)
+class UpdatePlan:
+    """What one update computes: the terms, their weights, and the items that their sums are divided by.
+
+    weights: factor of each term's mean. main: the terms that are not gated.
+    until: rows with the gated terms; the others get the terms of `main` alone.
+    """
+
+    task: Task
+    batch: Batch
+    weights: dict[str, float]
+    main: frozenset[str]
+    until: int
+    ranks: Ranks
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Items of each term, of all ranks."""
+        return {term: self.totals[term] for term in self.weights}
+
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        """The same, and "" for rows. Made when it is asked for: on the host, while a GPU works on the first forward
+        pass.
+        """
+        counts = self.task.counts(self.batch)
+        if self.until < rows(self.batch):
+            part = self.task.counts(slice_batch(self.batch, 0, self.until))
+            counts |= {term: count for term, count in part.items() if term not in self.main}
+        return self.ranks.total({"": rows(self.batch), **{term: counts[term] for term in self.weights}})
 
 
 class Step:
@@ -49,8 +68,8 @@ class Step:
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
     pass, halved when memory runs out), gradients (the last report), active (terms that are
     computed at all), gated (those that may be left out for a while), aids (those that no held-out loss has), off (those
-    that have been switched off for good), whole (False while weights and counters are
-    being changed: an error then leaves them half-changed until `load_state_dict`).
+    that have been switched off for good), schedule (learning rate of each update), consistent (False while weights and
+    counters are being changed: an error then leaves them half-changed until `load_state_dict`).
     The random streams are its own: what others draw between two updates changes nothing here.
     """
 
@@ -63,10 +82,12 @@ class Step:
         steps: int,
         teacher: Teacher | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
+        schedule: Rate | None = None,
     ) -> None:
         """A step of a run of `steps` updates; the model goes to the device and into training mode.
 
         teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
+        schedule: learning rate of each update, in place of the configured one.
         """
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
@@ -82,11 +103,11 @@ class Step:
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
         self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
-        self.schedule = Schedule.of(config.optim, steps, config.train.batch_size)
+        self.steps, self.warmup = steps, warmup_updates(config.optim, steps)
+        self.schedule = schedule or learning_rate(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
-        self.plateau, self.dropout = Plateau(config.optim), Dropout(plain, config.train.dropout_stages)
-        self._left_out = LeftOut(config.train.statistics_interval)
+        self.plateau, self.dropout = Plateau(config.optim), Dropout(plain.modules(), config.train.dropout_stages)
         self.active = active_terms(task)
         if not self.active:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
@@ -98,7 +119,7 @@ class Step:
         self.clock = Clock(runtime.torch_device)
         self.gradients: GradientReport | None = None
         self.update = 0
-        self.whole, self._unscaled = True, False
+        self.consistent, self._unscaled = True, False
         self._untried = True  # until an update has gone through the model, which may fail to compile
         self._streams = rng.seeded(config.seed, runtime.torch_device)
         self._parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
@@ -120,9 +141,9 @@ class Step:
 
         Each term's sum is divided by its count in the whole batch, so the micro-batch size does not change
         the gradient. report: also look at every gradient (a second host read). Raises ValueError
-        when no parameter receives a gradient. After any error while `whole` the state is as before.
+        when no parameter receives a gradient. After any error while `consistent` the state is as before.
         """
-        if self.dropout.enter(self.schedule.place(self.update) / self.schedule.steps) and self.runtime.compile:
+        if self.dropout.enter(self.update / self.steps) and self.runtime.compile:
             compiler.forget()
             self._untried = self.model is not unwrap(self.model)
         optim.copy_tensors(self._before, self._buffers)
@@ -130,11 +151,11 @@ class Step:
             plan, sums, messages = self._forward_backward(batch)
             stats, norm = self._judge(batch, plan, sums, report)
             messages += self._apply_or_skip(stats, norm)
-            if stats.left_out is not None:
-                messages += self._left_out.add(stats.left_out, rows(batch))
+            if text := self.gate.leave_out(stats.left_out or 0):
+                messages.append(Message(Event.GATED, text, "rows"))
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a device that is gone; the error says so
-                if self.whole:
+                if self.consistent:
                     self._restore_buffers()
                 self._keep_scale()
             raise
@@ -144,22 +165,18 @@ class Step:
         """The batch, or a part of it, with what the teacher says of it, if there is one."""
         if self.teacher is None:
             return batch
-        return self.teacher(batch, self.schedule.place(self.update) / max(1, self.schedule.steps - 1))
+        return self.teacher(batch, self.update / max(1, self.steps - 1))
 
     def switch_off(self) -> frozenset[str]:
         """Leave out the aids from now on; those that were still in force."""
         before, self.off = self.off, self.aids
         return self.aids - before
 
-    def train_on(self, task: Task) -> None:
-        """Go on with another task of the same terms: the data of another phase."""
-        self.task = task
-
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """(tensors by group, plain data) of a checkpoint between two updates. Where the network is cut over ranks all
         of them ask for it, and rank 0 alone gets the tensors.
         """
-        assert self.whole, "a half-made update cannot be saved"
+        assert self.consistent, "a half-made update cannot be saved"
         tensors = {
             "model": optim.named_tensors(self.model),
             "optimiser": optim.optimiser_tensors(self.optimiser, self.model),
@@ -206,7 +223,7 @@ class Step:
         self.plateau = Plateau.from_dict(self.config.optim, state["plateau"])
         self._streams = rng.from_saved(tensors["rng"], state["rng"])
         self.off = frozenset(state["off"])
-        self.update, self.whole = checkpoint.step, True
+        self.update, self.consistent = checkpoint.step, True
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Load an earlier state, with a smaller learning rate and the counts of the run as they are."""
@@ -225,13 +242,13 @@ class Step:
         weights = {t: self.task.weights[t] * (factor if t in gated else 1.0) for t in active}
         return UpdatePlan(self.task, batch, weights, active - gated, until, self.ranks)
 
-    def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[str]]:
+    def _forward_backward(self, batch: Batch) -> tuple[UpdatePlan, dict[str, Tensor], list[Message]]:
         """Gradients of the whole batch in `.grad`; the plan, sums of losses and metrics on the device, messages.
 
         Where memory runs out, or a compiled model fails at its first update, it is repeated with half the
         micro-batch, or without the compiler, from the same random state and buffers.
         """
-        messages: list[str] = []
+        messages: list[Message] = []
         if not self.ranks.first:  # nothing of it is kept: a checkpoint knows of no ranks
             self._streams = rng.of_rank(self.config.seed, self.ranks.rank, self.update, self.runtime.torch_device)
         while True:
@@ -242,28 +259,29 @@ class Step:
             try:
                 sums = self._accumulate(batch, plan)
             except (RuntimeError, MemoryError) as error:
-                short, text = out_of_memory(error), str(error).splitlines()[0] if str(error) else repr(error)
-                untried = not short and self._untried and unwrap(self.model) is not self.model
+                untried = self._untried and unwrap(self.model) is not self.model and not out_of_memory(error)
+                short, text = may_be_memory(error, self.runtime.torch_device), first_line(error)
                 if not untried and (not short or (self.micro_batch == 1 and not self.sharded)):
                     raise
                 problem = "compiler" if untried else "memory"
             if not (problem := self.reducer.finish(problem)):
                 if self._untried and self.model is not unwrap(self.model) and (why := compiler.graph_breaks()):
-                    messages.append(f"torch.compile broke the network's graph, which makes it slower: {why}")
+                    text = f"torch.compile broke the network's graph, which makes it slower: {why}"
+                    messages.append(Message(Event.COMPILER, text))
                 self._untried = False
                 return plan, sums, messages
             # Outside of the except block: the traceback would keep the activations alive.
             self._restore_buffers()
             if problem == "compiler":  # an error of the model's own comes back without the compiler
                 self.model = unwrap(self.model)
-                messages.append(f"torch.compile failed, going on without it: {text[:200]}")
+                messages.append(Message(Event.COMPILER, f"torch.compile failed, going on without it: {text[:200]}"))
                 continue
             size = self.ranks.same(min(self.micro_batch, rows(batch)))
             self.micro_batch = -(-size // 2)
-            messages.append(
-                f"out of memory with a micro-batch of {size} ({text}); the update is repeated with "
-                f"{self.micro_batch}, which the run keeps from now on"
+            text = (
+                f"out of memory with a micro-batch of {size} ({text}); the update is repeated with {self.micro_batch}"
             )
+            messages.append(Message(Event.OUT_OF_MEMORY, f"{text}, which the run keeps from now on"))
 
     def _judge(self, batch: Batch, plan: UpdatePlan, sums: dict[str, Tensor], report: bool) -> tuple[Stats, Tensor]:
         """Read the numbers and decide; the stats and the gradients' norm. From here on counters and weights change
@@ -274,8 +292,8 @@ class Step:
             for optimiser in self._optimisers():
                 self.scaler.unscale_(optimiser)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if variance := noise.variance(self.config.optim, self.update):
-            noise.add(gradients, variance, self.config.seed, self.update)
+        if variance := optim.noise_variance(self.config.optim, self.update):
+            optim.add_noise(gradients, variance, self.config.seed, self.update)
         norm = full(get_total_norm(gradients))
         aside = [p.grad for p in self._side_parameters if p.grad is not None]
         with self.clock.phase("read"):
@@ -309,7 +327,7 @@ class Step:
             overflow=overflow,
             detail=detail,
             clipped=grad_norm > self.config.optim.clip_norm,
-            warming_up=self.schedule.place(self.update) < self.schedule.warmup,
+            warming_up=self.update < self.warmup,
             learning_rate=self._rate(),
             passes=-(-rows(batch) // self.micro_batch),
             rows=plan.totals[""],
@@ -317,7 +335,7 @@ class Step:
             dropout=self.dropout.factor if self.config.train.dropout_stages else None,
             left_out=rows(batch) - plan.until if self.gated and self.gate.config.seconds else None,
         )
-        self.whole = False
+        self.consistent = False
         action, health = self.health.judge(stats), self.health
         return replace(
             stats,
@@ -331,7 +349,7 @@ class Step:
     def _rate(self) -> float:
         return self.schedule(self.update) * self.plateau.factor * self.health.rate_scale(self.update)
 
-    def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[str]:
+    def _apply_or_skip(self, stats: Stats, norm: Tensor) -> list[Message]:
         """Move the weights, or put the buffers back; messages."""
         messages = []
         if stats.action is Action.OK:
@@ -345,16 +363,17 @@ class Step:
         else:
             self._restore_buffers()
             if self.ema is not None:
-                self.ema.after(self.schedule, self.update, moved=False)
+                self.ema.after(self.steps, self.update, moved=False)
             if not stats.overflow and self.gated and self.gate.freeze(self.update):
-                messages.append(f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates")
+                text = f"self-supervised terms are left out for {self.gate.config.freeze_steps} updates"
+                messages.append(Message(Event.GATED, text, "frozen"))
         if self.scaler is not None and (stats.action is Action.OK or stats.overflow):
             self.scaler.update()
             self._unscaled = False
         self._keep_scale()
         self._streams = rng.capture(self.runtime.torch_device)
         self.update += 1
-        self.whole = True
+        self.consistent = True
         return messages
 
     def _keep_scale(self) -> None:
@@ -443,7 +462,7 @@ class Step:
             else:
                 self.scaler.step(optimiser)
         if self.ema is not None:
-            self.ema.after(self.schedule, self.update, moved=True)
+            self.ema.after(self.steps, self.update, moved=True)
 
     def _optimisers(self) -> list[torch.optim.Optimizer]:
         """Those that have something to do: the side optimiser may have had no part in the losses."""
@@ -457,3 +476,13 @@ def _read(values: dict[str, Tensor]) -> dict[str, float]:
     dtype = torch.float64 if wide else torch.float32
     stacked = torch.stack([value.detach().to(dtype) for value in values.values()])
     return dict(zip(values, stacked.tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def throwaway(task: Task, runtime: Runtime, config: Config) -> Iterator[Step]:
+    """A step with a fresh network, for updates before a run; random streams are afterwards as they were."""
+    streams = rng.capture(runtime.torch_device)
+    try:
+        yield Step(task, fresh_model(task), runtime, config, steps=1000)
+    finally:
+        rng.restore(streams, runtime.torch_device)

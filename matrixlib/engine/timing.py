@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matrixlib.engine import history
 from matrixlib.engine.stats import Stats
 from matrixlib.hardware import backend
 
@@ -94,7 +93,7 @@ class Starvation:
         self._quiet = STARVED_UPDATES  # updates to come without a warning
         self._first = FIRST_UPDATES  # to come that do not count
 
-    def look(self, waited: float, seconds: float) -> str:
+    def update(self, waited: float, seconds: float) -> str:
         """Take in one update that took `seconds`, `waited` of them for its batch; a warning or ""."""
         if self._first:
             self._first -= 1
@@ -144,32 +143,19 @@ def _export(recorder: torch.profiler.profile, path: Path) -> None:
     recorder.export_chrome_trace(str(path))
 
 
-class Spent(NamedTuple):
-    """What a phase took. seconds (n,): means over the updates of a row in which it happened; updates (n,): how many."""
+def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Seconds of each phase in each row of metrics.jsonl, NaN where it did not happen; `other` is the rest of the
+    updates' own time. Saving stands in the row after it, so that after the last update is missing.
+    """
+    import pandas as pd
 
-    seconds: np.ndarray
-    updates: np.ndarray
-
-    @property
-    def total(self) -> float:
-        """Seconds in all."""
-        return float((self.seconds * self.updates).sum())
-
-
-def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spent]:
-    """Phase -> what it took in the rows (of updates or intervals, see `history.read`) where it happened; `other` is the
-    rest of `seconds`, which spans waiting and the update. Saving stands in the row of the update after it, so that
-    after the last one is missing."""
-    phases: dict[str, list[tuple[float, int]]] = {}
+    table = []
     for row in rows:
-        times, updates = row.get("times", {}), history.updates(row)
-        counts = {name: history.updates(row, "times", name) for name in times}
-        inside = _inside({name: times[name] for name in times if name not in BETWEEN}, row["seconds"])
-        for name, seconds in {**times, **inside}.items():
-            phases.setdefault(name, []).append((seconds, counts[name]))
-        known = sum(seconds * counts[name] for name, seconds in inside.items()) / updates
-        phases.setdefault("other", []).append((max(row["seconds"] - known, 0.0), updates))
-    return {name: Spent(*np.array(phases[name]).T) for name in (*PHASES, "other") if name in phases}
+        times, whole = dict(row.get("times", {})), row["seconds"] * row.get("updates", 1)
+        inside = _inside({name: times[name] for name in times if name not in BETWEEN}, whole)
+        table.append({**times, **inside, "other": max(whole - sum(inside.values()), 0.0)})
+    frame = pd.DataFrame(table, index=[row["step"] for row in rows], dtype=float)
+    return frame[[name for name in (*PHASES, "other") if name in frame]]
 
 
 def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
@@ -187,25 +173,25 @@ def _inside(times: Mapping[str, float], whole: float) -> dict[str, float]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A row for each phase: how often, seconds in all, milliseconds (mean, least, median, 95th percentile, most; of
-    intervals' means in a long run), share of all."""
+    """A row for each phase: how often, seconds in all, milliseconds (mean, least, median, 95th percentile, most), share
+    of all."""
     import pandas as pd
 
-    phases = totals(rows)
-    whole = sum(spent.total for spent in phases.values())
-    columns = {}
-    for name, spent in phases.items():
-        count = spent.updates.sum()
-        each = np.repeat(spent.seconds, spent.updates.astype(int))
+    frame, updates = phase_seconds(rows), np.array([row.get("updates", 1) for row in rows])
+    whole, columns = frame.sum().sum(), {}
+    for name in frame:
+        happened = frame[name].notna().to_numpy()
+        counts = np.ones(happened.sum()) if name in BETWEEN else updates[happened]
+        each = 1000 * frame[name].to_numpy()[happened] / counts
         columns[name] = {
-            "count": f"{count:,.0f}",
-            "total s": f"{spent.total:.1f}",
-            "mean ms": f"{spent.total / count * 1000:.2f}",
-            "min ms": f"{each.min() * 1000:.2f}",
-            "p50 ms": f"{np.percentile(each, 50) * 1000:.2f}",
-            "p95 ms": f"{np.percentile(each, 95) * 1000:.2f}",
-            "max ms": f"{each.max() * 1000:.2f}",
-            "share": f"{spent.total / whole if whole else 0:.1%}",
+            "count": f"{counts.sum():,.0f}",
+            "total s": f"{frame[name].sum():.1f}",
+            "mean ms": f"{np.average(each, weights=counts):.2f}",
+            "min ms": f"{each.min():.2f}",
+            "p50 ms": f"{np.percentile(each, 50):.2f}",
+            "p95 ms": f"{np.percentile(each, 95):.2f}",
+            "max ms": f"{each.max():.2f}",
+            "share": f"{frame[name].sum() / whole if whole else 0:.1%}",
         }
     return pd.DataFrame.from_dict(columns, orient="index")
 

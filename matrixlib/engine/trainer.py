@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,30 +12,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from matrixlib.config import Config
-from matrixlib.engine import diagnostics, evidence, optim
-from matrixlib.engine.candidate import Candidate
-from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints, Saving
+from matrixlib.engine import diagnostics, optim
+from matrixlib.engine.checkpoint import Checkpoint, CheckpointError, Saving
+from matrixlib.engine.context import Context
 from matrixlib.engine.curriculum import Curriculum
-from matrixlib.engine.distributed import LostRank, Ranks, newest
+from matrixlib.engine.distributed import LostRank, newest
+from matrixlib.engine.eval_weights import EvalWeights
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.heartbeat import Heartbeat
-from matrixlib.engine.inspection import first_update, inspect, tighten
+from matrixlib.engine.inspection import first_update, inspect, keep_evidence
 from matrixlib.engine.memory import Chunk, Monitor
-from matrixlib.engine.messages import Messages
-from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.pace import Pace, Plan
 from matrixlib.engine.signals import Signals, deferred
-from matrixlib.engine.stats import WINDOW, Action, Stats
+from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
-from matrixlib.engine.task import Batch, Data, Task, Teacher
+from matrixlib.engine.task import Batch
 from matrixlib.engine.timing import Starvation, Throughput
 from matrixlib.engine.validation import Cadence, HeldOut, Validation, refuse_below_floor
-from matrixlib.hardware.runtime import Runtime
+from matrixlib.files import write_json
 
-MEMORY_UPDATES, MEMORY_ROWS = 10, 100
-"""Updates between two looks at the memory, and between two that are logged."""
-KIND = 20
+MEMORY_UPDATES, MEMORY_LOG_UPDATES = 10, 100
+"""Updates between two checks of the memory, and between two that are logged."""
+MESSAGES_OF_A_KIND = 20
 """Times at most that a run tells one kind of message, without the counts of the last."""
 
 
@@ -44,72 +40,45 @@ class Trainer:
 
     Attributes: model (plain module, raw weights), ema (its averages, or None), step (updates done), initial (the first
     losses beside chance level), messages (warnings so far), peak (rows a second that would take the device's whole
-    matrix rate, where that is known), curriculum, pace, skip (ranges of batches that are left out).
+    matrix rate, where that is known), curriculum, skip (ranges of batches that are left out).
     """
 
-    def __init__(
-        self,
-        *,
-        task: Task,
-        model: nn.Module,
-        runtime: Runtime,
-        config: Config,
-        data: Data,
-        folder: Path,
-        checkpoints: Checkpoints,
-        metrics: MetricsLog,
-        steps: int,
-        state_extra: Mapping[str, Any] | None = None,
-        curriculum: Curriculum | None = None,
-        teacher: Teacher | None = None,
-        plan: Plan | None = None,
-        look: Callable[[int, Batch], None] = lambda step, batch: None,
-        ranks: Ranks = Ranks(),  # noqa: B008 - frozen
-    ) -> None:
-        """Nothing is read or trained yet.
-
-        data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/.
-        steps: updates of the whole run, as it was planned. plan: what it is to take. teacher: for losses that need it.
-        state_extra: JSON data that every checkpoint also holds (config, ...). look: sees the batch of each update.
-        ranks: that train together; the first alone writes.
-        """
-        self.task, self.runtime, self.config, self.ranks = task, runtime, config, ranks
-        self.checkpoints, self.metrics, self.curriculum = checkpoints, metrics, curriculum
-        self.state_extra, self._look = state_extra if state_extra is not None else {}, look
-        self._data, self._source = data, data.batches()[1]
-        self.skip, self._held_out = list[tuple[int, int]](), HeldOut(task, data, runtime, ranks)
-        self._folder, self._memory, self._chunk = Path(folder), Monitor(runtime.torch_device, config.memory), Chunk()
+    def __init__(self, context: Context) -> None:
+        """Nothing is read or trained yet."""
+        self.context, self.task, self.config, self.runtime = context, context.task, context.config, context.runtime
+        self.checkpoints, self.metrics, self.curriculum = context.checkpoints, context.metrics, context.curriculum
+        self.steps, self.ranks, self._folder = context.steps, context.ranks, context.folder
+        config, task, ranks = context.config, context.task, context.ranks
+        self._source = context.data.batches()[1]
+        self.skip, self._held_out = list[tuple[int, int]](), HeldOut(task, context.data, context.runtime, ranks)
+        self._memory, self._chunk = Monitor(context.runtime.torch_device, config.memory), Chunk()
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
-        self._step = Step(task, model, runtime, config, steps, teacher, ranks)
+        self._step = Step(
+            task, context.model, context.runtime, config, self.steps, context.teacher, ranks, context.schedule
+        )
         self.model = optim.unwrap(self._step.model)
-        self.ema, self._candidate = self._step.ema, Candidate(self._step)
-        self._looks = ranks.first or self._step.sharded  # whether this process has a part in looking at the network
-        self.pace = Pace(plan or Plan(), self._step.schedule, runtime)
+        self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
+        self._is_reporter = ranks.first or self._step.sharded  # whether this process has a part in measuring
         self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
         self._norms, self._throughput = deque[float](maxlen=WINDOW), Throughput()
-        self._starvation = Starvation(runtime.workers, runtime.prefetch)
-        seconds = config.train.heartbeat_seconds
-        self._heartbeat = Heartbeat(self._folder / "heartbeat.json", seconds, runtime.torch_device)
+        self._starvation = Starvation(context.runtime.workers, context.runtime.prefetch)
         self.peak: float | None = None
         self.step = self.micro_step = 0
         self.initial: dict[str, dict[str, float]] | None = None
         self._empty: tuple[str, ...] = ()  # terms without a target in the last update
         self._fresh = not config.train.init  # False where training begins with weights of another run
-        self._told = Messages(max(config.train.statistics_interval, steps // KIND))
-        self._rollback: tuple[str, ...] = ()  # the message of one, for the next row: its own was cut off
+        self._limiter = RateLimiter(max(config.train.statistics_interval, self.steps // MESSAGES_OF_A_KIND))
+        self._rollback: tuple[Message, ...] = ()  # the message of one, for the next row: its own was cut off
+        self._extra: dict[str, float] = {}
         self._seconds = 0.0  # of the last update
-        self._whole = True  # False between the moving of the weights and the end of all that hangs on it
+        self._heartbeat_at = -math.inf
+        self._consistent = True  # False between the moving of the weights and the end of all that hangs on it
 
     @property
     def gradients(self) -> diagnostics.GradientReport | None:
         """Parameters whose gradient looked wrong at the first update; None in a resumed process."""
         return self._step.gradients
-
-    @property
-    def steps(self) -> int:
-        """Updates of the whole run, as far as is known now."""
-        return self.pace.steps
 
     @property
     def stop_reason(self) -> str:
@@ -124,12 +93,20 @@ class Trainer:
 
     @property
     def _between_updates(self) -> bool:
-        return self._whole and self._step.whole and self._step.update == self.step
+        return self._consistent and self._step.consistent and self._step.update == self.step
+
+    @property
+    def _unsaved(self) -> bool:
+        return self._between_updates and self.step > 0 and self._saving.step != self.step
 
     @property
     def left_behind(self) -> bool:
         """Whether there is a checkpoint that this trainer has neither written nor read."""
         return max(self.checkpoints.steps(), default=-1) > self._saving.step
+
+    def log(self, name: str, value: float) -> None:
+        """Put a number of the user's own into the next row of metrics.jsonl, as `extra/<name>`."""
+        self._extra[name] = float(value)
 
     def resume(self) -> int:
         """Go on from the newest whole checkpoint; returns its update count, 0 where there is none.
@@ -144,10 +121,7 @@ class Trainer:
         try:
             self._step.load_state_dict(checkpoint)
             self._restore(checkpoint)
-            # a rollback keeps the chunk that memory needs now, and the end of the schedule
-            self._chunk = Chunk(**checkpoint.state["chunk"])
-            self.pace.restore(checkpoint.state["pace"])
-            self._step.schedule = self.pace.schedule
+            self._chunk = Chunk(**checkpoint.state["chunk"])  # a rollback keeps the chunk that memory needs now
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"{checkpoint.path.name} does not fit this run ({error}); give the run another name, or bring "
@@ -167,50 +141,6 @@ class Trainer:
         self._fresh = False
         if self.ema is not None:
             self.ema.load_state_dict(optim.named_tensors(self.model), 0)
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """The state of a checkpoint but for the step's; metrics.jsonl is cut back to it."""
-        state = checkpoint.state
-        self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
-        self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
-        skip = [(start, stop) for start, stop in state["skip"]]
-        if self.curriculum is not None:
-            dimensions, config = self.curriculum.dimensions, self.curriculum.config
-            self.curriculum = Curriculum.from_dict(config, dimensions, state["curriculum"])
-            self._enter_phase()
-        self._skip_batches(skip)
-        self.micro_step, self.initial = state["micro_step"], state["initial"]
-        self._saving.by_clock = max(self._saving.by_clock, state["saves_by_clock"])
-        self.step = checkpoint.step
-        self._saving.done(self.step)
-        self._told = Messages.from_dict(self._told.config, state["messages"])
-        self._whole = True
-        self.metrics.truncate_to(checkpoint.step)
-
-    def _skip_batches(self, ranges: list[tuple[int, int]]) -> None:
-        self.skip, self._source = ranges, self._source.skipping(ranges)
-
-    def _enter_phase(self) -> None:
-        """Task, source and held-out batches of the curriculum's phase in force."""
-        assert self.curriculum is not None
-        phase = self.curriculum.phases[self.curriculum.phase]
-        task, source = self._data.batches(phase)
-        self._step.train_on(task)
-        self._source = source.skipping(self.skip)
-        if self.curriculum.config.kind == "adaptive":
-            self._held_out.enter(task, phase)
-
-    def _advance(self) -> bool:
-        """Go on to the phase of the next update; True where it is another one than before."""
-        if self.curriculum is None:
-            return False
-        place, planned = self.pace.schedule.place(self.step), self.pace.schedule.steps
-        changed = self.curriculum.advance(self.step, planned, place)
-        if changed:
-            self._step.health.forget_band()
-        if changed or self.step == 0:
-            self._enter_phase()
-        return changed
 
     def train(self, stop: int | None = None) -> Generator[Stats]:
         """Updates up to `stop` (default: the last one); yields after each.
@@ -232,111 +162,57 @@ class Trainer:
         self.checkpoints.require_room(size, self.steps, saves)
         return self._updates(stop)
 
-    def save(self, best: float | None = None, renew: bool = True) -> Path:
-        """Write a checkpoint of the present state, which must lie between two updates, in the background. best: the
-        validation loss that makes it the best one. renew: make what belongs to the averaged weights anew. All ranks of
-        a sharded network have a part in it.
-        """
-        assert self._between_updates, "a half-made update cannot be saved"
-        if self.ranks.first and renew:
-            self._candidate.renew(self._source)
-        if self._looks:
-            tensors, state = self._step.state_dict()
-        if not self.ranks.first:
-            self._saving.done(self.step)
-            return self.checkpoints.folder
-        state |= {
-            "micro_step": self.micro_step,
-            "chunk": asdict(self._chunk),
-            "saves_by_clock": self._saving.by_clock,
-            "skip": self.skip,
-            "pace": self.pace.to_dict(),
-            "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
-            "cadence": self._cadence.to_dict(),
-            "gradient_norms": list(self._norms),
-            "initial": self.initial,
-            "messages": self._told.to_dict(),
-        }
-        assert not state.keys() & self.state_extra.keys(), "state_extra uses a name of the trainer's"
-        path = self.checkpoints.save(self.step, tensors, {**self.state_extra, **state}, best=best)
-        self._saving.done(self.step)
-        return path
-
-    def evaluation_model(self) -> nn.Module | None:
-        """A copy of the model with the averaged weights (the raw ones without), frozen, in eval mode. All ranks ask for
-        it, and rank 0 alone gets it.
-        """
-        return self._candidate.network(self._source)
-
     def _updates(self, stop: int | None) -> Generator[Stats]:
         if not self._between_updates and not self.resume() and not self._between_updates:  # broken off half-way
             raise ValueError("an update was broken off half-way and there is no checkpoint yet: open the run anew")
         self.model.train()
         self._memory.begin()
-        self.beat("training", force=True)
+        self.write_heartbeat("training", force=True)
         self._advance()
         # Around the saving at the end, too; and around what the caller does with the stats: an interrupt that comes
         # while a picture is drawn would else end this generator from outside, and nobody would hear what was saved.
         with deferred() as signals:
-            yield from self._loop(stop, signals)
+            yield from self._loop(self.steps if stop is None else min(stop, self.steps), signals)
 
-    def _loop(self, stop: int | None, signals: Signals) -> Iterator[Stats]:
-        source = self._open(stop)
-        self.pace.start()
+    def _loop(self, last: int, signals: Signals) -> Iterator[Stats]:
+        source = self._open(last)
         try:
-            while self.step < self._last(stop) and not self.stop_reason:
+            while self.step < last and not self.stop_reason:
                 signals.agree(self.ranks)
-                planned = self.steps
                 with self.ranks.collective(certain=False) if self._step.sharded else nullcontext():
-                    stats = self._one(source)
-                if self._advance() or stats.action is Action.ROLLBACK or self.steps != planned:
+                    stats = self._update(source)
+                if self._advance() or stats.action is Action.ROLLBACK:
                     source.close()  # with the batches that it has made ahead
-                    source = self._open(stop)
+                    source = self._open(last)
                 if self.ranks.size == 1:
                     signals.check()
                 yield stats
             signals.agree(self.ranks)
-            self._save_if_new()
+            if self._unsaved:
+                self.save()
             self.checkpoints.join()
+            if self._extra:  # logged after the last update: it goes into that one's row
+                self.metrics.write({"step": self.step, "micro_step": self.micro_step, "extra": dict(self._extra)})
         except BaseException as error:
             if not isinstance(error, TrainingHalted):  # whose state is not worth keeping
                 self._rescue(error, signals)
             try:
-                self.beat("stopped", force=True)
+                self.write_heartbeat("stopped", force=True)
             except OSError as failed:  # such as a full disk, which may well be what ended the run
                 error.add_note(f"heartbeat.json could not be written: {failed}")
             raise
         else:
-            self.beat("stopped", force=True)
+            self.write_heartbeat("stopped", force=True)
         finally:
             source.close()  # ends the loader's workers
 
-    def _last(self, stop: int | None) -> int:
-        return self.steps if stop is None else min(stop, self.steps)
-
-    def _open(self, stop: int | None) -> Generator[Batch]:
+    def _open(self, last: int) -> Generator[Batch]:
         """Batches from the present update on."""
-        last = self._last(stop)
         yield from self._source.batches(self.step, last) if self.step < last else ()
 
-    def _rescue(self, error: BaseException, signals: Signals) -> None:
-        """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
-        try:
-            self.checkpoints.join()
-        except CheckpointError as failed:  # of an earlier save: the present state is still to be saved
-            error.add_note(str(failed))
-            self._saving.done(-1)
-        try:
-            if signals.agreed or not self._step.sharded:  # else the other ranks do not come to give their parts
-                self._save_if_new(renew=not isinstance(error, Exception))  # data or device may be what failed
-            self.checkpoints.join()
-        except (CheckpointError, LostRank, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
-            error.add_note(str(failed))
-        newest = max(self.checkpoints.steps(), default=-1)
-        where = f"from the checkpoint of update {newest}" if newest >= 0 else "from the start"
-        error.add_note(f"stopped after {self.step} updates; the same command or notebook goes on {where}")
+    # One update
 
-    def _one(self, source: Iterator[Batch]) -> Stats:
+    def _update(self, source: Iterator[Batch]) -> Stats:
         """One update and all that hangs on it; afterwards the state lies between two updates again."""
         started = time.perf_counter()
         with self._step.clock.phase("wait"):
@@ -344,52 +220,86 @@ class Trainer:
         if batch is None:
             raise ValueError(f"the loader ended after {self.step} of {self.steps} updates")
         at_interval = (self.step + 1) % self.config.train.statistics_interval == 0
-        weights = diagnostics.snapshot(self.model) if at_interval else None
+        before = diagnostics.snapshot(self.model) if at_interval else None
         stats = self._step(batch, report=self.step == 0)
-        self._whole = False
+        self._consistent = False
         self._seconds = time.perf_counter() - started
+        if self.config.validation.interval == "auto":  # whose time decides when the next one is
+            self._seconds = self.ranks.same(self._seconds)
         self.step, self.micro_step = stats.step, self.micro_step + stats.passes
         if math.isfinite(stats.grad_norm):  # health counts the others, and one would poison the quantiles
             self._norms.append(stats.grad_norm)
-        messages = [
-            *stats.messages,
-            *self._step.health.warnings(stats, self._empty),
-            *(tighten(self._memory, self._chunk, self._step, self.step) if self.step % MEMORY_UPDATES == 0 else ()),
-        ]
+        wanted, (stats, target) = stats.action, self._decide(stats)
+        halted = self._step.health.diagnosis(wanted is Action.ROLLBACK) if stats.action is Action.HALT else ""
+        messages = [*stats.messages, *self._step.health.warnings(stats, self._empty), *self._check_memory()]
         self._empty = stats.empty
-        if self.step == 1 and self._looks:
+        figures: dict[str, Any] | None = None
+        if self.step == 1 and self._is_reporter:
             self.initial, first = first_update(self.task, self._step, batch, stats, self._fresh)
             messages += first
-        action, target = self._decide(stats.action)
-        ended = action not in (Action.OK, Action.SKIP)
-        figures: dict[str, Any] | None = None
-        if weights and action is Action.OK and self._looks:
-            figures, warnings = inspect(self._step, batch, weights, self._held_out, self._norms)
+        if before and stats.action is Action.OK and self._is_reporter:
+            figures, warnings = inspect(self._step, batch, before, self._held_out, self._norms)
             messages += warnings
-        validation = self._validate(messages) if not ended else None
+        validation = self._validate(messages) if stats.action in (Action.OK, Action.SKIP) else None
         messages += self._held_out.passes.take()
-        planned = self.steps
+        stats = self._complete(stats, messages, validation, figures, halted)
+        for hook, every in self.context.hooks:
+            if every and self.step % every == 0:
+                hook(stats, batch)
+        self._write_row(stats)
+        if halted:
+            raise TrainingHalted(f"{halted} Evidence: {self._keep_evidence(Action.HALT)}")
+        if target is not None:
+            self._rollback = (self._roll_back(target),)
+            stats = replace(stats, messages=stats.messages + self._rollback)
+        self.messages += stats.messages
+        self._consistent = True
         if target is None:
-            messages += self.pace.look(self.step, self._seconds)
-            self._seconds = self.pace.agree(self.ranks, self._seconds)
-            self._step.schedule = self.pace.schedule
+            self._checkpoint(validation)
+        self.write_heartbeat("training")
+        return stats
+
+    def _decide(self, stats: Stats) -> tuple[Stats, int | None]:
+        """The stats with the action in force, and where a rollback goes to; without a good checkpoint the run halts.
+
+        Where the loss is merely worse after a spike, and there is none, this update alone is left out.
+        """
+        if stats.action is not Action.ROLLBACK:
+            return stats, None
+        self.checkpoints.join()
+        health = self._step.health
+        target = health.target(self.ranks.same(self.checkpoints.steps()))
+        if target is not None:
+            return stats, target
+        if not health.steady:
+            return replace(stats, action=Action.HALT), None
+        health.skipped += 1
+        return replace(stats, action=Action.SKIP, skipped=health.skipped), None
+
+    def _complete(
+        self,
+        stats: Stats,
+        messages: list[Message],
+        validation: Validation | None,
+        figures: dict[str, Any] | None,
+        halted: str,
+    ) -> Stats:
+        """The stats with what the trainer knows. halted: why the run ends here, "" = it does not."""
         times = self._step.clock.take()
-        if late := self._starvation.look(times["wait"], self._seconds):
-            messages.append(late)
+        if late := self._starvation.update(times["wait"], self._seconds):
+            messages.append(Message(Event.WAITING_FOR_DATA, late))
         self._cadence.updated(self._seconds)
         throughput = self._throughput.add(stats.rows, self._seconds)
-        halted = self._step.health.diagnosis(stats.action is not Action.HALT) if action is Action.HALT else ""
         last = self.step == self.steps or bool(self.stop_reason or halted)
-        messages = self._told.sift(self.step, messages, last) + ([f"halted: {halted}"] if halted else [])
-        self._look(self.step, batch)
-        stats = replace(
+        messages = self._limiter.filter(self.step, messages, last)
+        messages += [Message(Event.HALT, f"halted: {halted}")] if halted else []
+        memory = self._memory.interval() if validation or self.step % MEMORY_LOG_UPDATES == 0 else None
+        return replace(
             stats,
-            action=action,
             micro_step=self.micro_step,
             steps=self.steps,
-            slow=self.pace.slow or None,
             phase=self.curriculum.phase if self.curriculum is not None else None,
-            memory=self._memory.interval() if validation or self.step % MEMORY_ROWS == 0 else None,
+            memory=memory,
             seconds=self._seconds,
             times=times,
             loader=self._source.prefetch_stats() or None,
@@ -400,101 +310,191 @@ class Trainer:
             initial=self.initial if self.step == 1 else None,
             messages=tuple(messages),
         )
-        self.metrics.write(replace(stats, messages=self._rollback + stats.messages).row())
-        self._rollback = ()
-        if action is Action.HALT:
-            raise TrainingHalted(f"{halted} Evidence: {self._keep_evidence(action)}")
-        if target is not None:
-            self._rollback = (self._roll_back(target),)
-            stats = replace(stats, messages=stats.messages + self._rollback)
-        self.messages += stats.messages
-        self._whole = True
-        if target is None:
-            self._checkpoint(validation, moved=self.steps != planned)
-        self.beat("training")
-        return stats
 
-    def _decide(self, action: Action) -> tuple[Action, int | None]:
-        """The action in force, and where a rollback goes to; without a good checkpoint the run has to halt.
+    def _write_row(self, stats: Stats) -> None:
+        stats = replace(stats, extra=dict(self._extra) or None, messages=self._rollback + stats.messages)
+        self._rollback, self._extra = (), {}
+        happened = stats.action is not Action.OK or stats.messages or stats.extra or stats.validation
+        edge = self.step in (1, self.steps) or self.stop_reason
+        self.metrics.write(stats.row(), always=bool(happened or stats.statistics or edge))
 
-        Not where the loss is back from a spike and merely worse: then this update is left out.
-        """
-        if action is not Action.ROLLBACK:
-            return action, None
-        self.checkpoints.join()
-        target = self._step.health.target(self.ranks.same(self.checkpoints.steps()))
-        if target is None:
-            return (Action.SKIP if self._step.health.steady else Action.HALT), None
-        return Action.ROLLBACK, target
+    def _check_memory(self) -> list[Message]:
+        """Every few updates: where memory is tight, the self-supervised terms work on fewer rows at once."""
+        if self.step % MEMORY_UPDATES:
+            return []
+        messages = self._memory.check(self.step)
+        needed, size = max(self.ranks.gather(self._memory.needed)), self._step.micro_batch
+        if self._step.task.gated and self._chunk.check(needed, self.config.memory.warn, size):
+            present = self._step.task.set_chunk(self.model, self._chunk.rows)
+            messages += self._memory.chunked(self.step, present, size) if present or not self._chunk.rows else ()
+        return messages
 
-    def _roll_back(self, target: int) -> str:
-        """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
-        trouble began and with a smaller learning rate; what happened, in words.
-        """
-        health = self._step.health
-        window = self._source.unskipped_index(health.onset), self._source.unskipped_index(self.step - 1) + 1
-        skip = sorted([*self.skip, window])  # also those that a checkpoint from before them does not know
-        where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
-        checkpoint = newest(self.ranks, self.checkpoints, target)
-        assert checkpoint is not None, "newest raises where every checkpoint is damaged"
-        self._step.roll_back(checkpoint)
-        self._restore(checkpoint)
-        self._skip_batches(skip)
-        self.ranks.barrier()  # all have read it
-        if self.ranks.first:
-            self.checkpoints.discard_after(checkpoint.step)
-        return (
-            f"rolled back to the checkpoint of update {checkpoint.step} ({health.last}); batches {window[0]} to "
-            f"{window[1] - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}"
-        )
-
-    def _keep_evidence(self, action: Action) -> Path:
-        """Write down what led to `action`; the folder."""
-        if not self.ranks.first:
-            return self._folder
-        health, log = self._step.health, self.metrics.path
-        return evidence.keep(self._folder, action, self.step, health, log, self._source, self._data)
-
-    def _checkpoint(self, validation: Validation | None, moved: bool) -> None:
-        """Save at the interval, after so many minutes, at the end, at the best full validation and where the end of the
-        schedule was moved.
-
-        In the middle of trouble the interval's checkpoint waits: what is saved is worth going back to.
-        """
-        best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
-        due = self._step.health.steady and (moved or self._saving.due(self.step))
-        due = self.ranks.same(due) if self._step.sharded else due  # a clock may ask for it, and all have a part in it
-        if best or due or self.step == self.steps or self.stop_reason:
-            with self._step.clock.phase("checkpoint"):
-                self.save(best=self._cadence.best if best else None)
-
-    def _validate(self, messages: list[str]) -> Validation | None:
+    def _validate(self, messages: list[Message]) -> Validation | None:
         """Validation with the averaged weights, if it is due and there is held-out data."""
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
-        active, beat = self._step.active - self._step.aids, partial(self.beat, "validation")
-        with self._step.clock.phase("validation"), self._candidate.applied(self._source):
-            validation = self._held_out.measure(kind, self.model, active, beat)
+        active, alive = self._step.active - self._step.aids, partial(self.write_heartbeat, "validation")
+        with self._step.clock.phase("validation"), self._eval_weights.applied(self._source):
+            validation = self._held_out.measure(kind, self.model, active, alive)
             phase = self._held_out.measure_phase(self.model, active) if validation is not None else None
         if validation is None:
             return None
         if phase is not None and self.curriculum is not None:
             self.curriculum.record({"loss": phase.loss} | phase.losses | phase.metrics)
         if not math.isfinite(validation.loss):
-            messages.append(f"{kind} validation loss is {validation.loss} after update {self.step}")
+            text = f"{kind} validation loss is {validation.loss} after update {self.step}"
+            messages.append(Message(Event.VALIDATION, text))
         if self._cadence.clearly_worse(kind, validation.loss) and (off := self._step.switch_off()):
-            messages.append(f"the held-out loss has become clearly worse: {', '.join(sorted(off))} is off from now on")
+            text = f"the held-out loss has become clearly worse: {', '.join(sorted(off))} is off from now on"
+            messages.append(Message(Event.AUXILIARY_OFF, text))
         self._cadence.record(self.step, kind, validation.loss, validation.seconds)
         if kind == "full" and (cut := self._step.plateau.record(validation.loss, self.config.validation.min_delta)):
-            messages.append(cut)
+            messages.append(Message(Event.PLATEAU, cut))
         return validation
 
-    def _save_if_new(self, renew: bool = True) -> None:
-        if self._between_updates and self.step and self._saving.step != self.step:
-            self.save(renew=renew)
+    # Phases, rollbacks and checkpoints
 
-    def beat(self, phase: str, force: bool = False) -> None:
-        """Write heartbeat.json, unless it was written just now. phase: training, validation, evaluation or stopped."""
+    def _advance(self) -> bool:
+        """Go on to the phase of the next update; True where it is another one than before."""
+        if self.curriculum is None:
+            return False
+        changed = self.curriculum.advance(self.step, self.steps)
+        if changed:
+            self._step.health.forget_band()
+        if changed or self.step == 0:
+            self._enter_phase()
+        return changed
+
+    def _enter_phase(self) -> None:
+        """Task, source and held-out batches of the curriculum's phase in force."""
+        assert self.curriculum is not None
+        phase = self.curriculum.phases[self.curriculum.phase]
+        self._step.task, source = self.context.data.batches(phase)
+        self._source = source.skipping(self.skip)
+        if self.curriculum.config.kind == "adaptive":
+            self._held_out.enter(self._step.task, phase)
+
+    def _roll_back(self, target: int) -> Message:
+        """Go back to the checkpoint of `target` updates (an older one if it is damaged), past the batches since the
+        trouble began and with a smaller learning rate; what happened, in words.
+        """
+        health = self._step.health
+        start, stop = self._source.unskipped_index(health.onset), self._source.unskipped_index(self.step - 1) + 1
+        skip = sorted([*self.skip, (start, stop)])  # also those that a checkpoint from before them does not know
+        where = self._keep_evidence(Action.ROLLBACK).relative_to(self._folder)
+        checkpoint = newest(self.ranks, self.checkpoints, target)
+        assert checkpoint is not None, "newest raises where every checkpoint is damaged"
+        self._step.roll_back(checkpoint)
+        self._restore(checkpoint)
+        self.skip, self._source = skip, self._source.skipping(skip)
+        self.ranks.barrier()  # all have read it
         if self.ranks.first:
-            self._heartbeat.beat(self.step, self._seconds, phase, force, self.steps)
+            self.checkpoints.discard_after(checkpoint.step)
+        return Message(
+            Event.ROLLBACK,
+            f"rolled back to the checkpoint of update {checkpoint.step} ({health.last}); batches {start} to "
+            f"{stop - 1} are left out, learning rate times {self._step.health.cut:.3g}; evidence: {where}",
+        )
+
+    def _keep_evidence(self, action: Action) -> Path:
+        """Write down what led to `action`; the folder."""
+        if not self.ranks.first:
+            return self._folder
+        rows, data = self.metrics.recent, self.context.data
+        return keep_evidence(self._folder, action, self.step, self._step.health, rows, self._source, data)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """The state of a checkpoint but for the step's; metrics.jsonl is cut back to it."""
+        state = checkpoint.state
+        self._cadence = Cadence.from_dict(self.config.validation, state["cadence"])
+        self._norms = deque(state["gradient_norms"], maxlen=WINDOW)
+        self.skip = [(start, stop) for start, stop in state["skip"]]
+        if self.curriculum is not None:
+            dimensions, config = self.curriculum.dimensions, self.curriculum.config
+            self.curriculum = Curriculum.from_dict(config, dimensions, state["curriculum"])
+            self._enter_phase()
+        self._source = self._source.skipping(self.skip)
+        self.micro_step, self.initial = state["micro_step"], state["initial"]
+        self._saving.by_clock = max(self._saving.by_clock, state["saves_by_clock"])
+        self.step = checkpoint.step
+        self._saving.done(self.step)
+        self._limiter = RateLimiter.from_dict(self._limiter.config, state["messages"])
+        self._consistent = True
+        self.metrics.truncate_to(checkpoint.step)
+
+    def save(self, best: float | None = None, renew: bool = True) -> Path:
+        """Write a checkpoint in the background, between two updates; of a sharded network all ranks have a part in it.
+
+        best: the validation loss that makes it the best one. renew: make the averaged weights' statistics anew.
+        """
+        assert self._between_updates, "a half-made update cannot be saved"
+        if self.ranks.first and renew:
+            self._eval_weights.renew(self._source)
+        if self._is_reporter:
+            tensors, state = self._step.state_dict()
+        if not self.ranks.first:
+            self._saving.done(self.step)
+            return self.checkpoints.folder
+        state |= {
+            "micro_step": self.micro_step,
+            "chunk": asdict(self._chunk),
+            "saves_by_clock": self._saving.by_clock,
+            "skip": self.skip,
+            "curriculum": self.curriculum.to_dict() if self.curriculum is not None else None,
+            "cadence": self._cadence.to_dict(),
+            "gradient_norms": list(self._norms),
+            "initial": self.initial,
+            "messages": self._limiter.to_dict(),
+        }
+        assert not state.keys() & self.context.state_extra.keys(), "state_extra uses a name of the trainer's"
+        self.metrics.sync()  # else the log could end before the checkpoint after a power loss
+        health = self._step.health
+        spare = None if health.steady else health.target(self.checkpoints.steps())
+        state = {**self.context.state_extra, **state}
+        path = self.checkpoints.save(self.step, tensors, state, best=best, spare=spare)
+        self._saving.done(self.step)
+        return path
+
+    def evaluation_model(self) -> nn.Module | None:
+        """A frozen copy of the model with the averaged weights in eval mode. All ranks ask for it, rank 0 gets it."""
+        return self._eval_weights.network(self._source)
+
+    def _checkpoint(self, validation: Validation | None) -> None:
+        """Save at the interval, after so many minutes, at the end and at the best full validation.
+
+        In the middle of trouble the interval's checkpoint waits: what is saved is worth going back to.
+        """
+        best = validation is not None and validation.kind == "full" and self._cadence.best_at == self.step
+        due = self._step.health.steady and self._saving.due(self.step)
+        due = self.ranks.same(due) if self._step.sharded else due  # a clock may ask for it, and all have a part in it
+        if best or due or self.step == self.steps or self.stop_reason:
+            with self._step.clock.phase("checkpoint"):
+                self.save(best=self._cadence.best if best else None)
+
+    def _rescue(self, error: BaseException, signals: Signals) -> None:
+        """Save what is whole before the run ends early; a failure of that is added to the error, not put over it."""
+        try:
+            self.checkpoints.join()
+        except CheckpointError as failed:  # of an earlier save: the present state is still to be saved
+            error.add_note(str(failed))
+            self._saving.done(-1)
+        try:
+            # of a sharded network the other ranks do not come to give their parts
+            if self._unsaved and (signals.agreed or not self._step.sharded):
+                self.save(renew=not isinstance(error, Exception))  # data or device may be what failed
+            self.checkpoints.join()
+        except (CheckpointError, LostRank, OSError, RuntimeError) as failed:  # RuntimeError: a device that is gone
+            error.add_note(str(failed))
+        last = max(self.checkpoints.steps(), default=-1)
+        where = f"from the checkpoint of update {last}" if last >= 0 else "from the start"
+        error.add_note(f"stopped after {self.step} updates; the same command or notebook goes on {where}")
+
+    def write_heartbeat(self, phase: str, force: bool = False) -> None:
+        """heartbeat.json: proof that the main loop is alive (no thread writes it), every `train.heartbeat_seconds`."""
+        now, interval = time.monotonic(), self.config.train.heartbeat_seconds
+        if self.ranks.first and (force or now - self._heartbeat_at >= interval):
+            self._heartbeat_at = now
+            facts = {"phase": phase, "step": self.step, "steps": self.steps}
+            facts |= {"step_seconds": self._seconds, "interval": interval}
+            write_json(self._folder / "heartbeat.json", facts | self._memory.heartbeat())

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from matrixlib.config import ValidationConfig
 from matrixlib.engine.curriculum import Phase
 from matrixlib.engine.distributed import Ranks
-from matrixlib.engine.memory import Passes
-from matrixlib.engine.state import State
+from matrixlib.engine.memory import OomBackoff
+from matrixlib.engine.stats import State
 from matrixlib.engine.task import Batch, Data, Task, to_device
 from matrixlib.hardware.runtime import Runtime
 from matrixlib.progress import live_bar
@@ -86,7 +86,7 @@ def validate(
     active: frozenset[str],
     kind: str,
     beat: Callable[[], None] = lambda: None,
-    passes: Passes | None = None,
+    passes: OomBackoff | None = None,
     ranks: Ranks = ALONE,
 ) -> Validation | None:
     """Losses and metrics of `model` over `batches` (host tensors), of all ranks together; None where there is no batch.
@@ -100,7 +100,7 @@ def validate(
     dtype = torch.float32 if device.type == "mps" else torch.float64
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(sorted(active), 0)
-    passes = passes or Passes()
+    passes = passes or OomBackoff()
 
     def measure(part: Batch) -> dict[str, Tensor]:
         with runtime.autocast():
@@ -143,7 +143,7 @@ class HeldOut:
         self._task, self._data, self._runtime, self._ranks = task, data, runtime, ranks
         self._sample: list[Batch] | None = None
         self._of_phase: tuple[Task, list[Batch]] | None = None
-        self.passes = Passes()
+        self.passes = OomBackoff()
 
     def batches(self, kind: str) -> Iterable[Batch]:
         """Of the "sample" or of the "full" set."""

@@ -18,7 +18,7 @@ from pandas import DataFrame
 
 from matrixlib import files, progress
 from matrixlib.config import Config
-from matrixlib.engine import history
+from matrixlib.engine import metrics
 from matrixlib.engine.folder import read_run, read_run_config, whole_runs
 from matrixlib.runs import figures, report
 from matrixlib.runs import run as runs
@@ -272,7 +272,7 @@ def _task(run: str, device: str) -> str:
 
 
 def _rows(run: str) -> list[dict[str, Any]]:
-    rows = history.read(_folder(run) / "metrics.jsonl")
+    rows = metrics.read(_folder(run) / "metrics.jsonl")
     if not rows:
         raise ValueError(f"run '{run}' has made no update yet")
     return rows

@@ -25,10 +25,10 @@ from pandas import DataFrame
 
 from matrixlib import files, progress
 from matrixlib.config import merge
-from matrixlib.engine import history
+from matrixlib.engine import metrics
 from matrixlib.engine.folder import read_run_config
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.rows import flatten
+from matrixlib.engine.metrics import flatten
 from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load_config
 
@@ -99,7 +99,7 @@ class RunResult:
             "complete": self.complete,
             "stable": self.complete and not (counts["skipped"] or counts["rollbacks"]),
             **counts,
-            "not finite": sum(map(history.not_finite, self.rows)),
+            "not finite": sum(map(metrics.not_finite, self.rows)),
             "clipped": last["clip_share"],
             "worst gradient norm": max(row["grad_norm"] for row in self.rows),
             "warnings": sum(len(row.get("messages", ())) for row in self.rows),
@@ -176,7 +176,7 @@ def read_result(folder: Path) -> RunResult:
     """A run as its folder tells it; ValueError where it is none."""
     record = files.read_json(folder / "run.json")
     path = folder / "metrics.jsonl"
-    rows = history.read(path) if path.exists() else []
+    rows = metrics.read(path) if path.exists() else []
     if not (record and rows):
         raise ValueError(f"'{folder.name}' is no run, or has made no update yet")
     config, _ = read_run_config(folder)

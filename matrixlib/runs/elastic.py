@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from matrixlib.engine import rows
+from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.signals import deferred
 from matrixlib.engine.stats import Stats, from_row
@@ -43,10 +43,10 @@ def follow(folder: Path, ranks: int, request: Mapping[str, Any], say: Callable[[
         try:
             while not ended:
                 ended = launcher.poll() is not None
-                for row in rows.newer(folder / "metrics.jsonl", known):
+                for row in metrics.newer(folder / "metrics.jsonl", known):
                     known, stats = (row["time"], row["step"]), from_row(row)
-                    for text in stats.messages:
-                        say(f"update {stats.step}: {text}")
+                    for message in stats.messages:
+                        say(f"update {stats.step}: {message}")
                     yield stats
                 if not told and (signals.interrupts or signals.terminated is not None):
                     told = True

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib import files
-from matrixlib.engine import history
+from matrixlib.engine import metrics
 from matrixlib.engine.health import TrainingHalted
-from matrixlib.engine.history import updates
 from matrixlib.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn
     """
 
     spec, config, runtime = data.spec, data.config, data.runtime
-    trainer.beat("evaluation", force=True)
-    rows = history.read(trainer.metrics.path)
+    trainer.write_heartbeat("evaluation", force=True)
+    rows = metrics.read(trainer.metrics.path)
     net = spec.network(model, config, runtime)
     net.lesson = data.teacher.record if data.teacher is not None else {}
     figures = spec.evaluate(net, data.validation, data.catalogue)
@@ -49,7 +48,7 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn
         "reproducible": runtime.device == "cpu" and not (config.gating.seconds or trainer.adapted),
         "positions": trainer.step * config.train.batch_size,
         "lost_rows": {split: round(data.lost(split), 6) for split in ("train", "validation")},
-        "seconds": round(sum(row["seconds"] * updates(row) for row in rows), 1),
+        "seconds": round(sum(row["seconds"] * row.get("updates", 1) for row in rows), 1),
         "positions_per_second": round(rate),
         "share_of_peak": share_of_peak(rows),
         "peak_gflops": read_json(folder / "run.json").get("peak", {}).get("gflops"),
@@ -59,7 +58,7 @@ def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn
         "runtime": runtime.to_dict(),
     }
     _write(folder, summary, rows)
-    trainer.beat("stopped", force=True)
+    trainer.write_heartbeat("stopped", force=True)
 
 
 def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException) -> None:
@@ -75,7 +74,7 @@ def end_early(folder: Path, preset: str, runtime: Runtime, error: BaseException)
     elif not isinstance(error, Exception):  # Ctrl-C, SIGTERM
         word = "interrupted"
     try:
-        rows = history.read(folder / "metrics.jsonl")
+        rows = metrics.read(folder / "metrics.jsonl")
         summary = {
             "run": folder.name,
             "preset": preset,

@@ -13,9 +13,8 @@ import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from matrixlib.engine.history import not_finite, updates
-from matrixlib.engine.rows import flatten
-from matrixlib.engine.timing import FIRST_UPDATES, PHASES, totals
+from matrixlib.engine.metrics import flatten, not_finite
+from matrixlib.engine.timing import FIRST_UPDATES, PHASES, phase_seconds
 from matrixlib.play.elo import share_interval
 from matrixlib.tasks.plotting import RED, above, beside, caption, log, panels, plain, whole
 
@@ -313,13 +312,15 @@ def phases_figure(rows: Sequence[Mapping[str, Any]], bins: int = 40) -> Figure:
         _nothing(axes, "ms an update")
         return figure
     parts = np.array_split(np.arange(len(rows)), min(bins, len(rows)))
-    steps = np.array([rows[part[0]]["step"] - updates(rows[part[0]]) + 1 for part in parts])
+    steps = np.array([rows[part[0]]["step"] - rows[part[0]].get("updates", 1) + 1 for part in parts])
     edges = np.append(steps, rows[-1]["step"] + 1)
     bottom = np.zeros(len(parts))
-    times = [totals([rows[i] for i in part]) for part in parts]
+    times = phase_seconds(rows).fillna(0.0)
     for name in (*PHASES, "other"):
-        seconds = np.array([one[name].total if name in one else 0.0 for one in times])
-        height = 1000 * seconds / [sum(updates(rows[i]) for i in part) for part in parts]
+        if name not in times:
+            continue
+        seconds = np.array([times[name].to_numpy()[part].sum() for part in parts])
+        height = 1000 * seconds / [sum(rows[i].get("updates", 1) for i in part) for part in parts]
         if height.any():
             axes.stairs(bottom + height, edges, baseline=bottom, fill=True, label=name)
             bottom = bottom + height

@@ -124,4 +124,4 @@ def _line(row: Mapping[str, Any]) -> str:
     """One update's losses, learning rate and throughput, and why it is slow."""
     losses = " ".join(f"{name} {value:.3f}" for name, value in numbers(row["losses"]))
     rate, throughput = f"learning rate {row['learning_rate']:.2g}", f"{row['throughput']:,.0f} positions/s"
-    return " | ".join(filter(None, [losses, rate, throughput, row.get("slow")]))
+    return " | ".join(filter(None, [losses, rate, throughput]))

@@ -12,7 +12,6 @@ import pandas
 from matplotlib.figure import Figure
 
 from matrixlib.engine import rng
-from matrixlib.engine.schedule import Schedule
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
 from matrixlib.hardware import openmp
@@ -20,25 +19,14 @@ from matrixlib.runs.run import Run
 from matrixlib.tasks.plotting import beside, log, panels
 
 LOWEST, HIGHEST = 1e-6, 1.0
-"""Learning rates that it begins and, unless the loss diverges before, ends with."""
-LAG = 0.8
-"""Weight of what was before in the moving average that tells divergence."""
+"""Learning rates of the first and, unless the loss diverges before, of the last update."""
+AVERAGE_DECAY = 0.8
 DIVERGED = 4.0
-"""Times the least of that average which it has reached when the loss has diverged."""
-OVERFLOWS = 5
+"""Moving average of the loss over its least value so far, at which the loss has diverged."""
+MAX_OVERFLOWS = 5
 """In a row, more of which are no search for the loss scale."""
-PART = 0.1
-"""Of the updates: the width of the window whose mean is the smooth curve."""
-
-
-@dataclass(frozen=True)
-class Ramp(Schedule):
-    """From `lowest` to `peak`, by the same factor at each update."""
-
-    lowest: float = LOWEST
-
-    def __call__(self, update: int) -> float:
-        return float(self.lowest * (self.peak / self.lowest) ** (update / max(1, self.steps - 1)))
+WINDOW_SHARE = 0.1
+"""Share of the updates in the window whose mean is the smooth curve."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +86,10 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
         raise ValueError("a range test is made by one process: make it with `ranks` 1, the rate is the same")
     if updates < 10:
         raise ValueError(f"a range test of {updates} updates shows nothing: give 10 at least, better 100")
+
+    def ramp(update: int) -> float:
+        return float(LOWEST * (HIGHEST / LOWEST) ** (update / (updates - 1)))
+
     trainer, data = run.trainer, run.data
     device = trainer.runtime.torch_device
     streams = rng.capture(device)
@@ -107,8 +99,7 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
         runtime = replace(trainer.runtime, compile="")
         train = trainer.config.train.model_copy(update={"dropout_stages": ()})  # the copy has the rates of its stage
         config = trainer.config.model_copy(update={"train": train})
-        step = Step(task, copy.deepcopy(trainer.model), runtime, config, updates, data.teacher)
-        step.schedule = Ramp(HIGHEST, "constant", 1.0, 0, updates)
+        step = Step(task, copy.deepcopy(trainer.model), runtime, config, updates, data.teacher, schedule=ramp)
         rates, losses, end = list[float](), list[float](), "the highest rate was reached"
         average = least = math.inf
         overflows = 0
@@ -116,14 +107,18 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
             for batch in batches:
                 stats = step(batch)
                 overflows = overflows + 1 if stats.overflow else 0
-                if stats.overflow and not (rates and overflows > OVERFLOWS):  # while the loss scale is found
+                if stats.overflow and not (rates and overflows > MAX_OVERFLOWS):  # while the loss scale is found
                     continue
                 if not stats.finite:
                     end = "the loss was no longer finite"
                     break
                 rates.append(stats.learning_rate)
                 losses.append(stats.main_loss)
-                average = stats.main_loss if math.isinf(average) else LAG * average + (1 - LAG) * stats.main_loss
+                average = (
+                    stats.main_loss
+                    if math.isinf(average)
+                    else AVERAGE_DECAY * average + (1 - AVERAGE_DECAY) * stats.main_loss
+                )
                 least = min(least, average)
                 if stats.action is not Action.OK or average > DIVERGED * least:
                     end = "the loss had diverged"
@@ -132,9 +127,6 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
         rng.restore(streams, device)
     if not rates:
         raise ValueError(f"the range test made no update: {end}; look at the first updates of a training")
-    return RateTest(tuple(rates), tuple(losses), _smooth(losses, updates), end, trainer.config.optim.learning_rate)
-
-
-def _smooth(losses: list[float], updates: int) -> tuple[float, ...]:
-    window = max(3, round(PART * updates))
-    return tuple(pandas.Series(losses).rolling(window, center=True, min_periods=1).mean())
+    window = max(3, round(WINDOW_SHARE * updates))
+    smooth = tuple(pandas.Series(losses).rolling(window, center=True, min_periods=1).mean())
+    return RateTest(tuple(rates), tuple(losses), smooth, end, trainer.config.optim.learning_rate)

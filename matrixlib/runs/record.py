@@ -24,7 +24,6 @@ ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 MAY_CHANGE = (
     "train.steps",
     "train.minutes",
-    "train.on_time",
     "train.heartbeat_seconds",
     "train.micro_batch",
     "data.cache",
@@ -158,11 +157,10 @@ def write_record(
     requested: Config,
     data: RunData,
     kind: str,
-    update_seconds: float | None,
     start: Start | None,
 ) -> None:
     """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights
-    and teacher, and what an update took in the trial.
+    and teacher.
     """
     write_text(folder / "config.yaml", configuration.to_yaml(data.config))
     write_json(
@@ -176,7 +174,6 @@ def write_record(
             "versions": machine.versions(),
             "catalogue": data.catalogue.hash(),
             "runtime": data.runtime.to_dict(),
-            "update_seconds": update_seconds,
             **({"init": start.record()} if start is not None else {}),
             **({"teacher": dict(data.teacher.record)} if data.teacher is not None else {}),
         },

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from matrixlib import files, progress
 from matrixlib.config import read_yaml
-from matrixlib.engine import history
-from matrixlib.engine.messages import DECISIONS, is_decision
+from matrixlib.engine import metrics
+from matrixlib.engine.stats import DECISIONS
 from matrixlib.files import reports_root
 from matrixlib.hardware.runtime import words
 from matrixlib.runs import figures, watch
@@ -60,7 +60,7 @@ def write_report(run_folder: Path, curves: bytes = b"") -> Path:
     record = _read(folder / "run.json", problems, _object) or {}
     content: dict[str, Any] = {"checks": _checks(summary), "figures": _figures(summary), "scores": _scores(summary)}
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
-        rows = _read(folder / "metrics.jsonl", problems, history.read) or []
+        rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace"))
         options = _read(folder / "config.yaml", [], lambda path: read_yaml(path.read_text("utf-8"), path.name))
         runtime = _mapping(summary.get("runtime") or record.get("runtime"))
@@ -290,11 +290,9 @@ def _stored_pictures(folder: Path) -> list[tuple[str, str, str]]:
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a person should know: first what was decided (end, rollbacks, skipped updates), then the latest others."""
-    decisions: list[tuple[int, str]] = []
-    others: list[tuple[int, str]] = []
-    for step, text in history.messages(rows):
-        (decisions if is_decision(text) else others).append((step, text))
-    decisions.sort(key=lambda message: DECISIONS.index(next(word for word in DECISIONS if message[1].startswith(word))))
+    told = metrics.messages(rows)
+    decisions = [(step, text) for decision in DECISIONS for step, event, text in told if event == decision]
+    others = [(step, text) for step, event, text in told if event not in DECISIONS]
     left_out = len(decisions[MESSAGES:]) + len(others[:-MESSAGES])
     shown = [f"update {step:,}: {text}" for step, text in (*decisions[:MESSAGES], *others[-MESSAGES:])]
     return shown + ([f"... and {left_out:,} more in metrics.jsonl"] if left_out else [])
@@ -307,7 +305,7 @@ def _stability(rows: Sequence[Mapping[str, Any]], clip_norm: object) -> list[tup
     last = rows[-1]
     table = [
         ("updates skipped", f"{last['skipped']:,}"),
-        ("updates with a loss or gradient that was not finite", f"{sum(map(history.not_finite, rows)):,}"),
+        ("updates with a loss or gradient that was not finite", f"{sum(map(metrics.not_finite, rows)):,}"),
         ("falls of the loss scale", f"{last.get('overflows', 0):,}"),
         ("rollbacks", f"{last.get('rollbacks', 0):,}"),
     ]

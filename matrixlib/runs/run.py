@@ -21,11 +21,11 @@ from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.order import RankSlice
-from matrixlib.engine import history, timing
+from matrixlib.engine import metrics, timing
 from matrixlib.engine.folder import newest_complete, whole_runs
 from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
-from matrixlib.hardware import backend, load, openmp
+from matrixlib.hardware import backend, openmp
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from matrixlib.data.loader import Loader
     from matrixlib.engine.distributed import Ranks
-    from matrixlib.engine.pace import Plan
     from matrixlib.engine.task import Task
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
@@ -56,7 +55,6 @@ class Run:
     requested: Config
     resumed: bool
     lock: FileLock
-    update_seconds: float | None  # of an update in the trial before it began, if there was one
     start: Start | None
     ranks: Ranks
     processes: int = 1  # above 1: ranks that train in processes of their own, which this one starts and follows
@@ -118,19 +116,9 @@ class Run:
         if self._trainer is None:
             from matrixlib.runs.training import build_trainer
 
-            self._trainer = build_trainer(self.data, self.folder, self.ranks, self._plan(), self.start)
+            self._trainer = build_trainer(self.data, self.folder, self.ranks, self.start)
             self.start = None
         return self._trainer
-
-    def _plan(self) -> Plan:
-        from matrixlib.engine.pace import Plan
-
-        return Plan(
-            update=self.update_seconds,
-            seconds=60 * self.config.train.minutes,
-            refit=self.requested.train.steps == "auto" and self.update_seconds is not None,
-            promise=self.config.train.on_time,
-        )
 
     @property
     def model(self) -> nn.Module:
@@ -246,11 +234,11 @@ class Run:
             warnings.warn(text, stacklevel=4)
 
     def history(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl up to where the run goes on; of a long run, rows by interval (`history.read`)."""
+        """Rows of metrics.jsonl up to where the run goes on; a long run logs every k-th update."""
         if self.processes > 1:  # the ranks cut it back, and this process has no model
             log = self.folder / "metrics.jsonl"
-            return history.read(log) if log.exists() else []
-        return history.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
+            return metrics.read(log) if log.exists() else []
+        return metrics.read(self.trainer.metrics.path)  # the trainer has cut the file back to the newest checkpoint
 
     def times(self) -> str:
         """Where the time went: a line for each phase of an update, and the share of the device's matrix rate."""
@@ -436,7 +424,6 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     catalogue = Catalogue(spec.folder(requested))
     record = stored_record(folder)
     messages: list[str] = []
-    clocks = load.Clocks.now(children=True)
     if record:
         config, runtime = resume_record(folder, requested, record, messages, processes)
         if record["catalogue"] != catalogue.hash():
@@ -464,9 +451,8 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
         from matrixlib.engine import compiler
 
         messages.append(f"compiled code is kept in {compiler.keep_code()}, where the next run finds it")
-    update_seconds: float | None = record.get("update_seconds")
     if config.train.steps == "auto":
-        steps, update_seconds = autotune.fit_steps(data)
+        steps = autotune.fit_steps(data)
         data.config = changed(data.config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if start is not None:
@@ -474,9 +460,8 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
     if data.teacher is not None:
         messages.append(about_teacher(data.teacher))
     if not record:
-        write_record(folder, preset, requested, data, kind, update_seconds, start)
-    messages += autotune.start_notes(data.runtime, clocks)
+        write_record(folder, preset, requested, data, kind, start)
     if size > 1:
         parts = ", and its part of the network" if config.runtime.shard else ""
         messages.append(f"trained by {size} ranks, each with its own rows of every batch{parts}")
-    return Run(folder, preset, data, requested, bool(record), lock, update_seconds, start, ranks, processes)
+    return Run(folder, preset, data, requested, bool(record), lock, start, ranks, processes)

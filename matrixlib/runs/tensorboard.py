@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from matrixlib import files
-from matrixlib.engine import history
-from matrixlib.engine.rows import flatten
+from matrixlib.engine import metrics
+from matrixlib.engine.metrics import flatten
 
 FOLDER = "events"
-NOT_SCALAR = ("step", "time", "verdict", "messages", "message_steps", "updates", "counts")
+NOT_SCALAR = ("step", "time", "verdict", "messages", "events", "updates")
 
 
 class Events:
@@ -48,7 +48,7 @@ class Events:
         if (phase := row.get("phase")) is not None and phase != self._phase:
             self._phase = phase
             self._writer.add_text("curriculum", self._phases.get(phase, f"phase {phase}"), step, walltime=when)
-        for update, text in history.messages([row]):
+        for update, _, text in metrics.messages([row]):
             self._writer.add_text("warnings", text, update, walltime=when)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ def export(folder: Path) -> Path:
     path = folder / "metrics.jsonl"
     if not os.path.isfile(path):
         raise ValueError(f"no run at '{folder}': expected a folder with metrics.jsonl, such as reports/<run>")
-    events = Events(folder, history.read(path))
+    events = Events(folder, metrics.read(path))
     events.close()
     return events.folder
 

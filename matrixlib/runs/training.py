@@ -1,6 +1,5 @@
 """The trainer of a run: the engine's, with the run's data, folder and ranks, where its newest checkpoint left it."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,28 +8,28 @@ import torch
 from matrixlib import config as configuration
 from matrixlib.engine import optim, storage
 from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.context import Context, Hook
 from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.memory import fresh_model
-from matrixlib.engine.metrics import MetricsLog, NoLog
-from matrixlib.engine.pace import Plan
+from matrixlib.engine.metrics import MetricsLog, NoLog, interval
 from matrixlib.engine.targets import TargetLog
-from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.data import RunData
 from matrixlib.runs.start import Start
 
 
-def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: Start | None) -> Trainer:
+def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None) -> Trainer:
     """Ready to train; start: weights to begin with, where there is no checkpoint yet."""
     data.try_workers()
     config, teacher, task, steps = data.config, data.teacher, data.task, data.config.train.steps
     assert isinstance(steps, int)
-    look: Callable[[int, Batch], None] = lambda step, batch: None  # noqa: E731
+    hooks: list[tuple[Hook, int]] = []
     if ranks.first:
-        targets = partial(data.spec.ssl_targets, task)
-        look = TargetLog(folder / "targets.jsonl", config.train.targets_interval, targets).look
+        target_log = TargetLog(folder / "targets.jsonl", partial(data.spec.ssl_targets, task))
+        hooks.append((target_log, config.train.targets_interval))
+    log = folder / "metrics.jsonl"
     model, kept = fresh_model(task), config.checkpoint
-    trainer = Trainer(
+    context = Context(
         task=task,
         model=model,
         runtime=data.runtime,
@@ -45,9 +44,8 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: 
             every=kept.keep_every,
             largest=storage.largest_group(model),
         ),
-        metrics=(MetricsLog if ranks.first else NoLog)(folder / "metrics.jsonl"),
+        metrics=MetricsLog(log, interval(steps)) if ranks.first else NoLog(log),
         steps=steps,
-        plan=plan,
         state_extra={
             "config": configuration.dump(config),
             "catalogue": data.catalogue.hash(),
@@ -55,9 +53,10 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, plan: Plan, start: 
         },
         curriculum=data.spec.curriculum(config),
         teacher=teacher,
-        look=look,
+        hooks=hooks,
         ranks=ranks,
     )
+    trainer = Trainer(context)
     if ranks.size > 1 and batch_norms(trainer.model):
         trainer.messages.append("batch normalisation: each rank uses its own rows, and the averages kept are rank 0's")
     if not trainer.resume() and config.train.init:

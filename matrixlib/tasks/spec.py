@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.data.remote import bring_catalogue, is_remote
-from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
-from matrixlib.engine.stages import SourceCurriculumConfig
+from matrixlib.engine.curriculum import Curriculum, Dimension, Phase, SourceCurriculumConfig
 from matrixlib.files import from_home, reports_root
 from matrixlib.hardware import runtime as runtimes
 

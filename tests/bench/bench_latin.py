@@ -25,7 +25,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "all fills from the start": {"fill": {"enabled": False}},
 }
 FULL: dict[str, Any] = {
-    "train": {"steps": "auto", "on_time": True, "batch_size": 32, "statistics_interval": NEVER},
+    "train": {"steps": "auto", "batch_size": 32, "statistics_interval": NEVER},
     "optim": {"warmup_steps": 100, "rate_batch": 256},
     "runtime": {"compile": False},
     "data": {"squares": 4000},

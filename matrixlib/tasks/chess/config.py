@@ -18,7 +18,7 @@ from matrixlib.config import (
     Section,
     option,
 )
-from matrixlib.engine.stages import SourceCurriculumConfig
+from matrixlib.engine.curriculum import SourceCurriculumConfig
 
 Activation = Literal["silu", "relu", "gelu", "mish"]
 SSLHead = Literal["piece", "threat", "pin", "fork", "control"]

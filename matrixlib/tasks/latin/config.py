@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from matrixlib.config import Config, Count, DataConfig, Fraction, NonNegative, Real, Section, option
-from matrixlib.engine.stages import CurriculumConfig, StagesConfig
+from matrixlib.engine.curriculum import CurriculumConfig, StagesConfig
 
 LatinMode = Literal["standard", "zero_inclusive", "negative"]
 LatinSize = Annotated[int, Field(ge=3, le=16)]

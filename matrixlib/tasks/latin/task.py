@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matrixlib.engine.stages import StagesConfig
+from matrixlib.engine.curriculum import StagesConfig
 from matrixlib.engine.task import Batch, Ungated
 from matrixlib.tasks.latin import augment, losses, pool
 from matrixlib.tasks.latin.augment import inside

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from matrixlib.config import Config, Count, CountOrZero, DataConfig, NonNegative, Section, option
-from matrixlib.engine.stages import SourceCurriculumConfig
+from matrixlib.engine.curriculum import SourceCurriculumConfig
 
 
 class TicTacToeDataConfig(DataConfig):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
 
 from matrixlib.config import Config
-from matrixlib.engine import compiler, trials
-from matrixlib.engine.microbatch import Trial, Tuning
-from matrixlib.engine.trials import Comparison, Compiling, compare
+from matrixlib.engine import compiler, self_test
+from matrixlib.engine.self_test import Comparison, compare
+from matrixlib.engine.stats import Stats
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -88,10 +88,10 @@ def test_an_update_that_is_right_has_no_problem_and_leaves_the_random_streams_al
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        ({"backward_fault": lambda gradient: 1000 * gradient}, "the gradient of inner has norm .* where the CPU's has"),
-        ({"backward_fault": lambda gradient: gradient.flip(1)}, "the gradient of inner points elsewhere .* cosine"),
+        ({"backward_fault": lambda gradient: 1000 * gradient}, "gradients are not the CPU's: .*item \\['inner'\\]"),
+        ({"backward_fault": lambda gradient: gradient.flip(1)}, "gradients are not the CPU's: .*item \\['inner'\\]"),
         ({"backward_fault": lambda gradient: gradient * torch.nan}, "non-finite gradient|not finite"),
-        ({"forward_fault": lambda value: value + 2}, "the loss of plane is .* where the CPU has"),
+        ({"forward_fault": lambda value: value + 2}, "losses or gradients are not the CPU's: .*item \\['plane'\\]"),
         ({"forward_fault": unsupported}, "BFloat16 is not supported on MPS$"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_fault_of_the_networks_own_is_raised() -> None:
 
 
 def test_the_rows_of_linear_layers_are_counted_for_a_row_of_the_batch() -> None:
-    with trials.LinearRows() as linear:
+    with self_test.LinearRows() as linear:
         nn.Linear(3, 2)(torch.zeros(4, 64, 3))
         nn.Linear(2, 5)(torch.zeros(4, 2))
     assert linear.rows == 256
@@ -147,7 +147,7 @@ def settle(monkeypatch: pytest.MonkeyPatch, wrong: str, **options: str) -> StubD
         bad = runtime.dtype in wrong.split() and runtime.device == "mps"
         return Comparison("a gradient a thousand times too large" if bad else "", 64)
 
-    monkeypatch.setattr(trials, "compare", compared)
+    monkeypatch.setattr(self_test, "compare", compared)
     config = CONFIG.model_copy(update={"runtime": CONFIG.runtime.model_copy(update=options)})
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"batch_size": 4096, "micro_batch": 700})}
@@ -187,17 +187,17 @@ def test_on_mps_no_pass_has_more_rows_of_a_linear_layer_than_its_gradients_bear(
     data = settle(monkeypatch, "")
     assert data.runtime.micro_batch == 512
     assert "177116" in data.runtime.table()
-    tried: list[int] = []
 
-    def tuned(step: object, batch: dict[str, Tensor], limit: float) -> Tuning:
-        tried.append(len(batch["x"]))
-        return Tuning(512, (Trial(512, 0.1, None, ""),))
 
-    monkeypatch.setattr("matrixlib.engine.microbatch.tune_step", tuned)
-    here: Any = replace(data, runtime=toy_runtime(256, reasons={"micro_batch": "a start"}))
-    runtime = autotune.tune_micro_batch(here, most=1000)
-    assert tried == [820], "five parts of 4,096 rows"
-    assert runtime.reasons == {"micro_batch": "the fastest of those that fit in memory, by trying"}
+def test_on_cuda_a_run_starts_with_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not with the size that is named; memory decides (`Step` halves it and the run keeps that)."""
+    monkeypatch.setattr(self_test, "compare", lambda *_: Comparison("", 1))
+    monkeypatch.setattr(autotune, "runtime_config", lambda config, runtime: config)
+    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"batch_size": 4096})})
+    data: Any = StubData(toy_runtime(256, device="cuda"), config)
+    assert autotune.settle(data, config).runtime.micro_batch == 4096
+    named = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": 32})})
+    assert autotune.settle(data, named).runtime.micro_batch == 256
 
 
 # The compiler
@@ -222,68 +222,46 @@ class Wrapper(nn.Module):
     ("factor", "problem"),
     [
         (1.0, ""),
-        (1.5, "the compiled (loss|gradient) .* the plain one"),
+        (1.5, "compiled updates are not the plain ones"),
         (0.0, "torch.compile failed.*no C\\+\\+ compiler"),
     ],
 )
 def test_compiled_updates_have_to_be_the_same(monkeypatch: pytest.MonkeyPatch, factor: float, problem: str) -> None:
     monkeypatch.setattr(torch, "compile", Wrapper)
     monkeypatch.setattr(Wrapper, "factor", factor)
-    found = trials.try_compiled(ToyTask(), toy_batch(16), toy_runtime(), CONFIG)
-    assert re.match(problem, found.problem) if problem else not found.problem
-    assert found.plain > 0
+    monkeypatch.setattr(self_test, "seconds_of", lambda work, device: (work(), next(seconds))[1])
+    seconds = iter([0.1] * 6 + [0.05] * 6)
+    mode, why = self_test.choose_compile(ToyTask(), toy_batch(16), toy_runtime(), LONG, "H200")
+    if problem:
+        assert mode == ""
+        assert re.match(f"tried on H200: {problem}", why)
+    else:
+        assert (mode, why) == ("default", "updates are 2.00 times as fast compiled, on H200")
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What is tried, with made-up seconds: 0.1 plain, and 0.05 or what the test puts into the list's end compiled."""
-    calls: list[str] = []
-    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
-
-    def timed(task: object, batch: object, runtime: Runtime, config: object) -> Any:
-        calls.append("plain")
-        return 0.1, None, ""
-
-    monkeypatch.setattr(trials, "_timed", timed)
-    return calls
+LONG = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": 10_000})})
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, calls: list[str], found: Compiling, **changes: Any) -> tuple[str, str]:
-    def tried(*args: object) -> Compiling:
-        calls.append("compiled")
-        return found
-
-    monkeypatch.setattr(trials, "try_compiled", tried)
-    steps, card = changes.pop("steps", 10_000), changes.pop("card", "H200")
-    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": steps})})
-    return trials.choose_compile(ToyTask(), toy_batch(8), toy_runtime(**changes), config, card)
-
-
-def test_compiling_is_tried_once_for_a_network_and_a_card(monkeypatch: pytest.MonkeyPatch, measured: list[str]) -> None:
-    fast, slow = Compiling(0.1, 0.05), Compiling(0.1, 0.1)
-    assert choose(monkeypatch, measured, fast) == ("default", "updates are 2.00 times as fast compiled, tried on H200")
-    assert measured == ["plain", "compiled"]
-    assert choose(monkeypatch, measured, slow)[0] == "default", "from the cache"
-    assert measured == ["plain", "compiled"]
-    assert choose(monkeypatch, measured, slow, card="T4")[0] == ""
-    assert choose(monkeypatch, measured, slow, dtype="bf16")[0] == ""
-    assert measured == ["plain", "compiled"] * 3
-
-
-def test_a_short_run_tries_nothing_and_a_failure_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, measured: list[str]
+@pytest.mark.parametrize(
+    ("steps", "compiled", "mode", "why"),
+    [
+        (10_000, 0.05, "default", "updates are 2.00 times as fast compiled, on T4"),
+        (10_000, 0.1, "", "updates are 1.00 times as fast compiled, on T4"),
+        ("auto", 0.05, "default", "updates are 2.00 times as fast compiled, on T4"),
+        (60, 0.01, "", "6 seconds of updates would not win back the time of compiling"),
+    ],
+)
+def test_the_compiler_is_taken_where_it_pays(
+    monkeypatch: pytest.MonkeyPatch, steps: Any, compiled: float, mode: str, why: str
 ) -> None:
-    mode, why = choose(monkeypatch, measured, Compiling(0.1, 0.01), steps=60)
-    assert (mode, measured) == ("", ["plain"])
-    assert why == "6 seconds of updates would not win back the time of compiling"
-    for _ in range(2):
-        mode, why = choose(monkeypatch, measured, Compiling(0.1, 0.05, "torch.compile failed: no triton"))
-        assert (mode, why) == ("", "tried on H200: torch.compile failed: no triton")
-    assert measured.count("compiled") == 2
-    assert choose(monkeypatch, measured, Compiling(0.1, 0.05), steps="auto")[0] == "default"
-    for file in (Path(os.environ["MATRIXLIB_CACHE"]) / "compile").iterdir():
-        file.write_text("{")
-    assert choose(monkeypatch, measured, Compiling(0.1, 0.2), steps="auto")[0] == "", "damaged: measured again"
+    stats = Stats(1, 1.0, 1.0)
+
+    def timed(task: object, batch: object, runtime: Runtime, config: object) -> tuple[float, Stats, str]:
+        return compiled if runtime.compile else 0.1, stats, ""
+
+    monkeypatch.setattr(self_test, "_timed", timed)
+    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": steps})})
+    assert self_test.choose_compile(ToyTask(), toy_batch(8), toy_runtime(), config, "T4") == (mode, why)
 
 
 def test_gradients_that_a_recorded_graph_lends_are_taken_out_of_its_memory() -> None:

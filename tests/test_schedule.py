@@ -1,5 +1,6 @@
-"""Dropout that changes in stages."""
+"""Dropout stages and the gate of self-supervised terms."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from test_trainer import build, equal, history, settings, weights
 from torch import nn
 from toy_task import ToyTask, toy_batch, toy_runtime
 
+from matrixlib.config import GatingConfig
 from matrixlib.engine import compiler
-from matrixlib.engine.dropout import Dropout
+from matrixlib.engine.schedule import Dropout, Gate
 from matrixlib.engine.step import Step
 from matrixlib.tasks import get_task, load_config
 
@@ -33,7 +35,7 @@ def test_every_dropout_of_a_network_follows(name: str) -> None:
     preset = "melee_demo" if name == "recurrent" else name
     config = load_config(preset, {"model": {**NETWORKS[name], "dropout": 0.4}})
     model = get_task(config.task).task(config).build_model()
-    dropout = Dropout(model, [1.0, 0.5, 0.25])
+    dropout = Dropout(model.modules(), [1.0, 0.5, 0.25])
     seen = []
     for progress in (0.0, 0.3, 0.34, 0.6, 0.67, 0.999, 1.5):
         seen.append((dropout.enter(progress), rates(model)))
@@ -81,4 +83,55 @@ def test_a_compiled_network_is_compiled_once_for_each_stage(monkeypatch: pytest.
 
 def test_a_network_without_dropout_is_told() -> None:
     with pytest.warns(RuntimeWarning, match="has no dropout"):
-        Dropout(ToyTask().build_model(), STAGES)
+        Dropout(ToyTask().build_model().modules(), STAGES)
+
+
+# The gate
+
+
+def gate(warmup: int = 0, freeze: int = 0, seconds: float = 0.0) -> Gate:
+    return Gate(GatingConfig(warmup_steps=warmup, freeze_steps=freeze, seconds=seconds))
+
+
+def test_the_warm_up_rises_and_never_starts_at_zero() -> None:
+    assert [gate(warmup=4).factor(u) for u in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert gate().factor(0) == 1
+
+
+def test_frozen_for_some_updates_and_back_at_full_weight() -> None:
+    found = gate(freeze=3)
+    assert found.freeze(10)
+    assert [found.factor(u) for u in range(11, 16)] == [0, 0, 0, 1, 1]
+    assert not found.freeze(12), "instability while frozen makes it longer and is no new freeze"
+    assert [found.factor(u) for u in range(13, 17)] == [0, 0, 0, 1]
+
+
+def test_without_freeze_steps_nothing_is_frozen() -> None:
+    found = gate()
+    assert not found.freeze(10)
+    assert found.factor(11) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "row", "rows"),
+    [(0.0, 9.0, 64), (1.0, 0.0, 64), (1.0, 0.001, 64), (1.0, 0.02, 48), (1.0, 0.5, 8), (0.3, 0.01, 24)],
+)
+def test_rows_within_the_time_limit_are_whole_micro_batches(seconds: float, row: float, rows: int) -> None:
+    found = gate(seconds=seconds)
+    found.took(row * 64, 64)
+    assert found.rows(64, 8) == rows
+
+
+def test_the_state_survives_json() -> None:
+    found = gate(warmup=3, freeze=5)
+    found.freeze(7)
+    assert Gate.from_dict(found.config, json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_rows_that_a_time_limit_leaves_out_are_told() -> None:
+    found = gate(seconds=1.0)
+    assert [found.leave_out(rows) for rows in (0, 30, 20)] == [
+        "",
+        "gating.seconds left 30 rows without the self-supervised terms; 30 so far",
+        "gating.seconds left 20 rows without the self-supervised terms; 50 so far",
+    ]

@@ -23,9 +23,9 @@ BATCHES = 16
 updates."""
 
 
-class Candidate:
-    """What a step's training is judged by. source: of every method, the training batches of the phase in force. The
-    first of them are made once and kept on the host.
+class EvalWeights:
+    """The weights by which a step's training is judged. source: of every method, the training batches of the phase in
+    force. The first of them are made once and kept on the host.
     """
 
     def __init__(self, step: Step) -> None:

@@ -1,0 +1,178 @@
+"""Self-test of a device and dtype as a run begins: an update in it against the CPU's in fp32; and whether
+torch.compile pays.
+"""
+
+import copy
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+
+from matrixlib.config import Config, GatingConfig
+from matrixlib.engine import optim, rng
+from matrixlib.engine.diagnostics import block_of
+from matrixlib.engine.memory import fresh_model, out_of_memory
+from matrixlib.engine.stats import Stats
+from matrixlib.engine.step import Step, throwaway
+from matrixlib.engine.task import Batch, Task, rows, slice_batch
+from matrixlib.hardware.runtime import Runtime
+from matrixlib.hardware.speed import seconds_of
+
+ROWS = 8
+"""Of an update that is compared: enough for every term to have a target."""
+MAX_OVERFLOWS = 20
+"""Updates in which fp16 may look for its loss scale."""
+WEIGHT_NOISE = 0.02
+"""Added to fresh weights: heads begin at zero, and a network behind them would have no gradient to compare."""
+TOLERANCE = {True: (2e-3, 0.05), False: (0.1, 0.6)}
+"""fp32 or not -> relative difference of a loss and of a block's gradient (L2) at most. Far from what rounding does, and
+a faulty kernel is farther."""
+NEGLIGIBLE = 1e-4
+"""A block's gradient below this share of the largest one is all rounding."""
+TIMED_UPDATES = 5
+COMPILE_MODE = "default"
+"""Of torch.compile, where nobody named one: the others take minutes to compile, or memory of their own."""
+COMPILE_GAIN = 1.05
+"""How many times as fast compiled updates have to be."""
+MIN_COMPILED_SECONDS = 180.0
+"""Of updates in a run that tries it: at one and a half times the speed they win back a minute of compiling."""
+
+
+class LinearRows(TorchFunctionMode):
+    """Inside of it, `rows` is the most rows that the input of a linear layer has had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            self.rows = max(self.rows, args[0].numel() // max(1, args[0].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An update on a device beside the same on the CPU in fp32. problem: what is wrong with it, "" = nothing.
+    linear_rows: of the largest linear layer's input for one row of the batch, of an update that is right.
+    """
+
+    problem: str
+    linear_rows: int = 0
+
+
+def compare(task: Task, batch: Batch, runtime: Runtime, config: Config) -> Comparison:
+    """One update of a few rows of `batch` (host tensors) in `runtime` beside the same on the CPU in fp32.
+
+    In eval mode, as dropout draws other numbers on each device; without the compiler. What fails on the CPU in fp32 too
+    is no fault of the device and is raised. Random streams are afterwards as they were.
+    """
+    part = slice_batch(batch, 0, min(ROWS, rows(batch)))
+    unclipped = config.optim.model_copy(update={"clip_norm": math.inf})
+    config = config.model_copy(update={"gating": GatingConfig(), "optim": unclipped})
+    plain = replace(runtime, device="cpu", dtype="fp32", scaler=False, channels_last=False, compile="")
+    streams = rng.capture(runtime.torch_device)
+    try:
+        network = fresh_model(task)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(WEIGHT_NOISE * torch.randn(parameter.shape, generator=generator))
+        with LinearRows() as linear:
+            expected = _update(task, copy.deepcopy(network), plain, config, [part])
+        try:
+            half = slice_batch(part, 0, -(-rows(part) // 2))  # some faults of mps follow a pass of another size alone
+            measured = _update(task, network, replace(runtime, compile=""), config, [half, part])
+        except (RuntimeError, TypeError) as error:  # TypeError: what mps says of a dtype that it lacks
+            if out_of_memory(error):
+                raise
+            return Comparison((str(error) or repr(error)).splitlines()[0])
+    finally:
+        rng.restore(streams, runtime.torch_device)
+    exact = runtime.dtype == "fp32" and not runtime.tf32
+    return Comparison(_difference(measured, expected, exact), -(-linear.rows // rows(part)))
+
+
+def _update(
+    task: Task, network: nn.Module, runtime: Runtime, config: Config, batches: list[Batch]
+) -> tuple[Stats, Mapping[str, Tensor]]:
+    """The last of these updates, and each block's gradient in float64 on the host, before clipping."""
+    step = Step(task, network, runtime, config, steps=1000)
+    network.eval()
+    weights = {name: tensor.clone() for name, tensor in optim.named_tensors(network).items()}
+    for batch in batches:
+        optim.load_tensors(network, weights)  # each from the same weights
+        stats = step(batch)
+        for _ in range(MAX_OVERFLOWS):
+            if not stats.overflow:
+                break
+            stats = step(batch)
+    blocks: dict[str, list[Tensor]] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach().cpu().double().flatten()
+            blocks.setdefault(block_of(network, name), []).append(gradient)
+    return stats, {name: torch.cat(parts) for name, parts in blocks.items()}
+
+
+def _difference(
+    measured: tuple[Stats, Mapping[str, Tensor]], expected: tuple[Stats, Mapping[str, Tensor]], exact: bool
+) -> str:
+    """What is wrong with an update beside another of the same rows, in words; "" where they agree. exact: in fp32."""
+    loss_tolerance, gradient_tolerance = TOLERANCE[exact]
+    (stats, gradients), (wanted, right) = measured, expected
+    if not stats.finite:
+        return stats.detail or "the loss scale fell without end"
+    norms = {name: float(gradient.norm()) for name, gradient in right.items()}
+    blocks = [name for name, norm in norms.items() if norm >= NEGLIGIBLE * max(norms.values())]
+    errors = {name: float((gradients[name] - right[name]).norm()) / norms[name] for name in blocks}
+    try:
+        assert_close(stats.losses, wanted.losses, rtol=loss_tolerance, atol=1e-3 * loss_tolerance)
+        assert_close(errors, dict.fromkeys(blocks, 0.0), rtol=0.0, atol=gradient_tolerance)
+    except AssertionError as error:
+        what = "losses" if stats.losses.keys() != wanted.losses.keys() or not errors else "losses or gradients"
+        return f"{what} are not the CPU's: {' '.join(str(error).split())}"
+    return ""
+
+
+def choose_compile(task: Task, batch: Batch, runtime: Runtime, config: Config, card: str) -> tuple[str, str]:
+    """(mode of torch.compile that pays for this network and `card`, why), by trying; "" = none.
+
+    batch: of one update, host tensors. A run that is too short to win back the time of compiling tries nothing.
+    """
+    plain, expected, _ = _timed(task, batch, replace(runtime, compile=""), config)
+    steps = config.train.steps
+    seconds = 60 * config.train.minutes if steps == "auto" else steps * plain
+    if seconds < MIN_COMPILED_SECONDS:
+        return "", f"{seconds:.0f} seconds of updates would not win back the time of compiling"
+    compiled, stats, problem = _timed(task, batch, replace(runtime, compile=COMPILE_MODE), config)
+    if not problem:
+        loss_tolerance, norm_tolerance = TOLERANCE[runtime.dtype == "fp32"]
+        try:
+            assert_close(stats.losses, expected.losses, rtol=loss_tolerance, atol=1e-3 * loss_tolerance)
+            assert_close(stats.grad_norm, expected.grad_norm, rtol=norm_tolerance, atol=0.0)
+        except AssertionError as error:
+            problem = f"compiled updates are not the plain ones: {' '.join(str(error).split())}"
+    if problem:
+        return "", f"tried on {card}: {problem}"
+    gain = plain / compiled
+    return COMPILE_MODE if gain >= COMPILE_GAIN else "", f"updates are {gain:.2f} times as fast compiled, on {card}"
+
+
+def _timed(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[float, Stats, str]:
+    """(median seconds of an update after one that warms up, its stats, why it is not what was asked for)."""
+    with throwaway(task, runtime, config) as step:
+        first = step(batch)
+        compiled = step.model is not optim.unwrap(step.model)
+        if runtime.compile and not compiled:
+            return math.inf, first, first.messages[0]
+        seconds = [seconds_of(lambda: step(batch), runtime.device) for _ in range(1 + TIMED_UPDATES)][1:]
+        short = runtime.compile and step.micro_batch < min(runtime.micro_batch, rows(batch))
+    return statistics.median(seconds), first, "compiled updates need more memory" if short else ""
