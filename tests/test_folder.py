@@ -180,7 +180,7 @@ def test_a_reports_folder_that_cannot_be_written_is_named(
 
 
 def test_a_full_disk_during_training_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(log: MetricsLog, row: Mapping[str, Any]) -> None:
+    def full(log: MetricsLog, row: Mapping[str, Any], always: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(log.path))
 
     tiny = {"data": {"limit": 512}, "model": {"channels": 16, "blocks": 1}, "train": {"steps": 2, "batch_size": 32}}
