@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import chess
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from positions import random_positions
 from test_ssl_targets import truth
@@ -60,14 +58,11 @@ def main() -> None:
         for board in few:
             truth(board)
 
-    start = chess.Board()
-    row = records.from_boards([start])[0]
     table = (
         ("legal policy indices", lambda: bitboard.legal_policy_indices(pieces, castling, file), n, indices, len(few)),
         ("make move", lambda: bitboard.make_moves(*state, first), len(first), push, len(movable)),
         ("ssl maps", lambda: bitboard.ssl_maps(pieces), n, targets, len(few)),
         ("records from boards", lambda: records.from_boards(boards), n, None, 0),
-        ("perft(5) nodes", lambda: bitboard.perft(row["pieces"], 15, -1, 5), 4_865_609, None, 0),
     )
     print(f"{n:,} random positions, {len(codes) / n:.1f} legal moves each; one core, median of {args.repeats}")
     for name, work, items, reference, reference_items in table:

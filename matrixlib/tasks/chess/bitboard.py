@@ -1,4 +1,4 @@
-"""Numba-compiled bitboard core: legal moves, make-move, attacks, perft and SSL target maps for whole batches.
+"""Numba-compiled bitboard core: legal moves, make-move, attacks and SSL target maps for whole batches.
 
 Everything is seen from the side to move ("us", the ORIENTED frame): we always move up the board; for Black
 the ranks are mirrored and the colours swapped, the files kept. Squares: a1 = 0, b1 = 1 ... h8 = 63. Position:
@@ -530,25 +530,6 @@ def _make_batch(pieces: U8, castling: U8, file: I8, clock: U8, moves: U16) -> tu
     return out_pieces, out_castling, out_file, out_clock, bad
 
 
-@kernel
-def _perft(boards: U64, moves: U16, castling: Int, file: Int, depth: Int) -> Int:
-    n = _legal(boards[depth], castling, file, moves[depth])
-    if depth == 1:
-        return n
-    total = 0
-    for i in range(n):
-        c, f, _ = _make(boards[depth], castling, file, 0, np.int64(moves[depth, i]), boards[depth - 1])
-        total += _perft(boards, moves, c, f, depth - 1)
-    return total
-
-
-@kernel
-def _perft_root(pieces: U8, castling: Int, file: Int, depth: Int) -> Int:
-    boards, moves = np.empty((depth + 1, 13), np.uint64), np.empty((depth + 1, POLICY_SIZE), np.uint16)
-    _unpack(pieces, boards[depth])
-    return _perft(boards, moves, castling, file, depth)
-
-
 # --- whole games ----------------------------------------------------------------------------------
 
 
@@ -805,8 +786,8 @@ def _ssl_batch(pieces: U8) -> U64:
 
 
 @kernel
-def _mirror_rows(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
-    """Map the policy indices of the chosen rows through a table, in place, and sort each row again."""
+def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
+    """Map the policy entries of the rows (B,) bool through a table (4672,), in place, and sort each again."""
     for i in range(rows.shape[0]):
         if not rows[i]:
             continue
@@ -979,16 +960,3 @@ def ssl_maps(pieces: ArrayLike) -> U64:
     control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
     """
     return _ssl_batch(_boards(pieces))
-
-
-def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.bool_], table: U16) -> None:
-    """Map the policy entries of the rows (B,) bool through a table (4672,), in place, and sort each again."""
-    _mirror_rows(indices, weights, offsets, rows, table)
-
-
-def perft(pieces: ArrayLike, castling: int, en_passant: int, depth: int) -> int:
-    """Number of leaves of the tree of legal moves of one position (pieces (32,)); depth >= 0."""
-    if depth < 0:
-        raise ValueError(f"perft depth must be 0 or more, not {depth}")
-    dense = _boards(np.asarray(pieces)[None])
-    return int(_perft_root(dense[0], int(castling), int(en_passant), depth)) if depth else 1

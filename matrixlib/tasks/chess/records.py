@@ -103,7 +103,9 @@ def from_boards(boards: Iterable[chess.Board], **fields: Any) -> Records:
     own, other = np.where(black, (masks[:, 6], masks[:, 7]), (masks[:, 7], masks[:, 6]))
     oriented = np.concatenate([masks[:, :6] & own[:, None], masks[:, :6] & other[:, None]], axis=1)
     oriented[black] = oriented[black].byteswap()  # a byte is a rank
-    _check(boards, oriented)
+    if not (good := playable(oriented)).all():
+        board = boards[int(good.argmin())]
+        raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
     records["pieces"] = bitboard.pieces_of(oriented)
     records["castling"] = [_castling(b) for b in boards]
     last = (chess.BB_RANK_3, chess.BB_RANK_6)
@@ -185,13 +187,6 @@ def playable(boards: NDArray[np.uint64]) -> NDArray[np.bool_]:
     good &= pieces == np.bitwise_count(np.bitwise_or.reduce(boards, axis=1))
     turned = np.concatenate([boards[:, 6:], boards[:, :6]], axis=1).byteswap()
     return good & ~bitboard.in_check(bitboard.pieces_of(turned))
-
-
-def _check(boards: Sequence[chess.Board], oriented: NDArray[np.uint64]) -> None:
-    good = playable(oriented)
-    if not good.all():
-        board = boards[int(good.argmin())]
-        raise ValueError(f"FEN '{board.fen()}' is not a position of chess: {board.status()!r}")
 
 
 def to_board(record: np.void | Records) -> chess.Board:
@@ -288,45 +283,31 @@ def play(records: Records, moves: NDArray[np.uint16]) -> Records:
     return after
 
 
-# Matrix0's frame
+# Policy indices of turned boards
 
 
-def _absolute_table() -> NDArray[np.uint16]:
-    rays, jumps, plane = bitboard.RAYS, bitboard.JUMPS, np.arange(bitboard.PLANES)
+def _turned_table(files: int, ranks: int, square: int) -> NDArray[np.uint16]:
+    """(4672,): policy index after the steps' files and ranks are multiplied by 1 or -1, and squares XORed."""
+    rays, jumps, under, plane = bitboard.RAYS, bitboard.JUMPS, bitboard.UNDER_FILES, np.arange(bitboard.PLANES)
     for d, (file, rank) in enumerate(rays):
-        plane[d * 7 : d * 7 + 7] = rays.index((file, -rank)) * 7 + np.arange(7)
+        plane[d * 7 : d * 7 + 7] = rays.index((files * file, ranks * rank)) * 7 + np.arange(7)
     for j, (file, rank) in enumerate(jumps):
-        plane[56 + j] = 56 + jumps.index((file, -rank))
+        plane[56 + j] = 56 + jumps.index((files * file, ranks * rank))
     for piece in range(3):
-        plane[65 + piece * 3], plane[66 + piece * 3] = 66 + piece * 3, 65 + piece * 3
-    squares = np.arange(64)[:, None] ^ 56
+        for direction, file in enumerate(under):
+            plane[64 + piece * 3 + direction] = 64 + piece * 3 + under.index(files * ranks * file)
+    squares = np.arange(64)[:, None] ^ square
     return (squares * bitboard.PLANES + plane).reshape(-1).astype(np.uint16)
 
 
-absolute_index = _absolute_table()
+absolute_index = _turned_table(1, -1, 56)
 """(4672,): a policy index of Black's, oriented, as Matrix0 has it on absolute squares; its own inverse. Ranks change
 sign; its under-promotion directions are mover-relative (direction 1 is dfile +1 for Black), so there they swap. White's
 indices are the same."""
+mirror_index = _turned_table(-1, 1, 7)  # (4672,): the policy index after mirroring left and right; its own inverse
 
 
 # Left-right mirror
-
-
-def _mirror_table() -> NDArray[np.uint16]:
-    rays, jumps = bitboard.RAYS, bitboard.JUMPS
-    plane = np.zeros(bitboard.PLANES, np.int64)
-    for d, (file, rank) in enumerate(rays):
-        plane[d * 7 : d * 7 + 7] = rays.index((-file, rank)) * 7 + np.arange(7)
-    for j, (file, rank) in enumerate(jumps):
-        plane[56 + j] = 56 + jumps.index((-file, rank))
-    for piece in range(3):
-        for direction, file in enumerate(bitboard.UNDER_FILES):
-            plane[64 + piece * 3 + direction] = 64 + piece * 3 + bitboard.UNDER_FILES.index(-file)
-    squares = np.arange(64)[:, None] ^ 7
-    return (squares * bitboard.PLANES + plane).reshape(-1).astype(np.uint16)
-
-
-mirror_index = _mirror_table()  # (4672,): the policy index after mirroring left and right; its own inverse
 
 
 def mirrorable(records: Records) -> NDArray[np.bool_]:
