@@ -87,11 +87,10 @@ def test_the_bars_are_stacked_to_the_time_of_an_update() -> None:
     assert "ms" in axes.get_ylabel()
 
 
-def test_starvation_is_told_once_with_what_to_do() -> None:
+def test_starvation_is_told_with_what_to_do() -> None:
     late = Starvation(2, 4)
     messages = [late.update(0.4, 1.0) for _ in range(3 * STARVED_UPDATES)]
-    (warning,) = filter(None, messages)
-    assert "took 40% of the last 100 updates; raise data.workers (now 2)" in warning
+    assert "took 40% of the last 100 updates; raise data.workers (now 2)" in messages[-1]
     assert not any(messages[:STARVED_UPDATES])
     alone = Starvation(0, 2)
     assert "data.workers is 0" in "".join(alone.update(1.0, 2.0) for _ in range(2 * STARVED_UPDATES))
@@ -124,7 +123,7 @@ def test_a_trace_holds_the_updates_that_were_asked_for(tmp_path: Path) -> None:
         if stats.step == 3:
             break
     stopped.close()  # an interrupted training leaves no profiler running
-    assert not (tmp_path / "cut.json").exists()
+    assert not torch.autograd.profiler._is_profiler_enabled
 
 
 def test_throughput_over_a_window() -> None:

@@ -7,6 +7,7 @@ on to its next stage. Phases end at shares of the updates, or when a metric of t
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,10 @@ def phases(dimensions: Sequence[Dimension]) -> tuple[Phase, ...]:
     )
 
 
+STATE = ("phase", "history", "_next", "_validations", "_good", "_bad", "_falls")
+"""What a curriculum keeps in a checkpoint."""
+
+
 class Curriculum:
     """A state machine over update counts and validation metrics, which knows no clock and no random number.
 
@@ -192,16 +197,8 @@ class Curriculum:
 
     def to_dict(self) -> dict[str, Any]:
         """State without the configuration, for the checkpoint."""
-        return {
-            "phases": [str(phase) for phase in self.phases],
-            "phase": self.phase,
-            "next": self._next,
-            "history": [list(change) for change in self.history],
-            "validations": self._validations,
-            "good": self._good,
-            "bad": self._bad,
-            "falls": list(self._falls),
-        }
+        state = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
+        return {"phases": [str(phase) for phase in self.phases], **state}
 
     @classmethod
     def from_dict(
@@ -211,11 +208,9 @@ class Curriculum:
         curriculum = cls(config, dimensions)
         if data["phases"] != [str(phase) for phase in curriculum.phases]:
             raise ValueError(f"the curriculum had the phases {'; '.join(data['phases'])}")
-        curriculum.phase, curriculum._next = data["phase"], data["next"]
+        for name in STATE:
+            setattr(curriculum, name, copy.deepcopy(data[name]))
         curriculum.history = [(update, phase) for update, phase in data["history"]]
-        curriculum._validations = data["validations"]
-        curriculum._good, curriculum._bad = data["good"], data["bad"]
-        curriculum._falls = list(data["falls"])
         return curriculum
 
 

@@ -10,25 +10,6 @@ from typing import Any
 from matrixlib import files
 from matrixlib.config import ConfigError, read_yaml_file
 
-TYPES: Mapping[str, tuple[type, ...]] = {
-    "requested": (dict,),
-    "runtime": (dict,),
-    "kind": (str,),
-    "preset": (str,),
-    "started": (str,),
-    "catalogue": (str,),
-    "init": (dict,),
-    "teacher": (dict,),
-    "peak": (dict,),
-    "complete": (bool,),
-    "steps": (int,),
-    "stopped_early": (bool, str, type(None)),
-    "verdict": (dict,),
-    "evaluation": (dict,),
-    "headline": (str,),
-}
-"""What run.json and summary.json hold, as far as others rely on it."""
-
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -64,8 +45,8 @@ class RunFolder:
 
 def read_run(folder: Path) -> RunFolder:
     """The run of a folder. ValueError naming the file that is missing or damaged, and the way on."""
-    run = RunFolder(folder, _checked(folder / "run.json"), _checked(folder / "summary.json"))
-    if "requested" not in run.record:
+    run = RunFolder(folder, files.read_json(folder / "run.json"), files.read_json(folder / "summary.json"))
+    if not isinstance(run.record.get("requested"), dict):
         problem = "does not say what was asked for" if (folder / "run.json").exists() else "is missing"
         raise ValueError(f"{folder / 'run.json'} {problem}: bring it back from a copy, or give another run name")
     return run
@@ -103,15 +84,6 @@ def newest_complete(task: str, fits: Callable[[Mapping[str, Any]], bool] = lambd
         if run.complete and run.record.get("kind") == "train" and run.task == task and fits(run.record["requested"])
     ]
     return max(ended, key=lambda run: run.ended).path if ended else None
-
-
-def _checked(path: Path) -> dict[str, Any]:
-    """A JSON object whose members are of the types that others rely on; {} where there is no such file."""
-    data = files.read_json(path)
-    for key, types in TYPES.items():
-        if key in data and not isinstance(data[key], types):
-            raise ValueError(f"{path} is damaged ('{key}' is {data[key]!r}): bring it back or move it away")
-    return data
 
 
 @functools.cache

@@ -172,19 +172,11 @@ class Health(State):
 
         The learning rate is cut by the configured factor, on top of what is left of an earlier cut.
         """
-        return Health(
-            self.config,
-            updates=self.updates,
-            skipped=self.skipped,
-            overflows=self.overflows,
-            losses=saved.losses,
-            norms=saved.norms,
-            clips=saved.clips,
-            rollbacks=self.rollbacks + 1,
-            cut=self.rate_scale(self.onset) * self.config.rate_factor,
-            cut_at=step,
-            last=self.last,
-        )
+        health = Health(self.config, losses=saved.losses, norms=saved.norms, clips=saved.clips)
+        health.updates, health.skipped, health.overflows = self.updates, self.skipped, self.overflows
+        health.rollbacks, health.last = self.rollbacks + 1, self.last
+        health.cut, health.cut_at = self.rate_scale(self.onset) * self.config.rate_factor, step
+        return health
 
     def rate_scale(self, update: int) -> float:
         """Factor on the learning rate of `update`: the cut of the last rollback, going back to 1 linearly."""

@@ -1,11 +1,10 @@
 """What is looked at between updates: outputs, gradients, blocks and dead units of the model in training."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,6 @@ from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
 from matrixlib.engine.validation import HeldOut
 from matrixlib.files import write_json
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 EVIDENCE_UPDATES = 16
 """Updates at most whose records are kept as evidence, and rows of metrics from before the trouble."""
@@ -102,52 +98,34 @@ def keep_evidence(
     return folder
 
 
-def by_part(update: Callable[[], object], model: nn.Module, optimiser: torch.optim.Optimizer) -> pd.DataFrame:
-    """Where the memory of one update goes: what each part of `model` keeps from its forward pass, in MiB.
+def memory_by_part(
+    update: Callable[[], object], model: nn.Module, optimiser: torch.optim.Optimizer
+) -> dict[str, float]:
+    """Where the memory of one update goes, in MiB: what each part of `model` keeps for its backward pass; weights,
+    gradients and the optimiser's state are a row each. A part is a child, or one of a child's list of modules.
 
-    update: makes one with the model and optimiser; it is called twice, the first time to warm up. What is kept is
-    there until the backward pass. Weights, gradients and the optimiser's state are a row each.
+    update: makes one with the model and optimiser.
     """
-    import pandas as pd
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    on_device = next(model.parameters()).is_cuda
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
-    parts = set(_parts(model))
-    running: list[Any] = []
-    names: list[str] = []
+    blocks = {name: diagnostics.block_of(model, f"{name}._") for name, _ in model.named_modules() if name}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    running, kept, seen = list[str](), Counter[str](), set[int]()
 
     def enter(name: str, *_: Any) -> None:
-        if name in parts:
-            names.append(name)
-            running.append(record_function(name).__enter__())
+        running.append(blocks.get(name, ""))
 
-    def leave(name: str, *_: Any) -> None:
-        if name in parts:
-            running.pop().__exit__(None, None, None)
+    def leave(*_: Any) -> None:
+        running.pop()
 
-    update()
-    with diagnostics.hooked(model, enter, leave), profile(activities=activities, profile_memory=True) as profiler:
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if running and running[-1] and storage.data_ptr() not in own | seen:
+            seen.add(storage.data_ptr())
+            kept[running[-1]] += storage.nbytes()
+        return tensor
+
+    with diagnostics.hooked(model, enter, leave), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         update()
-    used = {
-        event.key: event.device_memory_usage if on_device else event.cpu_memory_usage
-        for event in profiler.key_averages()
-    }
-    weights = _bytes(model.parameters())
-    state = _bytes(value for entry in optimiser.state.values() for value in entry.values())
-    table = {name: used[name] for name in names if name in used}
-    table |= {"weights": weights, "their gradients": weights, "optimiser": state}
-    return pd.DataFrame({"MiB": table}).div(MEBI).round(2)
-
-
-def _parts(model: nn.Module) -> Iterator[str]:
-    """Names of the network's parts: its children, and those of its lists and dicts of modules."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from (f"{name}.{inner}" for inner, _ in child.named_children())
-        else:
-            yield name
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    state = [value for entry in optimiser.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    table = {**kept, "weights": weights, "their gradients": weights, "optimiser": sum(value.nbytes for value in state)}
+    return {name: round(size / MEBI, 2) for name, size in table.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class Clock:
         self._seconds: dict[str, float] = {}
         self._events: deque[tuple[str, Any, Any]] = deque()
 
-    @contextmanager
+    @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure what is done inside the context; not counted if it fails."""
         start = backend.timing_event(self._device) if name in ON_DEVICE else None
@@ -90,7 +91,6 @@ class Starvation:
     def __init__(self, workers: int, prefetch: int) -> None:
         self._workers, self._prefetch = workers, prefetch
         self._last: deque[tuple[float, float]] = deque(maxlen=STARVED_UPDATES)
-        self._quiet = STARVED_UPDATES  # updates to come without a warning
         self._first = FIRST_UPDATES  # to come that do not count
 
     def update(self, waited: float, seconds: float) -> str:
@@ -99,12 +99,10 @@ class Starvation:
             self._first -= 1
             return ""
         self._last.append((waited, seconds))
-        self._quiet = max(0, self._quiet - 1)
         total = sum(seconds for _, seconds in self._last)
         share = sum(late for late, _ in self._last) / total if total else 0.0
-        if self._quiet or len(self._last) < STARVED_UPDATES or share <= STARVED_SHARE:
+        if len(self._last) < STARVED_UPDATES or share <= STARVED_SHARE:
             return ""
-        self._quiet = 10 * STARVED_UPDATES
         if self._workers:
             remedy = (
                 f"raise data.workers (now {self._workers}) or data.prefetch (now {self._prefetch}), and see whether "
@@ -118,29 +116,18 @@ class Starvation:
 def traced(updates: Iterator[Stats], after: int, path: Path) -> Iterator[Stats]:
     """The same updates; the `TRACED` that follow update `after`, fewer where they end before, are recorded as a Chrome
     trace. after: 0 = none."""
-    recorder: torch.profiler.profile | None = None
-    try:
+    with contextlib.ExitStack() as stack:
+        recorder: torch.profiler.profile | None = None
         for stats in updates:
-            if recorder is not None and stats.step >= after + TRACED:
-                _export(recorder, path)
-                recorder, after = None, 0
             yield stats
             if after and stats.step == after:
                 import torch  # not at the top: whoever reads times does not need it
 
-                recorder = torch.profiler.profile()
-                recorder.start()
-        if recorder is not None:
-            _export(recorder, path)
-            recorder = None
-    finally:
-        if recorder is not None:
-            recorder.stop()
-
-
-def _export(recorder: torch.profiler.profile, path: Path) -> None:
-    recorder.stop()
-    recorder.export_chrome_trace(str(path))
+                write = partial(torch.profiler.profile.export_chrome_trace, path=str(path))
+                recorder = stack.enter_context(torch.profiler.profile(on_trace_ready=write))
+            elif recorder is not None and stats.step >= after + TRACED:
+                stack.close()
+                recorder = None
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -114,11 +114,14 @@ def fit_steps(data: RunData) -> int:
 
 def memory_table(data: RunData) -> pd.DataFrame:
     """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
+    import pandas as pd
+
     from matrixlib.engine import inspection, step
 
     with step.throwaway(data.task, data.runtime, data.config) as updates:
         batch = data.batch(0)
-        return inspection.by_part(lambda: updates(batch), updates.model, updates.optimiser)
+        table = inspection.memory_by_part(lambda: updates(batch), updates.model, updates.optimiser)
+    return pd.DataFrame({"MiB": table})
 
 
 def measure_peak(folder: Path, runtime: runtimes.Runtime, flops: float | None) -> float | None:

@@ -16,7 +16,7 @@ from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
 from matrixlib.hardware import openmp
 from matrixlib.runs.run import Run
-from matrixlib.tasks.plotting import beside, log, panels
+from matrixlib.tasks.plotting import beside, panels
 
 LOWEST, HIGHEST = 1e-6, 1.0
 """Learning rates of the first and, unless the loss diverges before, of the last update."""
@@ -59,17 +59,15 @@ class RateTest:
     def figure(self) -> Figure:
         """Loss over the rate, each update and their smooth curve; the suggested rate and the run's own."""
         figure, (axes,) = panels()
-        axes.plot(self.rates, self.losses, ".", color="C0", alpha=0.35, label="each update")
-        axes.plot(self.rates, self.smooth, color="C0", label="mean of neighbours")
+        axes.semilogx(self.rates, self.losses, ".", color="C0", alpha=0.35, label="each update")
+        axes.semilogx(self.rates, self.smooth, color="C0", label="mean of neighbours")
         if self.suggestion is not None:
             axes.axvline(self.suggestion, color="C3", label=f"suggested: {self.suggestion:g}")
         axes.axvline(self.own, color="0.4", linestyle="--", label=f"as configured: {self.own:g}")
-        log(axes, self.rates, "x")
         usual = self.losses[: int(np.argmin(self.smooth)) + 1]
         if room := max(usual) - min(usual):  # else the divergence would take the whole height
             axes.set_ylim(min(usual) - 0.1 * room, max(usual) + room)
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("training loss [nat]")
+        axes.set(xlabel="learning rate", ylabel="training loss [nat]")
         beside(figure)
         return figure
 
