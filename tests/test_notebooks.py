@@ -242,6 +242,6 @@ def test_data_brings_games_in_and_shows_what_is_in_quarantine(reports: Path, tmp
     assert re.search(r'^result contradicts the board +games\.pgn +1 +0-1 .*\[White "Scholar"\]', text, re.MULTILINE)
     assert re.search(r"^games\.pgn +pgn +3 +2 +1 +0 +17$", text, re.MULTILINE)
     assert re.search("^pass  accounts add up +2 accounts$", text, re.MULTILINE)
-    assert shown.pictures == 2
+    assert shown.pictures == 4
     assert (tmp_path / "copy.sqlite").exists()
     assert (reports / "data" / "catalogue.sqlite").exists()
