@@ -82,16 +82,6 @@ def test_legal_moves_and_the_positions_after_them() -> None:
     assert (after["ply"] == reference["ply"]).all()
 
 
-def test_legal_policy_indices_are_those_of_the_moves() -> None:
-    rows = records.from_boards(hard_positions())
-    _, indices, offsets = moves_of(rows)
-    values, again = bitboard.legal_policy_indices(rows["pieces"], rows["castling"], rows["en_passant"])
-    assert values.dtype == np.uint16
-    assert again.dtype == np.int64
-    assert (values == indices).all()
-    assert (again == offsets).all()
-
-
 def test_the_longest_list_of_moves_of_chess() -> None:
     row = np.atleast_1d(records.from_boards([chess.Board("R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1")])[0])
     rows = np.repeat(row, 50)  # more than the buffer's first size
@@ -110,15 +100,6 @@ def test_a_board_full_of_queens_overruns_nothing() -> None:
     assert bitboard.ssl_maps(pieces).shape == (1, 5)
 
 
-def test_pieces_and_bitboards_are_inverse() -> None:
-    rows = records.from_boards(boards())
-    masks = bitboard.bitboards(rows["pieces"])
-    assert (bitboard.pieces_of(masks) == rows["pieces"]).all()
-    first = bitboard.bitboards(records.from_boards([chess.Board()])["pieces"])[0]
-    assert int(first[bitboard.PAWN]) == chess.BB_RANK_2
-    assert int(first[6 + bitboard.KING]) == chess.BB_E8
-
-
 def test_attack_sets_and_checks() -> None:
     some = hard_positions() + random_positions(150, seed=12)
     rows = records.from_boards(some)
@@ -129,17 +110,6 @@ def test_attack_sets_and_checks() -> None:
         oriented = board if board.turn else board.mirror()  # White to move
         for s in chess.SQUARES:
             assert int(sets[i, s]) == oriented.attacks_mask(s), (board.fen(), s)
-
-
-def test_pawns_attack_forwards() -> None:
-    """A reversed pawn must fail: ours attack upwards, theirs downwards, for either colour to move."""
-    for colour in (chess.WHITE, chess.BLACK):
-        board = chess.Board("4k3/3p4/8/8/8/8/4P3/4K3 w - - 0 1")
-        board.turn = colour
-        sets = bitboard.attack_sets(records.from_boards([board])["pieces"])[0]
-        ours, theirs = (chess.E2, chess.D7) if colour else (chess.D2, chess.E7)
-        assert chess.SquareSet(int(sets[ours])) == {ours + 7, ours + 9}
-        assert chess.SquareSet(int(sets[theirs])) == {theirs - 7, theirs - 9}
 
 
 def test_en_passant_is_kept_only_where_legal() -> None:
@@ -191,17 +161,6 @@ def test_policy_tables_are_inverse() -> None:
     valid = np.flatnonzero(bitboard.POLICY_MOVE != bitboard.NO_MOVE)
     assert [bitboard.policy_index_of(int(bitboard.POLICY_MOVE[i])) for i in valid] == valid.tolist()
     assert len(valid) == 1792 + 66  # queen's and knight's moves; 22 under-promotions of 3 pieces
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_legal_moves_of_many_positions() -> None:
-    some = random_positions(50_000, seed=13)
-    rows = records.from_boards(some)
-    codes, _, offsets = moves_of(rows)
-    for i, board in enumerate(some):
-        result = {to_chess(int(c), board.turn) for c in codes[offsets[i] : offsets[i + 1]]}
-        assert result == set(board.legal_moves), board.fen()
 
 
 def test_replay_leaves_out_games_with_a_move_that_fits_none_or_several() -> None:

@@ -289,11 +289,3 @@ def test_mates_in_one_at_200_simulations(shared: Path, look_ahead: bool) -> None
 def test_some_mates_in_two(shared: Path) -> None:
     mates = puzzles(shared, 3)[:10]
     assert solved(mates, 20_000, 3, True) >= 9
-
-
-@pytest.mark.soak
-def test_mates_in_two_at_20000_simulations(shared: Path) -> None:
-    mates = puzzles(shared, 3)
-    count = sum(solved(mates[i : i + 20], 20_000, 3, True) for i in range(0, len(mates), 20))
-    print(f"{count} of {len(mates)} mates in two")
-    assert count >= 0.9 * len(mates)

@@ -16,7 +16,6 @@ from test_task_contract import check_task
 from torch import Tensor, nn
 
 from matrixlib.config import ConfigError, merge
-from matrixlib.engine.task import slice_batch
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess import losses, records
 from matrixlib.tasks.chess.config import ChessConfig, ModelConfig
@@ -29,7 +28,6 @@ from matrixlib.tasks.chess.task import ChessTask
 
 ALL_SSL = ["piece", "threat", "pin", "fork", "control"]
 MANY_MOVES = "R6R/3Q4/1Q4Q1/4Q3/2Q4Q/Q4Q2/pp1Q4/kBNN1KB1 w - - 0 1"  # 218 legal moves
-CUTS = ((0, 7), (7, 50), (50, 96))
 Rows = dict[str, np.ndarray]
 
 
@@ -194,26 +192,6 @@ def test_counts_by_hand(rows: Rows) -> None:
         "ssl_piece": int(np.bitwise_count(batch["hidden"].numpy()).sum()),
         **{f"ssl_{name}": 64 * int(shown.sum()) for name in ALL_SSL[1:]},
     }
-
-
-@pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
-@pytest.mark.parametrize("kind", ["wdl", "scalar"])
-def test_losses_are_sums_that_add_up_over_slices(rows: Rows, encoding: str, kind: str) -> None:
-    chess_task = task(encoding, model={"value": {"kind": kind}}, loss={"label_smoothing": 0.1})
-    model, batch = chess_task.build_model().eval(), tensors(chess_task.prepare(rows, rng()))
-    active = frozenset(chess_task.weights)
-    with torch.no_grad():
-        whole = chess_task.losses(model, batch, active)
-        parts = [chess_task.losses(model, slice_batch(batch, *cut), active) for cut in CUTS]
-    assert whole[0].keys() == active
-    for number in (0, 1):
-        for name, value in whole[number].items():
-            assert value.dtype == torch.float32
-            assert value.shape == ()
-            total = float(sum(part[number][name] for part in parts))
-            assert total == pytest.approx(float(value), rel=1e-4, abs=1e-3), name
-    counts = [chess_task.counts(slice_batch(batch, *cut)) for cut in CUTS]
-    assert {term: sum(c[term] for c in counts) for term in active} == chess_task.counts(batch)
 
 
 @pytest.mark.parametrize("encoding", ["oriented", "matrix0"])
@@ -408,26 +386,6 @@ def test_the_task_is_frozen_and_travels_to_workers(rows: Rows) -> None:
         chess_task.config = twin.config  # type: ignore[misc]
 
 
-def test_weights() -> None:
-    chess_task = task(ssl=["pin", "piece"], loss={"policy": 2.0, "value": 0.5, "ssl": {"pin": 0.1, "piece": 0.3}})
-    assert chess_task.weights == {"policy": 2.0, "value": 0.5, "ssl_pin": 0.1, "ssl_piece": 0.3}
-
-
-def test_a_few_updates_lower_every_loss(rows: Rows) -> None:
-    chess_task = task()
-    model, batch = chess_task.build_model(), tensors(chess_task.prepare(rows, rng()))
-    optimiser = torch.optim.AdamW(model.parameters(), 5e-3)
-    terms, counts = frozenset(chess_task.weights), chess_task.counts(batch)
-    history = []
-    for _ in range(25):
-        actual, _ = chess_task.losses(model, batch, terms)
-        history.append({term: float(value.detach()) for term, value in actual.items()})
-        optimiser.zero_grad()
-        torch.stack([actual[term] / counts[term] for term in sorted(terms)]).sum().backward()
-        optimiser.step()
-    assert all(history[-1][term] < history[0][term] for term in terms)
-
-
 @pytest.mark.parametrize("trunk", [True, False])
 def test_ssl_reaches_the_trunk_unless_it_is_switched_off(rows: Rows, trunk: bool) -> None:
     """Matrix0 cut its trunk off by default, so its self-supervised loss could not shape the network."""
@@ -452,12 +410,6 @@ def test_weights_of_heads_are_applied(rows: Rows) -> None:
     chess_task = task(loss={"ssl": weights})
     assert {term: chess_task.weights[f"ssl_{term}"] for term in ALL_SSL} == weights
     assert "ssl_piece" not in active_terms(chess_task)
-
-
-def test_the_share_of_hidden_rows_is_the_configured_one(rows: Rows) -> None:
-    half = task(data={"hidden_rows": 0.5, "hidden_squares": 1.0}).prepare(rows, rng())
-    assert set(half["hidden"].ravel().tolist()) == {0, 255}
-    assert (half["hidden"] == 255).all(1).mean() == pytest.approx(0.5, abs=0.12)
 
 
 def test_nothing_is_hidden_for_a_piece_head_without_weight(rows: Rows) -> None:

@@ -325,14 +325,6 @@ def test_square_losses_equal_a_slow_reference(seed: int) -> None:
     assert {name: int(value) for name, value in metrics.items()} == expected
 
 
-def test_metrics_carry_no_gradient() -> None:
-    case = tensors(policy_case(3))
-    case["logits"].requires_grad_()
-    loss, metrics = losses.policy_loss(**case, smoothing=0.0)
-    assert loss.requires_grad
-    assert not any(value.requires_grad for value in metrics.values())
-
-
 def test_positive_weights_count_ones_and_leave_the_best_probability_true() -> None:
     """The weighted loss of a constant guess is least where the calibrated logit is that of the base rate."""
     target = torch.zeros(4, 8, 8)

@@ -138,19 +138,6 @@ def test_option_gives_shapes_gradients_and_its_parameter_count(name: str) -> Non
         assert parameter.grad.any(), parameter_name
 
 
-def test_matrix0_size() -> None:
-    config = load("matrix0_53m").model
-    with torch.device("meta"):
-        net = PolicyValueNet(config)
-    assert parameters(net) == 53_161_185
-    assert sum(p.numel() for p in net.auxiliary.parameters()) == 12_352 + 10_688
-
-
-def test_presets_use_the_better_choices() -> None:
-    config = load("demo").model
-    assert (config.policy.clamp, config.policy.logit_norm, config.attention.norm) == (0.0, False, "pre")
-
-
 @pytest.mark.parametrize("in_blocks", ["group", "batch"])
 @pytest.mark.parametrize("in_heads", ["group", "batch"])
 def test_norm_is_honoured_in_every_block_and_head(in_blocks: str, in_heads: str) -> None:
@@ -531,13 +518,6 @@ def test_flops_are_of_what_is_asked_for_and_never_of_what_is_repeated() -> None:
     assert training_flops(again, both) == training_flops(config, both)
     pairs = config.model_copy(update={"policy": PolicyHeadConfig(kind="attention", rank=4)})
     assert training_flops(pairs, play) > 0  # its tables come from the CPU
-
-
-def test_flops_of_the_reference_network() -> None:
-    config = load("matrix0_53m").model
-    with torch.device("meta"):
-        assert 6.2e9 < forward_flops(PolicyValueNet(config)) < 6.4e9
-    assert training_flops(config, frozenset({"policy", "value"})) == pytest.approx(18.8e9, rel=0.01)
 
 
 def test_samples_do_not_influence_each_other_in_evaluation() -> None:

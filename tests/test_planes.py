@@ -141,40 +141,12 @@ def test_hidden_squares_vanish_from_the_piece_planes_alone(encoding: str) -> Non
     assert torch.equal(masked[:, 12:], full[:, 12:])
 
 
-def test_a_reversed_rank_would_be_seen() -> None:
-    """Our pawns start on row 1 in oriented planes, White's on row 6 in Matrix0's, whoever is to move."""
-    start, black = chess.Board(), chess.Board()
-    black.turn = chess.BLACK
-    batch = packed(records.from_boards([start, black]))
-    x, y = planes.planes(batch, "oriented"), planes.planes(batch, "matrix0")
-    for i in range(2):
-        assert x[i, 0].sum(1).tolist() == [0, 8, 0, 0, 0, 0, 0, 0]
-        assert y[i, 0].sum(1).tolist() == [0, 0, 0, 0, 0, 0, 8, 0]
-        assert y[i, 12].unique().tolist() == [1 - i]
-
-
 def test_long_games_and_clocks_are_clipped_as_matrix0_does() -> None:
     rows = records.from_boards([chess.Board("4k3/8/8/8/8/8/8/4K2R w - - 250 400")] * 2, ply=[799, 65535])
     x = planes.planes(packed(rows), "matrix0")
     assert x[:, 17].unique().tolist() == [1]
     assert x[:, 18].unique().tolist() == [1]  # ply 65535 is -1 as int16
     assert planes.planes(packed(rows), "oriented")[0, 18].unique().item() == pytest.approx(2.5)
-
-
-def test_bit_maps_unpack_by_rank_and_file() -> None:
-    maps = torch.tensor([[1, 128, 0, 0, 0, 0, 0, 6]], dtype=torch.uint8)
-    x = planes.unpack_maps(maps)
-    assert x.shape == (1, 8, 8)
-    assert x.dtype == torch.float32
-    assert x.nonzero().tolist() == [[0, 0, 0], [0, 1, 7], [0, 7, 1], [0, 7, 2]]
-    assert planes.unpack_maps(maps[:, None].expand(1, 5, 8)).shape == (1, 5, 8, 8)
-
-
-def test_unpacked_pieces_are_classes_by_square() -> None:
-    classes = planes.unpack_pieces(packed(records.from_boards([chess.Board()]))["pieces"])[0]
-    assert classes[:8].tolist() == [3, 1, 2, 4, 5, 2, 1, 3]
-    assert classes[56:].tolist() == [9, 7, 8, 10, 11, 8, 7, 9]
-    assert classes[16:48].unique().tolist() == [12]
 
 
 @pytest.mark.parametrize("encoding", ["", "Oriented"])

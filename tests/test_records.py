@@ -1,7 +1,6 @@
 """Chess records: boards to records and back, policy indices, the mirror."""
 
 import random
-from pathlib import Path
 
 import chess
 import numpy as np
@@ -52,14 +51,6 @@ def test_boards_come_back_from_records(board: chess.Board) -> None:
     assert again.fen() == board.fen()
     assert again.is_valid() == board.is_valid()
     assert records.from_boards([again], repetition=row["repetition"])[0] == row
-
-
-def test_a_position_is_the_same_for_both_colours() -> None:
-    for board in random_positions(200, seed=21):
-        a, b = records.from_boards([board, board.mirror()])
-        assert a["side"] != b["side"]
-        for name in ("pieces", "castling", "en_passant", "halfmove"):
-            assert np.array_equal(a[name], b[name]), name
 
 
 def test_the_layout_of_a_known_position() -> None:
@@ -221,41 +212,12 @@ def test_the_mirror_is_an_exact_symmetry_where_no_castling_is_left() -> None:
         assert np.array_equal(twice[name], array), name
 
 
-def test_mirroring_leaves_its_input_alone() -> None:
-    batch = batch_of(records.from_boards([chess.Board("4k3/P7/8/8/8/8/8/1K6 w - - 0 1")]))
-    copies = {name: array.copy() for name, array in batch.items()}
-    records.mirror(batch, np.array([True]))
-    for name, array in copies.items():
-        assert np.array_equal(batch[name], array), name
-
-
 def test_mirroring_with_castling_rights_is_refused() -> None:
     rows = records.from_boards([chess.Board("4k3/8/8/8/8/8/8/1K6 w - - 0 1"), chess.Board()])
     assert records.mirrorable(rows).tolist() == [True, False]
     records.mirror(batch_of(rows), np.array([True, False]))
     with pytest.raises(ValueError, match="row 1 has castling rights"):
         records.mirror(batch_of(rows), np.array([True, True]))
-
-
-def test_the_mirror_table_is_an_involution_without_fixed_points() -> None:
-    table = records.mirror_index.astype(int)
-    assert sorted(table) == list(range(records.POLICY_SIZE))
-    assert (table[table] == np.arange(records.POLICY_SIZE)).all()
-    assert (table != np.arange(records.POLICY_SIZE)).all()
-
-
-def test_half_a_turn_is_not_a_symmetry() -> None:
-    """Matrix0 turned a quarter of its batches by 180 degrees; pawns then walk backwards."""
-    differs = 0
-    some = [b for b in random_positions(300, seed=24) if not b.clean_castling_rights() and b.pawns]
-    for board in some:
-        turned = board.transform(chess.flip_horizontal).transform(chess.flip_vertical)
-        turned.ep_square = None
-        images = {(m.from_square ^ 63, m.to_square ^ 63, m.promotion) for m in board.legal_moves}
-        differs += images != {(m.from_square, m.to_square, m.promotion) for m in turned.legal_moves}
-    assert differs > 0.8 * len(some)
-    # No mirror of ours ever moves a piece to another rank.
-    assert (records.mirror_index // 73 // 8 == np.arange(records.POLICY_SIZE) // 73 // 8).all()
 
 
 def test_playing_turns_the_result() -> None:
@@ -267,9 +229,3 @@ def test_playing_turns_the_result() -> None:
     assert set(after["game"]) == {9}
     assert set(after["ply"]) == {1}
     assert records.to_board(after[0]).board_fen() == "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR"
-
-
-def test_matrix0_parity_positions(shared: Path) -> None:
-    for fen in (shared / "parity" / "positions.fen").read_text().splitlines():
-        board = records.parse_fen(fen)
-        assert records.to_board(records.from_boards([board])[0]).fen() == board.fen()

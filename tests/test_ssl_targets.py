@@ -69,17 +69,6 @@ def test_neither_empty_squares_nor_two_blockers_are_pins() -> None:
     assert squares("4r1k1/8/8/4n3/8/8/8/4K3 w - - 0 1", "pin") == set()
 
 
-@pytest.mark.parametrize("turn", "wb")
-def test_pawns_attack_in_the_right_direction(turn: str) -> None:
-    fen = f"7k/8/3p4/8/8/4P3/8/K7 {turn} - - 0 1"
-    kings = {"w": {"g8", "g7", "h7"}, "b": {"a2", "b1", "b2"}}
-    pawns = {"w": {"c5", "e5"}, "b": {"d4", "f4"}}
-    assert squares(fen, "threat") == kings[turn] | pawns[turn]
-    them, us = ("w", "b") if turn == "b" else ("b", "w")
-    assert squares(fen, "control_theirs") == kings[us] | pawns[us]
-    assert squares(fen, "control_ours") == kings[them] | pawns[them]
-
-
 @pytest.mark.parametrize(
     "fen, expected",
     [
@@ -100,12 +89,6 @@ def test_known_forks(fen: str, expected: set[str]) -> None:
     assert squares(fen, "fork") == expected
 
 
-def test_pinned_pieces_still_attack_and_defend() -> None:
-    """Attacks are those of attackers_mask: the pinned knight on e2 covers d4 and f4."""
-    fen = "4r1k1/8/8/8/8/8/4N3/4K3 w - - 0 1"
-    assert {"d4", "f4", "g3", "c3"} <= squares(fen, "control_ours")
-
-
 def test_sixteen_attackers_of_one_square_are_counted() -> None:
     board = chess.Board(None)
     for square in chess.SquareSet(chess.BB_KNIGHT_ATTACKS[chess.D4]):
@@ -119,23 +102,6 @@ def test_sixteen_attackers_of_one_square_are_counted() -> None:
     board.turn = chess.BLACK
     assert board.attackers_mask(chess.WHITE, chess.D4).bit_count() == 16
     compare([board])
-
-
-def test_maps_mirror_with_the_board() -> None:
-    boards = [b for b in random_positions(400, seed=33) if not b.clean_castling_rights()]
-    rows = records.from_boards(boards)
-    index, offset = records.legal_indices(rows)
-    batch = {"records": rows, "policy_index": index, "policy_weight": np.ones_like(index), "policy_offset": offset}
-    mirrored = records.mirror(batch, np.ones(len(rows), bool))["records"]
-    a = np.unpackbits(ssl.targets(rows), axis=2, bitorder="little").reshape(-1, 5, 8, 8)
-    b = np.unpackbits(ssl.targets(mirrored), axis=2, bitorder="little").reshape(-1, 5, 8, 8)
-    assert (a[..., ::-1] == b).all()
-
-
-def test_maps_are_byte_a_rank_and_bit_a_file() -> None:
-    maps = ssl.targets(records.from_boards([chess.Board("7k/8/8/8/8/8/8/r3K3 w - - 0 1")]))[0, 0]
-    assert maps[0] == 0b00011110  # a rook on a1 attacks b1 c1 d1 e1 ...
-    assert (maps[1:6] == 1).all()  # ... and a2 to a6
 
 
 def test_matrix0_truth(shared: Path) -> None:

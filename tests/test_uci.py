@@ -1,12 +1,10 @@
 """The UCI engine: in this process line by line, and as a program under python-chess's client."""
 
 import json
-import os
 import queue
 import random
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import threading
@@ -123,10 +121,6 @@ def test_lines_about_a_search_are_whole_and_its_move_is_their_first(engine: Dial
     board = chess.Board()
     for move in ("e2e4", *line):
         board.push_uci(move)
-
-
-def test_a_depth_takes_its_simulations(engine: Dialogue) -> None:
-    assert " nodes 64 " in infos(engine.ask("go depth 3", until="bestmove"))[-1]
 
 
 def test_variations_are_different_and_ranked(engine: Dialogue) -> None:
@@ -441,38 +435,6 @@ def test_the_script_of_the_package_is_there() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, _, name = scripts["matrixlib-uci"].partition(":")
     assert getattr(import_module(module), name) is uci.main
-
-
-def tournament(script: Path, games: Path) -> list[str] | None:
-    """Command line of an installed program that plays two games of an engine with itself, moves saved to `games`."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/games"])
-    sides = ["-engine", f"cmd={script}", "name=a", "-engine", f"cmd={script}", "name=b", "-each", "tc=10+0.1"]
-    if found := shutil.which("cutechess-cli", path=path):
-        return [found, *sides, "proto=uci", "-games", "2", "-pgnout", str(games)]
-    if found := shutil.which("fastchess", path=path):
-        return [found, *sides, "-rounds", "1", "-games", "2", "-pgnout", f"file={games}"]
-    if all(shutil.which(name, path=path) for name in ("xboard", "polyglot", "xvfb-run")):
-        engines = ["-fcp", str(script), "-fUCI", "-scp", str(script), "-sUCI"]
-        rules = ["-mg", "2", "-tc", "0:05", "-inc", "0", "-adjudicateDrawMoves", "8", "-xponder"]
-        return ["xvfb-run", "-a", "xboard", *engines, *rules, "-sgf", str(games), "-noGUI", "-xexit"]
-    return None
-
-
-@pytest.mark.slow
-def test_a_tournament_program_plays_two_games(run: Path, tmp_path: Path) -> None:
-    script, games = tmp_path / "engine.sh", tmp_path / "games.pgn"
-    line = tournament(script, games)
-    if line is None or os.name != "posix":
-        pytest.skip("no cutechess-cli, no fastchess, and no xboard with polyglot and xvfb (Debian has these)")
-    script.write_text(f"#!/bin/sh\ncd {ROOT} && exec {' '.join(command(run))}\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/games"])
-    own = {**os.environ, "HOME": str(tmp_path), "PATH": path}  # it writes its settings there
-    done = subprocess.run(line, capture_output=True, text=True, env=own, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    text = games.read_text()
-    assert len(re.findall(r'^\[Result "(1-0|0-1|1/2-1/2)"\]', text, re.MULTILINE)) == 2, done.stdout
-    assert not re.search("illegal|disconnect|stall|crash|forfeit|exited", (text + done.stdout + done.stderr).lower())
 
 
 def test_without_a_name_the_training_that_ended_last_plays(
