@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted import change_batches, spoil_output
 from toy_task import ToyData, ToySource, ToyTask, toy_batch, toy_runtime
 
 from matrixlib import config as configuration
@@ -18,9 +19,7 @@ from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs import run as runs
-from matrixlib.runs.faults import change_batches
 from matrixlib.tasks import load_config
-from matrixlib.tasks.spec import spoil_output
 
 STEPS = {"toy": 300, "latin": 150}
 POISONED = range(100, 104)

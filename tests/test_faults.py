@@ -1,79 +1,101 @@
-"""Faults planted on purpose, each by itself; test_injection.py trains with them."""
+"""The faults of faults.ipynb: each is noticed, loses nothing and ends near the clean runs; and it can fail."""
 
-import os
-from pathlib import Path
+import math
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from cells import run_notebook
 
-from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import BLOCK, DamagedBlock, Shard
-from matrixlib.runs import faults, injection
-from matrixlib.tasks import get_task, load_config
-from matrixlib.tasks.chess.records import LAYOUT
-from matrixlib.tasks.latin.pool import LAYOUT as SQUARES
+from matrixlib.runs.compare import read_result
+from matrixlib.runs.notebook import ParameterError
 
-
-def test_faults_are_selected_by_name() -> None:
-    known = faults.faults_of(get_task("chess"))
-    assert faults.parse_names("all", known) == list(faults.FAULTS) == list(known)
-    assert faults.parse_names("kill, sigterm", known) == ["kill", "sigterm"]
-    with pytest.raises(ValueError, match="unknown fault 'sigtrem', did you mean 'sigterm'"):
-        faults.parse_names("kill,sigtrem", known)
-    with pytest.raises(ValueError, match="no fault is named"):
-        faults.parse_names(" , ", known)
-
-
-def test_the_data_set_is_a_part_of_the_source_and_really_damaged(tmp_path: Path) -> None:
-    config = load_config("demo", injection.overrides_of(40))
-    injection.copy_data(config, tmp_path / "data")
-    train, held_out = (Catalogue(tmp_path / "data").shards(split) for split in ("train", "validation"))
-    assert (train[0].count, held_out[0].count) == (8 * BLOCK, 512)
-    faults.flip_bytes(tmp_path / "data", LAYOUT)
-    assert Catalogue(tmp_path / "data").shards("train") == train, "it looks healthy from outside"
-    shard = Shard(train[0].path, LAYOUT)
-    shard.gather(np.arange(100))
-    with pytest.raises(DamagedBlock):
-        shard.gather(np.array([BLOCK]))
-    small = load_config("demo", {"data": {"limit": 100}})
-    injection.copy_data(small, tmp_path / "small")
-    with pytest.raises(ValueError, match="8,192 training positions"):
-        faults.flip_bytes(tmp_path / "small", LAYOUT)
+KINDS = ["nan_target", "inf_input", "no_policies", "learning_rate", "corrupt_records", "dead_worker"]
+KINDS += ["out_of_memory", "overflow", "sigterm", "kill", "full_disk"]
+SAYS = {
+    "nan_target": "not finite: loss of",
+    "inf_input": "a non-finite gradient",
+    "no_policies": "no valid target of",
+    "learning_rate": "rolled back to the checkpoint of update 12",
+    "corrupt_records": "block 1 of 'records' fails its check",
+    "dead_worker": "workers were started again at batch",
+    "out_of_memory": "out of memory with a micro-batch of 64",
+    "overflow": "no weight moved: the loss scale was too large",
+    "sigterm": "stopped after 1",
+    "kill": "went on from update 12",
+    "full_disk": "File too large",
+}
+COUNTS = {"nan_target": "skipped", "inf_input": "skipped", "learning_rate": "rollbacks", "overflow": "overflows"}
 
 
-def test_a_data_set_for_a_curriculum_keeps_its_sources_and_their_shares(tmp_path: Path) -> None:
-    """Squares of size 3 repeat, so bytes that are searched for would be found in another block."""
-    changes = dict(get_task("latin").small) | {"data": {"squares": 5 * BLOCK, "limit": 6 * BLOCK}}
-    injection.copy_data(load_config("latin_demo", changes), tmp_path / "data")
-    catalogue = Catalogue(tmp_path / "data")
-    train, held_out = catalogue.shards("train"), catalogue.shards("validation")
-    assert [(row.source, row.count) for row in train] == [("size 3", 3 * BLOCK), ("size 4", 3 * BLOCK)]
-    assert [(row.source, row.count) for row in held_out] == [("size 3", 128), ("size 4", 128)]
-    faults.flip_bytes(tmp_path / "data", SQUARES)
-    shard = Shard(train[0].path, SQUARES)
-    shard.gather(np.array([0, 2 * BLOCK]))
-    with pytest.raises(DamagedBlock):
-        shard.gather(np.array([BLOCK]))
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["demo", "latin_demo"])
+def test_each_fault_is_noticed_loses_nothing_and_ends_near_the_clean_runs(reports: Any, preset: str) -> None:
+    """nbval replays it of chess at fewer updates."""
+    shown = run_notebook("faults", preset=preset, device="cpu", steps=30)
+    assert not shown.failed, shown.text
+    values = shown.values
+    assert values["chosen"] == KINDS
+    exits = {"sigterm": [143, 0], "kill": [-9, 0], "full_disk": [1, 0]}
+    for name in KINDS:
+        rows, messages, _, missing = values["outcomes"][name]
+        assert not missing
+        assert any(SAYS[name] in text for text in messages if text not in values["usual"]), messages
+        counted = {key for key in ("skipped", "overflows", "rollbacks") if rows[-1].get(key, 0)}
+        assert counted == ({COUNTS[name]} if name in COUNTS else set()), f"{name}: and nothing else happened"
+        assert values["exits"][name] == exits.get(name, [0])
+        if preset == "latin_demo":  # whatever happened in the middle; every kill: test_kills.py
+            assert [row.get("phase", 0) for row in rows] == [0] * 6 + [1] * 18 + [2] * 6
+    assert len({values["loss"](name) for name in values["clean"]}) == 3
+    assert not values["alike"]("clean_1", "equal bits")
+    assert values["alike"]("clean_0", "equal bits")
 
 
-def test_a_task_without_faults_of_its_own_has_the_others() -> None:
-    known = faults.faults_of(get_task("tictactoe"))
-    assert set(faults.FAULTS) - set(known) == {"nan_target", "inf_input", "no_policies"}
-    assert faults.faults_of(get_task("latin"))["no_policies"].title == "no cell hidden"
+@pytest.mark.slow
+def test_a_run_beyond_the_clean_ones_fails_and_what_is_lost_is_seen(reports: Any) -> None:
+    """Zero standard deviations are allowed to no run that has lost a batch."""
+    shown = run_notebook("faults", device="cpu", faults="learning_rate, no_policies", steps=20, seeds=2, deviations=0.0)
+    assert "no target in a batch (validation loss" in shown.failed
+    assert "clean runs" not in shown.failed
+    values = shown.values
+    assert values["table"]["loss"].tolist() == ["OUTSIDE"] * 2
+    assert values["table"]["noticed"].all()
+    crosses = [line for axes in values["figure"].axes for line in axes.lines if line.get_marker() == "x"]
+    assert max(len(line.get_xdata()) for line in crosses) >= 4, "the updates that were rolled back are shown"
+    assert values["read"]("no_policies")[3] == []
+
+    folder = values["folder"] / "no_policies"
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:5] + lines[6:]))
+    assert values["read"]("no_policies")[3] == ["updates, or rows of the metrics"]
+    newest = max(folder.glob("checkpoints/step_*"))
+    weights = next(newest.glob("model*"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert newest.name in values["read"]("no_policies")[3][1]
+    values["exits"]["learning_rate"] = [1, 1]
+    assert values["read"]("learning_rate")[3] == ["the run itself"]
+    metrics.write_text("".join(lines[:-1]))
+    values["outcomes"]["no_policies"] = (read_result(folder).rows, [], {}, [])
+    assert math.isnan(values["loss"]("no_policies"))
+    assert not values["alike"]("no_policies", "float error")
 
 
-def test_half_precision_overflows_where_it_does() -> None:
-    gradient = faults.in_half_precision(torch.tensor([65504.0, 65536.0, -1e9]))
-    assert gradient.tolist() == [65504.0, float("inf"), float("-inf")]
-
-
-def test_a_disk_of_its_own_or_none(tmp_path: Path) -> None:
-    with faults.small_disk(tmp_path / "disk", 2**20) as disk:
-        if disk is None:
-            pytest.skip("this machine mounts no file system for its users")
-        assert os.path.ismount(disk)
-        with pytest.raises(OSError, match="No space left"):
-            (disk / "large").write_bytes(bytes(2**21))
-    assert not disk.exists()
-    assert not list((tmp_path / "disk").iterdir())
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"seeds": 1}, "2 seeds"),
+        ({"steps": 10}, "20 steps"),
+        ({"parallel": 0}, "parallel from 1"),
+        ({"deviations": math.nan}, "deviations from 0"),
+        ({"faults": "kill,sigtrem"}, "unknown fault 'sigtrem', did you mean 'sigterm'"),
+        ({"faults": " , "}, "no fault is named"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_made(
+    reports: Any, wrong: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ParameterError, match=reason):
+        run_notebook("faults", **wrong)
+    assert not list(reports.iterdir())

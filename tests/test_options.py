@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import spoil_output
 
 from matrixlib.config import Config, Section, merge
 from matrixlib.data.catalogue import Catalogue
@@ -19,7 +20,7 @@ from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
 from matrixlib.tasks.latin.spec import TASK as LATIN_TASK
 from matrixlib.tasks.melee.spec import TASK as MELEE_TASK
-from matrixlib.tasks.spec import given_folder, spoil_output
+from matrixlib.tasks.spec import given_folder
 from matrixlib.tasks.tictactoe.spec import TASK as TICTACTOE
 
 Keys = set[tuple[str, str]]

@@ -41,7 +41,6 @@ RATES = [
 PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
-    "faults": lambda: figures.faults_figure([ROWS, HIGHER], {"hurts: +0.3": (HIGHER, []), "kill: 0": (ROWS, [])}),
     "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
     "benchmarks": lambda: bench.scaling_figure({"figures": BENCH}),
     "rates": lambda: latin.rates_figure(RATES),
@@ -93,12 +92,6 @@ def test_what_flattens_a_picture_is_cut_off_and_says_its_height() -> None:
     assert axes.get_ylim()[1] == pytest.approx(300)
     assert [text.get_text() for text in axes.texts] == ["3,900"], "ms: the update and its validation"
     assert not figures.phases_figure(ROWS[:-1]).axes[0].texts
-
-
-def test_a_fault_that_changes_nothing_has_no_panel() -> None:
-    figure = PICTURES["faults"]()
-    assert [axes.get_title() for axes in figure.axes] == ["hurts: +0.3"]
-    assert figure.get_suptitle().split()[-2:] == ["update:", "kill"]
 
 
 def test_scores_stand_beside_their_baselines_with_wilsons_intervals() -> None:

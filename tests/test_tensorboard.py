@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import change_batches
 
 from matrixlib.data.loader import Loader
-from matrixlib.runs import faults, tensorboard
 from matrixlib.runs import run as runs
+from matrixlib.runs import tensorboard
 
 TINY: dict[str, Any] = {
     "data": {"limit": 512},
@@ -77,7 +78,7 @@ def test_a_resumed_run_has_every_update_once(reports: Path) -> None:
 def test_a_run_that_went_back_has_every_update_once(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboardX")
     monkeypatch.setattr(Loader, "batches", Loader.batches)  # put back after the fault
-    faults.change_batches((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
+    change_batches((3, 4), lambda batch: batch["wdl"].fill_(float("nan")))
     current = runs.open_run(run="r", overrides={**TINY, "health": {"skips": 2}})
     stats = list(current.train(tensorboard=True))
     assert [s.step for s in stats if s.action == "rollback"] == [5]

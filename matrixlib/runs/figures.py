@@ -5,7 +5,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -393,49 +392,6 @@ def _band(axes: Axes, runs: Sequence[Rows], name: str, colour: str, label: str) 
     axes.plot(mean.index, mean, color=colour, linewidth=1.2, label=label)
     axes.fill_between(mean.index, low, high, color=colour, alpha=0.25, linewidth=0)
     return [*mean, *low, *high]
-
-
-def faults_figure(clean: Sequence[Rows], faults: Mapping[str, tuple[Rows, Rows]]) -> Figure:
-    """Training loss and validation losses (dots) of runs with a fault, each beside the first clean run.
-
-    clean: rows of the clean runs; the first has the faulty runs' seed, the others are drawn in grey. faults: by title
-    (rows of the run, rows of the updates that it went back over: crosses, at the upper edge if beyond it). Those with
-    the same losses as the clean run are named in the title alone.
-    """
-    own = {row["step"]: row["loss"] for row in clean[0]}
-    equal = [
-        fault for fault, (rows, left) in faults.items() if not left and own == {r["step"]: r["loss"] for r in rows}
-    ]
-    drawn = {fault: both for fault, both in faults.items() if fault not in equal}
-    figure, grid = panels(len(drawn), (3.4, 2.4), across=3)
-    losses = [row["loss"] for rows in clean for row in rows]
-    checks = [row["validation"]["loss"] for rows in clean for row in rows if "validation" in row]
-    low, high = min(losses + checks), max(losses) + 0.1
-    for axes, (fault, (rows, left)) in zip(grid, drawn.items(), strict=False):
-        for other in clean[1:]:
-            _loss_curve(axes, other, "0.8", "other seeds")
-        _loss_curve(axes, rows, "C1", "with the fault", 2.5)
-        _loss_curve(axes, clean[0], "C0", "clean")
-        heights = [min(row["loss"], high) if math.isfinite(row["loss"]) else high for row in left]
-        axes.plot([row["step"] for row in left], heights, "x", color="C3", label="rolled back")
-        caption(axes, fault)
-        axes.set_ylim(low - 0.05, high + 0.05)
-        whole(axes)
-    if equal:
-        names = ", ".join(fault.partition(":")[0] for fault in equal)
-        text = wrap(f"losses equal to the clean run's at every update: {names}", 45 * min(3, len(grid)))
-        figure.suptitle("\n".join(text), fontsize=9)
-    figure.supylabel("loss [nat]", fontsize=8)
-    beside(figure)
-    return figure
-
-
-def _loss_curve(axes: Axes, rows: Rows, colour: str, label: str, width: float = 1.0) -> None:
-    losses = [row["loss"] for row in rows]
-    axes.plot([row["step"] for row in rows], losses, color=colour, linewidth=width, label=label)
-    checks = [row for row in rows if "validation" in row]
-    losses = [row["validation"]["loss"] for row in checks]
-    axes.plot([row["step"] for row in checks], losses, "o", markersize=2 + 2 * width, color=colour)
 
 
 def scores_figure(scores: Mapping[str, tuple[float, Mapping[str, float]]], count: int) -> Figure:

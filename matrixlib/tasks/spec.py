@@ -6,10 +6,9 @@ A task's folder holds its configuration, its engine task, its data and all that 
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -68,19 +67,6 @@ class Overfit:
     inputs: Sequence[str] = ()
     labels: Sequence[str] = ()
     needs: Callable[[Any], str] = lambda config: ""
-
-
-@dataclass(frozen=True)
-class Spoiler:
-    """A fault in what a network is trained on: of the batch, or of what a module makes of it.
-
-    title: in words. batch(batch): changes the batch in place. hook(model, when): spoils values on their way while
-    `when()` is true.
-    """
-
-    title: str
-    batch: Callable[[dict[str, Tensor]], object] | None = None
-    hook: Callable[[nn.Module, Callable[[], bool]], object] | None = None
 
 
 class GameSpec(Protocol):
@@ -144,8 +130,6 @@ class TaskSpec(ABC, Generic[ConfigT]):
     held_out: ClassVar[str] = ""
     """What share of what is added to its data is held out, in words."""
     overfit: ClassVar[Overfit] = Overfit()
-    spoilers: ClassVar[Mapping[str, Spoiler]] = {}
-    """Faults that are planted in its trainings: `nan_target`, `inf_input`, `no_policies`."""
     small: ClassVar[Mapping[str, Any]] = {}
     """Overrides that make its demo preset smaller still, for a dozen runs with planted faults."""
     game: ClassVar[GameSpec | None] = None
@@ -385,25 +369,3 @@ def other_weights(what: str, sha256: str, record: Mapping[str, Any], when: str) 
     before = str(record.get("sha256", sha256))
     same = sha256 == before
     return "" if same else f"{what} holds other weights than when {when} ({sha256[:12]} in place of {before[:12]})"
-
-
-def spoil_output(value: float, when: Callable[[], bool]) -> Callable[..., None]:
-    """A forward hook that puts a value over all that a module makes of its first row in training."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training and when():
-            for tensor in _tensors(output):
-                tensor[0] = value  # in place, so that it is what is trained on
-
-    return hook
-
-
-def nan_output(model: nn.Module, when: Callable[[], bool]) -> None:
-    """Plant a NaN in what a network makes of the first row of a batch."""
-    model.register_forward_hook(spoil_output(math.nan, when))
-
-
-def _tensors(output: Any) -> Iterable[Tensor]:
-    if isinstance(output, Mapping):
-        return output.values()
-    return output if isinstance(output, (tuple, list)) else (output,)

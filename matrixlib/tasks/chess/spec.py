@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from matrixlib.tasks.chess.config import SSL_CHANNELS, ChessConfig
 from matrixlib.tasks.spec import (
     Check,
     Overfit,
-    Spoiler,
     TaskSpec,
     find_run,
     given_folder,
@@ -50,16 +48,6 @@ def _overfit_needs(config: ChessConfig) -> str:
     if config.loss.policy and config.loss.value and config.model.value.kind == "wdl":
         return ""
     return "loss.policy and loss.value above 0 and model.value.kind wdl"
-
-
-def _infinite_plane(model: nn.Module, when: Any) -> None:
-    """One number of the planes is infinite; the packed positions could not hold it."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and when():
-            args[0].view(-1)[0] = math.inf
-
-    model.register_forward_pre_hook(hook)
 
 
 class ChessGameSpec:
@@ -112,11 +100,6 @@ class ChessSpec(TaskSpec[ChessConfig]):
         labels=("policy_index", "policy_weight", "wdl", "result"),
         needs=_overfit_needs,
     )
-    spoilers = {
-        "nan_target": Spoiler("NaN in a target", lambda batch: batch["wdl"][0].fill_(math.nan)),
-        "inf_input": Spoiler("Inf in an input", hook=_infinite_plane),
-        "no_policies": Spoiler("no policy in a batch", lambda batch: batch["policy_weight"].zero_()),
-    }
     small = {
         "model": {"channels": 8, "blocks": 1, "policy": {"channels": 8}, "value": {"channels": 8, "hidden": 16}},
         "optim": {"learning_rate": 0.01},

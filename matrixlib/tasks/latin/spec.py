@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,9 @@ import numpy as np
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.files import cache_root
 from matrixlib.tasks.latin.config import LatinConfig
-from matrixlib.tasks.spec import Check, Overfit, Spoiler, Stage, TaskSpec, given_folder, nan_output, spoil_output
+from matrixlib.tasks.spec import Check, Overfit, Stage, TaskSpec, given_folder
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from matrixlib.data.catalogue import Catalogue
     from matrixlib.data.loader import Loader
     from matrixlib.data.shards import Layout
@@ -25,14 +22,6 @@ if TYPE_CHECKING:
 
 LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
 BLOCK = 4096
-
-
-def _infinite_embedding(model: nn.Module, when: Any) -> None:
-    """What the network first makes of one row of its input is infinite: the inputs are whole numbers."""
-    from torch import nn
-
-    first = next(module for module in model.modules() if isinstance(module, nn.Embedding))
-    first.register_forward_hook(spoil_output(math.inf, when))
 
 
 class LatinSpec(TaskSpec[LatinConfig]):
@@ -64,11 +53,6 @@ class LatinSpec(TaskSpec[LatinConfig]):
         gaps={"cell": 0.05},
         exact=("cell/accuracy",),
     )
-    spoilers = {
-        "nan_target": Spoiler("NaN in an output", hook=nan_output),
-        "inf_input": Spoiler("Inf in an embedding", hook=_infinite_embedding),
-        "no_policies": Spoiler("no cell hidden", lambda batch: batch["hidden"].zero_()),
-    }
     small = {
         "data": {"squares": 5 * BLOCK},
         "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matrixlib.tasks.melee.config import MeleeConfig
-from matrixlib.tasks.spec import Check, Overfit, Spoiler, TaskSpec, nan_output
+from matrixlib.tasks.spec import Check, Overfit, TaskSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,11 +40,6 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         inputs=("numeric", "action", "character"),
         labels=("choices",),
     )
-    spoilers = {
-        "nan_target": Spoiler("NaN in an output", hook=nan_output),
-        "inf_input": Spoiler("Inf in an input", lambda batch: batch["numeric"][0].fill_(math.inf)),
-        "no_policies": Spoiler("no frame with a target", lambda batch: batch["valid"].zero_()),
-    }
     small = {"model": {"width": 16}, "train": {"batch_size": 16}, "runtime": {"precision": "fp32", "threads": 1}}
 
     @property
