@@ -205,7 +205,7 @@ def member(rank: int, size: int, folder: Path) -> None:
         worlds: dict[int, Ranks | None] = {1: Ranks() if rank == 0 else None}
         for members in range(2, size + 1):
             group, ours = dist.new_group(list(range(members))), dist.PrefixStore(f"of {members}", store)
-            worlds[members] = Ranks(rank, members, group, ours).introduce() if rank < members else None
+            worlds[members] = Ranks(rank, members, group, ours) if rank < members else None
         results, two = checks(folder, worlds), worlds[2]
         (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
         if two is not None:

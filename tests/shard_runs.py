@@ -111,10 +111,9 @@ def member(rank: int, folder: Path) -> None:
     try:
         store = dist.FileStore(str(folder / "store"), SIZE)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=120))
-        three = Ranks(rank, SIZE, dist.group.WORLD, dist.PrefixStore("three", store)).introduce()
+        three = Ranks(rank, SIZE, dist.group.WORLD, dist.PrefixStore("three", store))
         two = Ranks(rank, 2, dist.new_group([0, 1]), dist.PrefixStore("two", store))
         lost_rank = lost_while_looking(folder / "lost", three)
-        two.introduce()
         worlds = [two] if rank else [Ranks(), two]
         out = {**checks(folder, worlds), **mixed(two), "lost": lost_rank}
         short = make(folder / "short", two, task=ShortDeepTask(short=rank == 1, after=5))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_trainer import build, equal, history, poison, settings, weights
 from torch import Tensor
-from toy_task import ToyNet, ToySource, ToyTask
+from toy_task import ToyNet, ToySource
 
 from matrixlib.config import Config, ConfigError
 from matrixlib.engine import storage
@@ -145,9 +145,3 @@ def test_the_last_part_of_a_run_is_averaged_of_a_longer_one_too() -> None:
 def test_an_average_of_its_own_wants_no_other() -> None:
     with pytest.raises(ConfigError, match="swa to 0"):
         load_config("demo", {"optim": {**FREE, "swa": 0.2}})
-
-
-def test_weights_of_another_network_are_refused() -> None:
-    swa = SWA(ToyTask(norm="batch").build_model(), 0.5, 1)
-    with pytest.raises(ValueError, match="SWA: names differ from this model's in 1 places: other"):
-        swa.load_state_dict({"other": torch.zeros(1), **swa.state_dict()}, 1)

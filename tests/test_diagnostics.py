@@ -75,20 +75,6 @@ def test_blocks_of_a_chess_network() -> None:
     assert list(block_statistics(net)) == ["stem", "features", *tower, *heads]  # the frozen ones do not count
 
 
-def test_blocks_of_other_models() -> None:
-    assert blocks(ToyTask().build_model()) == ["inner", "norm", "classes", "plane"]
-    assert blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))) == ["0", "2.0"]
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-            self.offsets = nn.ParameterList([torch.ones(1), torch.ones(1)])
-
-    assert blocks(Odd()) == ["scale", "offsets"]
-    assert block_statistics(nn.ReLU()) == {}
-
-
 def test_norms_and_ratio_of_one_update() -> None:
     model = ToyTask().build_model()
     model.plane.requires_grad_(False)
@@ -248,18 +234,6 @@ def test_every_way_of_writing_an_activation_and_every_layout() -> None:
     assert found.widths == {"inner.1.relu": 4, "relu": 4, "relu.2": 4, "relu6": 4, "gelu": 4}
 
 
-def test_models_without_activations_and_models_that_fail() -> None:
-    found = dead_units(Outputs(), nn.Linear(6, 2), normal((4, 6)), toy_runtime())
-    assert found == DeadUnits(4, {}, {})
-    assert dead_units(Outputs(), nn.Linear(6, 2), [], toy_runtime()).rows == 0
-    model = nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(3, 1)).train()
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        dead_units(Outputs(), model, normal((4, 6)), toy_runtime())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert model.training
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
 def test_dead_warning_names_the_worst() -> None:
     widths = {"a": 100, "b": 100, "c": 100}
     units = {"a": tuple(range(5)), "b": tuple(range(6)), "c": tuple(range(50))}
@@ -305,17 +279,6 @@ def test_an_output_that_says_the_same_for_every_row_is_told() -> None:
     assert "is said by class: collapsed" in message
     assert collapse_warnings(table, {"class": 0.0}, 16) == [], "an idle head"
     assert collapse_warnings(table, task.weights, 1) == []
-
-
-def test_outputs_leave_batchnorm_and_streams_alone() -> None:
-    task = ToyTask(norm="batch", dropout=0.5)
-    model = task.build_model().train()
-    mean, stream = model.norm.running_mean.clone(), torch.get_rng_state()
-    table = output_statistics(task, model, toy_batch(16), toy_runtime())
-    assert set(table) == {"class", "plane"}
-    assert torch.equal(model.norm.running_mean, mean)
-    assert torch.equal(torch.get_rng_state(), stream)
-    assert model.training
 
 
 def test_first_losses_beside_chance() -> None:
@@ -475,17 +438,6 @@ def test_in_the_loss_itself(options: dict[str, Any]) -> None:
     assert fault(net(**options), loss=lambda outputs: square(outputs) + torch.inf) is None
 
 
-def test_the_first_of_several_passes() -> None:
-    """Micro-batches run one after the other: a fault in the second one's input comes after the first's."""
-    model = net()
-
-    def replay() -> None:
-        for scale in (1.0, torch.nan):
-            square(model(inputs() * scale)["heads"]).backward()
-
-    assert first_nonfinite(replay, model) == "the input is already not finite"
-
-
 def test_numbers_stay_as_they_are() -> None:
     """Same bits with and without checks, under checkpointing and dropout too; and no hook is left."""
     results = []
@@ -520,34 +472,3 @@ def test_compiled_models_are_refused() -> None:
 def test_a_replay_that_does_not_run_the_model() -> None:
     with pytest.raises(ValueError, match="never called"):
         first_nonfinite(lambda: None, net())
-
-
-@pytest.mark.parametrize("every", [0, 2])
-def test_a_chess_network(every: int) -> None:
-    options = {
-        "channels": 16,
-        "blocks": 2,
-        "checkpoint_every": every,
-        "norm": {"blocks": "batch"},
-        "policy": {"channels": 16},
-        "value": {"channels": 16, "hidden": 16},
-        "attention": {"every": 2},
-        "ssl": ["pin"],
-    }
-    torch.manual_seed(0)
-    model = PolicyValueNet(ModelConfig.model_validate(merge(dump(load_config("demo"))["model"], options))).train()
-    x = torch.rand(4, PLANES, 8, 8, generator=torch.Generator().manual_seed(1))
-
-    def replay() -> None:
-        out = model(x, frozenset({"policy", "value", "ssl_pin"}))
-        (out["policy"].sum() + out["value"].sum() + out["ssl"]["pin"].sum()).backward()
-
-    assert first_nonfinite(replay, model) is None
-    for name, key in (("tower.1.convs.0", "weight"), ("ssl_heads.pin.out", "weight"), ("tower.2", "bias")):
-        weight = model.get_submodule(name).get_parameter(key)
-        before = weight.detach().clone()
-        with torch.no_grad():
-            weight.view(-1)[0] = torch.nan
-        assert first_nonfinite(replay, model) == f"{name} (forward output; its {key} is not finite)"
-        with torch.no_grad():
-            weight.copy_(before)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from bench import bench_ranks, bench_verdicts
+from bench import bench_verdicts
 from options import options_of
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
 from papermill.cli import papermill
@@ -145,7 +145,6 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         GUIDES / "selfplay.md",
         lambda: options_table([row for row in options_of(CycleConfig) if "network." not in row[0]]),
     ),
-    "ranks": (GUIDES / "cluster.md", bench_ranks.table),
     "sweep-options": (GUIDES / "sweeps.md", lambda: options_table(options_of(SweepConfig))),
 }
 

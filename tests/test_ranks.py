@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import toy_spec
 import yaml
 from rank_runs import member
@@ -64,6 +66,25 @@ def test_half_of_what_torchrun_sets_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="TORCHELASTIC_RUN_ID needs LOCAL_RANK, MASTER_ADDR, MASTER_PORT beside it"):
         distributed.join(1)
+
+
+def test_a_rank_that_is_gone_or_hangs_is_known_by_its_process_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what torch says of it, which other versions say otherwise."""
+    monkeypatch.setattr(distributed, "GRACE_SECONDS", 0.3)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def reason(process: int, timeout: float) -> str:
+        store = dist.HashStore()
+        ranks = distributed.Ranks(0, 2, None, store, timeout)
+        store.set("process/1", f"{process} {platform.node()}")
+        with pytest.raises((RuntimeError, distributed.LostRank)) as caught, ranks.collective(certain=False):
+            raise RuntimeError("words of another torch")
+        return str(caught.value)
+
+    assert reason(ended.pid, 60.0).startswith("rank 1 of 2 does not answer: killed, ")
+    assert reason(os.getpid(), -1.0).startswith("rank 1 of 2 does not answer: killed, "), "it has come nowhere in time"
+    assert reason(os.getpid(), 60.0) == "words of another torch", "an error of this rank's own"
 
 
 @pytest.mark.parametrize(("double", "tolerance"), [(True, 1e-12), (False, 1e-5)])

@@ -20,14 +20,13 @@ from hypothesis import strategies as st
 
 from matrixlib.engine import storage
 from matrixlib.engine.storage import CheckpointError, DamagedCheckpoint
-from matrixlib.hardware import backend
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 def write(folder: Path, tensors: Any, state: Any, compress: int = 0, **more: Any) -> Path:
     folder.mkdir(parents=True)
-    storage.write(folder, 7, storage.host_copies(tensors, {}), state, compress=compress, **more)
+    storage.write(folder, 7, storage.host_copies(tensors), state, compress=compress, **more)
     return folder
 
 
@@ -114,31 +113,6 @@ def test_compressed_files_are_smaller_and_named_so(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.iterdir()) == ["model.safetensors.zst", "state.json"]
     assert file.stat().st_size < 400_000
     assert_same({"model": safetensors.torch.load(zstandard.decompress(file.read_bytes()))}, tensors)
-
-
-def test_copies_own_their_memory_and_use_the_buffers_again() -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
-    base = torch.arange(12.0).reshape(3, 4)
-    tensors = {"model": {"w": weight, "tied": weight, "row": base[1], "column": base[:, 2]}}
-    first = storage.host_copies(tensors, {})
-    assert_same(first, {"model": {name: t.detach() for name, t in tensors["model"].items()}})
-    assert not any(t.requires_grad for t in first["model"].values())
-    where = {name: t.data_ptr() for name, t in first["model"].items()}
-    assert len(set(where.values())) == 4
-    tensors["model"]["row"], tensors["model"]["tied"] = base[:2], weight.detach().double()
-    second = storage.host_copies(tensors, first)
-    assert_same(second, {"model": {name: t.detach() for name, t in tensors["model"].items()}})
-    again = {name for name, t in second["model"].items() if t.data_ptr() == where[name]}
-    assert again == {"w", "column"}
-
-
-def test_without_page_locked_memory_a_checkpoint_is_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WSL2 and containers limit it: the run would end unsaved."""
-    monkeypatch.setattr(backend, "pins", lambda device: True)
-    monkeypatch.setattr(backend, "pin", lambda tensors: (dict(tensors), "CUDA error: out of memory"))
-    warnings: list[str] = []
-    assert_same(storage.host_copies(small(), {}, warnings.append), small())
-    assert warnings[0].endswith("more slowly: CUDA error: out of memory")
 
 
 def test_a_newer_schema_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

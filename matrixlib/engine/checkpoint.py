@@ -85,7 +85,7 @@ class Checkpoints:
 
     compress: zstd level of what is written, 0 = off; both kinds can always be read. largest: as of `read`. Only one
     process may save at a time (the run's lock sees to it), and `join` must be called after the last save. `messages`
-    collects what a person should know. Once something was saved, a copy of it stays in host memory for the next save.
+    collects what a person should know.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class Checkpoints:
         self.compress, self.largest = compress, largest
         self.messages: list[str] = []
         self._damaged: set[Path] = set()
-        self._buffers: storage.Tensors = {}
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")  # Python ends only after its work is done
         self._pending: futures.Future[None] | None = None
 
@@ -137,8 +136,8 @@ class Checkpoints:
             self._temporary(step).mkdir()
         except OSError as error:
             raise self._cannot_write(step, error) from error
-        self._buffers = storage.host_copies(tensors, self._buffers, self._warn)
-        self._pending = self._thread.submit(self._write, step, copied, best, spare)
+        copies = storage.host_copies(tensors)
+        self._pending = self._thread.submit(self._write, step, copies, copied, best, spare)
         if wait:
             self.join()
         return self.folder / f"step_{step:08d}"
@@ -235,15 +234,15 @@ class Checkpoints:
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def _write(self, step: int, state: Any, best: float | None, spare: int | None) -> None:
-        """Write what lies in the buffers, then tidy up. Runs in the thread."""
+    def _write(self, step: int, tensors: storage.Tensors, state: Any, best: float | None, spare: int | None) -> None:
+        """Write, then tidy up. Runs in the thread."""
         temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
         try:
             mark = None
             if best is not None:
                 order = max((before.order for before in self._bests()), default=0)
                 mark = {"value": float(best), "order": order + 1}
-            storage.write(temporary, step, self._buffers, state, mark, self.compress)
+            storage.write(temporary, step, tensors, state, mark, self.compress)
             self._retire(final)  # of the same step: of a course that was left, or damaged
             os.replace(temporary, final)
             sync_folder(self.folder)

@@ -69,6 +69,10 @@ class Ranks:
     store: dist.Store | None = None
     timeout: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.store is not None:  # tell the others which process this is
+            self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
+
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which writes."""
@@ -169,12 +173,6 @@ class Ranks:
             time.sleep(0.1)
         return self.store.get("missing").decode() if self.store.check(["missing"]) else ""
 
-    def introduce(self) -> Ranks:
-        """Tell the others which process this is; itself."""
-        if self.store is not None:
-            self.store.set(f"process/{self.rank}", f"{os.getpid()} {platform.node()}")
-        return self
-
 
 def _alive(process: str) -> bool:
     """Whether a process, "<pid> <host>", is there; True of one on another host."""
@@ -209,7 +207,7 @@ def join(timeout: float) -> Ranks:
             channels, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
         )
     own = dist.PrefixStore(f"matrixlib {store.port}", shared)
-    return Ranks(rank, size, dist.group.WORLD, own, timeout).introduce()
+    return Ranks(rank, size, dist.group.WORLD, own, timeout)
 
 
 def _meet(shared: dist.Store, rank: int, limit: datetime.timedelta) -> dist.TCPStore:

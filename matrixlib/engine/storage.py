@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import zstandard
 from safetensors import SafetensorError
 
 from matrixlib.files import FolderError, utc_now, write_bytes
-from matrixlib.hardware import backend, machine
+from matrixlib.hardware import machine
 
 SCHEMA = 2
 SMALL_GROUP_BYTES = 16 << 20  # of a group that does not grow with the model, such as random states
@@ -69,32 +69,13 @@ def step_of(folder: Path) -> int:
     return int(folder.name.partition("_")[2])
 
 
-def host_copies(
-    tensors: TensorsLike, buffers: TensorsLike, warn: Callable[[str], None] = lambda message: None
-) -> Tensors:
-    """Contiguous copies in host memory, complete on return; each in the buffer of its name where that fits.
-
-    Fresh memory costs a page fault for every 4 kB, more than the copy itself: hence the buffers. Those for CUDA are
-    pinned, so that the copies overlap. Where the system refuses that (WSL2, a container's limit) they are ordinary
-    memory, which is slower and as good; `warn` says so.
-    """
-    copies: Tensors = {}
-    for group, members in tensors.items():
-        old = buffers.get(group, {})
-        fits = {n for n, t in members.items() if n in old and (old[n].shape, old[n].dtype) == (t.shape, t.dtype)}
-        fresh = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in members.items() if name not in fits}
-        if any(backend.pins(tensor.device) for tensor in members.values()):
-            fresh, refusal = backend.pin(fresh)
-            if refusal:
-                warn(f"checkpoints are copied through memory that is not page-locked, more slowly: {refusal}")
-        own = {**old, **fresh}
-        copies[group] = {
-            name: own[name].copy_(tensor.detach(), non_blocking=backend.pins(tensor.device))
-            for name, tensor in members.items()
-        }
-    for device in {tensor.device for members in tensors.values() for tensor in members.values()}:
-        backend.synchronize(device)
-    return copies
+def host_copies(tensors: TensorsLike) -> Tensors:
+    """Contiguous copies in host memory, complete on return."""
+    options: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+    return {
+        group: {name: tensor.detach().to("cpu", **options) for name, tensor in members.items()}
+        for group, members in tensors.items()
+    }
 
 
 def write(
