@@ -11,7 +11,7 @@ from cells import run_notebook
 from chess_shards import BARE, QUEEN_UP, batch_of, game, write
 from pandas import DataFrame
 
-from matrixlib.data import account as accounts
+from matrixlib.data import imports as importing
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.chess.importers import audit
@@ -172,13 +172,13 @@ def test_imports_are_listed_and_add_up_unless_somebody_changes_something(
     path.write_text("".join(map(MATED.format, range(5))) + '[Event "x"]\n\n1. e4 e5 *\n\n[Event "bad"]\n\n1. e5 *\n')
     import_files(path, tmp_path / "f", workers=1, progress=False)
     assert imports(tmp_path / "f").to_numpy().tolist() == [["in.pgn", "pgn", 0, 7, 1, 6, 0, 2, ""]]
-    (account,) = accounts.accounts(tmp_path / "f")
+    (log,) = importing.import_logs(tmp_path / "f")
     for change, fault in (
         ({"entries": 8}, "8 entries, 7 accounted for"),
         ({"shards": {"x.npz": ""}}, "x.npz not as written"),
         ({"positions": {"train": 1}}, "other numbers of positions"),
     ):
-        monkeypatch.setattr(audit, "accounts", lambda _, c=change: [dataclasses.replace(account, **c)])
+        monkeypatch.setattr(audit, "import_logs", lambda _, c=change: [dataclasses.replace(log, **c)])
         assert fault in imports(tmp_path / "f")["fault"][0]
     monkeypatch.undo()
     import_files(path, tmp_path / "f", Pgn(repair=True), workers=1, progress=False)

@@ -1,6 +1,7 @@
 """The catalogue: rows, order, quarantine, and repair of all that can happen to it."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -54,13 +55,6 @@ def test_rows_in_a_fixed_order(tmp_path: Path) -> None:
     assert again.hash() == catalogue.hash()
     with pytest.raises(CatalogueError, match="unknown split"):
         catalogue.shards("test")
-
-
-def test_write_ahead_log(tmp_path: Path) -> None:
-    filled(tmp_path)
-    with sqlite3.connect(tmp_path / NAME) as db:
-        assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
-    db.close()
 
 
 def test_quarantine_and_release(tmp_path: Path) -> None:
@@ -137,17 +131,9 @@ def test_a_rebuild_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.tmp")] == [f"{NAME}.{os.getppid()}.tmp"]
 
 
-def test_newer_version_is_left_alone(tmp_path: Path) -> None:
-    filled(tmp_path)
-    edit(tmp_path, "PRAGMA user_version=99")
-    with pytest.raises(CatalogueError, match="newer version; update"):
-        Catalogue(tmp_path)
-
-
 def test_locked_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "database is locked" is a DatabaseError too: it must not throw the catalogue away."""
     filled(tmp_path)
-    edit(tmp_path, "PRAGMA journal_mode=DELETE")
     monkeypatch.setattr("matrixlib.data.catalogue.BUSY_SECONDS", 0.05)
     holder = sqlite3.connect(tmp_path / NAME)
     holder.execute("BEGIN EXCLUSIVE")
@@ -271,8 +257,7 @@ def test_a_catalogued_shard_that_was_cut_short_is_quarantined_when_the_folder_is
 def test_a_quarantine_outlives_the_database(tmp_path: Path) -> None:
     catalogue = filled(tmp_path)
     catalogue.quarantine("a.npz", "its games are from a broken engine")
-    for suffix in ("", "-wal", "-shm"):
-        (tmp_path / f"{NAME}{suffix}").unlink(missing_ok=True)
+    (tmp_path / NAME).unlink()
     rebuilt = Catalogue(tmp_path)
     assert [(row.name, row.reason) for row in rebuilt.shards(state="quarantined")] == [
         ("a.npz", "its games are from a broken engine")
@@ -282,75 +267,6 @@ def test_a_quarantine_outlives_the_database(tmp_path: Path) -> None:
     written = write_shard(tmp_path / "b.npz", LAYOUT, toy_batch(20), META)
     rebuilt.add(written, "train", "made")  # made again: what was wrong with the old one is past
     (tmp_path / NAME).unlink()
-    assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
-
-
-def test_backup_and_restore(tmp_path: Path) -> None:
-    """What shards alone cannot say (quality, quarantine) comes back; what has changed since is reconciled."""
-    folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
-    folder.mkdir()
-    catalogue = filled(folder)
-    catalogue.set_quality("b.npz", {"entropy": 1.5})
-    catalogue.quarantine("a.npz", "dull")
-    catalogue.backup(copy)
-    before = catalogue.hash()
-    (folder / NAME).write_bytes(b"x" * 5000)
-    write_shard(folder / "new.npz", LAYOUT, toy_batch(5), META)
-    restored = Catalogue.restore(folder, copy)
-    assert {row.name: row.quality for row in restored.shards()}["b.npz"] == {"entropy": 1.5}
-    assert names(restored, state="quarantined") == ["a.npz"]
-    assert [text for text in restored.messages if "new.npz" in text]
-    (folder / "new.npz").unlink()
-    assert Catalogue.restore(folder, copy).hash() == before
-    with pytest.raises(CatalogueError, match="cannot be written"):
-        catalogue.backup(tmp_path / "none" / "copy.sqlite")
-
-
-def test_an_old_backup_lifts_no_quarantine(tmp_path: Path) -> None:
-    folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
-    folder.mkdir()
-    catalogue = filled(folder)
-    catalogue.backup(copy)
-    catalogue.quarantine("a.npz", "dull")
-    restored = Catalogue.restore(folder, copy)
-    assert [(row.name, row.reason) for row in restored.shards(state="quarantined")] == [("a.npz", "dull")]
-
-
-@pytest.mark.parametrize("present", [True, False])
-@pytest.mark.parametrize("writable", [True, False])
-def test_shards_that_others_replace_are_put_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: bool, writable: bool
-) -> None:
-    """One rename of a folder brings the new shards in and takes the old ones out, whatever the catalogue knew."""
-    filled(tmp_path)
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "new.tmp").mkdir()
-    replaces = {"replaces": ["a.npz", "b.npz", "../x.npz", "", ".", NAME, 3, "new/n.npz"], "quality": {"entropy": 1.5}}
-    write_shard(tmp_path / "new.tmp" / "n.npz", LAYOUT, toy_batch(7), META | replaces)
-    other = tmp_path.parent / "x.npz"
-    other.write_bytes(b"not ours to touch")
-    assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
-    (tmp_path / "new.tmp").rename(tmp_path / "new")
-    if not present:
-        (tmp_path / NAME).unlink()
-    if not writable:
-        monkeypatch.setattr(os, "access", lambda *_: False)
-    for _ in range(2):
-        opened = Catalogue(tmp_path)
-        assert names(opened, state=None) == ["new/n.npz", "v.npz"]
-        assert opened.shards()[0].quality == {"entropy": 1.5}
-    assert (tmp_path / "a.npz").exists() == (tmp_path / "b.npz").exists() == (not writable)
-    assert (tmp_path / "a.npz.merged").exists() == writable
-    assert other.exists()
-
-
-def test_a_damaged_shard_replaces_nothing(tmp_path: Path) -> None:
-    filled(tmp_path)
-    path = tmp_path / "n.npz"
-    write_shard(path, LAYOUT, toy_batch(7), META | {"replaces": ["a.npz"]})
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
     assert names(Catalogue(tmp_path)) == ["a.npz", "b.npz", "v.npz"]
 
 
@@ -392,27 +308,44 @@ def test_opening_keeps_out_no_shard_that_another_process_has_just_written_anew(
     assert opened.messages == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "garbage", "other", "newer"])
-def test_a_bad_backup_changes_nothing(tmp_path: Path, damage: str) -> None:
+def test_a_backup_is_put_back_checked_and_reconciled(tmp_path: Path) -> None:
+    """What shards alone cannot say comes back, but no quarantine is lifted; a damaged one is rebuilt."""
     folder, copy = tmp_path / "data", tmp_path / "copy.sqlite"
     folder.mkdir()
-    before = filled(folder).hash()
-    if damage == "garbage":
-        copy.write_bytes(b"x" * 5000)
-    elif damage == "other":
-        with sqlite3.connect(copy) as db:
-            db.execute("CREATE TABLE games (id INTEGER)")
-        db.close()
-    elif damage == "newer":
-        Catalogue(folder).backup(copy)
-        with sqlite3.connect(copy) as db:
-            db.execute("PRAGMA user_version=99")
-        db.close()
-    with pytest.raises(CatalogueError, match="copy"):
-        Catalogue.restore(folder, copy)
+    catalogue = filled(folder)
+    catalogue.set_quality("b.npz", {"entropy": 1.5})
+    catalogue.backup(copy)
+    catalogue.quarantine("a.npz", "dull")
+    before = catalogue.hash()
+    write_shard(folder / "new.npz", LAYOUT, toy_batch(5), META)
+    shutil.copy(copy, folder / NAME)
+    restored = Catalogue(folder)
+    assert {row.name: row.quality for row in restored.shards()}["b.npz"] == {"entropy": 1.5}
+    assert names(restored, state="quarantined") == ["a.npz"]
+    assert [text for text in restored.messages if "new.npz" in text]
+    (folder / "new.npz").unlink()
+    (folder / NAME).write_bytes(b"x" * 5000)
     assert Catalogue(folder).hash() == before
-    assert {path.name for path in folder.iterdir()} >= {"a.npz", "b.npz", "v.npz", NAME}
-    assert not list(folder.glob("*.tmp"))
+    with pytest.raises(CatalogueError, match="cannot be written"):
+        catalogue.backup(tmp_path / "none" / "copy.sqlite")
+
+
+def test_what_imports_did_is_logged_with_their_shards_or_not_at_all(tmp_path: Path) -> None:
+    catalogue, (info,) = filled(tmp_path), toy_shards(tmp_path, [30])
+
+    def failing(rows: object) -> tuple[str, int, dict[str, int]]:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        catalogue.add_all([(info, "train", "made", {"a": 1})], failing)
+    assert (catalogue.shards()[0].quality, catalogue.imports()) == ({"records": 30}, [])
+    for step in (0, 1):
+        catalogue.add_all([(info, "train", "made", {"a": 1})], lambda rows, n=step: ("one", n, {"rows": len(rows)}))
+    catalogue.add_all([], lambda rows: ("two", 0, {}))
+    assert catalogue.imports("one") == [("one", 0, {"rows": 1}), ("one", 1, {"rows": 1})]
+    edit(tmp_path, "UPDATE imports SET data = '{}' WHERE step = 1")
+    edit(tmp_path, "UPDATE shards SET count = 31 WHERE name = 'b.npz'")
+    assert Catalogue(tmp_path).imports() == [("one", 0, {"rows": 1}), ("two", 0, {})], "also after a rebuild"
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=pytest.mark.soak)])
@@ -420,25 +353,17 @@ def test_flipped_bits_of_the_catalogue_lose_nothing(tmp_path: Path, flips: int) 
     """Whatever bit of the database is wrong, the same shards are used as before, and none that was kept out."""
     catalogue = filled(tmp_path)
     catalogue.quarantine("a.npz", "dull")
-    with sqlite3.connect(tmp_path / NAME) as db:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    db.close()
     before, whole = catalogue.hash(), (tmp_path / NAME).read_bytes()
-    stream, refused = np.random.default_rng(3), list[str]()
+    stream = np.random.default_rng(3)
     for bit in stream.integers(0, len(whole) * 8, flips):
         for path in tmp_path.glob(f"{NAME}*"):
             path.unlink()
         data = bytearray(whole)
         data[bit // 8] ^= 1 << int(bit % 8)
         (tmp_path / NAME).write_bytes(data)
-        try:
-            opened = Catalogue(tmp_path)
-        except CatalogueError as error:
-            refused.append(str(error))
-            continue
+        opened = Catalogue(tmp_path)
         assert opened.hash() == before, bit
         assert names(opened, state="quarantined") == ["a.npz"], bit
-    assert all("newer version" in text for text in refused)  # said, and nothing is touched
 
 
 # What somebody else may have put into a folder
@@ -534,17 +459,6 @@ def test_a_shard_of_strange_meta_data_is_left_out(
         patch.setattr(shards, "_full_meta", lambda layout, batch, meta: full(layout, batch, meta) | facts)
         shards._write(file, LAYOUT, toy_batch(9), META)
     assert names(Catalogue(tmp_path), state=None) == ["a.npz", "b.npz", "v.npz"]
-
-
-def test_a_shard_that_says_it_replaces_what_a_link_leads_to_replaces_nothing(tmp_path: Path) -> None:
-    outside, folder = tmp_path / "outside", tmp_path / "data"
-    outside.mkdir()
-    folder.mkdir()
-    (outside / "victim.npz").write_bytes(b"mine")
-    (folder / "link").symlink_to(outside)
-    write_shard(folder / "n.npz", LAYOUT, toy_batch(7), META | {"replaces": ["link/victim.npz"]})
-    Catalogue(folder)
-    assert [path.name for path in outside.iterdir()] == ["victim.npz"]
 
 
 def test_a_note_that_is_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import pytest
 from test_run import TINY
 
 from matrixlib.data import imports as common
-from matrixlib.data.account import ImportReport, ImportStopped, accounts, quarantined
-from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.entries import ParseResult, Part
+from matrixlib.data.imports import LOCK, ImportReport, ImportStopped, import_logs, quarantined
 from matrixlib.data.shards import LFS_POINTER, Shard
 from matrixlib.files import FolderError
 from matrixlib.runs.run import open_run
@@ -33,7 +34,7 @@ from matrixlib.tasks.chess.sample_set import unpack_sample
 
 def import_small(path: Path, folder: Path, workers: int) -> None:
     """In a process of its own: an import in many steps; `done` holds the report."""
-    pgn.GAMES, imports.STEP, imports.SHARD, common.ALONE = 20, 1200, 500, 0
+    pgn.GAMES, imports.STEP, imports.SHARD, common.ALONE_SECONDS = 20, 1200, 500, 0
     text = import_files(path, folder, workers=workers, progress=False).text()
     (folder / "done").write_text(text)
 
@@ -44,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("matrixlib.tasks.chess.importers.pgn.GAMES", 20)
     monkeypatch.setattr(imports, "STEP", 1200)
     monkeypatch.setattr(imports, "SHARD", 500)
-    monkeypatch.setattr(common, "ALONE", 0)
+    monkeypatch.setattr(common, "ALONE_SECONDS", 0)
 
 
 @pytest.fixture
@@ -161,10 +162,10 @@ def test_several_files_and_a_folder_of_files(tmp_path: Path) -> None:
         (tmp_path / "in" / f"{number}.pgn").write_text(line_games(5, seed=number) + "1. e4 e4 *\n")
     report = run(sorted((tmp_path / "in").iterdir()), tmp_path / "f")
     assert report.entries == 18
-    assert len(accounts(tmp_path / "f")) == 3
+    assert len(import_logs(tmp_path / "f")) == 3
     whole = run(tmp_path / "in", tmp_path / "g")
     assert (whole.entries, whole.stored, whole.refused) == (report.entries, report.stored, report.refused)
-    assert len(accounts(tmp_path / "g")) == 1
+    assert len(import_logs(tmp_path / "g")) == 1
     assert run(tmp_path / "in", tmp_path / "g").fresh_entries == 0
     assert run(tmp_path / "in", tmp_path / "f").stored == 0, "the same games"
 
@@ -182,8 +183,8 @@ def test_steps_and_workers_do_not_change_what_is_stored(masters: Path, tmp_path:
     (tmp_path / "some.pgn").write_bytes(b"".join(texts))
     report = run(tmp_path / "some.pgn", tmp_path / "one")
     assert (report.entries, report.stored, report.skipped) == (140, 137, {"no moves": 3})
-    assert len(accounts(tmp_path / "one")) > 3
-    assert {account.last for account in accounts(tmp_path / "one")[:-1]} == {False}
+    assert len(import_logs(tmp_path / "one")) > 3
+    assert {log.last for log in import_logs(tmp_path / "one")[:-1]} == {False}
     sizes = [row.count for row in Catalogue(tmp_path / "one").shards("train")]
     assert min(sizes[:-1]) > 250
     assert max(sizes) < 1000
@@ -242,26 +243,29 @@ def test_killed_anywhere_it_ends_in_the_same_bytes(tmp_path: Path, forkserver: A
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL)
         assert shards(folder) == expected
-        assert accounts(folder) == accounts(whole)
+        assert import_logs(folder) == import_logs(whole)
         rows = [(row.name, row.sha256, row.quality) for row in Catalogue(folder).shards()]
         assert rows == [(row.name, row.sha256, row.quality) for row in Catalogue(whole).shards()]
         assert not list(folder.rglob("*.tmp"))
         assert (folder / "done").read_text().startswith("300 entries")
 
 
-def test_a_damaged_account_is_done_again(tmp_path: Path, small: None) -> None:
+@pytest.mark.parametrize(
+    "damage", ["DELETE FROM imports WHERE step = 1", "UPDATE imports SET data = '{}' WHERE step = 1"]
+)
+def test_a_step_without_its_log_is_done_again(tmp_path: Path, small: None, damage: str) -> None:
     (tmp_path / "a.pgn").write_text(line_games(300))
     run(tmp_path / "a.pgn", tmp_path / "f")
-    before, told = shards(tmp_path / "f"), accounts(tmp_path / "f")
-    files = sorted((tmp_path / "f").glob("imports/*/part_*.json"))
-    assert len(files) > 2
-    for damage in (b"", files[1].read_bytes()[:-20], files[1].read_bytes().replace(b'"stored": ', b'"stored": 1')):
-        files[1].write_bytes(damage)
-        report = run(tmp_path / "a.pgn", tmp_path / "f")
-        assert report.entries == 300
-        assert report.fresh_entries == 300 - told[0].entries
-        assert shards(tmp_path / "f") == before
-        assert accounts(tmp_path / "f") == told
+    before, told = shards(tmp_path / "f"), import_logs(tmp_path / "f")
+    assert len(told) > 2
+    with sqlite3.connect(tmp_path / "f" / NAME) as db:
+        db.execute(damage)
+    db.close()
+    report = run(tmp_path / "a.pgn", tmp_path / "f")
+    assert report.entries == 300
+    assert report.fresh_entries == 300 - told[0].entries
+    assert shards(tmp_path / "f") == before
+    assert import_logs(tmp_path / "f") == told
 
 
 @pytest.mark.parametrize("how", ["deleted", "cut", "flipped"])
@@ -286,12 +290,12 @@ def test_a_step_that_is_done_again_with_less_leaves_nothing_of_the_first_time(tm
     (tmp_path / "b.pgn").write_text("\n" + games)
     run(tmp_path / "a.pgn", folder)
     before = records(folder)
-    for path in [*folder.glob("imports/*/part_*.json"), *folder.glob("*_train_0.npz")]:
-        path.unlink()  # as if the process had been killed: no account, a shard not in its place yet
+    for path in [folder / NAME, *folder.glob("*_train_0.npz")]:
+        path.unlink()  # as if the process had been killed: no log, a shard not in its place yet
     assert run(tmp_path / "b.pgn", folder).stored
     run(tmp_path / "a.pgn", folder)
     assert np.array_equal(np.sort(records(folder)["game"]), np.sort(before["game"]))
-    told = {name for account in accounts(folder) for name in account.shards}
+    told = {name for log in import_logs(folder) for name in log.shards}
     assert {row.name for row in Catalogue(folder).shards(state=None)} == told
     assert {path.name for path in folder.glob("*.npz")} == told
 
@@ -336,8 +340,8 @@ def test_two_imports_into_a_folder_do_not_mix(tmp_path: Path) -> None:
     from filelock import FileLock
 
     (tmp_path / "a.pgn").write_text("1. e4 *\n")
-    (tmp_path / "f" / "imports").mkdir(parents=True)
-    with FileLock(tmp_path / "f" / "imports" / "lock"), pytest.raises(ImportStopped, match="another import"):
+    (tmp_path / "f").mkdir()
+    with FileLock(tmp_path / "f" / LOCK), pytest.raises(ImportStopped, match="another import"):
         run(tmp_path / "a.pgn", tmp_path / "f")
     assert run(tmp_path / "a.pgn", tmp_path / "f").stored == 1
 
@@ -367,7 +371,7 @@ def test_files_that_cannot_be_imported_are_named(tmp_path: Path, name: str, cont
     assert name in str(caught.value)
 
 
-def test_a_file_of_refused_games_leaves_an_account_and_no_shard(tmp_path: Path) -> None:
+def test_a_file_of_refused_games_leaves_a_log_and_no_shard(tmp_path: Path) -> None:
     (tmp_path / "a.pgn").write_text("1. e4 e4 *\n\n1. d4 -- *\n")
     report = run(tmp_path / "a.pgn", tmp_path / "f")
     assert (report.stored, report.refused, report.skipped) == (0, {"illegal move": 1}, {"null move": 1})
@@ -469,25 +473,11 @@ def test_a_folder_that_was_looked_at_or_imported_into_itself_is_imported(listed:
     assert "nothing new" in import_listed(str(tmp_path), tmp_path, workers=1)
 
 
-def test_accounts_that_a_link_leads_elsewhere_are_refused(listed: Path, tmp_path: Path) -> None:
-    """An import clears what a killed one left: nothing of a folder that somebody has linked to."""
-    victim, folder = tmp_path / "victim", tmp_path / "f"
-    victim.mkdir()
-    (victim / "draft.tmp").write_text("mine")
+def test_a_lock_that_a_link_leads_elsewhere_is_refused(listed: Path, tmp_path: Path) -> None:
+    victim, folder = tmp_path / "mine", tmp_path / "f"
+    victim.write_text("mine")
     folder.mkdir()
-    (folder / "imports").symlink_to(victim)
-    with pytest.raises(ValueError, match="is a link out of"):
-        import_listed(str(listed), folder, workers=1)
-    (folder / "imports").unlink()
-    (folder / "imports").mkdir()
-    (folder / "imports" / "lock").symlink_to(victim / "draft.tmp")
+    (folder / LOCK).symlink_to(victim)
     with pytest.raises(FolderError, match="lock"):
         import_listed(str(listed), folder, workers=1)
-    (folder / "imports" / "lock").unlink()
-    import_listed(str(listed), folder, workers=1)
-    (place,) = (folder / "imports").glob("pgn_*")
-    shutil.rmtree(place)
-    place.symlink_to(victim)
-    with pytest.raises(ValueError, match="is a link out of"):
-        import_listed(str(listed), folder, workers=1)
-    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
+    assert victim.read_text() == "mine"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from melee_games import game
 
-from matrixlib.data.account import ImportReport, quarantined
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.imports import ImportReport, quarantined
 from matrixlib.data.shards import Shard
 from matrixlib.tasks.melee import columns, importer, replay
 from matrixlib.tasks.melee.columns import BUTTONS, FIRST, LAYOUT

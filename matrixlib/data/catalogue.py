@@ -1,11 +1,11 @@
 """The catalogue: one SQLite row for every shard of a folder, with counts, split, checksum, quality and state.
 
-The shards are the truth and the catalogue an index of them: a missing or damaged one is rebuilt, shards without a row
-are added, rows whose file is gone are quarantined, shards that others say they replace are put aside; ``messages`` has
-each. Why a shard was quarantined by hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild
-uses it again. A connection lives for one call, so none crosses a fork. A read-only folder is catalogued in memory, and
-so is one without shards until the first is added: to look at a folder of something else leaves it as it was. That of a
-data set elsewhere is believed as it is, or refused: the shards are not here to be asked.
+It is an index that can be thrown away: the shards are the truth. A missing or damaged one is rebuilt from them, shards
+without a row are added, rows whose file is gone are quarantined; ``messages`` has each. Why a shard was quarantined by
+hand also lies beside it, in ``<shard>.quarantined``, so that no rebuild uses it again. What imports did is logged in
+the transaction that adds their shards. A connection lives for one call, so none crosses a process. A folder that
+cannot be written is catalogued in memory, and so is one without shards until the first is added: looking at a folder
+of something else leaves it as it was. That of a data set elsewhere is believed as it is, or refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,17 +27,18 @@ from matrixlib.files import from_home, read_json, remove_leftovers, write_text
 
 NAME = "catalogue.sqlite"
 REMOTE = "remote.json"  # beside the catalogue of a data set that lies elsewhere: where, see `matrixlib.data.remote`
-LARGEST = 2**36  # bytes of a shard elsewhere: more is nonsense, and would have arrays made of that size
-SCHEMA = 1
+LARGEST = 2**36  # bytes of a shard: more is nonsense, and would have arrays made of that size
 COLUMNS = ("name", "split", "source", "count", "bytes", "sha256", "state", "reason", "quality")
-CREATE = """CREATE TABLE IF NOT EXISTS shards (
+CREATE = (
+    """CREATE TABLE shards (
 name TEXT PRIMARY KEY, split TEXT NOT NULL, source TEXT NOT NULL,
 count INTEGER NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, state TEXT NOT NULL,
 reason TEXT NOT NULL, quality TEXT NOT NULL, digest TEXT NOT NULL
-) WITHOUT ROWID"""
+) WITHOUT ROWID""",
+    "CREATE TABLE imports (name TEXT, step INTEGER, data TEXT, digest TEXT, PRIMARY KEY (name, step))",
+)
 PUT = f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
-DELETE = "DELETE FROM shards WHERE name = ?"
-EXCHANGE = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
+PUT_IMPORT = "INSERT OR REPLACE INTO imports VALUES (?, ?, ?, ?)"
 MISSING = "the file is missing"
 DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 BUSY_SECONDS = 30.0
@@ -53,7 +53,7 @@ class CatalogueError(ValueError):
 @dataclass(frozen=True)
 class ShardRow:
     """One shard: `name` is its path inside the folder (with /), `path` the file, `bytes` its size. `remote`: the folder
-    of its catalogue, where the shard itself lies elsewhere (`matrixlib.data.remote.whole` brings it).
+    of its catalogue, where the shard itself lies elsewhere (`matrixlib.data.remote.local_path` brings it).
     """
 
     name: str
@@ -81,10 +81,12 @@ def _digest(columns: Sequence[Any]) -> str:
 
 
 class Catalogue:
-    """The shards of one folder. `messages` lists what had to be repaired when it was opened or read."""
+    """The shards of one folder. `messages` lists what had to be repaired when it was opened or read; warn: also say it
+    as a warning.
+    """
 
-    def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path | str, warn: bool = True) -> None:
+        self.folder, self._warn = Path(folder), warn
         if not os.path.isdir(self.folder):
             raise CatalogueError(f"{self.folder}: no such folder; give a folder of shards, or make it first")
         self.path = self.folder / NAME
@@ -96,14 +98,11 @@ class Catalogue:
         self.writable = (
             not self.remote and os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
         )
-        self._image = b""  # the database itself, where the folder cannot be written, or has no shards yet
-        self._replaced: set[str] = set()
-        problem = self._problem() if present else "there is no catalogue"
-        if problem:
+        self._memory: dict[str, ShardRow] | None = None  # the rows, where there is no database to write to
+        if problem := self._problem() if present else "there is no catalogue":
             self._rebuild(problem)
-        elif not self.writable:
-            with closing(sqlite3.connect(_read_only(self.path), uri=True)) as db:
-                self._image = _image(db.execute("SELECT * FROM shards").fetchall())
+        if not self.writable and self._memory is None:
+            self._memory = {row.name: row for row in self._rows()}
         if not self.remote:
             self._reconcile()
 
@@ -123,8 +122,15 @@ class Catalogue:
         """
         return self.add_all([(info, split, source, quality or {})])[0]
 
-    def add_all(self, shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]]) -> list[ShardRow]:
-        """`add` for several shards (info, split, source, quality): all of them at once or, on an error, none."""
+    def add_all(
+        self,
+        shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]],
+        log: Callable[[Sequence[ShardRow]], tuple[str, int, Mapping[str, Any]]] | None = None,
+    ) -> list[ShardRow]:
+        """`add` for several shards (info, split, source, quality): all of them at once or, on an error, none.
+
+        log(rows): what is put down of an import in the same transaction: its name, step and JSON data.
+        """
         rows = []
         for info, split, source, quality in shards:
             try:
@@ -136,8 +142,18 @@ class Catalogue:
             rows.append(self._row(name, info, source, quality))
         for row in rows:  # written anew, so what was wrong with an older file of that name is past
             reason_file(row.path).unlink(missing_ok=True)
-        self._put(rows)
+        self._put(rows, () if log is None else [log(rows)])
         return rows
+
+    def imports(self, name: str = "") -> list[tuple[str, int, dict[str, Any]]]:
+        """What was put down of imports, of one or all: name, step and data, in order. What was damaged is left out."""
+        if self._memory is not None and not self.path.is_file():
+            return []
+        with self._connection() as db:
+            found = db.execute("SELECT * FROM imports WHERE ? IN ('', name) ORDER BY name, step", [name]).fetchall()
+        return [
+            (own, step, json.loads(data)) for own, step, data, digest in found if digest == _digest([own, step, data])
+        ]
 
     def quarantine(self, name: str, reason: str) -> None:
         """Keep a shard out of use, and say why. Raises CatalogueError for an unknown name."""
@@ -163,8 +179,11 @@ class Catalogue:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
             reason_file(self.folder / name).unlink(missing_ok=True)
-        with self._connection() as db:
-            db.executemany(DELETE, [(name,) for name in names])
+            if self._memory is not None:
+                self._memory.pop(name, None)
+        if self._memory is None:
+            with self._connection() as db:
+                db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
@@ -177,7 +196,7 @@ class Catalogue:
 
     def verify(self, bring: Callable[[ShardRow], Path] | None = None) -> dict[str, str]:
         """Healthy shards that are not the bytes that were catalogued: name -> reason. Reads every file. bring: has one
-        of a set elsewhere brought here (`matrixlib.data.remote.whole`)."""
+        of a set elsewhere brought here (`matrixlib.data.remote.local_path`)."""
         problems = {}
         for row in self.shards():
             try:
@@ -187,54 +206,26 @@ class Catalogue:
         return {name: problem for name, problem in problems.items() if problem}
 
     def backup(self, path: Path | str) -> None:
-        """Copy the database to `path`, whole or not at all, also while others write to it. CatalogueError where that
-        can't be written."""
+        """Copy the catalogue to `path`, whole or not at all; put back under its name, it is checked when it is opened,
+        and reconciled with the shards that are there then. CatalogueError where it can't be written."""
         path = from_home(path)
-        temporary = path.parent / f"{path.name}.{os.getpid()}.tmp"
         try:
-            with closing(sqlite3.connect(temporary)) as copy, self._connection() as db:
-                db.backup(copy)
-            os.replace(temporary, path)
+            os.replace(_database(path, self._rows(), self.imports()), path)
         except (OSError, sqlite3.Error) as error:
-            temporary.unlink(missing_ok=True)
+            _temporary(path).unlink(missing_ok=True)
             raise CatalogueError(f"backup {path} cannot be written: {error}") from error
-
-    @classmethod
-    def restore(cls, folder: Path | str, backup: Path | str) -> Catalogue:
-        """The catalogue of `folder` as it was backed up, then reconciled with the shards that are there now.
-
-        Raises CatalogueError for a backup that is missing, damaged or of another program, and changes nothing then.
-        """
-        backup, path = Path(backup), Path(folder) / NAME
-        if not backup.is_file():
-            raise CatalogueError(f"{backup}: no such file; give a copy made by Catalogue.backup")
-        temporary = path.with_name(f"{NAME}.{os.getpid()}.tmp")
-        shutil.copyfile(backup, temporary)
-        try:
-            with closing(sqlite3.connect(temporary)) as db:
-                problem = "made by a newer version" if _is_newer(db) else _problem_of(db)
-        except sqlite3.DatabaseError as error:
-            problem = str(error)
-        if problem:
-            temporary.unlink()
-            raise CatalogueError(f"{backup} cannot be restored ({problem}); nothing was changed, give another copy")
-        for suffix in ("-wal", "-shm"):  # they belong to the database that goes
-            path.with_name(NAME + suffix).unlink(missing_ok=True)
-        os.replace(temporary, path)
-        return cls(folder)
 
     # Repairs
 
     def _say(self, message: str) -> None:
         self.messages.append(message)
-        warnings.warn(message, stacklevel=4)
+        if self._warn:
+            warnings.warn(message, stacklevel=4)
 
     def _problem(self) -> str:
         """Why the database cannot be used, or an empty string."""
         try:
             with self._connection() as db:
-                if _is_newer(db):
-                    raise CatalogueError(f"{self.path}: made by a newer version; update matrixlib")
                 return _problem_of(db)
         except UnicodeDecodeError as error:  # sqlite3 quotes a schema that is no text in its message
             return f"the catalogue is damaged ({error})"
@@ -251,38 +242,20 @@ class Catalogue:
                 f"{url}/{NAME}: {problem}; open the catalogue where the shards are, and copy it there again"
             )
         known = {row.name: row for row in whole}
-        rows = self._read_files(name for name in self._files() if name not in known)
-        rows += [row for name, row in known.items() if name not in self._replaced]
+        rows = [*known.values(), *self._read_files(name for name in self._files() if name not in known)]
         text, present = f"{self.path}: {problem}; rebuilt from {len(rows)} shards", self.path.is_file()
         if present:
             self._say(text)
         elif rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
             self.messages.append(text)
-        values = [_values(row) for row in rows]
-        if not self.writable or not (present or values):
-            self._image = _image(values)
+        if not self.writable or not (present or rows):
+            self._memory = {row.name: row for row in rows}
             return
-        self._write(values, present)
-
-    def create(self) -> None:
-        """Write the catalogue of a folder that has no shards yet; nothing where it is written already. What several
-        processes will add to is created before they begin."""
-        if self.writable and self._image:
-            self._image = b""
-            if not self.path.is_file():
-                self._write([], False)
-
-    def _write(self, values: Iterable[Sequence[Any]], present: bool) -> None:
-        """Put a new database in the place of the old one, which is kept, if it is there."""
         remove_leftovers(self.path)
-        temporary = self.path.with_name(f"{NAME}.{os.getpid()}.tmp")
-        temporary.unlink(missing_ok=True)
-        with closing(sqlite3.connect(temporary)) as db:
-            _fill(db, values)
+        temporary = _database(self.path, rows, self.imports() if known else ())
         if present:
             os.replace(self.path, self.path.with_name(f"{NAME}.damaged"))
-        for suffix in ("-wal", "-shm"):  # they belong to the old database
-            self.path.with_name(NAME + suffix).unlink(missing_ok=True)
+        self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)  # it belongs to the old database
         os.replace(temporary, self.path)
 
     def _reconcile(self) -> None:
@@ -291,33 +264,34 @@ class Catalogue:
 
         Other processes may write meanwhile: what they say of a shard stands.
         """
-        rows = {row.name: row for row in self._rows()}
-        files = set(self._files())
-        new = self._read_files(sorted(files - rows.keys() - self._replaced))
-        changed: list[tuple[ShardRow, ShardRow, str]] = []
+        rows, files = {row.name: row for row in self._rows()}, self._files()
+        new = self._read_files(name for name in files if name not in rows)
         for row in new:
             self._say(f"{row.path}: was not in the catalogue; added as {row.state}")
-        for name, row in rows.items():
-            if name in self._replaced:
-                continue
-            if row.state == "healthy" and (reason := _unfit(row)):
-                changed.append((row, _quarantined(row, reason), f"{reason}; quarantined"))
-            elif name in files and row.reason == MISSING and not self._check(row):
-                changed.append((row, replace(row, state="healthy", reason=""), "is back and whole; used again"))
         if new:
-            with self._connection() as db:
-                db.executemany(PUT.replace("REPLACE", "IGNORE"), map(_values, new))
-                db.executemany(DELETE, [(name,) for name in self._replaced])
-        for before, row, text in changed:
-            old, new_digest = _values(before)[-1], _values(row)[-1]
-            with self._connection() as db:
-                exchanged = db.execute(EXCHANGE, [row.state, row.reason, new_digest, row.name, old]).rowcount
-            if exchanged:
+            self._put(new, insert=PUT.replace("REPLACE", "IGNORE"))
+        for name, row in rows.items():
+            if row.state == "healthy" and (reason := _unfit(row)):
+                after, text = _quarantined(row, reason), f"{reason}; quarantined"
+            elif name in files and row.reason == MISSING and not self._check(row):
+                after, text = replace(row, state="healthy", reason=""), "is back and whole; used again"
+            else:
+                continue
+            if self._exchange(row, after):
                 self._say(f"{row.path}: {text}")
 
+    def _exchange(self, before: ShardRow, after: ShardRow) -> bool:
+        """Put a row in the place of another, unless another process has written that meanwhile."""
+        if self._memory is not None:
+            self._memory[after.name] = after
+            return True
+        statement = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
+        with self._connection() as db:
+            values = (after.state, after.reason, _values(after)[-1], after.name, _values(before)[-1])
+            return db.execute(statement, values).rowcount > 0
+
     def _read_files(self, names: Iterable[str]) -> list[ShardRow]:
-        """Rows made from files, those not that others of them say they replace (`replaces` in their meta data): the
-        files of these are put aside, as the shards that stand for them are whole."""
+        """Rows made from files; those that are no shards are left out."""
         rows = []
         for name in names:
             try:
@@ -328,13 +302,7 @@ class Catalogue:
             row = self._row(name, info, str(info.meta["source"]), info.meta.get("quality", {}))
             reason = f"'{damaged}' is damaged (zip checksum)" if damaged else _note(row.path)
             rows.append(_quarantined(row, reason) if reason else row)
-            if not reason:
-                self._replaced.update(replaced_by(info.meta, name))
-        inside = (name for name in self._replaced if self.writable and _is_inside(name, self.folder))
-        for path in (self.folder / name for name in inside):
-            with suppress(FileNotFoundError):  # somebody else has done it
-                os.replace(path, path.with_name(f"{path.name}.merged"))
-        return [row for row in rows if row.name not in self._replaced]
+        return rows
 
     # Small parts
 
@@ -363,43 +331,60 @@ class Catalogue:
 
     def _rows(self) -> list[ShardRow]:
         """Every row, by name; where one is not what was written, the catalogue is rebuilt."""
+        if self._memory is not None and not (self.writable and self.path.is_file()):
+            return [self._memory[name] for name in sorted(self._memory)]
+        self._memory = None  # another process has added the first shard
         with self._connection() as db:
             stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards ORDER BY name").fetchall()
         rows = []
         for *columns, digest in stored:
             if digest == _digest(columns) and (row := _row_of(columns, self.folder)):
-                sound = row.name.endswith(".npz") and re.fullmatch("[0-9a-f]{64}", row.sha256)  # paths are made of both
-                if not (sound and 0 < row.count <= row.bytes) or (self.remote and row.bytes > LARGEST):
-                    continue
                 rows.append(replace(row, remote=self.folder) if self.remote else row)
         if len(rows) == len(stored):
             return rows
         self._rebuild("a row was changed or damaged", rows)
         return self._rows()
 
-    def _put(self, rows: Iterable[ShardRow]) -> None:
-        self.create()
+    def _put(
+        self,
+        rows: Sequence[ShardRow],
+        logs: Iterable[tuple[str, int, Mapping[str, Any]]] = (),
+        insert: str = PUT,
+    ) -> None:
+        if not self.writable:
+            assert self._memory is not None
+            self._memory |= {row.name: row for row in rows}
+            return
+        if not self.path.is_file():
+            temporary = _database(self.path)
+            try:
+                os.link(temporary, self.path)
+            except FileExistsError:  # another process was faster
+                pass
+            except OSError:  # of a file system without links
+                os.replace(temporary, self.path)
+            temporary.unlink(missing_ok=True)
+        self._memory = None
         with self._connection() as db:
-            db.executemany(PUT, map(_values, rows))
+            db.executemany(insert, map(_values, rows))
+            db.executemany(PUT_IMPORT, map(_import_values, logs))
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection for one short transaction, committed unless there is an exception."""
-        if self._image and self.writable and self.path.is_file():  # another process has added the first shard
-            self._image = b""
-        if self._image:
-            db = sqlite3.connect(":memory:")
-            db.deserialize(self._image)
-        elif self.writable:
+        if self.writable:
             db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
         else:
             db = sqlite3.connect(_read_only(self.path), uri=True)
         db.text_factory = lambda text: text.decode("utf-8", "replace")  # left to the digest
         with closing(db), db:
             yield db
-            if self._image:
-                db.commit()
-                self._image = db.serialize()
+
+
+def _import_values(log: tuple[str, int, Mapping[str, Any]]) -> list[Any]:
+    name, step, data = log
+    values = [name, step, json.dumps(data, sort_keys=True)]
+    return [*values, _digest(values)]
 
 
 def _quarantined(row: ShardRow, reason: str) -> ShardRow:
@@ -407,39 +392,30 @@ def _quarantined(row: ShardRow, reason: str) -> ShardRow:
 
 
 def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
-    """A row as it was stored; None where it is none of a shard inside the folder."""
+    """A row as it was stored; None where it is none of a shard inside the folder: somebody else may have written it."""
     facts = dict(zip(COLUMNS, columns, strict=True))
-    texts = (facts[name] for name in ("name", "split", "source", "sha256", "state", "reason", "quality"))
+    texts = [facts[name] for name in ("name", "split", "source", "sha256", "state", "reason", "quality")]
     if not all(isinstance(text, str) for text in texts) or not _is_inside(facts["name"], folder):
         return None
-    if not (isinstance(facts["count"], int) and isinstance(facts["bytes"], int)):
+    if not all(isinstance(facts[name], int) for name in ("count", "bytes")):
+        return None
+    sound = facts["name"].endswith(".npz") and re.fullmatch("[0-9a-f]{64}", facts["sha256"])  # paths are made of both
+    if not sound or not 0 < facts["count"] <= facts["bytes"] <= LARGEST:
         return None
     try:
         quality = json.loads(facts["quality"])
     except (ValueError, RecursionError):
         return None
-    if not isinstance(quality, dict):
-        return None
-    return ShardRow(path=folder / facts["name"], **facts | {"quality": quality})
+    return ShardRow(path=folder / facts["name"], **facts | {"quality": quality}) if isinstance(quality, dict) else None
 
 
-def _is_inside(name: str, folder: Path | None = None) -> bool:
-    """Whether a name stays in a folder, and with `folder` also no link on the way leads out of it. The file itself may
-    be a link: it is read through, and deleted or replaced without what it leads to."""
+def _is_inside(name: str, folder: Path) -> bool:
+    """Whether a name stays in a folder, and no link on the way leads out of it. The file itself may be a link: it is
+    read through, and deleted or replaced without what it leads to."""
     path = Path(name)
     if not name or "\0" in name or path.anchor or ".." in path.parts:
         return False
-    return folder is None or len(path.parts) == 1 or (folder / path).parent.resolve().is_relative_to(folder.resolve())
-
-
-def replaced_by(meta: Mapping[str, Any], own: str) -> list[str]:
-    """Names of the shards that a shard of this meta data and name says it replaces; no other kind of file, nothing that
-    leads out of the folder, not itself."""
-    names = meta.get("replaces", ())
-    if not isinstance(names, (list, tuple)):
-        return []
-    shards = (name for name in names if isinstance(name, str) and name.endswith(".npz") and name != own)
-    return [name for name in shards if _is_inside(name)]
+    return len(path.parts) == 1 or (folder / path).parent.resolve().is_relative_to(folder.resolve())
 
 
 def _unfit(row: ShardRow) -> str:
@@ -465,36 +441,37 @@ def _note(path: Path) -> str:
 # The database
 
 
-def _is_newer(db: sqlite3.Connection) -> bool:
-    return int(db.execute("PRAGMA user_version").fetchone()[0]) > SCHEMA
-
-
 def _problem_of(db: sqlite3.Connection) -> str:
     """Why a database is no catalogue of ours, or an empty string."""
     if foreign := db.execute("SELECT name FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone():
         return f"the catalogue has code of somebody else's ({foreign[0]!r})"  # a view may never end
-    if (result := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+    if (result := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         return f"the catalogue is damaged ({result})"
-    names = [column[1] for column in db.execute("PRAGMA table_xinfo(shards)")]
-    return "" if names == [*COLUMNS, "digest"] else "the catalogue has other columns"
+    tables = {"shards": [*COLUMNS, "digest"], "imports": ["name", "step", "data", "digest"]}
+    for table, names in tables.items():
+        if [column[1] for column in db.execute(f"PRAGMA table_xinfo({table})")] != names:
+            return "the catalogue has other columns"
+    return ""
 
 
-def _fill(db: sqlite3.Connection, values: Iterable[Sequence[Any]]) -> None:
-    """Make an empty database a catalogue of rows; WAL lets readers go on while a shard is added."""
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute(CREATE)
-    db.execute(f"PRAGMA user_version={SCHEMA}")
-    db.executemany(PUT, values)
-    db.commit()
+def _temporary(path: Path) -> Path:
+    return path.parent / f"{path.name}.{os.getpid()}.tmp"
 
 
-def _image(values: Iterable[Sequence[Any]]) -> bytes:
-    """A catalogue in memory, so that a folder that cannot be written needs no special case."""
-    with closing(sqlite3.connect(":memory:")) as db:
-        _fill(db, values)
-        return db.serialize()
+def _database(
+    path: Path, rows: Iterable[ShardRow] = (), logs: Iterable[tuple[str, int, Mapping[str, Any]]] = ()
+) -> Path:
+    """Write a catalogue under a temporary name beside `path`; returns that."""
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    with closing(sqlite3.connect(temporary)) as db, db:
+        for statement in CREATE:
+            db.execute(statement)
+        db.executemany(PUT, map(_values, rows))
+        db.executemany(PUT_IMPORT, map(_import_values, logs))
+    return temporary
 
 
 def _read_only(path: Path) -> str:
-    """URI of a database on a medium that cannot be written: no lock files, no WAL."""
+    """URI of a database that is not written: no lock files."""
     return f"{path.resolve().as_uri()}?mode=ro&immutable=1"

@@ -1,9 +1,9 @@
 """The way of an import: files read in parallel, their entries checked, and stored as catalogued shards.
 
-A file is imported by steps of a few shards; after its shards a step writes its account (account.py). The name of an
-import follows from the file's bytes and the reader's options, the borders of the steps from the data, so a step that
-has a whole account is done, and doing it again gives the same files. Killed at any moment, the next call goes on. What
-the folder holds already is left out where an entry is a whole game.
+A file is imported by steps of a few shards, each with a log in the catalogue, written in the transaction that adds
+the shards. The name of an import follows from the file's bytes and the reader's options, the borders of the steps from
+the data, so a step that has a log is done, and doing it again gives the same files. Killed at any moment, the next
+call goes on. What the folder holds already is left out where an entry is a whole game.
 
 Worker processes are spawned: a script that imports more than a handful needs the usual `if __name__ == "__main__":`.
 """
@@ -19,37 +19,31 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
-from matrixlib.data.account import (
-    FOLDER,
-    Account,
-    ImportReport,
-    ImportStopped,
-    check_inside,
-    is_ours,
-    locked,
-    read_account,
-    replaced_shards,
-    report_of,
-    write_account,
-)
-from matrixlib.data.catalogue import Catalogue, ShardRow
+from matrixlib.data.catalogue import NAME, REMOTE, Catalogue, ShardRow
 from matrixlib.data.entries import ParseResult, Part, Reader, Refused
-from matrixlib.data.shards import Batch, Layout, Shard, ShardInfo, concat, file_hash, select, write_shard
-from matrixlib.files import end_with_parent
+from matrixlib.data.shards import Batch, Layout, Shard, ShardInfo, concat, file_hash, is_shard, select, write_shard
+from matrixlib.files import end_with_parent, exclusive, make_folder, writing
 from matrixlib.progress import live_bar
 
+LOCK = "import.lock"
 COMPRESSED = (".gz", ".bz2", ".zst")
+OURS = (".npz.quarantined", ".npz.tmp")  # ends of what the catalogue and imports keep beside shards
+ALONE_SECONDS = 2.0  # after which worker processes are started
 Faults = Callable[[Batch], Mapping[str, np.ndarray]]  # sent to workers
-ALONE = 2.0  # seconds after which worker processes are started
-LOST_GAMES = "gone"  # folder of the ids of games that shards lost all rows of when they were merged
+
+
+class ImportStopped(RuntimeError):
+    """An import that could not go on; what was finished stays, and the same call goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,113 @@ class Storage:
     outliers: Callable[[Catalogue, Sequence[str]], list[str]] = lambda catalogue, names: []
 
 
+@dataclass(frozen=True)
+class ImportLog:
+    """What one step did. parts: numbers of its first part and of the one after its last. positions: by split.
+    shards: name -> SHA-256."""
+
+    source: str
+    file: str
+    sha256: str
+    reader: Mapping[str, Any]
+    step: int
+    parts: tuple[int, int]
+    last: bool
+    entries: int
+    stored: int
+    positions: Mapping[str, int]
+    skipped: Mapping[str, int]
+    warned: Mapping[str, int]
+    refused: Sequence[Refused]
+    shards: Mapping[str, str]
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> "ImportLog":
+        """Inverse of `asdict`, after a way through JSON."""
+        refused = tuple(Refused(**entry) for entry in data["refused"])
+        return cls(**{**data, "parts": tuple(data["parts"]), "refused": refused})
+
+
+def import_logs(folder: Path | str, name: str = "") -> list[ImportLog]:
+    """The log of a folder's imports (or of the one of this name), by import and step."""
+    return [ImportLog.read(data) for *_, data in Catalogue(folder, warn=False).imports(name)]
+
+
+def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
+    """What was refused, with the name of the file it came from. Its text, mended, can be imported like any other."""
+    return [(log.file, entry) for log in import_logs(folder) for entry in log.refused]
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What the files of a call hold: entries = stored + sum(refused) + sum(skipped); fresh_*: done by this call.
+
+    outliers: figures of new shards that are far from those of the other shards of their source. remarks: what the
+    catalogue repaired when it was opened.
+    """
+
+    entries: int = 0
+    stored: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    warned: Mapping[str, int] = field(default_factory=dict)
+    positions: Mapping[str, int] = field(default_factory=dict)
+    shards: Sequence[str] = ()
+    fresh_entries: int = 0
+    fresh_positions: int = 0
+    seconds: float = 0.0
+    outliers: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, logs: Sequence[ImportLog], fresh: Sequence[ImportLog], **more: Any) -> "ImportReport":
+        """Of a call: the logs of its files, and those of them that are new."""
+        return cls(
+            entries=sum(log.entries for log in logs),
+            stored=sum(log.stored for log in logs),
+            refused=Counter(entry.reason for log in logs for entry in log.refused),
+            skipped=sum((Counter(log.skipped) for log in logs), Counter()),
+            warned=sum((Counter(log.warned) for log in logs), Counter()),
+            positions=sum((Counter(log.positions) for log in logs), Counter()),
+            shards=[name for log in logs for name in log.shards],
+            fresh_entries=sum(log.entries for log in fresh),
+            fresh_positions=sum(sum(log.positions.values()) for log in fresh),
+            **more,
+        )
+
+    def text(self, rows: str = "positions") -> str:
+        """A few lines for people. rows: what the task calls them."""
+        train, validation = (self.positions.get(split, 0) for split in ("train", "validation"))
+        lines = [
+            f"{self.entries:,} entries: {self.stored:,} stored, {sum(self.refused.values()):,} in quarantine, "
+            f"{sum(self.skipped.values()):,} left out",
+            f"{train:,} training and {validation:,} validation {rows} in {len(self.shards)} shards",
+        ]
+        titles = {"in quarantine": self.refused, "left out": self.skipped, "stored, but": self.warned}
+        for title, counts in titles.items():
+            lines += [f"  {title}: {count:,} {reason}" for reason, count in sorted(counts.items())]
+        lines += [f"  outlier: {outlier}" for outlier in self.outliers]
+        lines += [f"  {remark}" for remark in self.remarks]
+        if not self.fresh_entries:
+            return "\n".join([*lines, "nothing new: all of it had been imported before"])
+        before = self.entries - self.fresh_entries
+        rate = f"{self.fresh_entries / self.seconds:,.0f} entries/s, {self.fresh_positions / self.seconds:,.0f}"
+        had = f", {before:,} had been imported before" if before else ""
+        return "\n".join([*lines, f"{self.fresh_entries:,} read in {self.seconds:.1f} s ({rate} {rows}/s){had}"])
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Catalogue]:
+    """The catalogue of a folder, made if it is not there, that no other import writes meanwhile. Raises ImportStopped
+    where one does, ValueError where the folder cannot be written, or its shards lie elsewhere."""
+    if (folder / REMOTE).exists():
+        raise ValueError("shards that lie elsewhere are only read: import where they are")
+    make_folder(folder)
+    busy = ImportStopped(f"another import into {folder} is running; wait until it has ended")
+    with writing(folder), exclusive(FileLock(folder / LOCK), busy):
+        yield Catalogue(folder, warn=False)
+
+
 def import_each(
     jobs: Iterable[tuple[Path, Reader]],
     folder: Path,
@@ -87,22 +188,21 @@ def import_each(
     step in which so many rows are reached; another call goes on. Raises ValueError, ImportStopped.
     """
     start = time.monotonic()
-    whole: list[Account] = []
-    fresh: list[Account] = []
+    logs: list[ImportLog] = []
+    fresh: list[ImportLog] = []
     with locked(folder) as catalogue:
         rows = {row.name: row for row in catalogue.shards(state=None)}
-        merged = replaced_shards(rows.values(), storage.layout)
         for path, reader in jobs:
             plain = path.is_file() and path.suffix not in COMPRESSED
             size = path.stat().st_size if plain else None  # compressed: nobody knows how much text it is
             with live_bar(total=size, unit="B", unit_scale=True, desc=path.name, disable=not progress) as bar:
-                job = _FileImport(path, reader, storage, catalogue, rows, merged, hash_of(path))
+                job = _FileImport(path, reader, storage, catalogue, rows, hash_of(path))
                 done, before = job.run(workers or os.cpu_count() or 1, bar, limit)
-            whole += done
+            logs += done
             fresh += done[before:]
-        names = [name for account in fresh for name in account.shards]
-        outliers = storage.outliers(catalogue, names)
-    return report_of(whole, fresh, time.monotonic() - start, outliers, catalogue.messages)
+        outliers = storage.outliers(catalogue, [name for log in fresh for name in log.shards])
+    seconds = time.monotonic() - start
+    return ImportReport.of(logs, fresh, seconds=seconds, outliers=outliers, remarks=tuple(catalogue.messages))
 
 
 # The files
@@ -112,8 +212,12 @@ def files_of(path: Path) -> list[Path]:
     """The file, or the files of a folder by name, but for hidden ones and what a folder of shards holds itself."""
     if path.is_file():
         return [path]
-    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    return sorted(file for file in files if not is_ours(file, path))
+
+    def ours(file: Path) -> bool:
+        kept = file.name.startswith(NAME) or file.name.endswith(OURS) or file.name == LOCK
+        return kept or (file.suffix == ".npz" and is_shard(file))
+
+    return sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith(".") and not ours(f))
 
 
 def hash_of(path: Path) -> str:
@@ -153,7 +257,7 @@ def read_parts(
     start = time.monotonic()
     for part in parts:
         yield part, _read(reader, faults, part)
-        if workers > 1 and time.monotonic() - start > ALONE:
+        if workers > 1 and time.monotonic() - start > ALONE_SECONDS:
             break
     if (part_left := next(parts, None)) is None:
         return
@@ -218,14 +322,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class _FileImport:
-    """One file on its way into one folder. rows: of the catalogue. merged: shards that others replaced since."""
+    """One file on its way into one folder. rows: of the catalogue."""
 
     path: Path
     reader: Reader
     storage: Storage
     catalogue: Catalogue
     rows: dict[str, ShardRow]
-    merged: set[str]
     sha256: str
 
     @functools.cached_property
@@ -233,91 +336,71 @@ class _FileImport:
         facts = json.dumps([self.storage.version, self.sha256, _options(self.reader)], sort_keys=True)
         return f"{self.reader.source}_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
-    @property
-    def place(self) -> Path:
-        return self.catalogue.folder / FOLDER / self.name
-
-    def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[Account], int]:
-        """All accounts of the file, and how many of them were there before."""
-        check_inside(self.place, self.catalogue.folder)
-        for left in self.place.glob("*.tmp"):
-            left.unlink()  # of a killed import
+    def run(self, workers: int, bar: Any, limit: int | None) -> tuple[list[ImportLog], int]:
+        """All logs of the file, and how many of them were there before."""
         done = self.finished_steps()
         self.clear(len(done))
         before = len(done)
-        positions = sum(sum(account.positions.values()) for account in done)
+        positions = sum(sum(log.positions.values()) for log in done)
         if done and (done[-1].last or (limit is not None and positions >= limit)):
             return done, before
         known = functools.cache(functools.partial(self.known_games, before))
         step, first = _Step(self.storage), done[-1].parts[1] if done else 0
         with ThreadPoolExecutor(1) as writer:  # while a step goes to disk, the next one is read
-            writing: Future[Account] | None = None
+            storing: Future[ImportLog] | None = None
             for part, result in read_parts(self.reader, self.storage.faults, self.parts_left(first, bar), workers):
                 step.add(result, known)
                 bar.update(len(part.data))
                 bar.set_postfix_str(f"{part.first + result.entries:,} entries", refresh=False)
                 if step.training < self.storage.step:
                     continue
-                if writing:
-                    done.append(writing.result())
-                writing = writer.submit(self.store, step, len(done), first, last=False)
+                if storing:
+                    done.append(storing.result())
+                storing = writer.submit(self.store, step, len(done), first, last=False)
                 positions += sum(len(batch["records"]) for batch in step.batches)
                 step, first = _Step(self.storage), first + step.parts
                 if limit is not None and positions >= limit:
-                    return [*done, writing.result()], before
-            if writing:
-                done.append(writing.result())
+                    return [*done, storing.result()], before
+            if storing:
+                done.append(storing.result())
         if not done and not step.parts:
             raise ValueError(f"{self.path}: holds nothing that {type(self.reader).__name__} could read")
         done.append(self.store(step, len(done), first, last=True))
         return done, before
 
-    def finished_steps(self) -> list[Account]:
-        """The accounts of the first steps, as far as they and their shards are whole."""
-        done: list[Account] = []
-        while account := read_account(self.place / f"part_{len(done):06d}.json"):
-            if not all(self.is_stored(name, sha256) for name, sha256 in account.shards.items()):
+    def finished_steps(self) -> list[ImportLog]:
+        """The logs of the first steps, as far as their shards are as they were written; reads these."""
+        done: list[ImportLog] = []
+        for _, number, data in self.catalogue.imports(self.name):
+            log = ImportLog.read(data)
+            if number != len(done) or not all(self.is_stored(*shard) for shard in log.shards.items()):
                 break
-            done.append(account)
-            if account.last:
-                break
+            done.append(log)
         return done
 
     def is_stored(self, name: str, sha256: str) -> bool:
-        """Whether a shard is as it was written, or others stand for it; reads it."""
-        row = self.rows.get(name)
-        if row is None or name in self.merged:
-            return name in self.merged
-        return row.sha256 == sha256 and row.path.is_file() and file_hash(row.path) == sha256
+        """Whether a shard is as it was written; reads it."""
+        path = self.catalogue.folder / name
+        return name in self.rows and path.is_file() and file_hash(path) == sha256
 
     def clear(self, step: int) -> None:
-        """Remove the shards from this step on, of which no account tells: made again, they may be fewer and others,
-        where another import has stored the same games meanwhile. What they were merged into stays."""
+        """Remove the shards from this step on, of which no log tells: made again, they may be fewer and others, where
+        another import has stored the same games meanwhile."""
         own = re.compile(rf"{self.name}_(\d{{6}})_(train|validation)_\d+\.npz")
         matches = {name: own.fullmatch(name) for name in self.rows}
-        old = [name for name, match in matches.items() if match and int(match[1]) >= step]
-        stale = [name for name in old if name not in self.merged]
+        stale = [name for name, match in matches.items() if match and int(match[1]) >= step]
         self.catalogue.remove(stale)
         for name in stale:
             del self.rows[name]
 
     def known_games(self, done: int) -> set[int]:
-        """Ids of the games of this source that the folder holds, also where others' positions stand for all of one's
-        own, but for those of own steps from `done` on, which are to be done again."""
-
-        def again(name: str) -> bool:
-            base = Path(name).name
-            return base.startswith(self.name) and int(base[len(self.name) + 1 :][:6]) >= done
-
+        """Ids of the games of this source that the folder holds, but for those of own steps from `done` on, which are
+        to be done again."""
         ids: set[int] = set()
-        for row in self.rows.values():
-            if row.state == "healthy" and row.source == self.reader.source and not again(row.name):
+        for name, row in self.rows.items():
+            again = name.startswith(self.name) and int(name[len(self.name) + 1 :][:6]) >= done
+            if row.state == "healthy" and row.source == self.reader.source and not again:
                 ids.update(np.unique(Shard(row.path, self.storage.layout).arrays["records"]["game"]).tolist())
-        lost = self.catalogue.folder / FOLDER / LOST_GAMES
-        for path in lost.rglob(f"{self.reader.source}_*.npy"):
-            name = path.relative_to(lost).with_suffix(".npz").as_posix()
-            if name in self.merged and not again(name):
-                ids.update(np.load(path, allow_pickle=False).tolist())
         return ids
 
     def parts_left(self, first: int, bar: Any) -> Iterator[Part]:
@@ -332,13 +415,12 @@ class _FileImport:
                     bar.update(len(part.data))
                 number += 1
 
-    def store(self, step: _Step, number: int, first: int, last: bool) -> Account:
-        """Shards, catalogue, account: in this order, so that the account says that all of it is there."""
+    def store(self, step: _Step, number: int, first: int, last: bool) -> ImportLog:
+        """Write the shards of a step, then add them to the catalogue together with its log."""
         layout = self.storage.layout
         batch = concat(step.batches, layout)
         changed = datetime.fromtimestamp(int(self.path.stat().st_mtime), UTC)
-        parts = (first, first + step.parts)
-        options = _options(self.reader)
+        parts, options = (first, first + step.parts), _options(self.reader)
         meta = {
             "source": self.reader.source,
             "generator": {"intake": self.storage.version, "reader": options, "file": self.sha256, "parts": parts},
@@ -356,29 +438,31 @@ class _FileImport:
         def write(job: tuple[str, tuple[str, np.ndarray]]) -> tuple[ShardInfo, str, str, dict[str, Any]]:
             name, (split, members) = job
             part = select(batch, members, layout)
-            info = write_shard(self.catalogue.folder / name, layout, part, {**meta, "split": split})
-            return info, split, self.reader.source, self.storage.figures(part)
+            figures = self.storage.figures(part)
+            more = {"split": split, "quality": figures}
+            info = write_shard(self.catalogue.folder / name, layout, part, {**meta, **more})
+            return info, split, self.reader.source, figures
 
-        new = [job for job in jobs.items() if job[0] not in self.merged]  # else: since it was stored the first time
-        with ThreadPoolExecutor(max(1, len(new))) as pool:  # most of it is waiting for the disk
-            added = {row.name: row for row in self.catalogue.add_all(pool.map(write, new))}
-        self.rows.update(added)
-        account = Account(
-            source=self.reader.source,
-            file=self.path.name,
-            sha256=self.sha256,
-            reader=options,
-            step=number,
-            parts=parts,
-            last=last,
-            entries=step.entries,
-            stored=step.stored,
-            positions={"train": int((~validation).sum()), "validation": int(validation.sum())},
-            skipped=dict(step.skipped),
-            warned=dict(step.warned),
-            refused=step.refused,
-            shards={name: added[name].sha256 if name in added else "" for name in jobs},
-        )
-        self.place.mkdir(parents=True, exist_ok=True)
-        write_account(self.place / f"part_{number:06d}.json", account)
-        return account
+        def log_of(added: Sequence[ShardRow]) -> ImportLog:
+            return ImportLog(
+                source=self.reader.source,
+                file=self.path.name,
+                sha256=self.sha256,
+                reader=options,
+                step=number,
+                parts=parts,
+                last=last,
+                entries=step.entries,
+                stored=step.stored,
+                positions={"train": int((~validation).sum()), "validation": int(validation.sum())},
+                skipped=dict(step.skipped),
+                warned=dict(step.warned),
+                refused=tuple(step.refused),
+                shards={row.name: row.sha256 for row in added},
+            )
+
+        with ThreadPoolExecutor(max(1, len(jobs))) as pool:  # most of it is waiting for the disk
+            shards = list(pool.map(write, jobs.items()))
+        added = self.catalogue.add_all(shards, lambda rows: (self.name, number, asdict(log_of(rows))))
+        self.rows.update({row.name: row for row in added})
+        return log_of(added)

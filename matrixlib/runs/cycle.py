@@ -273,7 +273,6 @@ class Cycle:
         if not todo:
             return generation
         catalogue = Catalogue(self.folder / "shards")
-        catalogue.create()
         stored = cycle_games.weights_of(self.folder, config, generation.by)
         title = f"generation {number}: self-play"
         with (

@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from matrixlib.data.account import FOLDER, ImportReport, quiet_catalogue, read_account
+from matrixlib.data.catalogue import NAME, Catalogue
 from matrixlib.data.entries import Entries, ParseResult, Part
-from matrixlib.data.imports import Storage, files_of, hash_of, import_each
+from matrixlib.data.imports import ImportReport, Storage, files_of, hash_of, import_each, import_logs
 from matrixlib.data.shards import Batch, Shard, concat, file_hash
 from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import LAYOUT
@@ -75,7 +75,7 @@ def import_replays(
 ) -> ImportReport:
     """Import replays and folders of replays into a folder of shards; what had been imported is not done again.
 
-    Damaged ones are refused (`data.account.quarantined` names them), those that are no game of two people left out;
+    Damaged ones are refused (`data.imports.quarantined` names them), those that are no game of two people left out;
     both are counted. Options as of `data.imports.import_each`. ValueError for a path without replays, and where
     peppi-py is missing.
     """
@@ -117,15 +117,15 @@ def _game(path: Path) -> int | None:
 def _thresholds(folder: Path) -> dict[str, str]:
     """SHA-256 of what has been imported into a folder -> the threshold then: done again, or gone on with, an import is
     split as it was."""
-    accounts = (read_account(path) for path in (folder / FOLDER).glob("slippi_*/part_000000.json"))
-    return {account.sha256: account.reader["held_out"] for account in accounts if account}
+    logs = import_logs(folder) if (folder / NAME).is_file() else []
+    return {log.sha256: log.reader["held_out"] for log in logs if log.source == Slippi.source and log.step == 0}
 
 
 def _games(folder: Path) -> tuple[set[int], bool]:
     """Ids of the games in a folder, and whether any of them is held out."""
-    if not (folder / FOLDER).is_dir():
+    if not (folder / NAME).is_file():
         return set(), False
-    rows = [row for row in quiet_catalogue(folder).shards() if row.source == Slippi.source]
+    rows = [row for row in Catalogue(folder, warn=False).shards() if row.source == Slippi.source]
     records = [Shard(row.path, LAYOUT).arrays["records"] for row in rows]
     ids = {game for part in records for game in np.unique(part["game"]).tolist()}
     return ids, any(_is_held_out(part).any() for part in records)

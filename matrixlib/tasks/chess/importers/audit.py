@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pandas import DataFrame, concat
 
 from matrixlib.data import stats
-from matrixlib.data.account import accounts, quiet_catalogue
 from matrixlib.data.catalogue import Catalogue, ShardRow
+from matrixlib.data.imports import import_logs
 from matrixlib.data.remote import local_path
 from matrixlib.data.shards import BLOCK, Batch, Shard, ShardError, ragged_rows
 from matrixlib.data.shards import concat as concat_batches
@@ -195,26 +195,26 @@ def games(rows: Iterable[ShardRow]) -> DataFrame:
 
 def imports(folder: Path | str) -> DataFrame:
     """The steps of the imports into a folder: what became of the entries of each file; empty for a set that was made
-    here or copied. fault: why an account does not add up, or is not of the shards that are there; "" where all is
+    here or copied. fault: why a step's log does not add up, or is not of the shards that are there; "" where all is
     well."""
-    rows = {row.name: row for row in quiet_catalogue(Path(folder)).shards(state=None)}
+    rows = {row.name: row for row in Catalogue(folder, warn=False).shards(state=None)}
     facts = []
-    for account in accounts(folder):
-        counts = {"stored": account.stored, "in quarantine": len(account.refused)}
-        counts["left out"] = sum(account.skipped.values())
-        positions = sum(account.positions.values())
-        lost = [name for name, sha in account.shards.items() if name not in rows or rows[name].sha256 != sha]
+    for log in import_logs(folder):
+        counts = {"stored": log.stored, "in quarantine": len(log.refused)}
+        counts["left out"] = sum(log.skipped.values())
+        positions = sum(log.positions.values())
+        lost = [name for name, sha in log.shards.items() if name not in rows or rows[name].sha256 != sha]
         fault = ""
-        if sum(counts.values()) != account.entries:
-            fault = f"{account.entries} entries, {sum(counts.values())} accounted for"
+        if sum(counts.values()) != log.entries:
+            fault = f"{log.entries} entries, {sum(counts.values())} accounted for"
         elif lost:
             fault = f"{', '.join(lost)} not as written"
-        elif sum(rows[name].count for name in account.shards) != positions:
+        elif sum(rows[name].count for name in log.shards) != positions:
             fault = "its shards hold other numbers of positions than it says"
-        options = [option for option, value in account.reader.items() if value is True]
+        options = [option for option, value in log.reader.items() if value is True]
         facts.append(
-            {"file": account.file, "kind": " ".join([account.source, *options]), "step": account.step}
-            | {"entries": account.entries, **counts, "positions": positions, "fault": fault}
+            {"file": log.file, "kind": " ".join([log.source, *options]), "step": log.step}
+            | {"entries": log.entries, **counts, "positions": positions, "fault": fault}
         )
     names = ("file", "kind", "step", "entries", "stored", "in quarantine", "left out", "positions", "fault")
     return DataFrame(facts, columns=list(names))
@@ -233,11 +233,11 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
     """
     if count < 1 or seed < 0:
         raise ValueError(f"sample is {count} and seed {seed}; give a number of records from 1, and a seed from 0")
-    rows = quiet_catalogue(Path(folder)).shards(state=None)
+    rows = Catalogue(folder, warn=False).shards(state=None)
     healthy = [row for row in rows if row.state == "healthy"]
     if not healthy:
         reasons = [f"{row.name}: {row.reason}" for row in rows]
-        reasons += {entry.reason for account in accounts(folder) for entry in account.refused}
+        reasons += {entry.reason for log in import_logs(folder) for entry in log.refused}
         raise ValueError(f"{folder} holds no healthy shard; {'; '.join(reasons[:3]) or 'import something first'}")
     rng = np.random.default_rng(seed)
     parts = []

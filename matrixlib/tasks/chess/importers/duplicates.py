@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from pandas import DataFrame, concat
 
-from matrixlib.data.account import quiet_catalogue
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import Batch, Shard, ragged_rows, select, write_shard
 from matrixlib.data.shards import concat as concat_batches
 from matrixlib.files import sync_folder, write_text
@@ -34,7 +34,7 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
     once. ValueError where `out` holds something else, ShardError for a damaged shard (quarantine it first).
     """
     folder, out = Path(folder), Path(out)
-    rows = sorted(quiet_catalogue(folder).shards(), key=lambda row: (row.split != "train", row.name))
+    rows = sorted(Catalogue(folder, warn=False).shards(), key=lambda row: (row.split != "train", row.name))
     made_of = [[row.name, row.sha256] for row in rows]
     if out.exists():
         facts = json.loads((out / FACTS).read_text()) if (out / FACTS).is_file() else {}

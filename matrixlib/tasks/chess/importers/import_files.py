@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from matrixlib import config as configuration
-from matrixlib.data.account import ImportReport
 from matrixlib.data.entries import Reader
-from matrixlib.data.imports import COMPRESSED, Storage, files_of, import_each
+from matrixlib.data.imports import COMPRESSED, ImportReport, Storage, files_of, import_each
 from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.data.shards import LFS_POINTER
 from matrixlib.files import from_home, reports_root

@@ -24,7 +24,7 @@ import numpy as np
 from filelock import FileLock
 
 from matrixlib import files
-from matrixlib.data.account import quiet_catalogue
+from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, read_info, select, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess.importers.notation import read_fens
@@ -75,10 +75,10 @@ def make_set(
             work, games, Parameters(seed=seed, nodes=nodes), stockfish or None, workers, games_per_chunk=games_per_chunk
         )
         if shards.is_dir():  # of fewer games
-            catalogue = quiet_catalogue(shards)
+            catalogue = Catalogue(shards, warn=False)
             catalogue.remove([row.name for row in catalogue.shards(state=None)])
         figures |= pack(work, shards)
-        quiet_catalogue(shards)
+        Catalogue(shards, warn=False)
     return {"folder": folder, **figures}
 
 
