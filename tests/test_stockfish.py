@@ -20,12 +20,12 @@ from matrixlib.tasks.chess.stockfish.client import (
 )
 
 BLOCK = [
-    b"info string NNUE evaluation using nn.nnue enabled",
-    b"info depth 1 seldepth 1 multipv 1 score cp 90 wdl 500 490 10 nodes 9 nps 9000 tbhits 0 time 1 pv a2a3",
-    b"info depth 2 seldepth 2 multipv 1 score mate 2 wdl 1000 0 0 nodes 40 hashfull 0 pv e7e8q d1e1",
-    b"info depth 2 seldepth 2 multipv 2 score cp -31 upperbound wdl 0 969 31 nodes 40 pv e2e4",
-    b"info depth 2 seldepth 2 multipv 3 score mate -1 nodes 40 nps 40000 time 1 pv g2g4 d8h4",
-    b"bestmove e7e8q ponder d1e1",
+    "info string NNUE evaluation using nn.nnue enabled",
+    "info depth 1 seldepth 1 multipv 1 score cp 90 wdl 500 490 10 nodes 9 nps 9000 tbhits 0 time 1 pv a2a3",
+    "info depth 2 seldepth 2 multipv 1 score mate 2 wdl 1000 0 0 nodes 40 hashfull 0 pv e7e8q d1e1",
+    "info depth 2 seldepth 2 multipv 2 score cp -31 upperbound wdl 0 969 31 nodes 40 pv e2e4",
+    "info depth 2 seldepth 2 multipv 3 score mate -1 nodes 40 nps 40000 time 1 pv g2g4 d8h4",
+    "bestmove e7e8q ponder d1e1",
 ]
 
 
@@ -54,7 +54,7 @@ def test_the_last_whole_block_counts():
         Line("e2e4", -31, (0, 969, 31)),
         Line("g2g4", -(MATE - 1), None),
     ]
-    assert parse_info([b"info depth 0 score mate 0", b"bestmove (none)"]) == []
+    assert parse_info(["info depth 0 score mate 0", "bestmove (none)"]) == []
 
 
 def test_scores_are_ordered():

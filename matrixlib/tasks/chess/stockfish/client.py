@@ -6,11 +6,13 @@ line; labelling needs only the last line of each variation.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +20,9 @@ from typing import NamedTuple
 MATE = 32000  # a mate in k moves is stored as sign * (MATE - k); every centipawn score is far below
 CENTIPAWN_LIMIT = 20000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
-_OPTION = re.compile(rb"option name (.+?) type (\w+)(.*)")
+_OPTION = re.compile(r"option name (.+?) type (\w+)(.*)")
 _LINE = re.compile(
-    rb"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
+    r"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
 )
 
 
@@ -51,14 +53,14 @@ def find_stockfish(path: str | Path | None = None) -> Path:
     return Path(file)
 
 
-def score_of(kind: bytes | str, value: int) -> int:
+def score_of(kind: str, value: int) -> int:
     """The integer score of `score cp 31` or `score mate -2`; `mate 0` (the mover is mated) is -MATE."""
-    if kind in (b"mate", "mate"):
+    if kind == "mate":
         return MATE - value if value > 0 else -MATE - value
     return max(-CENTIPAWN_LIMIT, min(CENTIPAWN_LIMIT, value))
 
 
-def parse_info(lines: list[bytes]) -> list[Line]:
+def parse_info(lines: list[str]) -> list[Line]:
     """The last complete block of variations in `lines` (best first); [] where there is none."""
     block: list[Line] = []
     for line in reversed(lines):
@@ -66,7 +68,7 @@ def parse_info(lines: list[bytes]) -> list[Line]:
         if match is None:
             continue
         wdl = (int(match[4]), int(match[5]), int(match[6])) if match[4] is not None else None
-        block.append(Line(match[7].decode(), score_of(match[2], int(match[3])), wdl))
+        block.append(Line(match[7], score_of(match[2], int(match[3])), wdl))
         if int(match[1]) == 1:
             return block[::-1]
     return []
@@ -110,13 +112,12 @@ class Stockfish:
         self.timeout = timeout
         self.name = self.path.name
         self.announced: dict[str, tuple[str, str]] = {}  # option -> type, the rest of its line
+        self._before = ""  # commands to be sent with the next one
         self._multipv = 1
-        self._late = False
         command = [*(["node"] if self.path.suffix == ".js" else []), str(self.path)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
         except OSError as error:
             raise EngineError(f"{' '.join(command)} cannot be started: {error}") from error
         try:
@@ -127,12 +128,12 @@ class Stockfish:
 
     def _greet(self, hash_mb: int, options: Mapping[str, int | bool | str]) -> None:
         try:
-            lines = self._ask("uci", b"uciok", min(self.timeout, 10.0))
+            lines = self._ask("uci", "uciok", min(self.timeout, 10.0))
         except EngineError as error:
             raise EngineError(f"{self.path} does not speak UCI: {error}") from error
-        self.name = next((line[8:].decode().strip() for line in lines if line.startswith(b"id name ")), self.name)
+        self.name = next((line[8:].strip() for line in lines if line.startswith("id name ")), self.name)
         for match in filter(None, map(_OPTION.match, lines)):
-            self.announced[match[1].decode()] = match[2].decode(), match[3].decode()
+            self.announced[match[1]] = match[2], match[3]
         if "UCI_ShowWDL" not in self.announced:
             raise EngineError(f"{self.name} has no option UCI_ShowWDL: use Stockfish 12 or newer")
         for name, value in {"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True, **options}.items():
@@ -140,50 +141,39 @@ class Stockfish:
             taken = nearest_value(kind, details, value)
             if name in options and (not kind or taken != value):
                 raise EngineError(f"{self.name} refuses {name} {value}: it has {kind or 'no such option'}{details}")
-            self._send(f"setoption name {name} value {str(taken).lower() if isinstance(taken, bool) else taken}")
-        self._ask("isready", b"readyok")
+            self._before += f"setoption name {name} value {str(taken).lower() if isinstance(taken, bool) else taken}\n"
+        self._ask("isready", "readyok")
 
-    def _send(self, text: str) -> None:
+    def _ask(self, text: str, word: str, timeout: float | None = None) -> list[str]:
+        """Send a command; the lines up to and with the first that starts with `word`. An engine that is late is killed,
+        so that the blocking read ends."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timeout, begun = self.timeout if timeout is None else timeout, time.monotonic()
+        timer = threading.Timer(timeout, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        lines: list[str] = []
         try:
-            self._process.stdin.write(text.encode() + b"\n")
+            self._process.stdin.write(f"{self._before}{text}\n")
             self._process.stdin.flush()
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{self.name} has died: {self._why()}") from error
-
-    def _ask(self, text: str, word: bytes, timeout: float | None = None) -> list[bytes]:
-        """Sends a command; the lines up to and with the first that starts with `word`."""
-        watch = threading.Timer(self.timeout if timeout is None else timeout, self._expire)
-        watch.daemon = True
-        watch.start()
-        lines: list[bytes] = []
-        try:
-            self._send(text)
-            assert self._process.stdout is not None
+            self._before = ""
             for line in self._process.stdout:
                 lines.append(line.rstrip())
                 if line.startswith(word):
                     return lines
+            why = f"exit status {self._process.wait(2)}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = f"it has died ({error})"
         finally:
-            watch.cancel()
-        raise EngineError(f"no `{word.decode()}` from {self.name}: {self._why()}")
-
-    def _expire(self) -> None:
-        """Kills an engine that is late: the blocking read then ends. Works on every platform."""
-        self._late = True
-        self._process.kill()
-
-    def _why(self) -> str:
-        if self._late:
-            return f"it gave no answer within {self.timeout:g} s and was stopped"
-        try:
-            return f"exit status {self._process.wait(2)}"
-        except subprocess.TimeoutExpired:
-            return "it closed its pipes"
+            timer.cancel()
+        if time.monotonic() - begun >= timeout:
+            why = f"it gave no answer within {timeout:g} s and was stopped"
+        raise EngineError(f"no `{word}` from {self.name}: {why}")
 
     def new_game(self) -> None:
         """Forgets hash and histories: the next search is a pure function of its position and limit."""
-        self._send("ucinewgame")
+        self._before = "ucinewgame\n"
 
     def search(self, position: str, limit: str, lines: int = 1) -> list[Line]:
         """The `lines` best variations (fewer where there are fewer legal moves), best first.
@@ -194,7 +184,7 @@ class Stockfish:
         lines = int(nearest_value(*self.announced.get("MultiPV", ("", "")), lines))
         option = f"setoption name MultiPV value {lines}\n" if lines != self._multipv else ""
         self._multipv = lines
-        variations = parse_info(self._ask(f"{option}position {position}\ngo {limit}", b"bestmove"))
+        variations = parse_info(self._ask(f"{option}position {position}\ngo {limit}", "bestmove"))
         if not variations:
             raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
         return variations
@@ -204,7 +194,7 @@ class Stockfish:
 
         Arguments and errors as of `search`.
         """
-        move = self._ask(f"position {position}\ngo {limit}", b"bestmove")[-1].split()[1].decode()
+        move = self._ask(f"position {position}\ngo {limit}", "bestmove")[-1].split()[1]
         if move in ("(none)", "0000"):
             raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
         return move
@@ -212,13 +202,8 @@ class Stockfish:
     def close(self) -> None:
         """Ends the process; safe to call twice."""
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except OSError:  # bytes were still on their way to a process that is gone
-                continue
+        with contextlib.suppress(BrokenPipeError):  # bytes were still on their way to a process that is gone
+            self._process.communicate()
 
     def __enter__(self) -> Stockfish:
         return self
