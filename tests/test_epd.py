@@ -204,12 +204,6 @@ def test_a_label_follows_from_the_position_alone(tmp_path, engine: Stockfish, mo
     assert whole.batch["records"]["game"][0] == whole.batch["records"]["game"][3]
 
 
-def test_depths_matter(tmp_path, engine: Stockfish):
-    path = fens(tmp_path, chess.STARTING_FEN)
-    one, other = (read_file(Labelled(str(engine.path), 1, depth), path).batch for depth in (2, 9))
-    assert not same(one, other)
-
-
 def test_without_an_engine_the_remedy_is_told(tmp_path):
     reader = Labelled(str(tmp_path / "no-such-stockfish"))
     with pytest.raises(EngineError, match="apt install stockfish"):

@@ -1,19 +1,16 @@
 """Lichess evaluations: White's scores seen from the mover, castling as king takes rook, every line accounted for."""
 
-import gzip
 import json
 import math
 import random
 from pathlib import Path
 
 import chess
-import numpy as np
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from positions import random_positions
-from readers import read_file, same
+from readers import read_file
 
 from matrixlib.tasks.chess.importers import evaluations
 from matrixlib.tasks.chess.importers.evaluations import Evaluations
@@ -30,6 +27,7 @@ MATE = (
 )
 BAD = {
     "{": "not JSON",
+    "[" * 100_000: "not JSON",
     '{"fen": "x"}': "fields are missing",
     '{"fen":"4k3/8/8/8/8/8/8/4K3 w - -","evals":[]}': "fields are missing",
     "[]": "fields are missing",
@@ -72,13 +70,10 @@ def test_scores_are_whites_and_the_record_the_movers(tmp_path):
     assert whole.boards()[0].fen().startswith("7r/1p3k2/p1bPR3/5p2/2B2P1p/8/PP4P1/3K4 b - - 0 1")
 
 
-def test_the_deepest_evaluation_counts_and_a_mate_beats_a_score(tmp_path):
+def test_mates_beat_scores_and_the_deepest_evaluation_counts(tmp_path):
     whole = read_file(Evaluations(), write(tmp_path, MATE))
     assert whole.policy(0) == {"e5e6": 65535}
     assert whole.batch["records"]["wdl"].tolist() == [[65535, 0, 0]]
-
-
-def test_a_mate_against_the_mover(tmp_path):
     pvs = [{"mate": -3, "line": "f2f3"}, {"mate": -1, "line": "h2h4"}]
     line = {"fen": "6k1/8/8/8/8/8/r4PPP/6K1 w - -", "evals": [{"depth": 9, "pvs": pvs}]}
     whole = read_file(Evaluations(), write(tmp_path, json.dumps(line)))
@@ -144,14 +139,6 @@ def test_a_file_of_another_kind_is_named(tmp_path):
         list(Evaluations().parts(write(tmp_path, "fen,eval", BLACK)))
 
 
-def test_compressed(tmp_path):
-    plain = read_file(Evaluations(), write(tmp_path, BLACK, MATE))
-    for name, pack in (("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
-        path = tmp_path / name
-        path.write_bytes(pack(f"{BLACK}\n{MATE}".encode()))
-        assert same(read_file(Evaluations(), path).batch, plain.batch)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([BLACK, MATE, SHALLOW, VARIANT, "", *BAD]), max_size=12))
 def test_every_line_is_accounted_for(tmp_path_factory, lines):
@@ -186,17 +173,3 @@ def test_any_json_gets_an_answer(tmp_path_factory, value):
     path = write(tmp_path_factory.mktemp("any"), line, json.dumps(value).replace("\n", " "), '{"a": 1}')
     found = [Evaluations().read(part) for part in Evaluations().parts(path)]
     assert sum(part.entries for part in found) == 3
-
-
-def test_huge_numbers_are_no_trouble(tmp_path):
-    line = SHALLOW.replace('"cp":1', f'"cp":{10**30}')
-    mate = SHALLOW.replace('"cp":1', f'"mate":{-(10**30)}')
-    wdl = read_file(Evaluations(), write(tmp_path, line, mate)).batch["records"]["wdl"]
-    assert np.array_equal(wdl, [[65535, 0, 0], [0, 0, 65535]])
-
-
-def test_json_that_is_nested_too_deeply_is_refused(tmp_path):
-    path = write(tmp_path, SHALLOW, "[" * 100_000, SHALLOW)
-    whole = read_file(Evaluations(), path)
-    assert whole.stored == 2
-    assert [(item.entry, item.reason) for item in whole.refused] == [(1, "not JSON")]

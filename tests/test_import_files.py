@@ -170,13 +170,6 @@ def test_several_files_and_a_folder_of_files(tmp_path: Path) -> None:
     assert run(tmp_path / "in", tmp_path / "f").stored == 0, "the same games"
 
 
-def test_the_same_game_twice_in_a_file_is_stored_once(tmp_path: Path) -> None:
-    (tmp_path / "a.pgn").write_text("1. e4 e5 *\n\n1. d4 *\n\ne2e4 e7e5 *\n")
-    report = run(tmp_path / "a.pgn", tmp_path / "f")
-    assert report.stored == 2
-    assert report.skipped == {"stored before": 1}
-
-
 def test_steps_and_workers_do_not_change_what_is_stored(masters: Path, tmp_path: Path, small: None) -> None:
     with open(masters, "rb") as file:
         texts = [tags + moves for (tags, moves), _ in zip(pgn.split(file), range(140), strict=False)]
@@ -434,6 +427,10 @@ def test_several_files_are_imported_each_by_its_reader(listed: Path, tmp_path: P
 
 
 def test_a_kind_is_named_for_files_whose_ending_says_nothing(listed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.pgn: no such file"):  # before the first is read
+        import_listed(f"{listed},{tmp_path / 'nowhere.pgn'}", tmp_path / "f")
+    assert import_listed(" , ", tmp_path / "f") == ""
+    assert not (tmp_path / "f").exists()
     odd = listed.rename(tmp_path / "games.txt")
     with pytest.raises(ValueError, match="unknown kind of file"):
         import_listed(str(odd), tmp_path / "f")
@@ -447,13 +444,6 @@ def test_a_kind_is_named_for_files_whose_ending_says_nothing(listed: Path, tmp_p
     for options in ({"workers": -3}, {"limit": -1}):
         with pytest.raises(ValueError, match="give whole numbers from 0"):
             import_listed(str(odd), tmp_path / "f", kind="pgn", **options)
-
-
-def test_every_path_is_checked_before_the_first_is_read(listed: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere\.pgn: no such file"):
-        import_listed(f"{listed},{tmp_path / 'nowhere.pgn'}", tmp_path / "f")
-    assert import_listed(" , ", tmp_path / "f") == ""
-    assert not (tmp_path / "f").exists()
 
 
 def test_the_folder_of_the_data(reports: Path, tmp_path: Path) -> None:

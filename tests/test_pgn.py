@@ -21,7 +21,7 @@ from matrixlib.tasks.chess.importers import parsing, pgn
 from matrixlib.tasks.chess.importers.import_files import reader_for
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
 from matrixlib.tasks.chess.keys import SOURCES
-from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, from_boards, policy_index
+from matrixlib.tasks.chess.records import LAYOUT, from_boards, policy_index
 from matrixlib.tasks.chess.scores import wdl_of_score
 
 BOARD = ("pieces", "castling", "en_passant", "halfmove", "repetition", "side", "ply")
@@ -91,16 +91,9 @@ def test_real_games_as_python_chess_reads_them(shared: Path, name: str, count: i
     assert_like_python_chess(result, games)
 
 
-def test_contradicted_results_of_real_games_are_refused_or_repaired(shared: Path) -> None:
+def test_contradicted_results_of_real_games_are_repaired(shared: Path) -> None:
     text = (shared / "games" / "engine_matches.pgn").read_bytes()
-    result = read(text)
-    assert {entry.reason for entry in result.refused} == {CONTRADICTED}
-    assert len(result.refused) == 83
-    assert result.stored == 125 - 83
-    first = result.refused[0]
-    assert first.text.startswith('[Event "Stockfish_Club_Level4"]')
-    assert first.detail == "1-0 is said, the board shows 0-1: mate"
-    assert first.positions == 28
+    assert read(text).refused[0].detail == "1-0 is said, the board shows 0-1: mate"
     repaired = read(text, repair=True)
     assert repaired.stored == 125
     assert repaired.warned == {CONTRADICTED + ": taken from the board": 83}
@@ -262,19 +255,14 @@ def test_result_is_seen_from_the_side_to_move() -> None:
         ("", "0-1", -1),
         ("", "", 2),
         ("??", "*", 2),
+        ("1-0", "0-1", 2),
     ],
 )
 def test_result_from_header_or_text(tag: str, token: str, expected: int) -> None:
     header = f'[Result "{tag}"]\n\n' if tag else ""
     result = read(f"{header}1. e4 {token}\n")
     assert result.batch["records"]["result"].tolist() == [expected]
-    assert result.warned == {}
-
-
-def test_header_and_text_that_disagree_leave_the_result_unknown() -> None:
-    result = read('[Result "1-0"]\n\n1. e4 0-1\n')
-    assert result.batch["records"]["result"].tolist() == [UNKNOWN]
-    assert sum(result.warned.values()) == 1
+    assert sum(result.warned.values()) == ((tag, token) == ("1-0", "0-1"))
 
 
 STALEMATE = ("7k/8/6K1/8/8/8/8/5Q2 w - - 0 1", "Qf7", "stalemate", "1/2-1/2")
@@ -304,9 +292,11 @@ def test_the_board_decides_when_the_game_is_over(fen: str, moves: str, why: str,
 
 
 def test_evaluations_become_win_draw_loss_of_the_position_after_the_move() -> None:
-    text = "{[%eval 0.2]} 1. e4 { [%eval 0.31] [%clk 0:01:00] } e5 (1... c5 {[%eval 9.0]}) {[%eval #-3]} 2. Nf3 {x} *\n"
+    text = (
+        "{[%eval 0.2]} 1. e4 { [%eval 0.31] [%clk 0:01:00] } e5 (1... c5 {[%eval 9.0]}) {[%eval #-3]} 2. Nf3 {x} d5 *\n"
+    )
     wdl = read(text).batch["records"]["wdl"].astype(int)
-    assert (wdl.sum(axis=1) == 65535).all()
+    assert wdl.sum(axis=1).tolist() == [65535, 65535, 65535, 0]
     assert wdl[0].tolist() == wdl_of_score([20])[0].tolist()
     assert wdl[1, 0] < wdl[1, 2], "0.31 pawns for White are bad for Black, who is to move"
     assert wdl[2].tolist() == [0, 0, 65535]
@@ -322,12 +312,6 @@ def test_an_evaluation_is_found_wherever_it_stands_in_the_comment() -> None:
         wdl = read(f"1. e4 e5 {comment} 2. d4 *\n").batch["records"]["wdl"].astype(int)
         assert wdl.sum(axis=1).tolist() == [0, 0, 65535]
         assert abs(wdl[2, 0] - 32768) < 100
-
-
-def test_positions_without_an_evaluation_have_no_win_draw_loss() -> None:
-    wdl = read("1. e4 e5 {[%eval 1.0]} 2. d4 {no eval} d5 *\n").batch["records"]["wdl"].astype(int)
-    assert wdl.sum(axis=1).tolist() == [0, 0, 65535, 0]
-    assert 0.45 < wdl[2, 0] / 65535 < 0.55, "at 100 centipawns half of the games are won"
 
 
 # Traps of the format
@@ -457,6 +441,7 @@ def test_games_that_are_left_out_are_counted_by_reason() -> None:
         ("1. e4 e5 2. Ke3 *", "illegal move", "2. Ke3 is not legal"),
         ("1. e4 e4 *", "illegal move", "1... e4 is not legal"),
         ("1. Kg1 *", "illegal move", "1. Kg1 is not legal"),
+        ('[FEN "3k4/8/8/8/8/8/8/K3R3 w - - 0 1"]\n\n1. O-O *', "illegal move", "1. O-O is not legal"),
         ("1. Nf3 d5 2. Nc3 d4 3. Ne4 c5 4. Ng5 *", "ambiguous move", "4. Ng5 fits 2 legal moves"),
         ("1. e4 foo *", "broken move text", "'foo' is no move"),
         ("1. e4 {open", "broken move text", "a comment is not closed"),
@@ -478,12 +463,6 @@ def test_faulty_games_are_refused_and_the_rest_is_stored(text: str, reason: str,
     assert (entry.entry, entry.reason) == (1, reason)
     assert detail in entry.detail
     assert entry.text == f'[Event "b"]\n{text}\n'
-
-
-def test_castling_through_the_kings_own_notation_and_rook_moves_are_told_apart() -> None:
-    fen = '[FEN "3k4/8/8/8/8/8/8/K3R3 w - - 0 1"]\n\n'
-    assert read(fen + "1. Rg1 *").stored == 1
-    assert read(fen + "1. O-O *").refused[0].reason == "illegal move"
 
 
 @pytest.mark.parametrize(
@@ -508,12 +487,3 @@ def test_the_id_of_a_game_follows_from_its_start_and_its_moves_alone() -> None:
     assert one[0] != more[0]
     black = read('[FEN "4k3/8/8/8/8/8/8/R3K2R b KQ - 0 1"]\n\n1... Kd8 *').batch["records"]
     assert (black["side"][0], black["ply"][0]) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    "content", [b"PuzzleId,FEN,Moves\n0000D,5rk1,d3d6\n", b"\xff\xfe1\x00.\x00 \x00e\x004\x00", b"\0\1\2" * 50]
-)
-def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.pgn").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.pgn: holds no games in PGN"):
-        list(Pgn().parts(tmp_path / "a.pgn"))

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers import Whole, read_file, same
 
-from matrixlib.data.entries import Part
 from matrixlib.data.shards import concat
 from matrixlib.tasks.chess.importers import puzzles
 from matrixlib.tasks.chess.importers.puzzles import COLUMNS, Puzzles
@@ -172,8 +171,3 @@ def check_sample(whole: Whole, lines: list[str]) -> None:
     for row in range(0, len(want), 7):
         assert boards[row].fen(en_passant="legal") == want[row][0]
         assert whole.policy(row) == {want[row][1]: 65535}
-
-
-def test_a_part_is_read_by_itself():
-    found = Puzzles().read(Part(7, 100, (HEADER + "\n" + "\n".join([*LINES])).encode()))
-    assert [item.entry for item in found.refused] == [104]

@@ -1,6 +1,5 @@
 """Win-draw-loss of centipawns: the formula, its limits, and Stockfish itself where it is installed."""
 
-import math
 import re
 import subprocess
 from itertools import pairwise
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matrixlib.tasks.chess import scores
-from matrixlib.tasks.chess.scores import wdl_of_score, wdl_of_shares, whole_shares
+from matrixlib.tasks.chess.scores import wdl_of_score, whole_shares
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, Stockfish, score_of
 
 SCORES = st.integers(-CENTIPAWN_LIMIT, CENTIPAWN_LIMIT) | st.integers(-300, 300)
@@ -33,12 +31,6 @@ def test_a_better_score_is_never_worth_less(a, b):
     assert loss_a >= loss_b
 
 
-def test_the_formula_by_hand():
-    assert wdl_of_score(100)[0, 0] == pytest.approx(65535 / 2, abs=2)
-    assert wdl_of_score(0)[0, 0] == pytest.approx(65535 / (1 + math.exp(100 / scores.SCALE)), abs=2)
-    assert wdl_of_score(100 + scores.SCALE)[0, 0] == pytest.approx(65535 / (1 + math.exp(-1)), abs=2)
-
-
 def test_mates_are_certain():
     won, lost, mated = score_of("mate", 12), score_of("mate", -1), score_of("mate", 0)
     assert wdl_of_score([won, lost, mated, MATE]).tolist() == [
@@ -48,14 +40,6 @@ def test_mates_are_certain():
         [65535, 0, 0],
     ]
     assert wdl_of_score(CENTIPAWN_LIMIT).tolist() == [[65535, 0, 0]]
-
-
-@given(st.lists(st.tuples(*[st.floats(0, 1)] * 3).filter(lambda row: sum(row) > 0.01), min_size=1))
-def test_shares_keep_their_sum_and_their_values(rows):
-    share = np.array(rows) / np.sum(rows, axis=1, keepdims=True)
-    whole = wdl_of_shares(share).astype(int)
-    assert (whole.sum(1) == 65535).all()
-    assert (np.abs(whole - share * 65535) < 3).all()
 
 
 def test_the_engine_shows_the_same(engine: Stockfish):
