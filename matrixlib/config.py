@@ -259,8 +259,8 @@ class RuntimeConfig(Section):
     channels_last: bool | Auto = option("auto", "memory format of convolutions")
     compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = option(
         False,
-        "torch.compile the model, in a mode of that (true = default); `auto` = where it pays, tried on a "
-        "GPU as a run begins",
+        "torch.compile the model, in a mode of that (true = default); `auto` = on a GPU, and "
+        "without where the compiler fails",
     )
 
 

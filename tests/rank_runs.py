@@ -186,7 +186,7 @@ class Shift:
     """A teacher: what it says of a row hangs on that row alone."""
 
     record: Mapping[str, Any] = {"name": "shift", "sha256": "0"}
-    aids: frozenset[str] = frozenset()
+    auxiliary_terms: frozenset[str] = frozenset()
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
         return batch | {

@@ -21,7 +21,6 @@ from toy_task import ToyNet, ToyTask, toy_batch, toy_runtime
 from matrixlib.config import Config
 from matrixlib.engine import compiler, self_test
 from matrixlib.engine.self_test import Comparison, compare
-from matrixlib.engine.stats import Stats
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.hardware.runtime import Runtime
@@ -201,67 +200,6 @@ def test_on_cuda_a_run_starts_with_all_rows(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # The compiler
-
-
-class Wrapper(nn.Module):
-    """As torch.compile's, which multiplies what the network says."""
-
-    factor = 1.0
-
-    def __init__(self, model: nn.Module, **options: object) -> None:
-        super().__init__()
-        self._orig_mod = model
-
-    def forward(self, *inputs: Tensor, **more: Any) -> Any:
-        if self.factor == 0:
-            raise RuntimeError("InductorError: no C++ compiler")
-        return {name: self.factor * value for name, value in self._orig_mod(*inputs, **more).items()}
-
-
-@pytest.mark.parametrize(
-    ("factor", "problem"),
-    [
-        (1.0, ""),
-        (1.5, "compiled updates are not the plain ones"),
-        (0.0, "torch.compile failed.*no C\\+\\+ compiler"),
-    ],
-)
-def test_compiled_updates_have_to_be_the_same(monkeypatch: pytest.MonkeyPatch, factor: float, problem: str) -> None:
-    monkeypatch.setattr(torch, "compile", Wrapper)
-    monkeypatch.setattr(Wrapper, "factor", factor)
-    monkeypatch.setattr(self_test, "seconds_of", lambda work, device: (work(), next(seconds))[1])
-    seconds = iter([0.1] * 6 + [0.05] * 6)
-    mode, why = self_test.choose_compile(ToyTask(), toy_batch(16), toy_runtime(), LONG, "H200")
-    if problem:
-        assert mode == ""
-        assert re.match(f"tried on H200: {problem}", why)
-    else:
-        assert (mode, why) == ("default", "updates are 2.00 times as fast compiled, on H200")
-
-
-LONG = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": 10_000})})
-
-
-@pytest.mark.parametrize(
-    ("steps", "compiled", "mode", "why"),
-    [
-        (10_000, 0.05, "default", "updates are 2.00 times as fast compiled, on T4"),
-        (10_000, 0.1, "", "updates are 1.00 times as fast compiled, on T4"),
-        ("auto", 0.05, "default", "updates are 2.00 times as fast compiled, on T4"),
-        (60, 0.01, "", "6 seconds of updates would not win back the time of compiling"),
-    ],
-)
-def test_the_compiler_is_taken_where_it_pays(
-    monkeypatch: pytest.MonkeyPatch, steps: Any, compiled: float, mode: str, why: str
-) -> None:
-    stats = Stats(1, 1.0, 1.0)
-
-    def timed(task: object, batch: object, runtime: Runtime, config: object) -> tuple[float, Stats, str]:
-        return compiled if runtime.compile else 0.1, stats, ""
-
-    monkeypatch.setattr(self_test, "_timed", timed)
-    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": steps})})
-    assert self_test.choose_compile(ToyTask(), toy_batch(8), toy_runtime(), config, "T4") == (mode, why)
 
 
 def test_gradients_that_a_recorded_graph_lends_are_taken_out_of_its_memory() -> None:

@@ -1,10 +1,7 @@
-"""Self-test of a device and dtype as a run begins: an update in it against the CPU's in fp32; and whether
-torch.compile pays.
-"""
+"""Self-test of a device and dtype as a run begins: an update in it against the CPU's in fp32."""
 
 import copy
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +17,9 @@ from matrixlib.engine import optim, rng
 from matrixlib.engine.diagnostics import block_of
 from matrixlib.engine.memory import fresh_model, out_of_memory
 from matrixlib.engine.stats import Stats
-from matrixlib.engine.step import Step, throwaway
+from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Task, rows, slice_batch
 from matrixlib.hardware.runtime import Runtime
-from matrixlib.hardware.speed import seconds_of
 
 ROWS = 8
 """Of an update that is compared: enough for every term to have a target."""
@@ -36,13 +32,6 @@ TOLERANCE = {True: (2e-3, 0.05), False: (0.1, 0.6)}
 a faulty kernel is farther."""
 NEGLIGIBLE = 1e-4
 """A block's gradient below this share of the largest one is all rounding."""
-TIMED_UPDATES = 5
-COMPILE_MODE = "default"
-"""Of torch.compile, where nobody named one: the others take minutes to compile, or memory of their own."""
-COMPILE_GAIN = 1.05
-"""How many times as fast compiled updates have to be."""
-MIN_COMPILED_SECONDS = 180.0
-"""Of updates in a run that tries it: at one and a half times the speed they win back a minute of compiling."""
 
 
 class LinearRows(TorchFunctionMode):
@@ -140,39 +129,3 @@ def _difference(
         what = "losses" if stats.losses.keys() != wanted.losses.keys() or not errors else "losses or gradients"
         return f"{what} are not the CPU's: {' '.join(str(error).split())}"
     return ""
-
-
-def choose_compile(task: Task, batch: Batch, runtime: Runtime, config: Config, card: str) -> tuple[str, str]:
-    """(mode of torch.compile that pays for this network and `card`, why), by trying; "" = none.
-
-    batch: of one update, host tensors. A run that is too short to win back the time of compiling tries nothing.
-    """
-    plain, expected, _ = _timed(task, batch, replace(runtime, compile=""), config)
-    steps = config.train.steps
-    seconds = 60 * config.train.minutes if steps == "auto" else steps * plain
-    if seconds < MIN_COMPILED_SECONDS:
-        return "", f"{seconds:.0f} seconds of updates would not win back the time of compiling"
-    compiled, stats, problem = _timed(task, batch, replace(runtime, compile=COMPILE_MODE), config)
-    if not problem:
-        loss_tolerance, norm_tolerance = TOLERANCE[runtime.dtype == "fp32"]
-        try:
-            assert_close(stats.losses, expected.losses, rtol=loss_tolerance, atol=1e-3 * loss_tolerance)
-            assert_close(stats.grad_norm, expected.grad_norm, rtol=norm_tolerance, atol=0.0)
-        except AssertionError as error:
-            problem = f"compiled updates are not the plain ones: {' '.join(str(error).split())}"
-    if problem:
-        return "", f"tried on {card}: {problem}"
-    gain = plain / compiled
-    return COMPILE_MODE if gain >= COMPILE_GAIN else "", f"updates are {gain:.2f} times as fast compiled, on {card}"
-
-
-def _timed(task: Task, batch: Batch, runtime: Runtime, config: Config) -> tuple[float, Stats, str]:
-    """(median seconds of an update after one that warms up, its stats, why it is not what was asked for)."""
-    with throwaway(task, runtime, config) as step:
-        first = step(batch)
-        compiled = step.model is not optim.unwrap(step.model)
-        if runtime.compile and not compiled:
-            return math.inf, first, first.messages[0]
-        seconds = [seconds_of(lambda: step(batch), runtime.device) for _ in range(1 + TIMED_UPDATES)][1:]
-        short = runtime.compile and step.micro_batch < min(runtime.micro_batch, rows(batch))
-    return statistics.median(seconds), first, "compiled updates need more memory" if short else ""

@@ -66,10 +66,10 @@ class Step:
     """Makes one update from one batch: forward and backward over micro-batches, judge, apply or skip.
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
-    pass, halved when memory runs out), gradients (the last report), active (terms that are
-    computed at all), gated (those that may be left out for a while), aids (those that no held-out loss has), off (those
-    that have been switched off for good), schedule (learning rate of each update), consistent (False while weights and
-    counters are being changed: an error then leaves them half-changed until `load_state_dict`).
+    pass, halved when memory runs out), gradients (the last report), active (terms that are computed at all), gated
+    (those that may be left out for a while), auxiliary_terms (those that no held-out loss has), off (those that have been
+    switched off for good), schedule (learning rate of each update), consistent (False while weights and counters are
+    being changed: an error then leaves them half-changed until `load_state_dict`).
     The random streams are its own: what others draw between two updates changes nothing here.
     """
 
@@ -113,7 +113,7 @@ class Step:
             raise ValueError("every loss weight is 0, so there is nothing to train; set one above 0")
         # where there are no other terms, an update without them would be none
         self.gated = task.gated & self.active if self.active - task.gated else frozenset()
-        self.aids = teacher.aids & self.active if teacher is not None else frozenset[str]()
+        self.auxiliary_terms = teacher.auxiliary_terms & self.active if teacher is not None else frozenset[str]()
         self.off = frozenset[str]()
         self.scaler = runtime.grad_scaler()
         self.clock = Clock(runtime.torch_device)
@@ -168,9 +168,9 @@ class Step:
         return self.teacher(batch, self.update / max(1, self.steps - 1))
 
     def switch_off(self) -> frozenset[str]:
-        """Leave out the aids from now on; those that were still in force."""
-        before, self.off = self.off, self.aids
-        return self.aids - before
+        """Leave out the auxiliary_terms from now on; those that were still in force."""
+        before, self.off = self.off, self.auxiliary_terms
+        return self.auxiliary_terms - before
 
     def state_dict(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """(tensors by group, plain data) of a checkpoint between two updates. Where the network is cut over ranks all

@@ -80,7 +80,7 @@ class Task(Protocol):
 
         `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`: the least loss
         that any network can reach, e.g. the entropy of the (smoothed) targets. The engine compares the first with the
-        first update's losses and refuses a target loss below the second. Of a teacher's `aids` nothing is known.
+        first update's losses and refuses a target loss below the second. A teacher's `auxiliary_terms` have none.
         """
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class Teacher(Protocol):
         """
 
     @property
-    def aids(self) -> frozenset[str]:
+    def auxiliary_terms(self) -> frozenset[str]:
         """Terms that are to help a training and are no aim of it: no held-out loss has them, and where it becomes
         clearly worse they are switched off for good.
         """

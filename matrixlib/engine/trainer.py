@@ -153,7 +153,7 @@ class Trainer:
         where the disk has no room, TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
-            active = self._step.active - self._step.aids
+            active = self._step.active - self._step.auxiliary_terms
             refuse_below_floor(target, self.task, self._held_out.batches("sample"), active, self.ranks)
         size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
         saves, every = self.steps, self.config.validation.interval
@@ -334,7 +334,7 @@ class Trainer:
         kind = self._cadence.due(self.step, self.steps)
         if kind is None:
             return None
-        active, alive = self._step.active - self._step.aids, partial(self.write_heartbeat, "validation")
+        active, alive = self._step.active - self._step.auxiliary_terms, partial(self.write_heartbeat, "validation")
         with self._step.clock.phase("validation"), self._eval_weights.applied(self._source):
             validation = self._held_out.measure(kind, self.model, active, alive)
             phase = self._held_out.measure_phase(self.model, active) if validation is not None else None

@@ -300,7 +300,7 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
         workers = (0, "the loader is far faster than the model, and would take one of so few cores")
     micro_batch = (MICRO_BATCH[device], f"where more rows in one pass gain little: measured {MEASURED}")
     if device != "cpu":
-        micro_batch = (MICRO_BATCH[device], "a start; each run whose network is whole looks for the best by trying")
+        micro_batch = (MICRO_BATCH[device], "a start; a run on CUDA begins with all rows")
     if facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
         micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
     return {"threads": (facts.threads, threads), "workers": workers, "prefetch": prefetch, "micro_batch": micro_batch}
@@ -392,7 +392,7 @@ def _channels_last(facts: DeviceFacts, device: str, dtype: str, option: bool | s
 
 
 def compile_mode(device: str, option: bool | str) -> tuple[str, str]:
-    """(mode of torch.compile, "" = none, why) of the option; `auto` on CUDA is off until a run has tried it."""
+    """(mode of torch.compile, "" = none, why) of the option."""
     if option != "auto":
         mode = {True: "default", False: ""}[option] if isinstance(option, bool) else option
         return mode, f"{REQUESTED}; {SLOW_COMPILE}" if mode and device == "mps" else REQUESTED
@@ -400,4 +400,6 @@ def compile_mode(device: str, option: bool | str) -> tuple[str, str]:
         "mps": SLOW_COMPILE,
         "cpu": f"training ran 0.8 to 1.0 times as fast compiled {MEASURED}; oneDNN makes the convolutions in any case",
     }
-    return "", why.get(device, "a run tries it on this GPU as it begins")
+    if device in why:
+        return "", why[device]
+    return "default", "saves launches on a GPU; where the compiler fails the first update goes on without it"

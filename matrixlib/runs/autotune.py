@@ -1,5 +1,5 @@
 """What is measured before a run begins, with updates of a throwaway model: whether device and dtype compute what the
-CPU does, whether the compiler pays, how many updates fit in the time, where the memory goes.
+CPU does, how many updates fit in the time, where the memory goes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from matrixlib.config import Config
 from matrixlib.files import read_json, write_json
-from matrixlib.hardware import machine, speed
 from matrixlib.hardware import runtime as runtimes
+from matrixlib.hardware import speed
 from matrixlib.runs.data import RunData, RunError
 from matrixlib.runs.record import runtime_config
 
@@ -50,12 +50,6 @@ def settle(data: RunData, requested: Config) -> RunData:
         why = f"with more than {runtimes.LINEAR_ROWS:,} rows of a linear layer mps makes wrong gradients ({ISSUE})"
         messages.append(f"train.micro_batch: {runtime.micro_batch} -> {most}: {why}")
         runtime = runtime.with_choice("micro_batch", most, why)
-    if runtime.device == "cuda" and requested.runtime.compile == "auto":
-        from matrixlib.engine.self_test import choose_compile
-
-        gpu = machine.facts().gpu
-        choice = choose_compile(data.task, data.batch(0), runtime, data.config, gpu.name if gpu else runtime.device)
-        runtime = runtime.with_choice("compile", *choice)
     data.messages.extend(messages)
     return replace(data, runtime=runtime, config=runtime_config(data.config, runtime))
 

@@ -79,7 +79,7 @@ class AbsentTeacher:
 
     record: Mapping[str, Any]
     problem: str
-    aids: frozenset[str] = frozenset()
+    auxiliary_terms: frozenset[str] = frozenset()
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
         raise RunError(self.problem)

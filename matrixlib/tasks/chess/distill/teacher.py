@@ -48,7 +48,7 @@ class ChessTeacher:
         return {"name": self.config.network, "sha256": self.sha256, "runtime": self.net.runtime.to_dict()}
 
     @property
-    def aids(self) -> frozenset[str]:
+    def auxiliary_terms(self) -> frozenset[str]:
         return frozenset({"teacher_features"}) if self.blocks else frozenset()
 
     def __call__(self, batch: Batch, progress: float | None = None) -> Batch:
