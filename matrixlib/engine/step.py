@@ -67,7 +67,7 @@ class Step:
 
     Attributes: model (on the device, maybe compiled), update (index of the next one), micro_batch (rows of a forward
     pass, halved when memory runs out), gradients (the last report), active (terms that are computed at all), gated
-    (those that may be left out for a while), auxiliary_terms (those that no held-out loss has), off (those that have been
+    (those that may be left out for a while), auxiliary_terms (those that no held-out loss has), off (those
     switched off for good), schedule (learning rate of each update), consistent (False while weights and counters are
     being changed: an error then leaves them half-changed until `load_state_dict`).
     The random streams are its own: what others draw between two updates changes nothing here.
