@@ -1,29 +1,10 @@
 """A network as the evaluator of a search."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from matrixlib.play.game import Moves, Offsets, Past, States, Values
-
-
-class Network(Protocol):
-    """What an evaluator needs of a network: `engine.network.Network` has it."""
-
-    @property
-    def task(self) -> Any:
-        """With `inputs(states, moves, offsets)`: the arrays that `predict` takes, `policy_index` (B, L) among them.
-
-        A task whose networks look at what came before a state says at how many plies by `history`; its `inputs` then
-        take a `Past`, too.
-        """
-
-    @property
-    def training(self) -> bool:
-        """Whether a part of it is in training mode, in which what it says depends on chance."""
-
-    def predict(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """`policy` (B, L), log-probabilities; `value` (B,), the expected result in -1..1."""
 
 
 class Evaluator:
@@ -31,9 +12,12 @@ class Evaluator:
 
     Priors are the softmax over the legal moves alone; the value is the expected result (win - loss where the head
     says win, draw and loss) from the side to move. history: plies before a state that the network looks at.
+
+    net: an `engine.network.Network`. Its task's `inputs(states, moves, offsets)` gives the arrays that its `predict`
+    takes, `policy_index` (B, L) among them; where the task has a `history` above 0, `inputs` takes a `Past`, too.
     """
 
-    def __init__(self, net: Network) -> None:
+    def __init__(self, net: Any) -> None:
         assert not net.training, "the network must be in eval mode"
         self.net = net
         self.history: int = getattr(net.task, "history", 0)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matrixlib.tasks.chess.blocks import SQUARES
 from matrixlib.tasks.chess.config import AttentionConfig, ModelConfig, NormConfig, PolicyHeadConfig, ValueHeadConfig
 from matrixlib.tasks.chess.model import MOVES, PLANES, PolicyValueNet
 
@@ -164,14 +163,23 @@ def matrix0_name(name: str) -> str:
 
 def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: PolicyValueNet) -> list[str]:
     """Fill `model` in place from a checkpoint of Matrix0, a file or its dict; returns messages, what a person should
-    know of it.
+    know of it. Errors as of `fitting`; the model is untouched then.
+    """
+    loaded, messages = fitting(source, model.state_dict())
+    model.load_state_dict(loaded, strict=True)
+    return messages
+
+
+def fitting(
+    source: str | os.PathLike[str] | Mapping[str, Any], own: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """(weights under our names, messages) of a checkpoint for a network with the state dict `own`, maybe on `meta`.
 
     Of several sets of weights the first of SCHEMAS is taken; a dict of tensors is taken as it is. Averaged weights lack
     BatchNorm's batch counters, which nothing reads: they become 0. Raises ValueError naming missing, surplus, misshapen
-    and non-finite keys, aliases that differ, and files that hold no weights; the model is untouched then.
+    and non-finite keys, aliases that differ, and files that hold no weights.
     """
     schema, state, messages = _choose(source if isinstance(source, Mapping) else read_checkpoint(source))
-    own = model.state_dict()
     names = {matrix0_name(name): name for name in own}
     assert len(names) == len(own), "two of our names map to one key"
     for alias, original in ALIASES.items():
@@ -202,8 +210,7 @@ def load_matrix0(source: str | os.PathLike[str] | Mapping[str, Any], model: Poli
     ]
     if listed:
         raise ValueError(f"this checkpoint's {schema} does not fit the network: {'; '.join(listed)}")
-    model.load_state_dict({name: state[key].reshape(own[name].shape) for key, name in names.items()}, strict=True)
-    return messages
+    return {name: state[key].reshape(own[name].shape) for key, name in names.items()}, messages
 
 
 def _numbers() -> list[Any]:
@@ -237,14 +244,9 @@ def config_of(data: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the shapes of weights say of a NetConfig."""
-    stem = tuple(state["stem.0.weight"].shape)
-    channels = stem[0] if stem else 0
-    _expect("stem.0.weight", stem, (channels, PLANES, 3, 3))
-    numbers = {kind: sorted(_tower(state, kind)) for kind in ("conv1", "qkv", "se_fc1")}
-    for number in numbers["conv1"]:  # here and below: before a network of these sizes takes memory
-        key = f"tower.{number}.conv1.weight"
-        _expect(key, tuple(state[key].shape), (channels, channels, 3, 3))
-    rank = _width(state, "policy_fc1.weight", POLICY_CHANNELS * SQUARES) if "policy_fc1.weight" in state else 0
+    tower = [re.fullmatch(r"tower\.(\d+)\.(conv1|qkv|se_fc1)\.weight", key) for key in state]
+    numbers = {kind: sorted(int(m[1]) for m in tower if m and m[2] == kind) for kind in ("conv1", "qkv", "se_fc1")}
+    channels = state["stem.0.weight"].shape[0]
     shapes: dict[str, Any] = {
         "channels": channels,
         "blocks": len(numbers["conv1"]),
@@ -253,7 +255,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "attention": bool(numbers["qkv"]),
         "se": bool(numbers["se_fc1"]),
         "self_supervised": any(key.startswith(("ssl_head.", "ssl_piece_head.")) for key in state),
-        "policy_factor_rank": rank,
+        "policy_factor_rank": state["policy_fc1.weight"].shape[0] if "policy_fc1.weight" in state else 0,
         "aux_policy_from_square": "aux_from_square.0.weight" in state,
         "aux_policy_move_type": "aux_move_type.0.weight" in state,
     }
@@ -264,28 +266,9 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         if bias is not None and bias.ndim == 4:
             shapes["attention_heads"] = bias.shape[1]
     if numbers["se_fc1"]:
-        width = {_width(state, f"tower.{number}.se_fc1.weight", channels) for number in numbers["conv1"]}.pop()
-        ratio = DEFAULTS["se_ratio"]
+        width, ratio = state[f"tower.{numbers['se_fc1'][0]}.se_fc1.weight"].shape[0], DEFAULTS["se_ratio"]
         shapes["se_ratio"] = ratio if max(8, int(channels * ratio)) == width else (width + 0.5) / channels
     return shapes
-
-
-def _width(state: Mapping[str, Tensor], key: str, inputs: int) -> int:
-    """Outputs of a linear layer."""
-    shape = tuple(state[key].shape) if key in state else ()
-    _expect(key, shape, (*shape[:1], inputs))
-    return shape[0]
-
-
-def _expect(key: str, shape: tuple[int, ...], need: tuple[int, ...]) -> None:
-    if shape != need or not all(shape):
-        raise ValueError(f"{key} is of the shape {shape}, not {need}")
-
-
-def _tower(state: Mapping[str, Tensor], part: str) -> set[int]:
-    """Numbers of the tower's members that have a part."""
-    matches = (re.fullmatch(rf"tower\.(\d+)\.{part}\.weight", key) for key in state)
-    return {int(match[1]) for match in matches if match}
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from matrixlib.hardware import runtime as runtimes
@@ -10,7 +11,8 @@ from matrixlib.hardware.runtime import Runtime
 from matrixlib.tasks.chess.config import ChessConfig
 from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.lc0.network import open_weights
-from matrixlib.tasks.chess.matrix0 import config_of, load_matrix0, read_checkpoint
+from matrixlib.tasks.chess.matrix0 import config_of, fitting, load_matrix0, read_checkpoint
+from matrixlib.tasks.chess.model import PolicyValueNet
 from matrixlib.tasks.chess.task import ChessTask
 from matrixlib.tasks.spec import runtime_for_use
 
@@ -42,6 +44,8 @@ def open_matrix0(path: Path, device: str | Runtime = "auto", compile: bool | str
     try:
         model_config, assumed = config_of(data)
         task = ChessTask(ChessConfig(task="chess", model=model_config))
+        with torch.device("meta"):  # before a network of the sizes that a file claims takes memory
+            fitting(data, PolicyValueNet(model_config).state_dict())
         model = task.build_model()
         messages = load_matrix0(data, model)
     except ValidationError as error:

@@ -7,6 +7,7 @@ The format: https://github.com/LeelaChessZero/lczero-common/blob/master/proto/ne
 
 import gzip
 import io
+import operator
 import struct
 import zlib
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def read(path: Path | str) -> Lc0Weights:
         return parse(unpack(path.read_bytes()))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path.name} is no network of Lc0 that can be read: {error}") from None
 
 
@@ -108,11 +109,8 @@ class Message:
             self.fields.setdefault(key >> 3, []).append(held)
 
     def integer(self, number: int) -> int:
-        """An integer field, 0 where it is not set. ValueError where the field is of another kind, as below."""
-        value = self.fields.get(number, [0])[-1]
-        if not isinstance(value, int):
-            raise ValueError(f"field {number} is no number")
-        return value
+        """An integer field, 0 where it is not set. TypeError where the field is of another kind, as below."""
+        return operator.index(self.fields.get(number, [0])[-1])  # type: ignore[arg-type]
 
     def real(self, number: int) -> float:
         """A field of 32 bits as a floating-point number."""
@@ -120,10 +118,7 @@ class Message:
 
     def chunk(self, number: int, place: int = -1) -> memoryview:
         """A field of bytes, empty where it is not set; place: of several."""
-        value = self.fields.get(number, [memoryview(b"")])[place]
-        if isinstance(value, int):
-            raise ValueError(f"field {number} holds a number in place of bytes")
-        return value
+        return memoryview(self.fields.get(number, [b""])[place])  # type: ignore[arg-type]
 
     def message(self, number: int, place: int = -1) -> "Message":
         """A message within it, empty where it is not set."""
