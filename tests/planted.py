@@ -14,16 +14,16 @@ from matrixlib.data.loader import Loader, Tensors
 def change_batches(
     numbers: Container[int], change: Callable[[Tensors], object] = lambda batch: None
 ) -> Callable[[], int]:
-    """Change the batches with these raw numbers, of any loader of this process, in any phase.
+    """Change the batches with these numbers before any skip, of any loader of this process, in any phase.
 
-    Returns what tells the raw number of the batch that was handed out last.
+    Returns what tells that number of the batch that was handed out last.
     """
     now, batches = [-1], Loader.batches
 
     def changing(loader: Loader, start: int, stop: int | None = None) -> Iterator[Tensors]:
         with contextlib.closing(batches(loader, start, stop)) as inner:  # type: ignore[type-var]
             for i, batch in enumerate(inner, start):
-                now[0] = loader.raw(i)
+                now[0] = loader.unskipped_index(i)
                 if now[0] in numbers:
                     change(batch)
                 yield batch

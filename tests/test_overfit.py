@@ -1,13 +1,14 @@
 """The overfit check passes on a sound network and names each planted fault."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cells import Shown, run_notebook
 
-from matrixlib.runs import overfit
-from matrixlib.runs.run import RunError
+from matrixlib.runs import run as runs
 from matrixlib.tasks.chess.task import ChessTask
 
 SMALL: dict[str, Any] = {
@@ -15,89 +16,78 @@ SMALL: dict[str, Any] = {
     "validation": {"limit": 64},  # what is held out says nothing here
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1, "channels_last": False},
 }
+Arrays = dict[str, np.ndarray]
 
 
-def diagnose(overrides: dict[str, Any] | None = None, cut: bool = False) -> overfit.Diagnosis:
-    current = overfit.open_run("demo", "auto", 0, "", 0, {**SMALL, **(overrides or {})})
-    if cut:
-        stem = current.model.stem
-        whole = stem.forward
-        stem.forward = lambda planes: whole(planes).detach()  # type: ignore[method-assign]
-    try:
-        return overfit.check(current)
-    finally:
-        current.close()
+def check(**overrides: Any) -> Shown:
+    return run_notebook("overfit", seed=0, overrides={**SMALL, **overrides})
 
 
 @pytest.mark.soak
 def test_a_sound_network_learns_16_positions(reports: Path) -> None:
     """As nbval of overfit.ipynb sees it do."""
-    found = diagnose()
-    assert found.learned, found
-    assert found.curve[-1].gaps["policy"] <= 0.05
-    assert found.curve[-1].metrics == {"value/accuracy": 1.0}
-    assert len(found.curve) == overfit.STEPS
+    shown = check()
+    assert not shown.failed
+    assert shown.values["curve"]["policy"].iloc[-1] <= 0.05
+    assert shown.values["curve"]["value/accuracy"].iloc[-1] == 1.0
+    assert len(shown.values["curve"]) == 100
 
 
 @pytest.mark.soak
 def test_another_task_says_what_it_has_to_learn(reports: Path) -> None:
-    current = overfit.open_run("latin_demo", "cpu", 0, "", 0, {"runtime": {"precision": "fp32", "threads": 1}})
-    diagnosis = overfit.check(current)
-    current.close()
-    assert diagnosis.learned, diagnosis
-    assert [name for name, _, _ in diagnosis.checks()] == ["cell learned by heart", "cell/accuracy 100 %", "no fault"]
+    shown = run_notebook("overfit", preset="latin_demo", overrides={"runtime": {"precision": "fp32", "threads": 1}})
+    assert not shown.failed
+    for name in ("cell learned by heart", "cell/accuracy 100 %", "no fault"):
+        assert f"pass  {name}" in shown.text
 
 
-def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path) -> None:
-    found = diagnose({"train": {"steps": 20}}, cut=True)
-    assert not found.learned
-    assert any("cut off from the gradient: stem" in text for text in found.problems), found.problems
+def test_a_layer_cut_off_from_the_gradient_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_run = runs.open_run
+
+    def cut(*given: Any, **options: Any) -> runs.Run:
+        run = open_run(*given, **options)
+        run.model.stem.register_forward_hook(lambda module, args, output: output.detach())
+        return run
+
+    monkeypatch.setattr(runs, "open_run", cut)
+    assert "cut off from the gradient: stem" in check(train={"steps": 20}).failed
 
 
-def test_a_learning_rate_of_zero_is_named(reports: Path) -> None:
-    found = diagnose({"train": {"steps": 10}, "optim": {"learning_rate": 0.0}})
-    assert any("learning rate is zero" in text for text in found.problems), found.problems
+@pytest.mark.parametrize(
+    ("steps", "rate", "word"),
+    [(10, 0.0, "learning rate is zero"), (20, 30.0, "learning rate far too large"), (3, 0.003, "no known fault was")],
+)
+def test_a_learning_rate_that_cannot_work_is_named(reports: Path, steps: int, rate: float, word: str) -> None:
+    shown = check(train={"steps": steps}, optim={"learning_rate": rate})
+    assert word in shown.failed
+    assert len(shown.values["problems"]) == 1
 
 
-def test_a_learning_rate_far_too_large_is_named(reports: Path) -> None:
-    found = diagnose({"train": {"steps": 20}, "optim": {"learning_rate": 30.0}})
-    assert any("learning rate far too large" in text for text in found.problems), found.problems
+def restless(out: Arrays, rng: np.random.Generator) -> Arrays:
+    return {"wdl": rng.permuted(out["wdl"], axis=1)}
 
 
-def test_labels_that_change_between_visits_are_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shifted(out: Arrays, rng: np.random.Generator) -> Arrays:
+    index = out["policy_index"]
+    return {"policy_index": np.where(index >= 0, (index + 73) % 4672, index).astype(index.dtype)}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"), [(restless, "labels change between visits"), (shifted, "target mass on illegal moves")]
+)
+def test_labels_that_are_wrong_are_named(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., Arrays], word: str
+) -> None:
     sound = ChessTask.prepare
 
-    def restless(self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def prepare(self: ChessTask, batch: Arrays, rng: np.random.Generator) -> Arrays:
         out = sound(self, batch, rng)
-        out["wdl"] = rng.permuted(out["wdl"], axis=1)
-        return out
+        return out | spoil(out, rng)
 
-    monkeypatch.setattr(ChessTask, "prepare", restless)
-    found = diagnose({"train": {"steps": 5}})
-    assert any("labels change between visits" in text for text in found.problems), found.problems
-
-
-def test_target_mass_on_illegal_moves_is_named(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = ChessTask.prepare
-
-    def shifted(self: ChessTask, batch: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
-        out = sound(self, batch, rng)
-        index = out["policy_index"]
-        out["policy_index"] = np.where(index >= 0, (index + 73) % 4672, index).astype(index.dtype)
-        return out
-
-    monkeypatch.setattr(ChessTask, "prepare", shifted)
-    found = diagnose({"train": {"steps": 5}})
-    assert any("target mass on illegal moves" in text for text in found.problems), found.problems
-
-
-def test_too_few_updates_without_a_fault_says_so(reports: Path) -> None:
-    found = diagnose({"train": {"steps": 3}})
-    assert not found.learned
-    assert len(found.problems) == 1
-    assert "no known fault was found" in found.problems[0]
+    monkeypatch.setattr(ChessTask, "prepare", prepare)
+    assert word in check(train={"steps": 5}).failed
 
 
 def test_without_a_value_loss_there_is_nothing_to_judge(reports: Path) -> None:
-    with pytest.raises(RunError, match=r"needs loss\.policy and loss\.value above 0"):
-        diagnose({"loss": {"value": 0.0}})
+    with pytest.raises(ValueError, match=r"needs loss\.policy and loss\.value above 0"):
+        check(loss={"value": 0.0})

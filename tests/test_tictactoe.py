@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from cells import run_notebook
 from torch import nn
 
 from matrixlib.config import ConfigError
@@ -21,7 +22,6 @@ from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.match import play_pairs, random_player, search_player
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.runs import overfit
 from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
 from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
@@ -196,7 +196,4 @@ def test_it_learns_a_few_positions_by_heart(tmp_path: Path, reports: Path) -> No
     Catalogue(tmp_path)
     preset = {"task": "tictactoe", "data": {"source": str(tmp_path)}, "runtime": {"precision": "fp32", "threads": 1}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(preset), encoding="utf-8")
-    current = overfit.open_run(str(tmp_path / "mine.yaml"), "cpu", 0, "", 0, {})
-    diagnosis = overfit.check(current)
-    current.close()
-    assert diagnosis.learned, diagnosis
+    assert not run_notebook("overfit", preset=str(tmp_path / "mine.yaml"), device="cpu", seed=0).failed
