@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.display import HTML
 from matplotlib.figure import Figure
 from networks import random_net, save_run
 
+from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.runs import browse
 from matrixlib.tasks.chess.board.widget import BoardWidget
@@ -33,11 +35,11 @@ def make_run(root: Path, name: str, started: str, **summary: Any) -> Path:
 
 
 @pytest.fixture
-def shelf(reports: Path, tmp_path: Path) -> browse.Shelf:
+def browser(reports: Path, tmp_path: Path) -> browse.RunBrowser:
     make_run(reports, "older", "2026-01-01T00:00:00Z", headline="top-1 9%")
     make_run(reports, "newer", "2026-02-01T00:00:00Z", verdict={"passed": True})
     (tmp_path / "game.pgn").write_text(GAME)
-    return browse.open_shelf("older", game=str(tmp_path / "game.pgn"), device="cpu")
+    return browse.open_browser("older", game=str(tmp_path / "game.pgn"), device="cpu")
 
 
 @pytest.fixture
@@ -50,41 +52,40 @@ def display(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return outputs
 
 
-def test_runs_are_listed_newest_first(shelf: browse.Shelf, reports: Path) -> None:
+def test_runs_are_listed_newest_first(browser: browse.RunBrowser, reports: Path) -> None:
     (reports / "data").mkdir()
-    assert shelf.names == ("newer", "older")
-    assert browse.table(shelf.names).to_dict("index") == {
+    assert browser.names == ("newer", "older")
+    assert browse.table(browser.names).to_dict("index") == {
         "newer": {"verdict": "PASS", "updates": 2, "result": ""},
         "older": {"verdict": "no verdict", "updates": 2, "result": "top-1 9%"},
     }
 
 
-def test_the_menus_hold_checkpoints_and_runs_of_the_same_task(shelf: browse.Shelf, reports: Path) -> None:
+def test_the_menus_hold_checkpoints_and_runs_of_the_same_task(browser: browse.RunBrowser, reports: Path) -> None:
     assert browse.checkpoints("older") == ("best", "newest", "step_00000007")
     (reports / "older" / "checkpoints" / "best_00000005").mkdir()  # of a course that was left
     assert browse.checkpoints("older") == ("best", "newest", "step_00000007", "best_00000005")
     (reports / "newer" / "run.json").write_text('{"requested": {"task": "latin"}}')
-    assert browse.runs_like("older", shelf.names) == ("older",)
+    assert browse.runs_like("older", browser.names) == ("older",)
     assert browse.checkpoints("absent") == ()
 
 
 def test_a_task_with_nothing_to_look_through_shows_curves_alone(
-    shelf: browse.Shelf, reports: Path, display: list[Any], capsys: pytest.CaptureFixture[str]
+    browser: browse.RunBrowser, reports: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, task in enumerate(("latin", "somebody.elses:TASK")):
         (reports / f"other{number}").mkdir()
         for name in ("summary.json", "metrics.jsonl", "config.yaml"):
             (reports / f"other{number}" / name).write_bytes((reports / "older" / name).read_bytes())
         (reports / f"other{number}" / "run.json").write_text(json.dumps({"requested": {"task": task}}))
-        other = browse.open_shelf(f"other{number}", device="cpu")
-        other.curves()
-        other.boards()
+        other = browse.open_browser(f"other{number}", device="cpu")
+        assert isinstance(other.curves(), Figure)
+        assert other.boards() is None
         assert f"nothing to look through with a run of the task '{task}'" in capsys.readouterr().out
         assert [passed for _, passed, _ in other.checks()] == [True]
-    assert len(display) == 2
 
 
-def test_curves_of_one_run_or_two(shelf: browse.Shelf) -> None:
+def test_curves_of_one_run_or_two(browser: browse.RunBrowser) -> None:
     assert browse.curves_figure("older").get_suptitle() == "older"
     two = browse.curves_figure("older", "newer")
     assert {line.get_label() for line in two.axes[0].get_lines()} >= {"older", "newer"}
@@ -93,12 +94,12 @@ def test_curves_of_one_run_or_two(shelf: browse.Shelf) -> None:
 
 def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
     make_run(reports, "mine", "2026-01-01T00:00:00Z")
-    shelf = browse.open_shelf(positions=3, device="cpu")
-    assert shelf.run == "mine"
-    viewer = shelf.viewer()
+    browser = browse.open_browser(positions=3, device="cpu")
+    assert browser.run == "mine"
+    viewer = browser.viewer()
     assert viewer is not None
     assert len(viewer) == 3
-    assert [passed for _, passed, _ in shelf.checks()] == [True, True]
+    assert [passed for _, passed, _ in browser.checks()] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -112,67 +113,67 @@ def test_the_newest_run_is_looked_at_first(reports: Path) -> None:
     ],
     ids=lambda value: str(value),
 )
-def test_what_is_not_there_is_named(shelf: browse.Shelf, arguments: dict[str, Any], message: str) -> None:
+def test_what_is_not_there_is_named(browser: browse.RunBrowser, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        browse.open_shelf(**{"run": "older", "game": shelf.file, "device": "cpu", **arguments})
+        browse.open_browser(**{"run": "older", "game": browser.file, "device": "cpu", **arguments})
 
 
-def test_headless_one_picture_and_no_widget(
-    shelf: browse.Shelf, display: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import IPython.display
-
+def test_headless_one_picture_and_no_widget(browser: browse.RunBrowser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MATRIXLIB_LIVE", "0")
     monkeypatch.setitem(sys.modules, "ipywidgets", None)  # an import of it would fail
-    shelf.boards()
-    assert [type(one) for one in display] == [IPython.display.HTML]
+    assert isinstance(browser.boards(), HTML)
+    assert isinstance(browser.curves(), Figure)
 
 
-def test_menus_slider_and_buttons_draw_again_in_place(display: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_menus_slider_and_buttons_draw_again(
+    browser: browse.RunBrowser,
+    display: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
-    calls: list[tuple[str, int]] = []
-    pictures: list[bytes] = []
-
-    def draw(value: str, position: int) -> Figure:
-        if value == "bad":
-            raise ValueError("cannot be drawn")
-        calls.append((value, position))
-        return Figure(figsize=(1, len(calls)))
-
-    browse.show(draw, {"value": (("a", "b", "bad"), "a")}, ("position", 3, 1))
-    box = display[0]
-    (menu,), (slider, previous, following) = box.children[0].children, box.children[1].children
-    note, picture = box.children[2:]
-    pictures.append(picture.value)
-    picture.observe(lambda change: pictures.append(change.new), "value")
-    menu.value = "b"
-    following.click()
-    following.click()  # the last one already
-    previous.click()
-    assert calls == [("a", 1), ("b", 1), ("b", 2), ("b", 1)]
-    assert len(set(pictures)) == len(pictures) == 4
-    assert len(display) == 1, "no output is updated: a page that was loaded again would not show it"
-    menu.value = "bad"
-    assert note.value == "cannot be drawn"
+    box = browser.boards()
+    slider, previous, following = box.children[1].children
+    assert isinstance(display[0], BoardWidget)
+    pages = [display[0].page]
+    for button, position in ((following, 1), (following, 2), (previous, 1)):
+        button.click()
+        assert slider.value == position
+        pages.append(display[0].page)
+    assert pages[1] == pages[3] != pages[2]
     slider.value = 0
-    menu.value = "a"
-    assert note.value == ""
+    previous.click()  # the first one already
+    assert slider.value == 0
+    assert len(display) == 1, "the same board, changed"
+    monkeypatch.setattr(BoardViewer, "board", lambda *_: (_ for _ in ()).throw(ValueError("cannot be drawn")))
+    following.click()
+    assert "cannot be drawn" in capsys.readouterr().out
 
 
 def test_the_menu_of_checkpoints_follows_the_run(
-    shelf: browse.Shelf, reports: Path, display: list[Any], monkeypatch: pytest.MonkeyPatch
+    browser: browse.RunBrowser,
+    reports: Path,
+    display: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MATRIXLIB_LIVE", "1")
     checkpoints = reports / "newer" / "checkpoints"
     (checkpoints / "step_00000007").rename(checkpoints / "step_00000009")
-    networks, board = [], BoardViewer.board
-    monkeypatch.setattr(BoardViewer, "board", lambda self, net, *more: networks.append(net) or board(self, net, *more))
-    shelf.boards()
-    run, checkpoint = display[0].children[0].children
+    run, checkpoint = browser.boards().children[0].children
     checkpoint.value = "step_00000007"
     run.value = "newer"
     assert checkpoint.options == ("best", "newest", "step_00000009")
     assert checkpoint.value == "best"
-    assert (len(display), len(networks)) == (1, 2), "the same board, drawn again"
-    assert isinstance(display[0].children[3], BoardWidget)
-    assert "damaged" in display[0].children[2].value, "a renamed checkpoint is none, and that is told"
+    assert "damaged" in capsys.readouterr().out, "a renamed checkpoint is none, and that is told"
+
+
+def test_newest_and_best_are_those_of_now(browser: browse.RunBrowser, reports: Path) -> None:
+    """While a run goes on."""
+    first = browse._network("older", "newest", "cpu")
+    assert browse._network("older", "newest", "cpu") is first, "it is kept"
+    state = {name: tensor + 1 for name, tensor in first.model.state_dict().items()}
+    Checkpoints(reports / "older" / "checkpoints", 2).save(9, {"model": state}, {}, wait=True)
+    second = browse._network("older", "newest", "cpu")
+    differ = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert any((one != two).any() for one, two in differ)

@@ -1,4 +1,4 @@
-"""Pictures of runs: curves in bounded memory, little or nothing to draw, rollbacks and phases, two sides."""
+"""Pictures of runs: thinned curves, little or nothing to draw, rollbacks and phases, own numbers, two sides."""
 
 import math
 from typing import Any
@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from matrixlib.runs import figures
 from matrixlib.runs.figures import (
-    POINTS,
-    Curve,
-    History,
     comparison_figure,
     draw,
+    frame,
     loss_groups,
     phases_figure,
     png,
+    thin,
     training_figure,
 )
+
+HELD_OUT = {"loss": 2.5, "losses": {"policy": 2.0}, "metrics": {"policy/top1": 0.1}}
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:
@@ -36,15 +38,20 @@ def size(figure: Figure, dpi: int = 100) -> tuple[int, int]:
     return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
 
 
-def test_a_curve_is_bounded_and_keeps_its_mean_and_its_last_value() -> None:
-    curve = Curve()
-    for step in range(1, 50_001):
-        curve.add(step, float(step))
-    steps, values = curve.points()
-    assert len(values) <= POINTS + 1
-    assert steps == values  # both are averaged alike
-    assert values == sorted(values)
-    assert values[-1] > 49_900
+def names(figure: Figure, label: str) -> set[str]:
+    """Labels of the lines of one picture."""
+    (axes,) = (axes for axes in figure.axes if axes.get_ylabel() == label)
+    return {str(line.get_label()) for line in axes.get_lines()}
+
+
+def test_long_curves_are_drawn_from_means_over_pairs() -> None:
+    table = frame(row(step, losses={"policy": float(step)}) for step in range(1, 5002))
+    thinned = thin(table)
+    assert len(thinned) == 2501
+    assert (thinned["losses/policy"] == thinned.index).all(), "both are averaged alike"
+    figure = Figure()
+    draw(figure, table, "run")
+    assert all(len(line.get_xdata()) <= figures.MAX_POINTS for axes in figure.axes for line in axes.get_lines())
 
 
 def test_phases_are_stacked_to_the_whole_of_an_update() -> None:
@@ -55,28 +62,22 @@ def test_phases_are_stacked_to_the_whole_of_an_update() -> None:
     assert list(drawn["backward"].values - drawn["backward"].baseline) == pytest.approx([5.0] * 4)
     assert list(drawn["other"].values) == pytest.approx([10.0] * 4), "milliseconds of an update"
     assert list(drawn["other"].edges) == [1, 26, 51, 76, 101]
-    (nothing,) = phases_figure([]).axes
-    assert [text.get_text() for text in nothing.texts] == ["nothing yet"]
 
 
-def test_a_short_curve_is_exact() -> None:
-    curve = Curve()
-    for step in range(5):
-        curve.add(step, step**2)
-    assert curve.points() == ([0, 1, 2, 3, 4], [0, 1, 4, 9, 16])
+def test_each_number_goes_to_its_picture() -> None:
+    later = {"losses": {"policy": 1.5}, "metrics": {"policy/top1": 0.2, "policy/top3": 0.4}, "kind": "full"}
+    rows = [row(1, own={"norm": 3.0}), row(2, validation=later, own={"norm": 4.0})]
+    figure = training_figure(rows)
+    assert names(figure, "loss [nat]") == {"policy", "value"} | {"_child0", "_child2"}
+    assert names(figure, "accuracy [%]") == {"_child0", "policy/top1", "policy/top3"}, "no entropy, no top5"
+    (norm,) = (axes for axes in figure.axes if axes.get_ylabel() == "norm")
+    assert norm.get_lines()[0].get_ydata().tolist() == [3.0, 4.0], "a picture of its own"
 
 
-def test_history_sorts_names_into_pictures() -> None:
-    history = History()
-    history.add(row(1))
-    history.add(row(2, validation={"losses": {"policy": 1.5}, "metrics": {"policy/top1": 0.2}, "note": "x"}))
-    history.add(row(3, validation={"loss": 2.0, "value": 0.7, "policy/top3": 0.4, "policy/top5": 0.5}))
-    assert set(history.losses) == {"policy", "value"}
-    assert set(history.held_out_losses) == {"policy", "loss", "value"}
-    assert set(history.shares) == {"policy/top1"}, "no more"
-    assert set(history.held_out_shares) == {"policy/top1", "policy/top3"}, "no more"
-    assert history.held_out_losses["policy"].points() == ([2], [1.5])
-    assert history.step == 3
+def test_a_picture_more_is_an_entry_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "PLOTS", [*figures.PLOTS, figures.Plot("entropy", "metrics/.*/entropy")])
+    (axes,) = (axes for axes in training_figure([row(1), row(2)]).axes if axes.get_ylabel() == "entropy")
+    assert axes.get_lines()[0].get_ydata().tolist() == [2.0, 2.0]
 
 
 def test_updates_that_are_not_finite_are_counted_in_the_title() -> None:
@@ -87,7 +88,7 @@ def test_updates_that_are_not_finite_are_counted_in_the_title() -> None:
 
 
 def test_figure_has_axes_with_units_and_is_a_picture() -> None:
-    rows = [row(step, validation={"policy": 2.0, "policy/top1": 0.1} if step % 2 else None) for step in range(1, 9)]
+    rows = [row(step, validation=HELD_OUT if step % 2 else None) for step in range(1, 9)]
     figure = training_figure(rows)
     labels = {axes.get_ylabel() for axes in figure.axes}
     assert labels == {"loss [nat]", "accuracy [%]", "learning rate", "gradient norm before clipping", "positions/s"}
@@ -98,19 +99,19 @@ def test_figure_has_axes_with_units_and_is_a_picture() -> None:
 def test_a_small_loss_has_an_axis_of_its_own() -> None:
     """On one axis a loss of 0.0001 makes a flat line of all others."""
     losses = {"policy": 2.0, "value": 0.5, "ssl_threat": 1e-4, "ssl_pin": 1.5e-4}
-    history = History([row(step, losses=losses, validation={"loss": 2.5}) for step in range(1, 9)])
-    assert loss_groups(history) == [["loss", "policy", "value"], ["ssl_pin", "ssl_threat"]]
+    table = frame([row(step, losses=losses, validation={"loss": 2.5}) for step in range(1, 9)])
+    assert loss_groups(table) == [["loss", "policy", "value"], ["ssl_pin", "ssl_threat"]]
     figure = Figure()
-    draw(figure, history, "run")
+    draw(figure, table, "run")
     assert sum(axes.get_ylabel() == "loss [nat]" for axes in figure.axes) == 2
     many = {f"loss{k}": 10.0**-k for k in range(0, 12, 2)}
-    assert [len(names) for names in loss_groups(History([row(1, losses=many)]))] == [1, 1, 4], "three axes at most"
+    assert [len(names) for names in loss_groups(frame([row(1, losses=many)]))] == [1, 1, 4], "three axes at most"
     steps = {str(value): value for value in (2.6, 0.6, 0.12, 0.05, 0.01, 0.002)}
-    assert loss_groups(History([row(1, losses=steps)])) == [["2.6", "0.6", "0.12", "0.05"], ["0.01", "0.002"]]
+    assert loss_groups(frame([row(1, losses=steps)])) == [["2.6", "0.6", "0.12", "0.05"], ["0.01", "0.002"]]
 
 
 def test_legends_lie_beside_the_curves() -> None:
-    rows = [row(step, clip_share=0.5, validation={"policy": 2.0, "policy/top1": 0.1}) for step in range(1, 9)]
+    rows = [row(step, clip_share=0.5, validation=HELD_OUT) for step in range(1, 9)]
     figure = training_figure(rows)
     size(figure)
     legends = [axes for axes in figure.axes if axes.get_legend()]
@@ -123,7 +124,9 @@ def test_legends_lie_beside_the_curves() -> None:
 def test_legends_of_many_lines_leave_room_for_the_title(count: int) -> None:
     values = {f"head{k}": 1.0 for k in range(count)}
     shares = {f"head{k}/accuracy": 0.5 for k in range(count)}
-    figure = training_figure([row(1, losses=values, metrics=shares, validation={**values, **shares})], "run")
+    figure = training_figure(
+        [row(1, losses=values, metrics=shares, validation={"losses": values, "metrics": shares})], "run"
+    )
     size(figure)
     title = figure.texts[0].get_window_extent().padded(-3)
     legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
@@ -169,16 +172,15 @@ def test_little_or_nothing_to_draw_is_no_error(rows: list[dict[str, Any]]) -> No
 
 
 def test_a_rollback_is_drawn_over_and_marked_and_phases_are_marked() -> None:
-    history = History()
     rows = [(1, 0, 0, 1.0), (2, 0, 0, 1.0), (3, 0, 1, 90.0), (2, 1, 0, 2.0), (3, 1, 1, 3.0), (4, 1, 1, 4.0)]
-    for step, rollbacks, phase, loss in rows:
-        history.add({"step": step, "rollbacks": rollbacks, "phase": phase, "losses": {"policy": loss}})
-    assert history.losses["policy"].points() == ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
-    assert history.rollbacks == [2]
-    assert history.phases == [3]
+    keys = ("step", "rollbacks", "phase", "losses")
+    table = frame(dict(zip(keys, (*head, {"policy": loss}), strict=True)) for *head, loss in rows)
+    assert table["losses/policy"].to_dict() == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     figure = Figure()
-    draw(figure, history, "run")
+    draw(figure, table, "run")
     assert "rolled back to update 1" in figure.get_suptitle()
+    marks = [(line.get_linestyle(), line.get_xdata()[0]) for line in figure.axes[0].get_lines()[-2:]]
+    assert marks == [(":", 2), ("--", 3)]
 
 
 def test_runs_of_a_side_share_a_line_and_a_band() -> None:

@@ -320,13 +320,13 @@ def test_a_file_can_be_browsed_and_met_in_a_match(tmp_path: Path, monkeypatch: p
     opened: list[Any] = []
     monkeypatch.setattr(browse, "load", lambda *args: opened.append(args) or load(*args))
     path = lc0_files.save(tmp_path / "made.pb.gz", lc0_files.network())
-    shelf = browse.open_shelf(str(path), device="cpu", positions=2)
-    assert shelf.run == str(path)
-    assert browse.open_shelf(str(path), checkpoint="newest", device="cpu", positions=2).checkpoint == "best"
+    browser = browse.open_browser(str(path), device="cpu", positions=2)
+    assert browser.run == str(path)
+    assert browse.open_browser(str(path), checkpoint="newest", device="cpu", positions=2).checkpoint == "best"
     with pytest.raises(ValueError, match="no curves to show against 'a'"):
-        browse.open_shelf(str(path), against="a", device="cpu")
-    assert all(holds for _, holds, _ in shelf.checks())
-    assert browse.runs_like(shelf.run, shelf.names, shelf.device)[0] == str(path)
+        browse.open_browser(str(path), against="a", device="cpu")
+    assert all(holds for _, holds, _ in browser.checks())
+    assert browse.runs_like(browser.run, browser.names, browser.device)[0] == str(path)
     assert len(opened) == 1, "a file is read once, on the device that was asked for"
     net = matrixlib.load(path, device="cpu")
     assert isinstance(net, Net)

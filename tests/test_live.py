@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,28 @@ def stats(step: int) -> Stats:
     return Stats(step, 1.5, 0.5, losses=losses, learning_rate=1e-3, throughput=1000.0)
 
 
-def test_history_of_a_resumed_run_goes_on() -> None:
+def test_a_resumed_run_continues_its_curves_and_own_numbers_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "NEW_ROWS", 2)
     plot = LivePlot(10, history=[stats(step).row() for step in range(1, 5)])
-    plot.update(stats(5))
-    assert plot.history.losses["policy"].points()[0] == [1, 2, 3, 4, 5]
+    for step in (5, 6, 7):
+        plot.update(replace(stats(step), steps=8), norm=step / 2)
+    table = plot.table()
+    assert table.index.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert table["losses/policy"].tolist() == [1.0] * 7
+    assert table["own/norm"].dropna().to_dict() == {5: 2.5, 6: 3.0, 7: 3.5}
+    assert plot.total == 8, "the run's end has been moved"
+
+
+def test_a_rollback_and_a_long_run_leave_a_short_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module.figures, "MAX_POINTS", 50)
+    monkeypatch.setattr(live_module, "NEW_ROWS", 10)
+    plot = LivePlot(1000)
+    for step in (*range(1, 201), *range(151, 401)):
+        plot.update(stats(step))
+    table = plot.table()
+    assert len(table) <= 100
+    assert table.index.is_monotonic_increasing
+    assert table.index[-1] > 390
 
 
 PROGRAM = """
@@ -113,7 +132,7 @@ def test_bar_and_figures_go_on_where_drawing_takes_long(monkeypatch: pytest.Monk
         clock[0] += 0.4
         return b""
 
-    monkeypatch.setattr(live_module, "png", slow)
+    monkeypatch.setattr(live_module.figures, "png", slow)
     plot = LivePlot(1000)
     for step in range(1, 201):
         clock[0] += 0.1

@@ -146,7 +146,7 @@ def test_a_run_that_fails_leaves_its_curves_and_a_report_and_goes_on(
     assert (folder / "training.png").stat().st_size > 5_000
     reason = f"{word} after {updates} updates: {error.__name__}: {' '.join(str(caught.value).split())}"
     assert reason in html.unescape((folder / "report.html").read_text())
-    assert f'<td class="fail">{word}</td>' in (reports / "index.html").read_text()
+    assert f'<span class="fail">{word}</span>' in (reports / "index.html").read_text()
     assert watch.standing(folder).word == word
     monkeypatch.undo()
     monkeypatch.setenv("MATRIXLIB_REPORTS", str(reports))

@@ -131,8 +131,8 @@ def test_index_browse_and_the_command_say_it(reports: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit):
             watch.main(["--every", seconds])
     page = report.write_index(reports).read_text(encoding="utf-8")
-    assert '<td class="fail">stalled</td>' in page
-    assert '<td class="open">training</td>' in page
+    assert '<span class="fail">stalled</span>' in page
+    assert '<span class="open">training</span>' in page
     assert browse.table(["quiet", "busy"])["verdict"].tolist() == ["stalled", "training"]
 
 

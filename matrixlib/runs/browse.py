@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 
 NETWORKS = 4  # kept in memory
 NONE = "none"
-Draw = Callable[..., Any]  # a figure, or always the same widget
 
 
 @dataclass(frozen=True)
-class Shelf:
+class RunBrowser:
     """What there is to look through, and what is looked at first.
 
     names: runs with metrics, newest first. run, against: two of them; `against` may be empty. file: looked through
@@ -54,39 +52,35 @@ class Shelf:
         """What can be looked through with the networks of a run; None where its task has nothing to show."""
         return _viewer(run or self.run, self.file, self.count, self.device)
 
-    def curves(self) -> None:
-        """Show the curves of one run, or two beside each other."""
+    def curves(self) -> Any:
+        """The curves of one run, or two beside each other, as a Figure, in JupyterLab below menus."""
         if is_file(self.run):
             print(f"'{self.run}' is the file of a network: it has no curves")
-            return
-        others = (NONE, *self.names)
-        show(curves_figure, {"run": (self.names, self.run), "against": (others, self.against or NONE)})
+            return None
+        return _below_menus(curves_figure, {"run": self.names, "against": (NONE, *self.names)}, self._first("against"))
 
-    def boards(self) -> None:
-        """Show the rows one after the other, with what a checkpoint of a run makes of them."""
+    def boards(self) -> Any:
+        """The rows one after the other, with what a checkpoint of a run makes of them."""
         viewer = self.viewer()
         if viewer is None:
             print(f"there is nothing to look through with a run of the task '{_task(self.run, self.device)}'")
-            return
-        menus = {
-            "run": (runs_like(self.run, self.names, self.device), self.run),
-            "checkpoint": (checkpoints(self.run), self.checkpoint),
-        }
-        draw = partial(self._board, {}) if progress.interactive() else self._figure
-        show(draw, menus, ("position", len(viewer), self.position))
+            return None
+        menus = {"run": runs_like(self.run, self.names, self.device), "checkpoint": checkpoints(self.run)}
+        widgets: list[Any] = []
 
-    def _board(self, shown: dict[str, Any], run: str, checkpoint: str, position: int) -> Any:
-        """The widget of the task, always the same; shown: where it is kept."""
-        viewer = self.viewer(run)
-        assert viewer is not None, "the menu holds runs of one task"
-        network = _network(run, checkpoint, self.device)
-        shown["widget"] = viewer.board(network, min(position, len(viewer) - 1), shown.get("widget"))
-        return shown["widget"]
+        def board(run: str, checkpoint: str, position: int) -> Any:
+            viewer = self.viewer(run)
+            assert viewer is not None, "the menu holds runs of one task"
+            network, position = _network(run, checkpoint, self.device), min(position, len(viewer) - 1)
+            if not progress.interactive():
+                return viewer.figure(network, position)
+            widgets[:] = [viewer.board(network, position, *widgets)]  # always the same one
+            return widgets[0]
 
-    def _figure(self, run: str, checkpoint: str, position: int) -> Any:
-        viewer = self.viewer(run)
-        assert viewer is not None, "the menu holds runs of one task"
-        return viewer.figure(_network(run, checkpoint, self.device), min(position, len(viewer) - 1))
+        return _below_menus(board, menus, self._first("checkpoint") | {"position": self.position}, len(viewer))
+
+    def _first(self, name: str) -> dict[str, Any]:
+        return {"run": self.run, name: getattr(self, name) or NONE}
 
     def checks(self) -> list[Check]:
         """What must hold of what is shown: name, whether it does, details."""
@@ -99,7 +93,7 @@ class Shelf:
         return checks
 
 
-def open_shelf(
+def open_browser(
     run: str = "",
     against: str = "",
     checkpoint: str = "best",
@@ -107,7 +101,7 @@ def open_shelf(
     positions: int = 32,
     position: int = 0,
     game: str = "",
-) -> Shelf:
+) -> RunBrowser:
     """All runs under the reports root, with `run` first: the newest complete run of the demo preset's task if empty,
     and where there is none, a demo that is trained now with all that there is to look at.
 
@@ -128,13 +122,13 @@ def open_shelf(
     if against and against not in names:
         raise ValueError(f"no run '{against}'; runs: {', '.join(names)}")
     checkpoint = checkpoint or "best"
-    shelf = Shelf(names, name, against, checkpoint, device, game, positions, position)
-    viewer = shelf.viewer()
+    browser = RunBrowser(names, name, against, checkpoint, device, game, positions, position)
+    viewer = browser.viewer()
     if viewer is not None and checkpoint not in (known := checkpoints(name)):  # a menu would only say "invalid"
         raise ValueError(f"no checkpoint '{checkpoint}' in {_folder(name)}; there are: {', '.join(known)}")
     if viewer is not None and not 0 <= position < len(viewer):
         raise ValueError(f"position {position} is not there: take one from 0 to {len(viewer) - 1}")
-    return shelf
+    return browser
 
 
 def known_runs() -> list[str]:
@@ -163,12 +157,8 @@ def checkpoints(run: str) -> tuple[str, ...]:
 
 def table(names: Sequence[str]) -> DataFrame:
     """A row a run: verdict, updates and result."""
-    rows = {}
-    for name in names:
-        summary = read_run(_folder(name)).summary
-        word, text = report.outcome(_folder(name), summary)
-        rows[name] = (word, summary.get("steps", "?"), text or summary.get("headline", ""))
-    return pandas.DataFrame.from_dict(rows, orient="index", columns=["verdict", "updates", "result"])
+    runs = report.frame().set_index("run").rename_axis(None).reindex(list(names))
+    return runs[["verdict", "steps", "result"]].rename(columns={"steps": "updates"})
 
 
 def curves_figure(run: str, against: str = NONE) -> Figure:
@@ -178,72 +168,50 @@ def curves_figure(run: str, against: str = NONE) -> Figure:
     return figures.comparison_figure({run: [_rows(run)], against: [_rows(against)]})
 
 
-# In the front end
-
-
-def show(draw: Draw, menus: Mapping[str, tuple[Sequence[str], str]], steps: tuple[str, int, int] | None = None) -> None:
-    """Show draw(**values); in JupyterLab below menus, and a slider with buttons, that draw it again in place.
-
-    menus: name -> (choices, the first one). steps: (name, how many, the first one). A menu of checkpoints holds those
-    of the menu of runs.
-    """
-    from IPython.display import Image, display
-
-    values: dict[str, Any] = {name: first for name, (_, first) in menus.items()}
-    if steps:
-        values[steps[0]] = steps[2]
+def _below_menus(
+    draw: Callable[..., Any], menus: Mapping[str, Sequence[str]], first: Mapping[str, Any], positions: int = 0
+) -> Any:
+    """draw(**first); in JupyterLab below a menu for each name, and a slider with buttons for `positions`, which draw
+    again in place. A menu of checkpoints holds those of the menu of runs."""
     if not progress.interactive():
-        drawn = draw(**values)
-        display(Image(data=figures.png(drawn), format="png") if isinstance(drawn, Figure) else drawn)
-        return
+        return draw(**first)
     import ipywidgets as widgets
+    from IPython.display import display
 
     controls: dict[str, Any] = {
-        name: widgets.Dropdown(options=list(choices), value=first, description=name)
-        for name, (choices, first) in menus.items()
+        name: widgets.Dropdown(options=list(choices), value=first[name], description=name)
+        for name, choices in menus.items()
     }
-    if "run" in controls and "checkpoint" in controls:
-        _follow(controls["run"], controls["checkpoint"])
     rows = [widgets.HBox(list(controls.values()))]
-    if steps:
-        name, count, first = steps
-        slider = widgets.IntSlider(first, 0, count - 1, description=name, continuous_update=False)
-        slider.layout.width = "30rem"
-        controls[name] = slider
-        rows.append(widgets.HBox([slider, _stepper(slider, -1, "previous"), _stepper(slider, 1, "next")]))
-    note = widgets.Label()
-    picture = draw(**values)
-    if isinstance(picture, Figure):  # no output: a page that was loaded again would not draw that anew
-        layout = widgets.Layout(width="fit-content")
-        picture = widgets.Image(value=figures.png(picture), format="png", layout=layout)
-    display(widgets.VBox([*rows, note, picture]))
+    if "checkpoint" in controls:
+        run, checkpoint = controls["run"], controls["checkpoint"]
 
-    def redraw(change: Any) -> None:
-        values = {name: control.value for name, control in controls.items()}
-        if None in values.values():  # a menu is being filled anew
-            return
-        note.value = "drawing ..."
+        def fill(change: Any) -> None:
+            before, names = checkpoint.value, checkpoints(change.new)
+            checkpoint.options = names
+            checkpoint.value = before if before in names else names[0]
+
+        run.observe(fill, "value")
+    if positions:
+        slider = widgets.IntSlider(first["position"], 0, positions - 1, description="position", continuous_update=False)
+        slider.layout.width = "30rem"
+        controls["position"] = slider
+        rows.append(widgets.HBox([slider, _stepper(slider, -1, "previous"), _stepper(slider, 1, "next")]))
+
+    shown: list[Any] = []
+
+    def show(**values: Any) -> None:
         try:
             drawn = draw(**values)
-            if isinstance(drawn, Figure):
-                picture.value = figures.png(drawn)
-            note.value = ""
         except ValueError as error:  # nobody would see it elsewhere
-            note.value = str(error)
+            shown.clear()
+            print(error)
+        else:
+            if drawn not in shown:  # the board changes in place
+                display(drawn)
+            shown[:] = [drawn]
 
-    for control in controls.values():
-        control.observe(redraw, "value")
-
-
-def _follow(run: Any, checkpoint: Any) -> None:
-    """Let the menu of checkpoints be that of the run."""
-
-    def fill(change: Any) -> None:
-        before, names = checkpoint.value, checkpoints(run.value)
-        checkpoint.options = names
-        checkpoint.value = before if before in names else names[0]
-
-    run.observe(fill, "value")
+    return widgets.VBox([*rows, widgets.interactive_output(show, controls)])
 
 
 def _stepper(slider: Any, by: int, text: str) -> Any:
@@ -278,8 +246,14 @@ def _rows(run: str) -> list[dict[str, Any]]:
     return rows
 
 
-@lru_cache(NETWORKS)
 def _network(run: str, checkpoint: str, device: str) -> Network:
+    """As it is now: while a run goes on, `newest` and `best` become other checkpoints."""
+    there = (str(_folder(run).stat().st_mtime_ns),) if is_file(run) else checkpoints(run)
+    return _loaded(run, checkpoint, device, there)
+
+
+@lru_cache(NETWORKS)
+def _loaded(run: str, checkpoint: str, device: str, there: tuple[str, ...]) -> Network:
     return load(_folder(run), checkpoint, device)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from matrixlib import files
 from matrixlib.engine import metrics
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 UNDRAWN = frozenset({"sweep", "faults"})
 """Kinds of run of which there are many and few are looked at: their pictures and pages, which take seconds, are made by
 `python -m matrixlib.runs.report RUN`, of a sweep's best ones as it ends."""
+CURVE_POINTS = 40
+"""Of the loss, in summary.json: the index draws them."""
 
 
 def finish(folder: Path, preset: str, data: RunData, trainer: Trainer, model: nn.Module) -> None:
@@ -99,13 +104,14 @@ def share_of_peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
     """summary.json, training.png, report.html and the index; path of the report, or of the summary without one."""
-    from matrixlib.runs import figures, report
+    from matrixlib.runs import report
 
-    write_json(folder / "summary.json", {**summary, "ended": files.utc_now()})
+    losses = [row["loss"] for row in rows if math.isfinite(row.get("loss", math.nan))]
+    parts = np.array_split(losses, min(CURVE_POINTS, len(losses))) if losses else []
+    curve = [round(float(part.mean()), 4) for part in parts]
+    write_json(folder / "summary.json", {**summary, "curve": curve, "ended": files.utc_now()})
     if read_json(folder / "run.json").get("kind") in UNDRAWN:
         return folder / "summary.json"
-    curves = figures.png(figures.training_figure(rows, folder.name))
-    files.write_bytes(folder / "training.png", curves)
-    path = report.write_report(folder, curves)
+    path = report.write_report(folder)
     report.write_index(folder.parent)
     return path

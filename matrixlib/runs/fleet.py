@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from matrixlib import files
 from matrixlib.hardware import machine
@@ -230,68 +230,3 @@ def _warn_of_other_bits(host: str, facts: Mapping[str, str]) -> None:
         f"node {host} differs from this machine ({'; '.join(other)}): its results may differ in their last bits",
         stacklevel=4,
     )
-
-
-# Used by sweeps until they call `compute`
-
-
-class Fleet(Protocol):
-    """Where parts are computed."""
-
-    @property
-    def slots(self) -> int:
-        """Parts at once."""
-
-    def share(self, value: Any) -> Any:
-        """A handle of what many parts get: whatever it weighs, it is brought to each machine once."""
-
-    def submit(self, key: Hashable, part: Part, *handles: Any) -> None:
-        """Begin a part; there is a free slot."""
-
-    def collect(self) -> list[tuple[Any, Any]]:
-        """(key, result or `Lost`) of parts that have ended since the last call; waits a moment for one.
-
-        Raises what a part raised.
-        """
-
-    def close(self) -> None:
-        """End what is running: what trains saves first."""
-
-
-def open_fleet(kind: Kind, workers: int, gpu: bool = False, log: Path | None = None, **here: Any) -> Fleet:
-    """The fleet of this kind.
-
-    workers: parts at once; on a cluster as many as it has threads (or GPUs) for where it is 0. gpu: whether a cluster's
-    GPUs are meant. log: each part gets a process of its own, which prints into this file, and is at no time computed
-    twice. here: further arguments of every part where this process computes them.
-    """
-    if kind == "ray":
-        from matrixlib.runs.ray_fleet import RayFleet
-
-        return RayFleet(workers, gpu, log)
-    from matrixlib.runs.processes import Processes
-
-    return Here(**here) if workers == 1 else Processes(workers, log)
-
-
-class Here:
-    """This process computes one part after the other. extra: arguments of each, which do not travel."""
-
-    slots = 1
-
-    def __init__(self, **extra: Any) -> None:
-        self._extra = extra
-        self._ended: list[tuple[Any, Any]] = []
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def submit(self, key: Hashable, part: Part, *handles: Any) -> None:
-        self._ended.append((key, part(*handles, **self._extra)))
-
-    def collect(self) -> list[tuple[Any, Any]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def close(self) -> None:
-        """Nothing is running."""

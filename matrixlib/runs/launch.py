@@ -28,7 +28,6 @@ from matrixlib.tasks import get_task, load_config
 
 SIGNALS = {"KeyboardInterrupt": ("interrupted", signal.SIGINT), "Terminated": ("ended by SIGTERM", signal.SIGTERM)}
 """Name of the error that a signal ends a notebook with -> it in words, and the signal."""
-TRAINING, SLOW = "training", "training slowly"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         reason = _execute(folder, parameters)
     except KeyboardInterrupt:
         reason = "KeyboardInterrupt"
+    _write_report(folder)
     for error, (words, number) in SIGNALS.items():
         if reason.startswith(error):
             print(f"{words}; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -101,6 +101,20 @@ def _write_base(preset: str, device: str, run: str) -> int:
     print(f"next: train from it with -p init {_relative(current.folder)}")
     current.close()
     return 0
+
+
+def _write_report(folder: Path) -> None:
+    """The executed notebook as a page, in place of the one that the run wrote as it ended."""
+    from matrixlib.runs import report
+
+    if not (folder / "summary.json").exists():  # not one update was begun
+        return
+    try:
+        with files.writing(folder):
+            report.write_report(folder)
+            report.write_index(folder.parent)
+    except files.FolderError as problem:
+        print(problem, file=sys.stderr)
 
 
 def _execute(folder: Path, parameters: dict[str, Any]) -> str:
@@ -175,13 +189,9 @@ def show_progress(bar: Any, folder: Path) -> None:
     if bar.total is None:
         bar.reset(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"])
         bar.initial = bar.n = row["step"]
-    bar.total = row.get("steps", bar.total)  # its end may have been moved
-    slow = row.get("slow", "")
-    if slow and not bar.desc.startswith(SLOW):
-        bar.write(f"{progress.clock_time()}  {slow}", file=sys.stderr)
     standing = watch.standing(folder)
     words = {"validating": "validating", "evaluating": "evaluating", "stalled": standing.text}
-    bar.set_description_str(words.get(standing.word, SLOW if slow else TRAINING), refresh=False)
+    bar.set_description_str(words.get(standing.word, "training"), refresh=False)
     bar.set_postfix_str(f"loss {row['loss']}"[:10] + f", {row['throughput']:,.0f} positions/s", refresh=False)
     bar.update(row["step"] - bar.n)
     bar.refresh()

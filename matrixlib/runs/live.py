@@ -1,4 +1,4 @@
-"""Panel of a run while it trains: live in JupyterLab, one static PNG everywhere else."""
+"""Panel of a run while it trains: live in JupyterLab, one static picture everywhere else."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
+from matrixlib.engine.metrics import flatten
 from matrixlib.engine.stats import Stats
 from matrixlib.progress import LinePace, clock_time, duration, in_notebook, interactive, silent
-from matrixlib.runs.figures import History, draw, numbers, png
+from matrixlib.runs import figures
 
-EVERY = 0.5  # seconds between two looks at bar and figures
-PAUSES = 19  # times what the curves take to draw, until they are drawn again: a slow machine trains, it does not draw
-BUILT = 1.0  # seconds after which the browser has made a widget that it was told to show
+EVERY_SECONDS = 0.5  # between two redraws of bar and text
+DRAWING_SHARE = 1 / 20  # of the time, at most, that drawing the curves may take
+BUILT_SECONDS = 1.0  # after which the browser has made a widget that it was told to show
+NEW_ROWS = 1000  # until they join the table
 
 
 class LivePlot:
-    """Panel of a run: losses, learning rate, gradient norm, throughput and validation accuracy.
+    """Panel of a run: its losses, learning rate, gradient norm, throughput and accuracy (`figures.PLOTS`), and curves
+    of one's own.
 
     In JupyterLab a progress bar, a line of text and the picture are redrawn at most every half second (and for at
     most a twentieth of the time); at the end they are replaced in place by one static PNG. Headless (papermill, nbval,
@@ -28,17 +32,17 @@ class LivePlot:
     shown. MATRIXLIB_LIVE=0 or 1 overrides; with 0 there are no lines either.
 
     Use it as a context manager: an exception leaves the picture of what came before it.
-    `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run goes on with its curve.
+    `history` takes rows of metrics.jsonl (`metrics.read`), so that a resumed run continues its curve.
     """
 
     def __init__(self, total: int, title: str = "training", *, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self.total = total
         self.title = title
-        self.history = History(history)
         self.draws = 0
+        self._table, self._rows = figures.frame(history), list[dict[str, Any]]()
         self._live = interactive()
         self._began = time.perf_counter()
-        self._first = self.history.step
+        self._step = self._first = int(self._table.index.max()) if len(self._table) else 0
         self._next = self._redraw = 0.0
         self._lines = LinePace(self._began, self._began)
         self._closed = self._in_sight = False
@@ -47,27 +51,43 @@ class LivePlot:
         if self._live:
             self._open()
 
-    def update(self, stats: Stats) -> None:
-        """Take in one update's stats; cheap unless a redraw is due."""
-        row = stats.row()
-        self.history.add(row)
-        self.total = row.get("steps", self.total)  # its end may have been moved
+    def update(self, stats: Stats, **own: float) -> None:
+        """Take in one update's stats, and own numbers, each of which is drawn; cheap unless a redraw is due.
+
+        `run.log` of the same numbers brings them into metrics.jsonl too.
+        """
+        row = stats.row() | ({"own": own} if own else {})
+        self._rows.append(row)
+        if len(self._rows) >= NEW_ROWS:
+            self.table()
+        self._step, self.total = stats.step, row.get("steps", self.total)
         now = time.perf_counter()
         if not self._live and not silent() and self._lines.due(now):
             print(f"{clock_time()}  {self.title}: {self._progress(now)} | {_line(row)}", flush=True)
         if not self._live or now < self._next:
             return
-        if not self._in_sight and now - self._began > BUILT:
+        if not self._in_sight and now - self._began > BUILT_SECONDS:
             self._bar.focus()  # into sight: "Run All Cells" leaves the last cell there
             self._in_sight = True
         self._bar.max = self.total
-        self._bar.value = min(self.history.step, self.total)
+        self._bar.value = min(self._step, self.total)
         self._pace.value = self._progress(now)
         self._now.value = html.escape(_line(row))
-        self._next = now + EVERY
+        self._next = now + EVERY_SECONDS
         if now >= self._redraw:
             self._image.value = self._png(72)
-            self._redraw = now + PAUSES * (time.perf_counter() - now)
+            drawing = time.perf_counter() - now
+            self._redraw = now + drawing / DRAWING_SHARE
+
+    def table(self) -> pd.DataFrame:
+        """What is drawn (`figures.frame`), thinned as it grows."""
+        if self._rows:
+            new, self._rows = figures.frame(self._rows), []
+            if len(self._table):
+                new["not finite"] += self._table["not finite"].max()
+                new = figures.last_rows(pd.concat([self._table, new]))
+            self._table = new if len(new) <= 2 * figures.MAX_POINTS else figures.thin(new)
+        return self._table
 
     def close(self) -> None:
         """Show the final picture: in place of the panel, or as an output of a headless notebook."""
@@ -107,21 +127,19 @@ class LivePlot:
 
     def _png(self, dpi: int) -> bytes:
         self.draws += 1
-        draw(self._figure, self.history, self.title, self.total)
-        return png(self._figure, dpi)
+        figures.draw(self._figure, self.table(), self.title, self.total)
+        return figures.png(self._figure, dpi)
 
     def _progress(self, now: float) -> str:
         """Where the run is, its pace since it was opened, and the time left."""
-        step = self.history.step
-        parts = [f"step {step:,}/{self.total:,} ({step / max(self.total, 1):.0%})"]
-        if (done := step - self._first) > 0:
+        parts = [f"step {self._step:,}/{self.total:,} ({self._step / max(self.total, 1):.0%})"]
+        if (done := self._step - self._first) > 0:
             each = (now - self._began) / done
-            parts += [f"{duration(each)} a step", f"{duration(max(0.0, each * (self.total - step)))} left"]
+            parts += [f"{duration(each)} a step", f"{duration(max(0.0, each * (self.total - self._step)))} left"]
         return " | ".join(parts)
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """One update's losses, learning rate and throughput, and why it is slow."""
-    losses = " ".join(f"{name} {value:.3f}" for name, value in numbers(row["losses"]))
-    rate, throughput = f"learning rate {row['learning_rate']:.2g}", f"{row['throughput']:,.0f} positions/s"
-    return " | ".join(filter(None, [losses, rate, throughput]))
+    """One update's losses and own numbers, learning rate and throughput."""
+    values = " ".join(f"{name} {value:.3f}" for name, value in flatten({**row["losses"], **row.get("own", {})}))
+    return f"{values} | learning rate {row['learning_rate']:.2g} | {row['throughput']:,.0f} positions/s"

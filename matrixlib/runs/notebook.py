@@ -14,11 +14,11 @@ from typing import Any
 
 import pandas
 from IPython import get_ipython
-from pandas import DataFrame
 
 from matrixlib import files
 from matrixlib.config import nearest
-from matrixlib.runs.report import add_verdict, figure_rows
+from matrixlib.runs.report import add_verdict
+from matrixlib.runs.report import figures_table as figures_table  # what notebooks call
 
 PAPERMILL = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
 _DEFAULT_FORMAT = warnings.formatwarning
@@ -136,12 +136,6 @@ class Verdict:
         if not self.passed:
             failed = [f"{name} ({detail})".removesuffix(" ()") for name, ok, detail in self.checks if not ok]
             raise VerdictFailed("failed: " + "; ".join(failed) if failed else "no check was made")
-
-
-def figures_table(figures: Mapping[str, Any]) -> DataFrame:
-    """An evaluation as a table: each figure beside its baselines, as text (see `report.figure_rows`)."""
-    rows = {name: (value, baselines) for name, value, baselines in figure_rows(figures)}
-    return pandas.DataFrame.from_dict(rows, orient="index", columns=["value", "baselines"])
 
 
 def _declarations(history: Sequence[str]) -> dict[str, tuple[str, ...]]:

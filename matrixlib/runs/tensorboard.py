@@ -35,7 +35,7 @@ class Events:
             ) from None
         self.folder, self._phases, self._phase = folder / FOLDER, phases or {}, -1
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._writer = SummaryWriter(str(self.folder))
+        self._writer = SummaryWriter(str(self.folder), purge_step=0)  # a viewer that is open forgets what was before
         for row in rows:
             self.add(row)
 
