@@ -27,7 +27,7 @@ from matrixlib.engine import metrics as metrics_module
 from matrixlib.engine.checkpoint import CheckpointError, Checkpoints
 from matrixlib.engine.context import Context
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
-from matrixlib.engine.health import Health, TrainingHalted
+from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.engine.stats import Action, Event, Stats
@@ -179,61 +179,9 @@ def test_a_crash_loses_what_came_after_the_checkpoint_and_nothing_else(tmp_path:
     assert history(folder) == whole[1]
 
 
-def test_leaving_the_loop_saves(tmp_path: Path, whole: Any) -> None:
-    trainer = build(tmp_path)
-    for stats in trainer.train():
-        if stats.step == 4:
-            break
-    assert trainer.checkpoints.newest().step == 4
-    list(trainer.train())  # the same trainer goes on as well
-    assert equal(weights(trainer), whole[0])
-
-
 def signalling(at: int, number: signal.Signals) -> ToySource:
     """A signal while the batch of update `at` is being made."""
     return ToySource(20, change=lambda raw, batch: signal.raise_signal(number) if raw == at else None)
-
-
-SIGNALS = pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["TERM", "INT"]
-)
-
-
-@SIGNALS
-def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(
-    tmp_path: Path, whole: Any, number: signal.Signals, error: type[BaseException]
-) -> None:
-    before = signal.getsignal(number)
-    trainer = build(tmp_path, source=signalling(6, number))
-    with pytest.raises(error) as caught:
-        list(trainer.train())
-    assert "checkpoint of update 7" in caught.value.__notes__[0]
-    assert getattr(caught.value, "code", 143) == 143
-    assert signal.getsignal(number) == before
-    assert trainer.checkpoints.newest().step == 7
-    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "stopped"
-    again = build(tmp_path)
-    assert again.resume() == 7
-    list(again.train())
-    assert equal(weights(again), whole[0])
-    assert history(tmp_path) == whole[1]
-
-
-@SIGNALS
-def test_a_signal_while_the_caller_draws_its_plot_is_noticed_before_the_next_update(
-    tmp_path: Path, number: signal.Signals, error: type[BaseException]
-) -> None:
-    trainer = build(tmp_path)
-
-    def plot() -> None:
-        for stats in trainer.train():
-            if stats.step == 7:
-                signal.raise_signal(number)
-
-    with pytest.raises(error) as caught:
-        plot()
-    assert "checkpoint of update 7" in caught.value.__notes__[0]
-    assert trainer.checkpoints.newest().step == 7
 
 
 class Failing(ToyTask):
@@ -252,22 +200,52 @@ class Failing(ToyTask):
         return out
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug")], ids=repr)
+ENDINGS: dict[str, type[BaseException] | None] = {
+    "SIGTERM in an update": SystemExit,
+    "SIGINT in an update": KeyboardInterrupt,
+    "SIGTERM between updates": SystemExit,
+    "SIGINT between updates": KeyboardInterrupt,
+    "a bug": RuntimeError,
+    "leaving the loop": None,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_an_error_in_an_update_leaves_an_emergency_checkpoint_from_before_it(
-    tmp_path: Path, whole: Any, error: BaseException
+    tmp_path: Path, whole: Any, ending: str
 ) -> None:
-    task = Failing(dropout=0.3, norm="batch")
-    task.error, task.trainer = error, (trainer := build(tmp_path, task))
-    with pytest.raises(type(error)) as caught:
-        list(trainer.train())
-    assert caught.value.__notes__ == [
-        "stopped after 7 updates; the same command or notebook goes on from the checkpoint of update 7"
-    ]
+    """However it ends, the state after the last whole update is saved, and the same command goes on to the same end."""
+    error, (kind, _, when) = ENDINGS[ending], ending.partition(" ")
+    number = signal.Signals[kind] if kind.startswith("SIG") else signal.SIGINT
+    before, task = signal.getsignal(number), Failing(dropout=0.3, norm="batch")
+    source = signalling(6, number) if when == "in an update" else ToySource(20)
+    task.trainer = trainer = build(tmp_path, task, source=source)
+    task.error = RuntimeError("a bug") if error is RuntimeError else None
+
+    def train() -> None:
+        for stats in trainer.train():
+            if stats.step == 7 and when == "between updates":
+                signal.raise_signal(number)  # while a plot is drawn, say
+            if stats.step == 7 and error is None:
+                break
+
+    if error is None:
+        train()
+    else:
+        with pytest.raises(error) as caught:
+            train()
+        assert caught.value.__notes__ == [
+            "stopped after 7 updates; the same command or notebook goes on from the checkpoint of update 7"
+        ]
+        assert getattr(caught.value, "code", 143) == 143
+    assert signal.getsignal(number) == before
     assert trainer.checkpoints.newest().step == 7
+    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "stopped"
     again = build(tmp_path)
-    again.resume()
+    assert again.resume() == 7
     list(again.train())
     assert equal(weights(again), whole[0])
+    assert history(tmp_path) == whole[1]
 
 
 def failing_at(trainer: Trainer, update: int, patch: pytest.MonkeyPatch) -> None:
@@ -297,18 +275,13 @@ def test_an_error_while_weights_move_saves_nothing_half_made(
     list(trainer.train())
     assert equal(weights(trainer), whole[0])
     assert history(tmp_path) == whole[1]
-
-
-def test_what_was_half_made_before_the_first_checkpoint_is_never_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = build(tmp_path)
-    failing_at(trainer, 2, monkeypatch)
+    early = build(tmp_path / "early")
+    failing_at(early, 2, monkeypatch)
     with pytest.raises(RuntimeError, match="half-way"):
-        list(trainer.train())
+        list(early.train())
     for _ in range(2):
         with pytest.raises(ValueError, match="no checkpoint yet: open the run anew"):
-            list(trainer.train())
+            list(early.train())
 
 
 def test_a_failing_emergency_checkpoint_does_not_hide_the_error(
@@ -355,13 +328,10 @@ def test_a_disk_that_is_full_ends_the_run_with_that_error_and_nothing_over_it(
     assert equal(weights(again), whole[0])
 
 
-class ShortSource(ToySource):
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        return super().batches(start, 3)
-
-
-def test_a_loader_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    trainer = build(tmp_path, source=ShortSource(20))
+def test_a_loader_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = ToySource.batches
+    monkeypatch.setattr(ToySource, "batches", lambda self, start, stop: batches(self, start, 3))
+    trainer = build(tmp_path)
     with pytest.raises(ValueError, match="after 3 of 12"):
         list(trainer.train())
 
@@ -622,6 +592,8 @@ def test_a_short_spike_that_leaves_damage_is_rolled_back(tmp_path: Path, interva
         assert "checkpoint of update 30" in back[0].messages[-1]
     else:
         assert [s.action for s in back] == ["skip"], "nowhere to go back to: no reason to stop"
+        assert [message.event for message in back[0].messages] == [Event.SKIP], "told, and counted"
+        assert (back[0].skipped, history(tmp_path)[-1]["skipped"]) == (1, 1)
 
 
 def test_the_checkpoint_of_the_interval_waits_while_the_loss_is_up(tmp_path: Path) -> None:
@@ -651,13 +623,10 @@ def test_trouble_without_end_halts_with_evidence(tmp_path: Path) -> None:
         "rollback_3",
         "halt_4",
     }
-
-
-def test_trouble_from_the_start_halts_as_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
-    trainer = build(tmp_path, source=poison(1, 99), steps=40, config=settings(checkpoint={"interval": 10}))
+    early = build(tmp_path / "early", source=poison(1, 99), steps=40, config=settings(checkpoint={"interval": 10}))
     with pytest.raises(TrainingHalted, match="no checkpoint from before it"):
-        list(trainer.train())
-    assert trainer.step == 11
+        list(early.train())
+    assert early.step == 11
 
 
 def test_a_smaller_micro_batch_is_stored_with_the_run(tmp_path: Path) -> None:
@@ -857,6 +826,9 @@ def test_tight_memory_cuts_the_chunk_and_the_checkpoint_keeps_it(tmp_path: Path)
     again = build(tmp_path, ToyTask(gate_plane=True), steps=STEPS + 1)
     again.resume()
     assert again.model.chunk == 4
+    ungated = build(tmp_path / "ungated")
+    list(ungated.train())
+    assert state(ungated)["chunk"]["changes"] == 0
 
 
 def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -877,28 +849,6 @@ def test_chunks_that_have_begun_on_mps_can_grow_back(tmp_path: Path, monkeypatch
         trainer._check_memory()
         sizes.append(trainer.model.chunk)
     assert sizes == [4] * 10 + [0, 4]
-
-
-@pytest.mark.usefixtures("tight")
-def test_without_gated_terms_there_is_no_chunk(tmp_path: Path) -> None:
-    trainer = build(tmp_path)
-    list(trainer.train())
-    assert state(trainer)["chunk"] == {"rows": 0, "calm": 0, "changes": 0}
-
-
-def test_what_the_trials_before_a_run_left_is_not_taken_for_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an accelerator whose cache and peak the tuner filled: no warning, and no smaller chunk."""
-    figures = {"rss_mib": 1.0, "total_mib": 100.0, "device_total_mib": 100.0}
-    figures |= dict.fromkeys(("allocated_peak_mib", "driver_mib", "reserved_mib"), 95.0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: figures.update(driver_mib=20.0, reserved_mib=20.0))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: figures.update(allocated_peak_mib=10.0))
-    monitor = partial(Monitor, torch.device("cuda"), read=lambda device: dict(figures))
-    monkeypatch.setattr("matrixlib.engine.trainer.Monitor", lambda device, config: monitor(config))
-    trainer = build(tmp_path, ToyTask(gate_plane=True))
-    assert not [message for stats in trainer.train() for message in stats.messages if "memory" in message]
-    assert state(trainer)["chunk"]["rows"] == 0
 
 
 def test_a_checkpoint_comes_by_the_clock_too(tmp_path: Path) -> None:
@@ -925,30 +875,6 @@ def test_validations_at_updates_that_a_clock_set_are_not_called_reproducible(tmp
     stats = list(auto.train())
     assert [s.step for s in stats if s.validation] == [STEPS], "the first is due later than this run is long"
     assert auto.adapted
-
-
-def test_a_rollback_without_a_target_leaves_one_update_out_counted_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss that has settled above a spike's before, where there is no checkpoint yet: the update moves nothing."""
-    trainer = build(tmp_path, source=ToySource(20))
-    judge = Health.judge
-
-    def settled(health: Health, stats: Stats) -> Action:
-        action = judge(health, stats)
-        return Action.ROLLBACK if stats.step == 2 else action
-
-    monkeypatch.setattr(Health, "judge", settled)
-    before: dict[str, Tensor] = {}
-    for stats in trainer.train(3):
-        if stats.step == 1:
-            before = {name: value.clone() for name, value in trainer.model.named_parameters()}
-        if stats.step == 2:
-            assert (stats.action, stats.skipped) == (Action.SKIP, 1)
-            assert [message.event for message in stats.messages] == [Event.SKIP]
-            assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
-    assert history(tmp_path)[2]["skipped"] == 1
-    assert history(tmp_path)[1]["events"] == ["skip"]
 
 
 def test_rows_are_safe_from_a_power_loss_before_the_checkpoint_is(
