@@ -72,18 +72,21 @@ def operations_of(text: str) -> tuple[dict[str, list[str]], bool]:
     return operations, lost
 
 
+SAN_FAULTS = {
+    chess.AmbiguousMoveError: "ambiguous move",
+    chess.IllegalMoveError: "illegal move",
+    chess.InvalidMoveError: "not a move",
+}
+
+
 def moves_of(board: chess.Board, words: Sequence[str]) -> set[chess.Move]:
     """The moves of a list in SAN. Raises Unusable for one that is illegal, ambiguous or no move."""
     moves = set()
     for word in words:
         try:
             move = board.parse_san(word.rstrip("!?,"))
-        except chess.AmbiguousMoveError as error:
-            raise Unusable("ambiguous move", str(error)) from None
-        except chess.IllegalMoveError as error:
-            raise Unusable("illegal move", str(error)) from None
-        except chess.InvalidMoveError as error:
-            raise Unusable("not a move", str(error)) from None
+        except tuple(SAN_FAULTS) as error:
+            raise Unusable(SAN_FAULTS[type(error)], str(error)) from None
         if not move:
             raise Unusable("not a move", f"'{word}' passes")
         moves.add(move)

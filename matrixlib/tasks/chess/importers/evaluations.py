@@ -18,7 +18,7 @@ import numpy as np
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch
 from matrixlib.tasks.chess.importers.notation import CHESS960, castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened
+from matrixlib.tasks.chess.importers.parsing import Unusable, lines_in_parts, lines_of, opened
 from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import Records
 from matrixlib.tasks.chess.scores import bounded_score, wdl_of_score
@@ -29,25 +29,22 @@ PART = 1 << 19  # bytes, about 700 positions
 
 
 def parse(line: str) -> tuple[str, int, list[tuple[str, int]]]:
-    """(FEN, depth, [(first move, score from White's side), ...]) of a line's deepest evaluation.
-
-    ValueError says what the line lacks.
-    """
+    """(FEN, depth, [(first move, score from White's side), ...]) of a line's deepest evaluation. Raises Unusable."""
     try:
         entry: Any = json.loads(line)
         deepest: Any = max(entry["evals"], key=lambda one: one["depth"], default=None)
-        pvs = [(pv["line"].split()[0], white_score(pv)) for pv in deepest["pvs"]]
+        pvs = [(pv["line"].split()[0], _score(pv)) for pv in deepest["pvs"]]
         fen, depth = entry["fen"], deepest["depth"]
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
+        raise Unusable("not JSON", str(error)) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"fields are missing: {type(error).__name__} {error}") from None
+        raise Unusable("fields are missing", f"{type(error).__name__} {error}") from None
     if not pvs or not isinstance(fen, str) or not isinstance(depth, int):
-        raise ValueError("fields are missing: no variation, or fen or depth of another kind")
+        raise Unusable("fields are missing", "no variation, or fen or depth of another kind")
     return fen, depth, pvs
 
 
-def white_score(pv: dict[str, Any]) -> int:
+def _score(pv: dict[str, Any]) -> int:
     """The score of a variation from White's side as `stockfish.score_of` counts it; KeyError, TypeError without one."""
     kind = "cp" if "cp" in pv else "mate"
     if not isinstance(pv[kind], int):
@@ -75,9 +72,8 @@ class Evaluations:
         for number, line in enumerate(lines):
             try:
                 fen, depth, pvs = parse(line)
-            except ValueError as error:
-                reason, _, detail = str(error).partition(": ")
-                entries.refuse(number, reason, detail, line)
+            except Unusable as error:
+                entries.refuse(number, error.reason, error.detail, line)
                 continue
             if depth < self.min_depth:
                 entries.skipped[f"depth below {self.min_depth}"] += 1

@@ -17,7 +17,7 @@ import numpy as np
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import lines_in_parts, lines_of, opened, text_lines
+from matrixlib.tasks.chess.importers.parsing import Unusable, lines_in_parts, lines_of, opened, text_lines
 from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
 
@@ -70,48 +70,44 @@ class Puzzles:
         lines = lines_of(part)
         names, lines = fields_of(lines[0]), lines[1:]
         entries = Entries(part)
-        needed = self.needed
         numbers: list[int] = []  # numbers in `lines` of the puzzles that are played through
-        fens, moves, games = [], [], []
+        rows: list[dict[str, str]] = []
         for number, line in enumerate(lines):
-            cells = dict(zip(names, fields_of(line), strict=False))
-            solution = cells.get("Moves", "").split()
-            if fault := self._fault(cells, solution, needed):
-                entries.refuse(number, *fault, line, len(solution) // 2)
-            elif reason := self._unwanted(cells, needed):
-                entries.skipped[reason] += 1
-            else:
-                numbers.append(number)
-                fens.append(cells["FEN"])
-                moves.append(solution)
-                games.append(GAME.search(cells.get("GameUrl", "")))
+            row = dict(zip(names, fields_of(line), strict=False))
+            try:
+                if reason := self._unwanted(row):
+                    entries.skipped[reason] += 1
+                else:
+                    numbers.append(number)
+                    rows.append(row)
+            except Unusable as error:
+                entries.refuse(number, error.reason, error.detail, line, error.positions)
+        fens, moves = [row["FEN"] for row in rows], [row["Moves"].split() for row in rows]
         records, faults = read_fens(fens, self.source)
         records["game"] = ids_of(records)
-        for row, game in enumerate(games):
-            if game:
-                records["game"][row] = game_id("lichess.org", game[1])
+        for place, row in enumerate(rows):
+            if game := GAME.search(row.get("GameUrl", "")):
+                records["game"][place] = game_id("lichess.org", game[1])
         details = [f"FEN '{fen}'" for fen in fens]
         batch = _solve(records, moves, faults, details)
-        for row, number in enumerate(numbers):
-            if faults[row]:
-                entries.refuse(number, faults[row], details[row], lines[number], len(moves[row]) // 2)
+        for place, number in enumerate(numbers):
+            if faults[place]:
+                entries.refuse(number, faults[place], details[place], lines[number], len(moves[place]) // 2)
         return entries.result(batch, len(lines), faults.count(""))
 
-    def _fault(self, row: dict[str, str], solution: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
-        if missing := [name for name in needed if not row.get(name)]:
-            return "missing columns", f"no {', '.join(missing)}: is the line cut off?"
-        if "Rating" in needed and not re.fullmatch(r"-?\d{1,5}", row["Rating"]):
-            return "bad rating", f"'{row['Rating']}' is no number"
+    def _unwanted(self, row: dict[str, str]) -> str:
+        """Why a puzzle is left out on purpose, "" where it is wanted. Raises Unusable."""
+        solution = row.get("Moves", "").split()
+        if missing := [name for name in self.needed if not row.get(name)]:
+            raise Unusable("missing columns", f"no {', '.join(missing)}: is the line cut off?", len(solution) // 2)
+        rated = "Rating" in self.needed
+        if rated and not re.fullmatch(r"-?\d{1,5}", row["Rating"]):
+            raise Unusable("bad rating", f"'{row['Rating']}' is no number", len(solution) // 2)
         if len(solution) < 2:
-            return "no solution", f"'{row['Moves']}' ends before the solver's move"
-        return None
-
-    def _unwanted(self, row: dict[str, str], needed: Sequence[str]) -> str | None:
-        if "Rating" in needed and not self.min_rating <= int(row["Rating"]) <= self.max_rating:
+            raise Unusable("no solution", f"'{row['Moves']}' ends before the solver's move", 0)
+        if rated and not self.min_rating <= int(row["Rating"]) <= self.max_rating:
             return "rating out of range"
-        if self.themes and not set(self.themes) & set(row["Themes"].split()):
-            return "other themes"
-        return None
+        return "other themes" if self.themes and not set(self.themes) & set(row["Themes"].split()) else ""
 
 
 def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], details: list[str]) -> Batch:
