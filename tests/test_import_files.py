@@ -439,7 +439,7 @@ def test_a_kind_is_named_for_files_whose_ending_says_nothing(listed: Path, tmp_p
         import_listed(str(odd), tmp_path / "f", kind="pgm")
     with pytest.raises(ValueError, match="no such file"):
         import_listed("x" * 5000, tmp_path / "f")
-    with pytest.raises(FolderError, match=r"games\.txt/f cannot be written: Not a directory"):
+    with pytest.raises(FolderError, match=r"games\.txt cannot be written: Not a directory"):
         import_listed(str(odd), odd / "f", kind="pgn", workers=1)
     for options in ({"workers": -3}, {"limit": -1}):
         with pytest.raises(ValueError, match="give whole numbers from 0"):
