@@ -127,7 +127,7 @@ def test_a_move_taken_back_leaves_nothing_of_it_behind(net: Any) -> None:
     game.take_back()
     game.play("a2a3")
     assert game.evaluation.fen == game.board.fen() != before.fen
-    assert game.analysis is None
+    assert game.evaluation.search is None
 
 
 def test_promotions_are_asked_for(net: Any) -> None:
@@ -141,8 +141,8 @@ def test_promotions_are_asked_for(net: Any) -> None:
 def test_the_best_move_is_played_and_shown() -> None:
     game = session(material_net(), start="6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1", side="black")
     thought = game.think()
-    assert thought.line == "1. Rd8#"
-    assert next(iter(thought.visits)) == "d1d8"
+    assert thought.line == ("Rd8#",)
+    assert next(iter(game.arrows()["search"])) == "d1d8"
     assert game.answer() == chess.Move.from_uci("d1d8")
     assert game.page()["line"].startswith("1. Rd8# (+1.00 for White, "), "though Black is to move now"
 
@@ -162,11 +162,11 @@ def test_a_time_a_move_is_kept_and_the_simulations_are_counted(net: Any, monkeyp
     thought = game.think()
     assert 2.0 <= now[0] < 2.3
     assert thought is not None
-    assert thought.simulations > 20
+    assert thought.search.simulations > 20
     monkeypatch.undo()
     counted = session(net).think()
     assert counted is not None
-    assert counted.simulations == 16
+    assert counted.search.simulations == 16
 
 
 def test_a_name_with_quotes_keeps_its_place_in_the_pgn(net: Any) -> None:

@@ -4,17 +4,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import chess
 import chess.pgn
-import numpy as np
-from numpy.typing import NDArray
 
 from matrixlib import progress
 from matrixlib.hardware.openmp import considerate
-from matrixlib.play.search import SearchResult
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import from_boards, move_from_index
@@ -48,25 +45,12 @@ def position_page(board: chess.Board, arrows: Mapping[str, Mapping[str, float]],
     }
 
 
-@dataclass(frozen=True)
-class PositionAnalysis:
-    """What a search makes of a position.
-
-    turn: the side to move there. visits: UCI -> share of the visits, most first. line: principal variation in SAN, with
-    numbers of the moves. value: expected result in [-1, 1] of that side.
-    """
-
-    turn: chess.Color
-
-    best: chess.Move
-    visits: Mapping[str, float]
-    line: str
-    value: float
-    simulations: int
-
-    def __str__(self) -> str:
-        side = "White" if self.turn else "Black"
-        return f"{self.line} ({self.value:+.2f} for {side}, {self.simulations:,} simulations)"
+def _line(evaluation: Evaluation) -> str:
+    """What the search expects, in a line."""
+    board, result = evaluation.board, evaluation.search
+    assert result is not None
+    number, side = f"{board.fullmove_number}{'.' if board.turn else '...'}", chess.COLOR_NAMES[board.turn].capitalize()
+    return f"{number} {' '.join(evaluation.line)} ({result.value:+.2f} for {side}, {result.simulations:,} simulations)"
 
 
 class Session:
@@ -115,8 +99,7 @@ class Session:
         from_boards([board.root()])  # refuses what cannot be played
         self.board, self.person, self.resigned = board, SIDES[side], False
         self._first = len(board.move_stack)  # moves before it are not taken back
-        self._evaluations: dict[int, Evaluation] = {}
-        self.analyses: dict[int, PositionAnalysis] = {}
+        self.evaluations: dict[int, Evaluation] = {}
 
     @property
     def ply(self) -> int:
@@ -155,33 +138,29 @@ class Session:
         self.board.push(protocol.legal_move(self.board, uci))
 
     @considerate()
-    def think(self, stop: Callable[[], bool] = lambda: False) -> PositionAnalysis | None:
+    def think(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """Search the position, going on from the tree of the move before; None where it was stopped.
 
-        The game stays as it is; what comes of it is also kept, see `analysis`.
+        The game stays as it is; what comes of it is also kept, see `evaluation`.
         """
-        board = self.board
-        if not any(board.legal_moves):
+        if self.over:
             raise ValueError("the game is over: there is nothing to think about")
+        evaluation, ply = self.evaluation, self.ply
         deadline = time.monotonic() + self.seconds if self.seconds else math.inf
-        if not self.thinker.place(board):  # neither side can mate
-            move = next(iter(board.legal_moves))
-            san = board.variation_san([move])
-            self.analyses[self.ply] = PositionAnalysis(board.turn, move, {move.uci(): 1.0}, san, 0.0, 0)
-            return self.analyses[self.ply]
+        self.thinker.place(self.board)
         for result, done in self.thinker.think(self.simulations or math.inf, deadline, stop):
             if stop():
                 return None
-            self.analyses[self.ply] = self._analysis(result, done)
-        return self.analyses[self.ply]
+            self.evaluations[ply] = replace(evaluation, search=replace(result, simulations=done))
+        return self.evaluations[ply]
 
     def answer(self) -> chess.Move:
-        """Play the move that was thought best; ValueError where nothing was thought."""
-        analysis = self.analysis
-        if analysis is None or not self.network_to_move:
+        """Play the move that the search found best; ValueError where there was none."""
+        result = self.evaluation.search
+        if result is None or not self.network_to_move:
             raise ValueError("the network has no move to play")
-        self.board.push(analysis.best)
-        return analysis.best
+        self.board.push(move_from_index(result.best, self.board))
+        return self.board.peek()
 
     def take_back(self) -> None:
         """Back to where the person chose the last move, or to the beginning."""
@@ -190,8 +169,7 @@ class Session:
             self.board.pop()
             if self.board.turn == self.person:
                 break
-        self._evaluations = {ply: one for ply, one in self._evaluations.items() if ply <= self.ply}
-        self.analyses = {ply: one for ply, one in self.analyses.items() if ply <= self.ply}
+        self.evaluations = {ply: one for ply, one in self.evaluations.items() if ply <= self.ply}
 
     def resign(self) -> None:
         """The person gives up."""
@@ -201,22 +179,13 @@ class Session:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The network's at the board."""
+        """The network's at the board, with the search's where there was one."""
         return self._evaluate(self.board.copy())  # an answer may be played meanwhile
 
-    @property
-    def analysis(self) -> PositionAnalysis | None:
-        """The search's at the board, if there was one."""
-        return self.analyses.get(self.ply)
-
-    def arrows(self) -> dict[str, Mapping[str, float]]:
-        """Whose -> UCI -> share: the policy's moves, and the search's where there was one."""
-        moves: dict[str, Mapping[str, float]] = {"policy": self.evaluation.moves}
-        return moves | ({"search": self.analysis.visits} if self.analysis else {})
-
-    def maps(self) -> dict[str, NDArray[np.float32]]:
-        """Head -> (8, 8) on the real board, see `Evaluation.maps`."""
-        return self.evaluation.maps
+    def arrows(self) -> dict[str, dict[str, float]]:
+        """Whose -> UCI -> share, most first: the policy's moves, and the search's where there was one."""
+        visits = sorted(self.evaluation.visits.items(), key=lambda item: -item[1])
+        return {"policy": self.evaluation.moves} | ({"search": dict(visits)} if visits else {})
 
     def course(self) -> list[Chances]:
         """The chances in each position of the game, by the network; those of a game that is over as it ended."""
@@ -243,23 +212,14 @@ class Session:
 
     def _evaluate(self, board: chess.Board) -> Evaluation:
         ply = len(board.move_stack)
-        if ply not in self._evaluations:
-            (self._evaluations[ply],) = self.net.evaluate_boards([board])
-        return self._evaluations[ply]
+        if ply not in self.evaluations:
+            (self.evaluations[ply],) = self.net.evaluate_boards([board])
+        return self.evaluations[ply]
 
     def _chances(self, board: chess.Board) -> Chances:
         evaluation = self._evaluate(board)
         wdl = evaluation.wdl or ((1 + evaluation.value) / 2, 0.0, (1 - evaluation.value) / 2)
         return wdl if board.turn else (wdl[2], wdl[1], wdl[0])
-
-    def _analysis(self, result: SearchResult, done: int) -> PositionAnalysis:
-        moves = [move_from_index(int(move), self.board).uci() for move in result.moves]
-        order = np.argsort(-result.policy, kind="stable")
-        visits = {moves[row]: float(result.policy[row]) for row in order if result.policy[row] > 0}
-        line = self.board.variation_san(self.thinker.line(self.board, result.best))
-        return PositionAnalysis(
-            self.board.turn, move_from_index(result.best, self.board), visits, line, result.value, done
-        )
 
     # Pages
 
@@ -289,13 +249,14 @@ class Session:
 
     def page(self, thinking: bool = False, problem: str = "") -> Page:
         """The game as a page shows it."""
-        board, latest = self.board, self.analysis or self.analyses.get(self.ply - 1)
+        board, evaluation = self.board, self.evaluation
+        latest = evaluation if evaluation.search else self.evaluations.get(self.ply - 1)
         moves = [] if thinking or self.over or board.turn != self.person else list(board.legal_moves)
         destinations: dict[str, list[str]] = {}
         for name in dict.fromkeys(move.uci()[:4] for move in moves):
             destinations.setdefault(name[:2], []).append(name[2:])
         return {
-            **position_page(board, {"policy": {}, "search": {}} | self.arrows(), self.maps()),
+            **position_page(board, {"policy": {}, "search": {}, **self.arrows()}, evaluation.maps),
             "side": chess.COLOR_NAMES[self.person],
             "destinations": destinations,
             "promotions": sorted({move.uci()[:4] for move in board.legal_moves if move.promotion}),
@@ -304,7 +265,7 @@ class Session:
             "status": f"{self.result[0]}, {self.result[1]}" if self.over else STATUS[self.network_to_move, thinking],
             "over": self.over,
             "chances": self.course(),
-            "line": str(latest or ""),
+            "line": _line(latest) if latest and latest.search else "",
             "pgn": self.pgn(),
             "simulations": self.simulations,
             "seconds": self.seconds,
