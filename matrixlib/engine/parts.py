@@ -1,0 +1,156 @@
+"""Parts of a training that its caller gives beside the configuration: heads, a trunk, losses, a schedule, an optimizer.
+
+They may be defined in a notebook's cell. A run records their source, and is resumed only with the same ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import linecache
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a caller puts in place of the configuration's own, or beside it.
+
+    heads, trunk, losses: as the task takes them, for chess see `ChessTask`. schedule: update index (0 = first) ->
+    learning rate. optimizer: from parameter groups, as `torch.optim` takes them.
+    """
+
+    heads: tuple[Any, ...] = ()
+    trunk: Callable[[Any], nn.Module] | None = None
+    losses: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    schedule: Callable[[int], float] | None = None
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.named())
+
+    def named(self) -> dict[str, Any]:
+        """The given parts by name, such as `heads.mobility` or `schedule`."""
+        single = {name: getattr(self, name) for name in ("trunk", "schedule", "optimizer")}
+        return {
+            **{f"heads.{head.name}": head for head in self.heads},
+            **{f"losses.{term}": loss for term, loss in self.losses.items()},
+            **{name: part for name, part in single.items() if part is not None},
+        }
+
+    def record(self) -> dict[str, dict[str, str]]:
+        """What a run keeps of each part; ValueError for one whose source cannot be found."""
+        return {name: describe(part) for name, part in self.named().items()}
+
+
+class ByValue:
+    """A function that is pickled with its code, so that processes know what a notebook's cell defined."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return cloudpickle.loads, (cloudpickle.dumps(self.function),)
+
+
+def describe(part: Any) -> dict[str, str]:
+    """Import path of a part, SHA-256 of all source that it consists of, and that source itself if it is from a cell.
+
+    The source is that of its class or function, of what this uses from the same module or notebook, and the plain
+    values that it uses (attributes, closures, globals).
+    """
+    owner = part if isinstance(part, type | types.FunctionType) else type(part)
+    text = "\n".join(dict.fromkeys(_sources(part, set())))
+    local = {"source": text} if owner.__module__ == "__main__" else {}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"path": f"{owner.__module__}:{owner.__qualname__}", "sha256": digest, **local}
+
+
+_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, types.NoneType)
+_LIBRARIES = ("builtins", "abc", "torch", "numpy", "matrixlib")
+
+
+def _sources(part: Any, seen: set[int]) -> Iterator[str]:
+    """Source of a part, and of everything of its module or notebook that it uses."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, functools.partial):
+        yield from _values({"args": part.args, **part.keywords, "func": part.func}, seen)
+    elif not isinstance(part, type | types.FunctionType):  # an object: its class and attributes
+        yield from _sources(type(part), seen)
+        yield from _values(getattr(part, "__dict__", {}), seen)
+    elif part.__module__.split(".")[0] in _LIBRARIES:  # its version is recorded with the run
+        yield f"{part.__module__}.{part.__qualname__}"
+    else:
+        yield _source(part)
+        functions = [part] if isinstance(part, types.FunctionType) else _methods(part)
+        for function in functions:
+            used = inspect.getclosurevars(function)
+            ours = {
+                name: value
+                for name, value in used.globals.items()
+                if isinstance(value, _PLAIN) or getattr(value, "__module__", "") in (part.__module__, "__main__")
+            }
+            yield from _values({**used.nonlocals, **ours}, seen)
+        for base in part.__bases__ if isinstance(part, type) else ():
+            yield from _sources(base, seen)
+
+
+def _values(values: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
+    """Plain values as `name = value`; of functions, classes and objects their sources."""
+    for name, value in sorted(values.items()):
+        if isinstance(value, _PLAIN):
+            yield f"{name} = {value!r}"
+        else:
+            yield f"{name}:"
+            yield from _sources(value, seen)
+
+
+def _methods(part: type) -> list[types.FunctionType]:
+    return [value for value in vars(part).values() if isinstance(value, types.FunctionType)]
+
+
+def _source(part: Any) -> str:
+    """Source of a function or class, also of one from a cell."""
+    try:
+        return inspect.getsource(part)
+    except (OSError, TypeError):  # inspect looks for a class in the file of its module; a cell has none
+        for method in _methods(part):
+            text = "".join(linecache.getlines(method.__code__.co_filename))
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ClassDef) and node.name == part.__name__:
+                    return ast.get_source_segment(text, node) or ""
+    raise ValueError(f"the source of {part!r} cannot be found: define it in a cell or in a module")
+
+
+def refuse_other(given: Parts, recorded: Mapping[str, Mapping[str, str]], run: str) -> None:
+    """ValueError unless these are the parts that a run was begun with."""
+    own = given.record()
+    differences = [
+        *(f"'{name}' is missing" for name in recorded.keys() - own.keys()),
+        *(f"'{name}' is new" for name in own.keys() - recorded.keys()),
+        *(
+            f"'{name}' has another source"
+            for name in own
+            if recorded.get(name, own[name])["sha256"] != own[name]["sha256"]
+        ),
+    ]
+    if differences:
+        raise ValueError(
+            f"run '{run}' was begun with other parts: {', '.join(sorted(differences))}; give open_run() the same ones "
+            "(their source is in run.json), or another run name"
+        )
