@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -51,19 +49,6 @@ class Parts:
     def record(self) -> dict[str, dict[str, str]]:
         """What a run keeps of each part; ValueError for one whose source cannot be found."""
         return {name: describe(part) for name, part in self.named().items()}
-
-
-class ByValue:
-    """A function that is pickled with its code, so that processes know what a notebook's cell defined."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return cloudpickle.loads, (cloudpickle.dumps(self.function),)
 
 
 def describe(part: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ from matrixlib.config import Config
 from matrixlib.data.order import RankSlice
 from matrixlib.data.reader import WHOLE, Sidecars, kept_rows
 from matrixlib.data.shards import concat, write_shard
+from matrixlib.engine.parts import Parts
 from matrixlib.hardware.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class RunData:
     """What one run trains on and is judged by. messages: what a person should know of it, so far. config, runtime: as
     resolved, the number of updates and the micro-batch maybe later than the rest.
 
-    ranks: which rows of each batch this process makes.
+    ranks: which rows of each batch this process makes. parts: of the caller's own, which `task` has already.
     training, validation: loaders of the whole data. Raises RunError where there is none of either, or of a phase.
     """
 
@@ -49,6 +50,7 @@ class RunData:
     messages: list[str]
     teacher: Teacher | None = None
     ranks: RankSlice = RankSlice()
+    parts: Parts = Parts()
 
     def __post_init__(self) -> None:
         self._sidecars: Sidecars | None = None
@@ -106,7 +108,7 @@ class RunData:
         return replace(batches, make=lambda: map(teacher, batches))
 
     def batch(self, i: int) -> Tensors:
-        """Training batch i on the host, as updates that are tried before a run need it."""
+        """Training batch i on the host."""
         import torch
 
         batch = {name: torch.from_numpy(array) for name, array in self.training.batch(i).items()}

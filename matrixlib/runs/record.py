@@ -174,6 +174,7 @@ def write_record(
             "versions": machine.versions(),
             "catalogue": data.catalogue.hash(),
             "runtime": data.runtime.to_dict(),
+            **({"parts": data.parts.record()} if data.parts else {}),
             **({"init": start.record()} if start is not None else {}),
             **({"teacher": dict(data.teacher.record)} if data.teacher is not None else {}),
         },

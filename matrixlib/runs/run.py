@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import metrics, timing
 from matrixlib.engine.folder import newest_complete, whole_runs
+from matrixlib.engine.parts import Parts, refuse_other
 from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
 from matrixlib.hardware import backend, openmp
@@ -35,11 +36,12 @@ from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from matrixlib.data.loader import Loader
     from matrixlib.engine.distributed import Ranks
-    from matrixlib.engine.task import Task
+    from matrixlib.engine.task import Batch, Task
     from matrixlib.engine.trainer import Trainer
     from matrixlib.runs.tensorboard import Events
     from matrixlib.tasks.spec import Check, TaskSpec
@@ -123,6 +125,36 @@ class Run:
     @property
     def model(self) -> nn.Module:
         return self.trainer.model
+
+    def batch(self, i: int = 0) -> Batch:
+        """Training batch i on the device of the network: the arrays of the task's `prepare`, and what the network takes
+        (for chess `planes`). The run's place in the data and its random streams stay as they are.
+        """
+        from matrixlib.engine.task import to_device
+
+        batch = to_device(self.data.batch(i), self.runtime.torch_device)
+        return batch | self.spec.inputs(self.task, batch)
+
+    def show(self, batch: Batch, rows: int = 4) -> Any:
+        """The first rows of a batch as a notebook displays them: for chess boards with their targets."""
+        return self.spec.show(self.task, batch, rows)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Mean loss of each active term over a batch, with its graph; the network stays in its mode.
+
+        The loss of an update is their sum by `task.weights`.
+        """
+        from matrixlib.engine.task import active_terms
+
+        counts = self.task.counts({name: tensor.cpu() for name, tensor in batch.items()})
+        with self.runtime.autocast():
+            sums, _ = self.task.losses(self.model, batch, active_terms(self.task))
+        return {term: total / max(1, counts[term]) for term, total in sums.items()}
+
+    def log(self, **values: float) -> None:
+        """Numbers of the caller's own that go into the next row of metrics.jsonl, and to TensorBoard."""
+        for name, value in values.items():
+            self.trainer.log(name, value)
 
     def describe(self) -> str:
         """What was decided and why, as text: run, data, runtime, differences from the preset."""
@@ -288,6 +320,12 @@ def open_run(
     init: str = "",
     task: str = "",
     ranks: int = 1,
+    *,
+    heads: Sequence[Any] = (),
+    trunk: Callable[[Any], nn.Module] | None = None,
+    losses: Mapping[str, Callable[..., Any]] | None = None,
+    schedule: Callable[[int], float] | None = None,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Run:
     """Open a run: resume a named or the newest incomplete one with the same configuration, else start a new one.
 
@@ -296,6 +334,8 @@ def open_run(
     given. kind: what the run is for; another kind than "train" stands in its name, and evaluation does not pick it up
     by itself. task: the one that the caller is for; a preset of another is refused. ranks: above 1, `train` starts so
     many processes, which train together, and follows them.
+    heads, trunk, losses, schedule, optimizer: parts of one's own, see `engine.parts.Parts`; they may be defined in a
+    cell. A run is resumed only with the parts that it was begun with.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
     from matrixlib.engine import distributed
@@ -305,8 +345,14 @@ def open_run(
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
     if ranks < 1:
         raise RunError(f"ranks is {ranks}: give the number of processes that are to train together, 1 or more")
+    parts = Parts(tuple(heads), trunk, losses or {}, schedule, optimizer)
+    if parts and ranks > 1:
+        raise RunError(
+            f"ranks {ranks} and parts of one's own ({', '.join(parts.named())}): processes are started from a preset "
+            "alone; make a task of your own that has these parts (guides/task.md), or take ranks 1"
+        )
     own = distributed.join(requested.runtime.rank_timeout)
-    name = own.same(_folder(preset, run, requested, kind).name if own.first else "")
+    name = own.same(_folder(preset, run, requested, kind, parts).name if own.first else "")
     folder = files.reports_root() / name
     own.wait_for_first(name)  # the others open what it has written down
     lock = FileLock(folder / "lock")
@@ -316,7 +362,7 @@ def open_run(
             _hold(lock, folder.name)
     try:
         with files.writing(folder):
-            opened = _open(folder, preset, requested, lock, kind, own, ranks)
+            opened = _open(folder, preset, requested, lock, kind, own, ranks, parts)
         own.go_on(name)
         return opened
     except BaseException:
@@ -398,17 +444,24 @@ def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any],
     return configuration.merge(overrides, arguments)
 
 
-def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Path:
-    """Folder of the named run, of the newest incomplete one with the same configuration, or of a new one."""
+def _folder(
+    preset: str,
+    run: str,
+    requested: Config,
+    kind: str = "train",
+    parts: Parts = Parts(),  # noqa: B008 - frozen
+) -> Path:
+    """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one."""
     root = files.reports_root()
     if run:
         if problem := files.name_problem(run):
             raise RunError(f"run name {run!r} {problem}")
         return root / run
     request = configuration.dump(requested)
-    wanted = {"kind": kind, "preset": preset, "requested": request}.items()
+    wanted, own = {"kind": kind, "preset": preset, "requested": request}.items(), parts.record()
     for stored in whole_runs(root):
-        if not stored.complete and wanted <= stored.record.items() and not locked(stored.path):
+        same = wanted <= stored.record.items() and own == stored.record.get("parts", {})
+        if same and not stored.complete and not locked(stored.path):
             return stored.path
     prefix = "" if kind == "train" else f"{kind}-"
     stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
@@ -418,13 +471,23 @@ def _folder(preset: str, run: str, requested: Config, kind: str = "train") -> Pa
     return next(root / name for name in names if not (root / name).exists())
 
 
-def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: str, ranks: Ranks, processes: int) -> Run:
+def _open(
+    folder: Path,
+    preset: str,
+    requested: Config,
+    lock: FileLock,
+    kind: str,
+    ranks: Ranks,
+    processes: int,
+    parts: Parts,
+) -> Run:
     """processes: that this one is to start; it opens the run as their first."""
     spec = get_task(requested.task)
     catalogue = Catalogue(spec.folder(requested))
     record = stored_record(folder)
     messages: list[str] = []
     if record:
+        refuse_other(parts, record.get("parts", {}), folder.name)
         config, runtime = resume_record(folder, requested, record, messages, processes)
         if record["catalogue"] != catalogue.hash():
             messages.append("warning: the data set has changed since this run began; batches will differ")
@@ -437,10 +500,10 @@ def _open(folder: Path, preset: str, requested: Config, lock: FileLock, kind: st
 
         distributed.check_shardable(config, runtime, size)
     runtime.apply()
-    task = spec.task(config)
+    task = spec.with_parts(spec.task(config), parts)
     start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
     teacher = teacher_of(folder, spec, config, runtime, record)
-    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size))
+    data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size), parts)
     if not record:
         data = autotune.settle(data, requested)
         if data.runtime.device != runtime.device:

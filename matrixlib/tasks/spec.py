@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
+    from matrixlib.engine.parts import Parts
     from matrixlib.engine.storage import Checkpoint
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.benchmark import Workload
@@ -148,6 +149,12 @@ class TaskSpec(ABC, Generic[ConfigT]):
     def task(self, config: ConfigT) -> Task:
         """What the engine trains."""
 
+    def with_parts(self, task: Task, parts: Parts) -> Task:
+        """The task with heads, a trunk and losses of a caller's own. ValueError for those that it cannot take."""
+        if parts.heads or parts.trunk or parts.losses:
+            raise ValueError(f"the task {self.name} takes no heads, trunk or losses of one's own; chess does")
+        return task
+
     def folder(self, config: ConfigT) -> Path:
         """Folder of its shards; a set that ships or is generated is made at first use. Raises ConfigError."""
         return given_folder(config.data)
@@ -176,6 +183,20 @@ class TaskSpec(ABC, Generic[ConfigT]):
         are made.
         """
         return None
+
+    def inputs(self, task: Any, batch: Batch) -> dict[str, Tensor]:
+        """What the network takes of a prepared batch on its device, by name, for people to look at and to call it with;
+        chess: `planes`. Nothing by default."""
+        return {}
+
+    def show(self, task: Any, batch: Batch, rows: int) -> Any:
+        """The first rows of a prepared batch for people, as something that a notebook displays; by default a table of
+        its arrays."""
+        import pandas as pd
+
+        columns = {"shape": lambda t: tuple(t.shape), "dtype": lambda t: str(t.dtype).removeprefix("torch.")}
+        columns |= {"least": lambda t: t.min().item(), "most": lambda t: t.max().item()}
+        return pd.DataFrame({name: {k: f(t) for k, f in columns.items()} for name, t in batch.items()}).T
 
     def training_flops(self, config: ConfigT) -> float | None:
         """Floating-point operations of training on one row; None where nobody has counted them."""
