@@ -525,6 +525,6 @@ def _open(
     if not record:
         write_record(folder, preset, requested, data, kind, start)
     if size > 1:
-        parts = ", and its part of the network" if config.runtime.shard else ""
-        messages.append(f"trained by {size} ranks, each with its own rows of every batch{parts}")
+        sharded = ", and its part of the network" if config.runtime.shard else ""
+        messages.append(f"trained by {size} ranks, each with its own rows of every batch{sharded}")
     return Run(folder, preset, data, requested, bool(record), lock, start, ranks, processes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 from matrixlib import config as configuration
 from matrixlib.config import Config, ConfigError, nearest
 from matrixlib.engine.folder import read_run_config
+from matrixlib.engine.parts import Parts
 from matrixlib.tasks.spec import TaskSpec, find_run, load_network, no_network
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from matrixlib.engine.network import Network
 
 TASKS = ("chess", "latin", "tictactoe", "melee")
@@ -103,14 +106,21 @@ def task_of(data: Mapping[str, Any], name: str, prefix: str = "") -> TaskSpec[An
 
 
 def load(
-    run: str | Path, checkpoint: str = "", device: str = "auto", compile: bool | str = "auto", task: str = ""
+    run: str | Path,
+    checkpoint: str = "",
+    device: str = "auto",
+    compile: bool | str = "auto",
+    task: str = "",
+    heads: Sequence[Any] = (),
+    trunk: Callable[[Any], nn.Module] | None = None,
 ) -> Network:
     """The network of a run of any task, EMA weights where the run kept them; `run` as `find_run` takes it.
 
     It may also be the file of a network: Lc0's `.pb.gz`, Matrix0's `.pt`, or an ONNX file that `export` wrote.
     checkpoint: `best`, `newest` or a folder name such as `step_00000500`; empty: the best, or the one that `run`
     names. compile: torch.compile for policy and value; `auto`: where it was measured to pay. task: the import path of
-    a task of somebody's own. Raises ValueError naming the run or checkpoint that is missing or damaged.
+    a task of somebody's own. heads, trunk: what the run was given of its own; without its heads a network still plays.
+    Raises ValueError naming the run or checkpoint that is missing or damaged.
     """
     folder, named = find_run(run)
     if folder.is_file():
@@ -118,7 +128,8 @@ def load(
             raise ValueError(f"'{folder.name}' is one network, without a checkpoint '{checkpoint}'")
         return open_file(folder, device, compile, task)
     config = parse_config(*read_run_config(folder), task)
-    return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile)
+    parts = Parts(tuple(heads), trunk)
+    return load_network(get_task(config.task), config, folder, checkpoint or named, device, compile, parts)
 
 
 def open_file(path: Path, device: str = "auto", compile: bool | str = "auto", task: str = "") -> Network:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from matrixlib.config import Config, ConfigError, DataConfig
 from matrixlib.data.remote import bring_catalogue, is_remote
 from matrixlib.engine.curriculum import Curriculum, Dimension, Phase, SourceCurriculumConfig
-from matrixlib.files import from_home, reports_root
+from matrixlib.engine.parts import Parts
+from matrixlib.files import from_home, read_json, reports_root
 from matrixlib.hardware import runtime as runtimes
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
-    from matrixlib.engine.parts import Parts
     from matrixlib.engine.storage import Checkpoint
     from matrixlib.engine.task import Task, Teacher
     from matrixlib.hardware.benchmark import Workload
@@ -184,12 +184,12 @@ class TaskSpec(ABC, Generic[ConfigT]):
         """
         return None
 
-    def inputs(self, task: Any, batch: Batch) -> dict[str, Tensor]:
+    def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the network takes of a prepared batch on its device, by name, for people to look at and to call it with;
         chess: `planes`. Nothing by default."""
         return {}
 
-    def show(self, task: Any, batch: Batch, rows: int) -> Any:
+    def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
         """The first rows of a prepared batch for people, as something that a notebook displays; by default a table of
         its arrays."""
         import pandas as pd
@@ -336,18 +336,29 @@ def load_network(
     checkpoint: str,
     device: str | Runtime = "auto",
     compile: bool | str = "auto",
+    parts: Parts = Parts(),  # noqa: B008 - frozen
 ) -> Network:
     """The network of a run's folder, EMA weights where the run kept them, in what this machine computes best with.
 
-    device: also the whole runtime, of a network that is to compute as it did before. Raises ValueError naming the
-    checkpoint that is missing or damaged.
+    device: also the whole runtime, of a network that is to compute as it did before. parts: the trunk and heads that
+    the run was given; heads may be left out. Raises ValueError naming the checkpoint that is missing or damaged, and
+    for a trunk that is not given.
     """
     from matrixlib.engine import optim
     from matrixlib.engine.memory import fresh_model
 
-    model = fresh_model(spec.task(config))
+    recorded = read_json(folder / "run.json").get("parts", {})
+    if "trunk" in recorded and parts.trunk is None:
+        raise ValueError(
+            f"run '{folder.name}' was trained with a trunk of its own, {recorded['trunk']['path']}: give it as "
+            "load(run, trunk=...); its source is in run.json"
+        )
+    model = fresh_model(spec.with_parts(spec.task(config), parts))
     stored = pick_checkpoint(folder, config, checkpoint, model)
     tensors, sha256 = weights(stored)
+    if recorded and not parts.heads:
+        own = optim.named_tensors(model)
+        tensors = {name: tensor for name, tensor in tensors.items() if name in own}
     optim.load_tensors(model, tensors, f"{folder.name}/config.yaml is not that of {stored.path.name}")
     runtime = runtime_for_use(config, device)
     net = spec.network(model, config, runtime, runtimes.serving(runtime.device, compile))

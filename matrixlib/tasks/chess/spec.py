@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from matrixlib.data.shards import Batch, Layout
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
+    from matrixlib.engine.parts import Parts
     from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
@@ -112,6 +114,21 @@ class ChessSpec(TaskSpec[ChessConfig]):
         "      or play against it: matrixlib-uci --checkpoint {run}"
     )
     viewer_overrides = {"model": {"ssl": list(SSL_CHANNELS)}}
+
+    def with_parts(self, task: Any, parts: Parts) -> ChessTask:
+        return replace(task, trunk=parts.trunk, heads=parts.heads, loss_functions=parts.losses)
+
+    def inputs(self, task: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`planes` (B, 19, 8, 8)."""
+        from matrixlib.tasks.chess.planes import planes
+
+        return {"planes": planes(batch, task.config.model.encoding)}
+
+    def show(self, task: Any, batch: Mapping[str, Tensor], rows: int) -> Any:
+        """Boards with their targets."""
+        from matrixlib.tasks.chess.boards import batch_boards
+
+        return batch_boards(batch, rows)
 
     @property
     def layout(self) -> Layout:
