@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matrixlib.runs.run import Run
+
 
 def load(run: str | Path, **options: Any) -> Any:
     """The trained network of a run of any task; see `matrixlib.tasks.load`."""
     from matrixlib.tasks import load as load_network  # torch is heavy: only when it is needed
 
     return load_network(run, **options)
+
+
+def open_run(preset: str = "demo", **options: Any) -> Run:
+    """A run of a preset, begun or resumed; see `matrixlib.runs.run.open_run`."""
+    from matrixlib.runs.run import open_run as open_one
+
+    return open_one(preset, **options)

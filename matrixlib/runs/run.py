@@ -126,6 +126,15 @@ class Run:
     def model(self) -> nn.Module:
         return self.trainer.model
 
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.trainer._step.optimiser
+
+    @property
+    def schedule(self) -> Callable[[int], float]:
+        """Update index (0 = first) -> learning rate, a pure function."""
+        return self.trainer._step.schedule
+
     def batch(self, i: int = 0) -> Batch:
         """Training batch i on the device of the network: the arrays of the task's `prepare`, and what the network takes
         (for chess `planes`). The run's place in the data and its random streams stay as they are.
