@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from matrixlib.config import Config
 from matrixlib.engine.checkpoint import Checkpoints
@@ -26,8 +27,9 @@ class Context:
 
     data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/. steps: updates of the whole
     run. state_extra: JSON data that every checkpoint also holds (config, ...). teacher: for losses that need it.
-    hooks: (function, every): called with the stats and the host batch of every so many updates; 0 = never. schedule:
-    learning rate of each update, in place of the configured one. ranks: that train together; the first alone writes.
+    hooks: (function, every): called with the stats and the host batch of every so many updates; 0 = never.
+    schedule, optimizer: learning rate of each update, and what makes the optimiser from parameter groups, in place of
+    the configured ones. ranks: that train together; the first alone writes.
     """
 
     task: Task
@@ -44,4 +46,5 @@ class Context:
     teacher: Teacher | None = None
     hooks: Sequence[tuple[Hook, int]] = ()
     schedule: Rate | None = None
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
     ranks: Ranks = Ranks()

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -124,9 +124,14 @@ def _edges(network: nn.Module) -> frozenset[nn.Module]:
     return frozenset(inner for layer in edges() for inner in layer.modules())
 
 
-def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+def optimiser(
+    model: nn.Module,
+    config: OptimConfig,
+    device: torch.device,
+    own: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+) -> torch.optim.Optimizer:
     """The optimiser that `config` names over `model`, which must already be on `device`: the fused kernel where there
-    is one that serves every network, else foreach.
+    is one that serves every network, else foreach. own: makes another one from the parameter groups.
 
     The step sets the learning rate of each update. Without its library 8-bit AdamW is plain AdamW, with a warning.
     Raises ValueError when no parameter can be trained, or when the library of an optimiser is not installed.
@@ -134,6 +139,11 @@ def optimiser(model: nn.Module, config: OptimConfig, device: torch.device) -> to
     groups = parameter_groups(model, config.weight_decay, config.optimiser in ("muon", "normuon"))
     if not groups:
         raise ValueError("the model has no trainable parameter; every requires_grad is False")
+    if own is not None:
+        made = own(groups)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"optimizer: it must give a torch.optim.Optimizer, not {type(made).__name__}")
+        return made
     fused = device.type in FUSED
     base: dict[str, Any] = {"lr": config.learning_rate, "foreach": True}
     fast: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}

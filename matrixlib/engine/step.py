@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -83,11 +83,12 @@ class Step:
         teacher: Teacher | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         schedule: Rate | None = None,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     ) -> None:
         """A step of a run of `steps` updates; the model goes to the device and into training mode.
 
         teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
-        schedule: learning rate of each update, in place of the configured one.
+        schedule: learning rate of each update, optimizer: made from parameter groups, in place of the configured ones.
         """
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
@@ -102,7 +103,7 @@ class Step:
         self.reducer = self._reducer(plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
-        self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device)
+        self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device, optimizer)
         self.steps, self.warmup = steps, warmup_updates(config.optim, steps)
         self.schedule = schedule or learning_rate(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)

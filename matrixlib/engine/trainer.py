@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from matrixlib.engine import diagnostics, optim
@@ -21,6 +22,7 @@ from matrixlib.engine.eval_weights import EvalWeights
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.inspection import first_update, inspect, keep_evidence
 from matrixlib.engine.memory import Chunk, Monitor
+from matrixlib.engine.schedule import Rate
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
@@ -55,7 +57,15 @@ class Trainer:
         limit = self._memory.apply_limit()
         self.messages: list[str] = [limit] if limit else []
         self._step = Step(
-            task, context.model, context.runtime, config, self.steps, context.teacher, ranks, context.schedule
+            task,
+            context.model,
+            context.runtime,
+            config,
+            self.steps,
+            context.teacher,
+            ranks,
+            context.schedule,
+            context.optimizer,
         )
         self.model = optim.unwrap(self._step.model)
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
@@ -74,6 +84,15 @@ class Trainer:
         self._seconds = 0.0  # of the last update
         self._heartbeat_at = -math.inf
         self._consistent = True  # False between the moving of the weights and the end of all that hangs on it
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._step.optimiser
+
+    @property
+    def schedule(self) -> Rate:
+        """Learning rate of update i (0 = first), before what rollbacks and plateaus take off it."""
+        return self._step.schedule
 
     @property
     def gradients(self) -> diagnostics.GradientReport | None:

@@ -128,12 +128,12 @@ class Run:
 
     @property
     def optimizer(self) -> Optimizer:
-        return self.trainer._step.optimiser
+        return self.trainer.optimizer
 
     @property
     def schedule(self) -> Callable[[int], float]:
         """Update index (0 = first) -> learning rate, a pure function."""
-        return self.trainer._step.schedule
+        return self.trainer.schedule
 
     def batch(self, i: int = 0) -> Batch:
         """Training batch i on the device of the network: the arrays of the task's `prepare`, and what the network takes
@@ -161,7 +161,7 @@ class Run:
         return {term: total / max(1, counts[term]) for term, total in sums.items()}
 
     def log(self, **values: float) -> None:
-        """Numbers of the caller's own that go into the next row of metrics.jsonl, and to TensorBoard."""
+        """Numbers of the caller's own, for metrics.jsonl and TensorBoard: they go into the row of the next update."""
         for name, value in values.items():
             self.trainer.log(name, value)
 
