@@ -30,6 +30,7 @@ from matrixlib.engine.curriculum import Curriculum, Dimension, Phase
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.memory import Monitor
 from matrixlib.engine.metrics import MetricsLog
+from matrixlib.engine.parts import Parts
 from matrixlib.engine.stats import Action, Event, Stats
 from matrixlib.engine.task import Batch
 from matrixlib.engine.trainer import Trainer
@@ -938,7 +939,7 @@ def test_a_long_run_logs_every_kth_update_and_whatever_happened(
 
 
 def test_a_schedule_of_ones_own_is_a_function_of_the_update(tmp_path: Path) -> None:
-    trainer = build(tmp_path, schedule=lambda update: 0.001 * (update + 1))
+    trainer = build(tmp_path, parts=Parts(schedule=lambda update: 0.001 * (update + 1)))
     assert [stats.learning_rate for stats in trainer.train(3)] == pytest.approx([0.001, 0.002, 0.003])
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from matrixlib.config import Config
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.curriculum import Curriculum
 from matrixlib.engine.distributed import Ranks
 from matrixlib.engine.metrics import MetricsLog
-from matrixlib.engine.schedule import Rate
+from matrixlib.engine.parts import Parts
 from matrixlib.engine.stats import Stats
 from matrixlib.engine.task import Batch, Data, Task, Teacher
 from matrixlib.hardware.runtime import Runtime
@@ -28,8 +27,7 @@ class Context:
     data: what it trains on and is judged by. folder: gets heartbeat.json and evidence/. steps: updates of the whole
     run. state_extra: JSON data that every checkpoint also holds (config, ...). teacher: for losses that need it.
     hooks: (function, every): called with the stats and the host batch of every so many updates; 0 = never.
-    schedule, optimizer: learning rate of each update, and what makes the optimiser from parameter groups, in place of
-    the configured ones. ranks: that train together; the first alone writes.
+    parts: schedule and optimizer of the caller's own. ranks: that train together; the first alone writes.
     """
 
     task: Task
@@ -45,6 +43,5 @@ class Context:
     curriculum: Curriculum | None = None
     teacher: Teacher | None = None
     hooks: Sequence[tuple[Hook, int]] = ()
-    schedule: Rate | None = None
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None
+    parts: Parts = Parts()
     ranks: Ranks = Ranks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,8 @@ from matrixlib.engine.distributed import Ranks, Reducer, ShardedReducer, batch_n
 from matrixlib.engine.health import Health
 from matrixlib.engine.memory import first_line, fresh_model, may_be_memory, out_of_memory
 from matrixlib.engine.optim import unwrap
-from matrixlib.engine.schedule import Dropout, Gate, Plateau, Rate, learning_rate, warmup_updates
+from matrixlib.engine.parts import Parts
+from matrixlib.engine.schedule import Dropout, Gate, Plateau, learning_rate, warmup_updates
 from matrixlib.engine.stats import Action, Event, Message, Stats, culprits, metric_means
 from matrixlib.engine.task import Batch, Task, Teacher, active_terms, rows, slice_batch, to_device
 from matrixlib.engine.timing import Clock
@@ -82,13 +83,12 @@ class Step:
         steps: int,
         teacher: Teacher | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
-        schedule: Rate | None = None,
-        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+        parts: Parts = Parts(),  # noqa: B008 - frozen
     ) -> None:
         """A step of a run of `steps` updates; the model goes to the device and into training mode.
 
         teacher: is asked about every micro-batch on its way into the losses. ranks: that each give rows of their own.
-        schedule: learning rate of each update, optimizer: made from parameter groups, in place of the configured ones.
+        parts: schedule and optimizer of the caller's own, in place of the configured ones.
         """
         self.sharded = config.runtime.shard and ranks.size > 1
         plain, self.model = (model, model) if self.sharded else compiler.place(model, runtime)
@@ -103,9 +103,9 @@ class Step:
         self.reducer = self._reducer(plain, config, runtime)
         self.task, self.runtime, self.config, self.micro_batch = task, runtime, config, runtime.micro_batch
         self.teacher = teacher
-        self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device, optimizer)
+        self.optimiser = optim.optimiser(plain, config.optim, runtime.torch_device, parts.optimizer)
         self.steps, self.warmup = steps, warmup_updates(config.optim, steps)
-        self.schedule = schedule or learning_rate(config.optim, steps, config.train.batch_size)
+        self.schedule = parts.schedule or learning_rate(config.optim, steps, config.train.batch_size)
         self.ema = averages.average(plain, self.optimiser, config.optim)
         self.health, self.gate = Health(config.health), Gate(config.gating)
         self.plateau, self.dropout = Plateau(config.optim), Dropout(plain.modules(), config.train.dropout_stages)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from matrixlib.engine import diagnostics, optim
@@ -22,7 +21,6 @@ from matrixlib.engine.eval_weights import EvalWeights
 from matrixlib.engine.health import TrainingHalted
 from matrixlib.engine.inspection import first_update, inspect, keep_evidence
 from matrixlib.engine.memory import Chunk, Monitor
-from matrixlib.engine.schedule import Rate
 from matrixlib.engine.signals import Signals, deferred
 from matrixlib.engine.stats import WINDOW, Action, Event, Message, RateLimiter, Stats
 from matrixlib.engine.step import Step
@@ -40,34 +38,26 @@ MESSAGES_OF_A_KIND = 20
 class Trainer:
     """Trains one model to its last update. Build, `resume`, then iterate over `train`.
 
-    Attributes: model (plain module, raw weights), ema (its averages, or None), step (updates done), initial (the first
-    losses beside chance level), messages (warnings so far), peak (rows a second that would take the device's whole
-    matrix rate, where that is known), curriculum, skip (ranges of batches that are left out).
+    Attributes: model (plain module, raw weights), optimizer, schedule (update -> rate, before what rollbacks and
+    plateaus take off it), ema (averages of the model, or None), step (updates done), initial (the first losses beside
+    chance level), messages (warnings so far), peak (rows a second at the device's whole matrix rate, where known),
+    curriculum, skip (ranges of batches that are left out).
     """
 
     def __init__(self, context: Context) -> None:
-        """Nothing is read or trained yet."""
         self.context, self.task, self.config, self.runtime = context, context.task, context.config, context.runtime
         self.checkpoints, self.metrics, self.curriculum = context.checkpoints, context.metrics, context.curriculum
         self.steps, self.ranks, self._folder = context.steps, context.ranks, context.folder
-        config, task, ranks = context.config, context.task, context.ranks
+        config, task, ranks = self.config, self.task, self.ranks
         self._source = context.data.batches()[1]
         self.skip, self._held_out = list[tuple[int, int]](), HeldOut(task, context.data, context.runtime, ranks)
         self._memory, self._chunk = Monitor(context.runtime.torch_device, config.memory), Chunk()
-        limit = self._memory.apply_limit()
-        self.messages: list[str] = [limit] if limit else []
+        self.messages: list[str] = list(filter(None, [self._memory.apply_limit()]))
         self._step = Step(
-            task,
-            context.model,
-            context.runtime,
-            config,
-            self.steps,
-            context.teacher,
-            ranks,
-            context.schedule,
-            context.optimizer,
+            task, context.model, context.runtime, config, self.steps, context.teacher, ranks, context.parts
         )
         self.model = optim.unwrap(self._step.model)
+        self.optimizer, self.schedule = self._step.optimiser, self._step.schedule
         self.ema, self._eval_weights = self._step.ema, EvalWeights(self._step)
         self._is_reporter = ranks.first or self._step.sharded  # whether this process has a part in measuring
         self._cadence, self._saving = Cadence(config.validation), Saving(config.checkpoint)
@@ -84,15 +74,6 @@ class Trainer:
         self._seconds = 0.0  # of the last update
         self._heartbeat_at = -math.inf
         self._consistent = True  # False between the moving of the weights and the end of all that hangs on it
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._step.optimiser
-
-    @property
-    def schedule(self) -> Rate:
-        """Learning rate of update i (0 = first), before what rollbacks and plateaus take off it."""
-        return self._step.schedule
 
     @property
     def gradients(self) -> diagnostics.GradientReport | None:
@@ -172,8 +153,8 @@ class Trainer:
         where the disk has no room, TrainingHalted when the run cannot be kept stable.
         """
         if target := self.config.validation.target_loss:
-            active = self._step.active - self._step.auxiliary_terms
-            refuse_below_floor(target, self.task, self._held_out.batches("sample"), active, self.ranks)
+            batches, active = self._held_out.batches("sample"), self._step.active - self._step.auxiliary_terms
+            refuse_below_floor(target, self.task, batches, active, self.ranks)
         size = (3 + (self.ema is not None)) * sum(t.nbytes for t in self.model.state_dict().values())  # moments too
         saves, every = self.steps, self.config.validation.interval
         if every != "auto" and not self.config.checkpoint.minutes:

@@ -12,6 +12,7 @@ import pandas
 from matplotlib.figure import Figure
 
 from matrixlib.engine import rng
+from matrixlib.engine.parts import Parts
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
 from matrixlib.hardware import openmp
@@ -97,7 +98,9 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
         runtime = replace(trainer.runtime, compile="")
         train = trainer.config.train.model_copy(update={"dropout_stages": ()})  # the copy has the rates of its stage
         config = trainer.config.model_copy(update={"train": train})
-        step = Step(task, copy.deepcopy(trainer.model), runtime, config, updates, data.teacher, schedule=ramp)
+        step = Step(
+            task, copy.deepcopy(trainer.model), runtime, config, updates, data.teacher, parts=Parts(schedule=ramp)
+        )
         rates, losses, end = list[float](), list[float](), "the highest rate was reached"
         average = least = math.inf
         overflows = 0

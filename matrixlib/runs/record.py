@@ -13,6 +13,7 @@ from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.config import Config
 from matrixlib.engine.folder import read_run, read_run_config, whole_runs
+from matrixlib.engine.parts import Parts
 from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
@@ -41,6 +42,33 @@ MAY_CHANGE = (
 """Options, or sections with a dot at their end, that may be other ones when a run is resumed."""
 SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")
 """Those whose `auto` stands for what was settled as the run began."""
+
+
+def run_folder(
+    preset: str,
+    run: str,
+    requested: Config,
+    kind: str = "train",
+    parts: Parts = Parts(),  # noqa: B008 - frozen
+) -> Path:
+    """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one."""
+    root = files.reports_root()
+    if run:
+        if problem := files.name_problem(run):
+            raise RunError(f"run name {run!r} {problem}")
+        return root / run
+    request = configuration.dump(requested)
+    wanted, own = {"kind": kind, "preset": preset, "requested": request}.items(), parts.record()
+    for stored in whole_runs(root):
+        same = wanted <= stored.record.items() and own == stored.record.get("parts", {})
+        if same and not stored.complete and not locked(stored.path):
+            return stored.path
+    prefix = "" if kind == "train" else f"{kind}-"
+    stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    if problem := files.name_problem(stem):
+        raise RunError(f"the name {stem!r}, which preset and time make, {problem}; give `run` a name")
+    names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
+    return next(root / name for name in names if not (root / name).exists())
 
 
 def locked(folder: Path) -> bool:

@@ -7,7 +7,6 @@ metrics.jsonl, checkpoints/, summary.json and report.html. One process writes a 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from matrixlib.config import Config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.order import RankSlice
 from matrixlib.engine import metrics, timing
-from matrixlib.engine.folder import newest_complete, whole_runs
+from matrixlib.engine.folder import newest_complete
 from matrixlib.engine.parts import Parts, refuse_other
 from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
@@ -30,7 +29,7 @@ from matrixlib.hardware import backend, openmp
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
-from matrixlib.runs.record import complete_run, locked, resume_record, runtime_config, stored_record, write_record
+from matrixlib.runs.record import complete_run, resume_record, run_folder, runtime_config, stored_record, write_record
 from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, teacher_of
 from matrixlib.tasks import changed, get_task, load_config
 
@@ -99,16 +98,11 @@ class Run:
         summary = read_json(self.folder / "summary.json")
         if not summary.get("complete"):
             return False
-        planned = self.config.train.steps  # the run may have ended its schedule before or after it
-        early, steps = summary.get("stopped_early"), summary.get("steps", 0)
-        ended = steps if early else summary.get("planned_steps", steps)
-        return ended >= planned or bool(early and self.trainer.stop_reason)
+        return summary.get("steps", 0) >= self.steps or bool(summary.get("stopped_early") and self.trainer.stop_reason)
 
     @property
     def steps(self) -> int:
-        """Updates of the whole run, as far as is known now."""
-        if self._trainer is not None:
-            return self._trainer.steps
+        """Updates of the whole run."""
         assert isinstance(self.config.train.steps, int)
         return self.config.train.steps
 
@@ -262,13 +256,6 @@ class Run:
         phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
         return Events(self.folder, self.history(), phases)
 
-    def first_losses(self) -> str:
-        """The losses before any update beside chance level and attainable floor, a line for each term."""
-        return "\n".join(
-            f"first {term} loss {levels['loss']:.2f}; chance {levels['chance']:.2f}, floor {levels['floor']:.2f}"
-            for term, levels in (self.trainer.initial or {}).items()
-        )
-
     def _say(self, text: str) -> None:
         self.messages.append(text)
         if self.ranks.first:
@@ -361,7 +348,7 @@ def open_run(
             "alone; make a task of your own that has these parts (guides/task.md), or take ranks 1"
         )
     own = distributed.join(requested.runtime.rank_timeout)
-    name = own.same(_folder(preset, run, requested, kind, parts).name if own.first else "")
+    name = own.same(run_folder(preset, run, requested, kind, parts).name if own.first else "")
     folder = files.reports_root() / name
     own.wait_for_first(name)  # the others open what it has written down
     lock = FileLock(folder / "lock")
@@ -437,7 +424,7 @@ def name_run(
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
     """The name that `open_run` would use for these parameters, without starting anything."""
-    return _folder(preset, run, load_config(preset, _arguments(device, seed, steps, overrides or {}))).name
+    return run_folder(preset, run, load_config(preset, _arguments(device, seed, steps, overrides or {}))).name
 
 
 def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = "") -> dict[str, Any]:
@@ -451,33 +438,6 @@ def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any],
     if given:
         arguments["train"] = given
     return configuration.merge(overrides, arguments)
-
-
-def _folder(
-    preset: str,
-    run: str,
-    requested: Config,
-    kind: str = "train",
-    parts: Parts = Parts(),  # noqa: B008 - frozen
-) -> Path:
-    """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one."""
-    root = files.reports_root()
-    if run:
-        if problem := files.name_problem(run):
-            raise RunError(f"run name {run!r} {problem}")
-        return root / run
-    request = configuration.dump(requested)
-    wanted, own = {"kind": kind, "preset": preset, "requested": request}.items(), parts.record()
-    for stored in whole_runs(root):
-        same = wanted <= stored.record.items() and own == stored.record.get("parts", {})
-        if same and not stored.complete and not locked(stored.path):
-            return stored.path
-    prefix = "" if kind == "train" else f"{kind}-"
-    stem = f"{prefix}{Path(preset).stem}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
-    if problem := files.name_problem(stem):
-        raise RunError(f"the name {stem!r}, which preset and time make, {problem}; give `run` a name")
-    names = [stem, *(f"{stem}-{k}" for k in range(2, 100))]
-    return next(root / name for name in names if not (root / name).exists())
 
 
 def _open(

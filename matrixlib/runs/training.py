@@ -54,8 +54,7 @@ def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None
         curriculum=data.spec.curriculum(config),
         teacher=teacher,
         hooks=hooks,
-        schedule=data.parts.schedule,
-        optimizer=data.parts.optimizer,
+        parts=data.parts,
         ranks=ranks,
     )
     trainer = Trainer(context)
