@@ -60,9 +60,8 @@ def definitions(name: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
         for node in ast.parse(cell.source).body if cell.cell_type == "code" else ():
-            constant = isinstance(node, ast.Assign) and all(
-                isinstance(t, ast.Name) and t.id.isupper() for t in node.targets
-            )
+            names = [n.id for t in getattr(node, "targets", ()) for n in ast.walk(t) if isinstance(n, ast.Name)]
+            constant = isinstance(node, ast.Assign) and all(map(str.isupper, names))
             if constant or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
                 exec(compile(ast.Module([node], []), name, "exec"), values)
     return values

@@ -16,8 +16,10 @@ from matrixlib.tasks.chess.evaluate.ssl import HeadOutput
 CELLS = definitions("ssl")
 BOARDS = (*hard_positions(), *random_positions(1000, 5))
 ROWS = len(BOARDS)
-ALTERNATIVES = oracle.alternatives(BOARDS)
-CONTENT = ALTERNATIVES["piece"][oracle.EXACT]
+MISTAKES = CELLS["alternatives"](BOARDS)
+ORACLE = [oracle.maps(board) for board in BOARDS]
+EXACT = {head: np.stack([one[head] for one in ORACLE]) for head in MISTAKES}
+CONTENT = EXACT["piece"]
 EVERYWHERE = np.ones((ROWS, 8, 8), bool)
 SURE = {"threat": 0.97, "control": 0.97, "piece": 0.97, "pin": 0.9995, "fork": 0.9995}
 CLASSES = {"threat": 2, "control": 3, "piece": 13, "pin": 2, "fork": 2}
@@ -31,7 +33,7 @@ def head_output(head: str, probability: np.ndarray, squares: np.ndarray = EVERYW
     """A head that says `probability` (N, c, 8, 8) of the boards."""
     log_p = np.log(np.maximum(probability, 1e-12)).astype(np.float32)
     content = np.where(squares, oracle.EMPTY, CONTENT) if head == "piece" else CONTENT
-    return HeadOutput(log_p, ALTERNATIVES[head][oracle.EXACT], squares, content.astype(np.uint8))
+    return HeadOutput(log_p, EXACT[head], squares, content.astype(np.uint8))
 
 
 def probabilities(value: np.ndarray, sure: float, classes: int = 2) -> np.ndarray:
@@ -57,37 +59,31 @@ def diagnose(output: HeadOutput, mistakes: Mapping[str, np.ndarray]) -> Diagnosi
 
 
 def diagnosis(head: str, probability: np.ndarray, squares: np.ndarray = EVERYWHERE) -> Diagnosis:
-    wrong = {name: value for name, value in ALTERNATIVES[head].items() if name != oracle.EXACT}
-    return diagnose(head_output(head, probability, squares), wrong)
+    return diagnose(head_output(head, probability, squares), MISTAKES[head])
 
 
 def hidden() -> np.ndarray:
     return rng(7).random((ROWS, 8, 8)) < 0.3
 
 
-@pytest.mark.parametrize("head, name", [(head, name) for head in ALTERNATIVES for name in ALTERNATIVES[head]])
+@pytest.mark.parametrize("head, name", [(head, name) for head in EXACT for name in ("", *MISTAKES[head])])
 def test_each_mistake_is_named(head: str, name: str) -> None:
     squares = hidden() if head == "piece" else EVERYWHERE
-    one = diagnosis(head, probabilities(ALTERNATIVES[head][name], SURE[head], CLASSES[head]), squares)
-    if name == oracle.EXACT:
-        assert one.word == "learning", one.reason
-    elif name == oracle.COPY:
-        assert one.word == "trivial"
-        assert name in one.reason
-    else:
-        assert one.word == "harmful", one.reason
-        assert name in one.reason
+    said = MISTAKES[head][name] if name else EXACT[head]
+    one = diagnosis(head, probabilities(said, SURE[head], CLASSES[head]), squares)
+    assert one.word == {"": "learning", CELLS["COPY"]: "trivial"}.get(name, "harmful"), one.reason
+    assert name in one.reason
 
 
 def test_a_head_that_has_not_learned_pawns_yet_is_not_accused_of_turning_them_round() -> None:
     """It knows what other pieces attack: on most squares where pawns matter it agrees with both readings by chance."""
-    exact, backwards = (ALTERNATIVES["threat"][name] for name in (oracle.EXACT, oracle.BACKWARDS))
-    one = diagnosis("threat", probabilities(exact & backwards, 0.9))  # attacked however pawns attack
+    both = EXACT["threat"] & MISTAKES["threat"][CELLS["BACKWARDS"]]
+    one = diagnosis("threat", probabilities(both, 0.9))  # attacked however pawns attack
     assert one.word == "learning", one.reason
 
 
 def test_a_head_that_says_the_base_rate_is_dead() -> None:
-    exact = ALTERNATIVES["threat"][oracle.EXACT]
+    exact = EXACT["threat"]
     one = diagnosis("threat", maps(np.clip(exact.mean() + rng(1).normal(0, 0.01, exact.shape), 0.01, 0.99)))
     assert (one.word, one.reason[:8]) == ("dead", "it saves")
     assert diagnosis("threat", maps(np.full(exact.shape, 0.5))).reason == "it says the same of every position"
@@ -102,7 +98,7 @@ def test_a_piece_head_that_says_empty_everywhere_is_dead() -> None:
 
 def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
     """Of what stands on which square: it saves a fifth of the entropy of threats, and no network is needed for it."""
-    exact = ALTERNATIVES["threat"][oracle.EXACT]
+    exact = EXACT["threat"]
     one = diagnosis("threat", CELLS["square_table"](head_output("threat", maps(np.full(exact.shape, 0.5))), exact))
     assert one.word == "trivial"
     assert "a table of what stands on which square does as well" in one.reason
@@ -111,7 +107,7 @@ def test_a_head_that_is_as_good_as_a_table_is_trivial() -> None:
 
 def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None:
     """Positive weights shift a young head's probabilities; that is bad calibration, and no ignorance."""
-    exact = ALTERNATIVES["pin"][oracle.EXACT]
+    exact = EXACT["pin"]
     odds = math.log(1e-3) + 8 * exact + rng(2).normal(0, 0.7, exact.shape)
     for slope, offset in ((1, 0), (1, 4), (0.4, 0), (2.5, -1)):
         one = diagnosis("pin", maps(1 / (1 + np.exp(-(slope * odds + offset)))))
@@ -119,35 +115,20 @@ def test_a_head_that_is_sure_of_it_too_little_or_too_much_still_learns() -> None
         assert one.figures["AP"] > 0.9
 
 
-def test_too_few_squares_are_undecided() -> None:
-    exact = ALTERNATIVES["fork"][oracle.EXACT]
-    some = slice(0, 40)
-    wrong: dict[str, np.ndarray] = {}
-    few = HeadOutput(
-        np.log(maps(np.where(exact[some] == 1, 0.9, 0.001 + rng().random(exact[some].shape) / 1e4))).astype(np.float32),
-        exact[some],
-        EVERYWHERE[some],
-        CONTENT[some],
-    )
-    assert diagnose(few, wrong).word == "undecided"
-    one = HeadOutput(few.log_p[:1], few.truth[:1], few.squares[:1], few.content[:1])
-    assert diagnose(one, wrong).reason == "one position says nothing"
-
-
-def test_a_class_that_never_occurs_is_undecided() -> None:
-    never = np.zeros((ROWS, 8, 8), np.uint8)
-    head = HeadOutput(
-        np.log(maps(0.01 + rng().random(never.shape) / 100)).astype(np.float32), never, EVERYWHERE, CONTENT
-    )
-    one = diagnose(head, {})
-    assert (one.word, one.figures["rate [%]"]) == ("undecided", 0)
-    assert math.isnan(one.figures["AP"])
-
-
-def test_a_head_that_is_asked_nothing_is_undecided() -> None:
-    one = diagnosis("piece", probabilities(ALTERNATIVES["piece"][oracle.EXACT], 0.9, 13), EVERYWHERE & False)
-    assert (one.word, one.reason) == ("undecided", "it is asked about no square (see data.hidden_squares)")
-    assert one.figures is None
+def test_what_says_too_little_is_undecided() -> None:
+    """Few squares of the rarer class, one position, a class that never occurs, and no square at all."""
+    some, never = EXACT["fork"][:40], np.zeros((ROWS, 8, 8), np.uint8)
+    p = np.where(some == 1, 0.9, 0.001 + rng().random(some.shape) / 1e4)
+    few = HeadOutput(np.log(maps(p)).astype(np.float32), some, EVERYWHERE[:40], CONTENT[:40])
+    single = HeadOutput(few.log_p[:1], few.truth[:1], few.squares[:1], few.content[:1])
+    p = 0.01 + rng().random(never.shape) / 100
+    absent = diagnose(HeadOutput(np.log(maps(p)).astype(np.float32), never, EVERYWHERE, CONTENT), {})
+    idle = diagnosis("piece", probabilities(EXACT["piece"], 0.9, 13), EVERYWHERE & False)
+    assert {diagnose(few, {}).word, absent.word, idle.word} == {"undecided"}
+    assert diagnose(single, {}).reason == "one position says nothing"
+    assert absent.figures["rate [%]"] == 0
+    assert math.isnan(absent.figures["AP"])
+    assert (idle.reason, idle.figures) == ("it is asked about no square (see data.hidden_squares)", None)
 
 
 def test_figures_are_those_of_their_definitions() -> None:
@@ -199,32 +180,20 @@ def test_standard_errors_take_a_positions_squares_together() -> None:
     assert error == pytest.approx(rows.std(ddof=1) / math.sqrt(40))
 
 
-# What may be taken for a target by mistake; test_ssl_targets.py holds the exact ones against the fast core
-
-
-def test_pawns_attack_backwards() -> None:
-    """Matrix0's mistake, seen from both sides."""
+def test_mistaken_targets_are_what_their_names_say() -> None:
+    """Matrix0's pawns, seen from both sides; test_ssl_targets.py holds the exact targets against the fast core."""
+    alternatives, copy = CELLS["alternatives"], CELLS["COPY"]
     for fen in ("4k3/8/8/8/4p3/8/8/4K3 w - - 0 1", "4k3/8/8/4P3/8/8/8/4K3 b - - 0 1"):
         board = chess.Board(fen)
         exact, backwards = (oracle.maps(board, wrong)["threat"] for wrong in (False, True))
         assert set(zip(*np.nonzero(exact != backwards), strict=True)) == {(2, 3), (2, 5), (4, 3), (4, 5)}
         assert exact[2, 3]
         assert backwards[4, 3]
-
-
-def test_attacked_by_the_side_to_move() -> None:
     for fen in ("4k3/8/8/8/8/8/8/R3K3 w - - 0 1", "r3k3/8/8/8/8/8/8/4K3 b - - 0 1"):
-        named = oracle.alternatives([chess.Board(fen)])["threat"]
+        named = alternatives([chess.Board(fen)])["threat"]
         assert named["attacked by the side to move"][0, :, 0].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
-
-
-def test_a_copy_shows_what_stands_there() -> None:
-    named = oracle.alternatives([chess.Board()])
-    assert named["fork"][oracle.COPY].sum() == 32
-    assert named["control"][oracle.COPY][0, :, 0].tolist() == [2, 2, 1, 1, 1, 1, 0, 0]
-    assert oracle.COPY not in named["piece"]
-
-
-def test_a_mistake_that_differs_nowhere_is_left_out() -> None:
-    named = oracle.alternatives([chess.Board("4k3/8/8/8/8/8/8/4K3 w - - 0 1")])["pin"]
-    assert set(named) == {oracle.EXACT, oracle.COPY}
+    named = alternatives([chess.Board()])
+    assert named["fork"][copy].sum() == 32
+    assert named["control"][copy][0, :, 0].tolist() == [2, 2, 1, 1, 1, 1, 0, 0]
+    assert copy not in named["piece"]
+    assert set(alternatives([chess.Board("4k3/8/8/8/8/8/8/4K3 w - - 0 1")])["pin"]) == {copy}, "others differ nowhere"

@@ -30,11 +30,6 @@ Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]
 Flags = NDArray[np.bool_]
 BASELINE = "best capture"
 BANDS = ((1, 1000), (1000, 1500), (1500, 2000), (2000, 4000))
-ANCHORS = """whole lines of 10,000 Lichess puzzles rated 399 to 2867 (arXiv 2402.04494, table 1)
-  AlphaZero            policy 56.1%  value 82.0%  400 simulations 95.6%
-  Leela Chess Zero T82 policy 88.6%  value 95.9%  400 simulations 99.6%
-  transformers without search: 9M parameters 88.9%, 136M 94.5%, 270M 95.4%
-"""
 MIN_PUZZLES = 20  # of a theme that is shown
 MAX_SIMULATIONS = 50_000  # of all trees that are searched at once
 

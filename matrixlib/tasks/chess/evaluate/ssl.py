@@ -66,14 +66,15 @@ class HeadOutputs:
     heads: dict[str, HeadOutput]
 
     @cached_property
-    def alternatives(self) -> dict[str, dict[str, Classes]]:
-        """Head -> name -> (N, 8, 8) classes: the exact target by python-chess, and what may be mistaken for it."""
-        return oracle.alternatives(self.boards)
+    def exact(self) -> dict[str, Classes]:
+        """Head -> (N, 8, 8) targets by python-chess."""
+        maps = [oracle.maps(board) for board in self.boards]
+        return {head: np.stack([one[head] for one in maps]) for head in self.heads}
 
     def wrong_targets(self) -> dict[str, int]:
         """Squares on which the targets that the network is trained on differ from those of python-chess, by head."""
         return {
-            head: int(((output.truth != self.alternatives[head][oracle.EXACT]) & output.squares).sum())
+            head: int(((output.truth != self.exact[head]) & output.squares).sum())
             for head, output in self.heads.items()
         }
 

@@ -89,10 +89,8 @@ def load_opponents(paths: Sequence[str], device: str = "auto") -> dict[str, Net]
 
     ValueError for a path that stands twice, and where there is no network of chess.
     """
-    if odd := [path for path in paths if not isinstance(path, str)]:
-        raise ValueError(f"opponents: {odd[0]!r} is no name: give runs, checkpoints or files, in quotes")
-    if twice := [path for path in paths if paths.count(path) > 1]:
-        raise ValueError(f"opponents: '{twice[0]}' stands there twice")
+    if wrong := [path for path in paths if not isinstance(path, str) or paths.count(path) > 1]:
+        raise ValueError(f"opponents: {wrong[0]!r} stands there twice, or is no name: give runs, checkpoints or files")
     last = [Path(path).name for path in paths]
     names = [name if last.count(name) == 1 else path for name, path in zip(last, paths, strict=True)]
     names = [f"opponent {name}" if name in PLAYERS else name for name in names]
