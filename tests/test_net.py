@@ -46,19 +46,6 @@ def test_moves_are_the_legal_ones_and_probabilities_sum_to_one(net: Net) -> None
         assert evaluation.value == pytest.approx(evaluation.wdl[0] - evaluation.wdl[2], abs=1e-5)
 
 
-def test_positions_are_checked_once_and_together(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-
-    def counted(boards: list[chess.Board], **fields: Any) -> Any:
-        checked.append(len(boards))
-        return from_boards(boards, **fields)
-
-    monkeypatch.setattr("matrixlib.tasks.chess.records.from_boards", counted)
-    monkeypatch.setattr("matrixlib.tasks.chess.uci.protocol.from_boards", counted)
-    net.evaluate([KIWIPETE, "startpos moves e2e4"])
-    assert checked == [2]
-
-
 def test_black_sees_the_mirrored_board_as_white_sees_the_original(net: Net) -> None:
     board = chess.Board(KIWIPETE)
     white, black = net.evaluate([board.fen(), board.mirror().fen()])
@@ -93,22 +80,17 @@ def test_a_thousand_positions_are_tensors_in_one_call(model: dict[str, Any]) -> 
         torch.testing.assert_close(out[name], torch.from_numpy(expected[name]), atol=1e-5, rtol=1e-5)
     best = move_from_index(int(batch["policy_index"][0, out["policy"][0].argmax()]), chess.Board(fens[0]))
     assert net.evaluate(fens[0])[0].best == best.uci()
+    np.testing.assert_allclose(net.values([chess.Board(fen) for fen in fens]), expected["value"], atol=1e-5)
+    assert net.values([]).shape == (0,)
 
 
-def test_maps_have_their_shapes_and_are_probabilities(net: Net) -> None:
-    (evaluation,) = net.evaluate(KIWIPETE)
-    assert {head: maps.shape for head, maps in evaluation.ssl.items()} == {
-        "piece": (13, 8, 8),
-        "threat": (1, 8, 8),
-        "control": (3, 8, 8),
-    }
+def test_maps_are_probabilities_and_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
+    evaluation, over = net.evaluate([KIWIPETE, "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3"])
+    shapes = {head: maps.shape for head, maps in evaluation.ssl.items()}
+    assert shapes == {"piece": (13, 8, 8), "threat": (1, 8, 8), "control": (3, 8, 8)}
     np.testing.assert_allclose(evaluation.ssl["piece"].sum(0), 1, atol=1e-5)
-
-
-def test_a_finished_game_has_no_move_but_a_value(net: Net) -> None:
-    (evaluation,) = net.evaluate("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3")
-    assert (evaluation.moves, evaluation.best) == ({}, None)
-    assert -1 <= evaluation.value <= 1
+    assert (over.moves, over.best) == ({}, None)
+    assert -1 <= over.value <= 1
 
 
 def packed(net: Net, count: int) -> dict[str, np.ndarray]:
@@ -185,22 +167,18 @@ def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyP
         np.testing.assert_allclose(outputs["value"], plain.predict(batch)["value"], atol=1e-5)
 
 
-def test_more_sizes_than_torch_compiles_by_itself_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, net, graphs = traced(monkeypatch, tuple(range(2, 12)))
-    for size in net.serving.sizes:
+def test_more_sizes_than_torch_compiles_by_itself_are_compiled_and_beyond_the_limit_there_is_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, net, graphs = traced(monkeypatch, tuple(range(2, 13)))
+    monkeypatch.setattr("matrixlib.engine.network.RECOMPILES", 10)
+    for size in range(2, 12):
         net.predict(packed(plain, size))
-    assert len(graphs) == len(net.serving.sizes) > 8
-
-
-def test_a_size_beyond_the_limit_is_not_evaluated_uncompiled_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, net, graphs = traced(monkeypatch, (2, 3, 4))
-    monkeypatch.setattr("matrixlib.engine.network.RECOMPILES", 2)
-    for size in (2, 3):
-        net.predict(packed(plain, size))
+    assert len(graphs) == 10 > 8
     with pytest.warns(RuntimeWarning, match="going on without it: .*recompile limit"):
-        outputs = net.predict(packed(plain, 4))
-    assert len(graphs) == 2
-    np.testing.assert_allclose(outputs["value"], plain.predict(packed(plain, 4))["value"], atol=1e-5)
+        outputs = net.predict(packed(plain, 12))
+    assert len(graphs) == 10
+    np.testing.assert_allclose(outputs["value"], plain.predict(packed(plain, 12))["value"], atol=1e-5)
 
 
 @pytest.mark.parametrize(("good", "error"), [(0, torch.OutOfMemoryError), (1, RuntimeError)])
@@ -232,18 +210,6 @@ def test_compiled_networks_are_kept_where_a_restart_leaves_them(
 ) -> None:
     traced(monkeypatch, (4,))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(compiler_cache)
-
-
-def test_batches_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    boards = [chess.Board(KIWIPETE)]
-    for move in list(boards[0].legal_moves)[:9]:
-        after = chess.Board(KIWIPETE)
-        after.push(move)
-        boards.append(after)
-    whole = net.values(boards)
-    monkeypatch.setattr("matrixlib.tasks.chess.evaluate.net.BATCH", 3)
-    np.testing.assert_allclose(net.values(boards), whole, atol=1e-5)
-    assert net.values([]).shape == (0,)
 
 
 @pytest.mark.parametrize("fen", ["not a position", "8/8/8/8/8/8/8/8 w - - 0 1", "rnbqkbnr/8/8/8/8/8/8/8 w - - 0 1"])
