@@ -33,9 +33,6 @@ from matrixlib.runs import run as runs
 from matrixlib.tasks import get_task, load_config
 
 LOSS = "validation loss"
-DATA_ORDER = ("task", "data.", "curriculum.", "train.batch_size")
-"""Options that change which positions an update sees, but for LOADING: data sets are compared by their hash."""
-LOADING = ("data.source", "data.cache", "data.workers", "data.prefetch")
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,6 @@ class RunResult:
     def complete(self) -> bool:
         """Whether it reached its last update, or its validation stopped it early."""
         return bool(self.summary.get("complete"))
-
-    @property
-    def validations(self) -> dict[int, float]:
-        """Update -> validation loss."""
-        return {row["step"]: float(row["validation"]["loss"]) for row in self.rows if "validation" in row}
 
     def figures(self) -> dict[str, float]:
         """Losses of the last full validation (nats; nan where the run did not end), held-out figures, and speeds of the
@@ -106,12 +98,6 @@ class RunResult:
         }
 
 
-def check_seeds(seed: int, seeds: int) -> None:
-    """ValueError for what no comparison can have as its first seed and number of seeds."""
-    if seeds < 1 or seed < 0:
-        raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
-
-
 def train_arms(
     arms: Mapping[str, tuple[str, Mapping[str, Any]]],
     device: str = "auto",
@@ -132,7 +118,8 @@ def train_arms(
     instability stays as it is: that is a result. Raises what `run.open_run` raises, for a misspelt option of the last
     arm before the first is trained.
     """
-    check_seeds(seed, seeds)
+    if seeds < 1 or seed < 0:
+        raise ValueError(f"a comparison needs seeds of at least 1 and a seed from 0 on, not {seeds} and {seed}")
     arms = {arm: (preset, merge(overrides or {}, own)) for arm, (preset, own) in arms.items()}
     for preset, changes in arms.values():
         load_config(preset, changes)
@@ -274,10 +261,3 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[
     """Options that differ, the seed apart: key -> (old, new); None where one has no such key."""
     keys = [key for key in dict.fromkeys((*old, *new)) if key != "seed"]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
-
-
-def same_data(a: Sequence[RunResult], b: Sequence[RunResult], changes: Mapping[str, Any]) -> bool:
-    """Whether both sides saw the same positions at every update; changes: of `check_sides`."""
-    other = [key for key in changes if key.startswith(DATA_ORDER) and key not in LOADING]
-    seeds = [result.seed for result in a] == [result.seed for result in b]
-    return seeds and not other and not any(result.events()["rollbacks"] for result in (*a, *b))

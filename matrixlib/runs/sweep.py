@@ -50,9 +50,7 @@ from matrixlib.tasks import get_task, load_config
 if TYPE_CHECKING:
     import optuna
 
-ARM, PRESET, COMPUTE = "arm", "preset", "compute"
-"""Dimensions that are no keys of the configuration."""
-FIXED = ("task", "seed", "train.steps", "train.minutes", ARM, COMPUTE)
+FIXED = ("task", "seed", "train.steps", "train.minutes", "arm", "compute")
 """Keys that a sweep sets for all trials alike, or by options of its own."""
 HELD_OUT = ("data.source", "data.suspicious")
 """Keys on which the held-out rows depend in every task."""
@@ -169,8 +167,8 @@ def search_space(sweep: SweepConfig) -> dict[str, list[Any] | Range]:
     if sweep.method == "staged":
         return {arm: [False, True] for arm in sweep.arms}
     own = {key: parse(key, values) for key, values in sweep.space.items()}
-    arms: dict[str, list[Any] | Range] = {ARM: list(sweep.arms)} if sweep.arms else {}
-    return arms | own | ({COMPUTE: list(sweep.compute)} if sweep.compute else {})
+    arms: dict[str, list[Any] | Range] = {"arm": list(sweep.arms)} if sweep.arms else {}
+    return arms | own | ({"compute": list(sweep.compute)} if sweep.compute else {})
 
 
 def grid(sweep: SweepConfig) -> list[dict[str, Any]]:
@@ -194,31 +192,27 @@ def load_sweep(preset: str, overrides: Mapping[str, Any] | None = None, device: 
     sweep = validated(SweepConfig, data | dict(overrides or {}), name)
     if device != "auto":
         sweep = sweep.model_copy(update={"overrides": merge(sweep.overrides, {"runtime": {"device": device}})})
-    space = search_space(sweep)
-    if sweep.method == "staged":
-        if not sweep.arms or sweep.space or sweep.compute or sweep.workers > 1:
-            raise ConfigError(
-                f"{name}: a staged sweep has arms, no space, no compute and one worker: its stages follow"
-            )
-    elif not space:
-        raise ConfigError(f"{name}: nothing varies: give `space` or `arms`")
-    if sweep.method in ("random", "tpe") and not sweep.trials:
-        raise ConfigError(f"{name}: `{sweep.method}` needs the number of `trials`")
-    if sweep.method in ("grid", "staged") and sweep.trials:
-        raise ConfigError(f"{name}: `trials` is for random and tpe; a {sweep.method} sweep has its own number")
-    if sum(map(bool, (sweep.steps, sweep.minutes, sweep.compute))) > 1:
-        raise ConfigError(f"{name}: give one budget: steps, minutes or compute")
-    if sweep.method == "grid":
-        grid(sweep)
+    space, method = search_space(sweep), sweep.method
+    staged, own_number, others = method == "staged", method in ("grid", "staged"), [*sweep.arms.values()][1:]
+    with_others = bool(sweep.space or sweep.compute or sweep.workers > 1)
     word = sweep.measure.replace(" ", "_").rpartition("_")[2]
-    if word not in LESS_IS_BETTER and "highest" not in sweep.model_fields_set:
-        raise ConfigError(
-            f"{name}: is the best {sweep.measure} the greatest or the least? Give `highest: true` or `highest: false`"
-        )
-    if sweep.equal and len(sweep.arms) < 2:
-        raise ConfigError(f"{name}: equal: {sweep.equal} needs two `arms` at least")
-    if sweep.equal and (sweep.width in sweep.space or any(sweep.width in arm for arm in [*sweep.arms.values()][1:])):
-        raise ConfigError(f"{name}: equal: {sweep.equal} sets '{sweep.width}': take it out of space and arms")
+    greatest = f"is the best {sweep.measure} the greatest or the least? Give `highest: true` or `highest: false`"
+    problems = {
+        "nothing varies: give `space` or `arms`": not space,
+        "a staged sweep has arms, no space, no compute and one worker: its stages follow": staged and with_others,
+        f"`{method}` needs the number of `trials`": not (own_number or sweep.trials),
+        f"`trials` is for random and tpe; a {method} sweep has its own number": own_number and sweep.trials,
+        "give one budget: steps, minutes or compute": sum(map(bool, (sweep.steps, sweep.minutes, sweep.compute))) > 1,
+        greatest: word not in LESS_IS_BETTER and "highest" not in sweep.model_fields_set,
+        f"equal: {sweep.equal} needs two `arms` at least": sweep.equal and not others,
+        f"equal: {sweep.equal} sets '{sweep.width}': take it out of space and arms": sweep.equal
+        and (sweep.width in sweep.space or any(sweep.width in arm for arm in others)),
+    }
+    for text, bad in problems.items():
+        if bad:
+            raise ConfigError(f"{name}: {text}")
+    if method == "grid":
+        grid(sweep)
     _check_comparable(sweep, [load_config(*request(sweep, values)) for values in edges(space)], name)
     return sweep
 
@@ -291,23 +285,23 @@ def wait_for(name: str) -> None:
 def request(sweep: SweepConfig, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """(preset, overrides) of the trial with these values, its budget with them."""
     preset, changes = sweep.preset, sweep.overrides
-    arms = [values[ARM]] if ARM in values else [arm for arm in sweep.arms if values.get(arm)]
+    arms = [values["arm"]] if "arm" in values else [arm for arm in sweep.arms if values.get(arm)]
     for arm in arms:
         own = dict(sweep.arms[arm])
-        preset = own.pop(PRESET, preset)
+        preset = own.pop("preset", preset)
         changes = merge(changes, nest(own))
-    preset = values.get(PRESET, preset)
-    changes = merge(changes, nest({key: values[key] for key in sweep.space if key in values and key != PRESET}))
+    preset = values.get("preset", preset)
+    changes = merge(changes, nest({key: values[key] for key in sweep.space if key in values and key != "preset"}))
     if sweep.steps:
         changes = merge(changes, {"train": {"steps": sweep.steps}})
     if sweep.minutes:
         changes = merge(changes, {"train": {"steps": "auto", "minutes": sweep.minutes}})
-    if COMPUTE in values:
+    if "compute" in values:
         config = load_config(preset, changes)
         flops = get_task(config.task).training_flops(config)
         if not flops:
             raise ConfigError(f"nobody has counted the operations of task {config.task}: give steps or minutes")
-        steps = max(1, round(values[COMPUTE] / (flops * config.train.batch_size)))
+        steps = max(1, round(values["compute"] / (flops * config.train.batch_size)))
         changes = merge(changes, {"train": {"steps": steps}})
     return preset, changes
 
