@@ -116,18 +116,6 @@ def test_random_positions_against_the_formula(tmp_path):
         assert (whole.batch["records"]["wdl"][row] == wdl_of_score(best)[0]).all()
 
 
-def test_equal_positions_are_one_game(tmp_path):
-    board = chess.Board("6k1/5ppp/8/8/8/8/5PPP/3R2K1 w - - 0 1")
-    pairs = [(board, "d1d8"), (board.mirror(), "d8d1"), (board.transform(chess.flip_horizontal), "e1e8")]
-    lines = [
-        json.dumps({"fen": " ".join(b.fen().split()[:4]), "evals": [{"pvs": [{"cp": 0, "line": uci}], "depth": 1}]})
-        for b, uci in pairs
-    ]
-    game = read_file(Evaluations(), write(tmp_path, *lines, BLACK)).batch["records"]["game"]
-    assert len(set(game[:3])) == 1
-    assert game[3] != game[0]
-
-
 def test_shallow_ones_and_variants_are_counted(tmp_path):
     whole = read_file(Evaluations(min_depth=30), write(tmp_path, SHALLOW, BLACK, VARIANT, MATE))
     assert whole.skipped == {"depth below 30": 1, "Chess960 castling": 1}

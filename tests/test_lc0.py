@@ -254,13 +254,6 @@ def test_hard_positions(tmp_path, fen, form):
         check(read_file(Lc0(), write(tmp_path, data)), boards, shares, white=-1)
 
 
-@pytest.mark.parametrize("transform", range(8))
-def test_every_transform_is_undone(tmp_path, transform):
-    boards, shares = play(SYMMETRIC, 6, transform)
-    data = b"".join(pack(boards[: k + 1], 3, shares[k], transform=transform) for k in range(len(boards)))
-    check(read_file(Lc0(), write(tmp_path, data)), boards, shares)
-
-
 def test_every_square_of_the_king_is_turned_back(tmp_path):
     boards, data = [], b""
     for king in chess.SQUARES:

@@ -114,14 +114,6 @@ def test_parity_with_matrix0s_own_encoder(shared: Path, tmp_path):
     check(whole, [chess.Board(fens[row]) for row in left], {name: array[left] for name, array in arrays.items()})
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from(range(len(BOARDS))), min_size=1, max_size=6), st.integers(0, 99))
-def test_round_trips(tmp_path_factory, rows, seed):
-    boards = [BOARDS[row] for row in rows]
-    arrays = arrays_of(boards, seed)
-    check(read_file(Matrix0Data(), write(tmp_path_factory.mktemp("npz"), arrays)), boards, arrays)
-
-
 def test_a_self_play_file_knows_its_result(tmp_path):
     boards = [chess.Board(), chess.Board("rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1")]
     arrays = arrays_of(boards)
@@ -158,14 +150,6 @@ def test_other_names_types_and_shapes(tmp_path):
     found = read_file(Matrix0Data(), write(tmp_path, other, "b.npz")).batch
     plain["records"]["game"] = found["records"]["game"]
     assert same(plain, found)
-
-
-def test_two_files_are_two_games_and_a_copy_is_the_same(tmp_path):
-    paths = [
-        write(tmp_path, arrays_of(BOARDS[:3], seed), name) for seed, name in ((0, "a.npz"), (1, "b.npz"), (0, "c.npz"))
-    ]
-    games = [int(read_file(Matrix0Data(), path).batch["records"]["game"][0]) for path in paths]
-    assert games[0] == games[2] != games[1]
 
 
 # What can't be used

@@ -63,13 +63,6 @@ def test_what_is_wrong_is_said(fen, fault):
     assert np.diff(legal_of(records).offset).tolist() == [20, 0, 20]
 
 
-def test_no_positions():
-    records, faults = read_fens([], "epd")
-    assert len(records) == 0
-    assert faults == []
-    assert legal_of(records).find([], []).tolist() == []
-
-
 def test_rights_without_king_or_rook_are_dropped():
     records, _ = read_fens(["4k2r/8/8/8/8/8/8/R3K3 w KQkq - 0 1", "4k2r/8/8/8/8/8/8/R3K3 b KQkq - 0 1"], "epd")
     assert records["castling"].tolist() == [2 + 4, 8 + 1]

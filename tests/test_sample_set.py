@@ -43,13 +43,6 @@ def test_it_unpacks_to_what_packing_gives(work, package, tmp_path):
     assert summary["train"] + summary["validation"] == manifest["positions"]
 
 
-def test_the_second_call_changes_nothing(package, tmp_path):
-    folder = unpack_sample(tmp_path, package)
-    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert unpack_sample(tmp_path, package) == folder
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
-
-
 def flip_a_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -90,12 +83,6 @@ def test_a_damaged_package_is_refused(package, tmp_path):
     (broken / MANIFEST).write_text("{")
     with pytest.raises(ValueError, match="manifest cannot be read"):
         unpack_sample(tmp_path / "cache", broken)
-
-
-def test_a_cache_that_is_no_folder_is_said(package, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ValueError, match="set MATRIXLIB_CACHE"):
-        unpack_sample(tmp_path / "cache", package)
 
 
 UNPACK = """

@@ -1,7 +1,5 @@
 """Win-draw-loss of centipawns: the formula, its limits, and Stockfish itself where it is installed."""
 
-import re
-import subprocess
 from itertools import pairwise
 
 import numpy as np
@@ -48,29 +46,16 @@ def test_the_engine_shows_the_same(engine: Stockfish):
         pytest.skip(f"{engine.name} has another model than Stockfish 15.1")
     fens = ["4k3/8/8/8/8/8/4P3/4K3", "rnbqkbnr/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/RNBQKBNR"]
     fens += ["r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5Q2/PPPP1PPP/RNB1K1NR", "6k1/5ppp/8/8/8/1P6/5PPP/6K1"]
-    commands = ["setoption name UCI_ShowWDL value true"]
-    for fen in fens:
-        commands += [f"position fen {fen} w - - 0 32", "go nodes 20000", "isready"]
-    found = subprocess.Popen([str(engine.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    assert found.stdin is not None
-    assert found.stdout is not None
     seen = 0
-    with found:
-        for command in commands:
-            found.stdin.write(command + "\n")
-            if not command.startswith("go"):
-                continue
-            for line in found.stdout:
-                if line.startswith("bestmove"):
-                    break
-                if shown := re.search(r" score cp (-?\d+) wdl (\d+) (\d+) (\d+) ", line):
-                    x, *wdl = (int(group) for group in shown.groups())
-                    near = wdl_of_score([x - 1, x, x + 1]) / 65.535
-                    assert (near.min(0) - 6 <= wdl).all(), line
-                    assert (near.max(0) + 6 >= wdl).all(), line
+    for fen in fens:
+        for depth in range(1, 13):
+            for line in engine.search(f"fen {fen} w - - 0 32", f"depth {depth}", 4):
+                if abs(line.score) <= CENTIPAWN_LIMIT:
+                    near = wdl_of_score([line.score - 1, line.score, line.score + 1]) / 65.535
+                    assert (near.min(0) - 6 <= line.wdl).all(), line
+                    assert (near.max(0) + 6 >= line.wdl).all(), line
                     seen += 1
-        found.stdin.write("quit\n")
-    assert seen > 20
+    assert seen > 100
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.int64])

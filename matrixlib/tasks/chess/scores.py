@@ -23,8 +23,7 @@ LIMIT = 2000  # centipawns; beyond, nothing changes but the exponential, which o
 
 
 def bounded_score(kind: str, value: int) -> int:
-    """`stockfish.score_of` of a number that somebody else wrote down: more than 10,000 moves to a mate or centipawns
-    say nothing new."""
+    """`stockfish.score_of` of a number from a file, cut to 10,000 moves to a mate or centipawns."""
     return score_of(kind, max(-LARGEST, min(LARGEST, value)))
 
 

@@ -1,1 +1,1 @@
-"""Data that somebody else made, brought in as checked shards."""
+"""Readers of chess data in other formats, and the import into checked shards."""

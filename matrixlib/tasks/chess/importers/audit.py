@@ -286,15 +286,17 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
     fault = np.full(len(boards), "", object)
     for name, mask in faults(batch).items():
         fault[mask] = name
-    told = weighted & (fault == "")
-    moves = [move_from_index(int(index[best[row]]), boards[row]).uci() if told[row] else "" for row in range(len(best))]
+    valid = weighted & (fault == "")
+    moves = [
+        move_from_index(int(index[best[row]]), boards[row]).uci() if valid[row] else "" for row in range(len(best))
+    ]
     share = weight / np.repeat(np.maximum(1, np.diff(np.append(0, np.cumsum(weight))[offset])), np.diff(offset))
     classes = classes_of(batch["records"]["pieces"])
     facts = {
         **{"source": row.source, "split": row.split, "shard": row.name, "row": numbers},
         "fen": [board.fen() for board in boards],
         "best": moves,
-        "weight": np.where(told, share[best], np.nan),
+        "weight": np.where(valid, share[best], np.nan),
         **columns(batch),
         "phase": PHASE[classes].sum(1),
         "balance": MATERIAL[classes].sum(1),

@@ -55,7 +55,7 @@ def import_files(
     folder of files of one kind (Leela's games) counts as one file, whose entries are numbered file by file.
 
     reader: by default that of the file's ending. workers: processes, by default one a core, started after two seconds.
-    limit: stop, for each file, at the end of the step in which so many positions are reached; another call goes on.
+    limit: stop, for each file, at the end of the step in which so many positions are reached; another call resumes.
     Raises ValueError for a file that can't be imported, ImportStopped where a worker died.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]

@@ -242,8 +242,8 @@ def values_of(raw: NDArray[np.void], value: str, faults: Faults) -> tuple[NDArra
     known = raw["flags"] & TOO_LONG == 0
     sure = np.isin(result, (-1, 0, 1)) & (drawn == (result == 0))
     faults.append((known & ~sure, "result is neither win, draw nor loss"))
-    whole = np.where(known & sure, np.nan_to_num(result), UNKNOWN).astype(np.int8)
-    return whole, wdl_of_shares(wdl / wdl.sum(1, keepdims=True))
+    points = np.where(known & sure, np.nan_to_num(result), UNKNOWN).astype(np.int8)
+    return points, wdl_of_shares(wdl / wdl.sum(1, keepdims=True))
 
 
 def numbers_of(

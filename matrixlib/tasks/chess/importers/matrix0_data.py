@@ -69,8 +69,8 @@ def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
         info = archive.zip.infolist() if archive.zip else []
         game = game_id("matrix0", repr(sorted((item.filename, item.CRC) for item in info)))
         size = {item.filename: item.file_size for item in info}.get("meta_result.npy", RESULT_BYTES + 1)
-        told = archive["meta_result"].reshape(-1) if size <= RESULT_BYTES else np.zeros(0)
-    result = int(told[0]) if told.size == 1 and told[0] in (-1, 0, 1) else UNKNOWN
+        known = archive["meta_result"].reshape(-1) if size <= RESULT_BYTES else np.zeros(0)
+    result = int(known[0]) if known.size == 1 and known[0] in (-1, 0, 1) else UNKNOWN
     return found | {"game": np.array(game, np.uint64), "result": np.array(result)}
 
 
@@ -140,23 +140,25 @@ class Matrix0Data:
 
 def decode(s: NDArray[np.float32], faults: Faults) -> Records:
     """Records (N,) of planes (N, 19, 8, 8), without en passant and targets. What is wrong is added to `faults`."""
-    whole = s[:, 12:, 0, 0]  # planes that are the same all over
+    constant = s[:, 12:, 0, 0]  # planes of one value each
     bits = s[:, :12, ::-1] > 0.5  # row 0 is rank 8
     binary = (np.abs(s[:, :12, ::-1] - bits) <= TOLERANCE).all((1, 2, 3))
-    binary &= (np.abs(whole[:, :5] - (whole[:, :5] > 0.5)) <= TOLERANCE).all(1) & (np.abs(whole - 0.5) <= 0.51).all(1)
-    binary &= (s[:, 12:] == whole[:, :, None, None]).all((1, 2, 3))
+    binary &= (np.abs(constant[:, :5] - (constant[:, :5] > 0.5)) <= TOLERANCE).all(1) & (
+        np.abs(constant - 0.5) <= 0.51
+    ).all(1)
+    binary &= (s[:, 12:] == constant[:, :, None, None]).all((1, 2, 3))
     faults.append((~binary, "planes are not Matrix0's"))
     boards = np.packbits(bits, axis=-1, bitorder="little").reshape(-1, 12, 8).view("<u8")[:, :, 0].astype(np.uint64)
-    black = whole[:, 0] < 0.5
+    black = constant[:, 0] < 0.5
     boards[black] = np.roll(boards[black], 6, axis=1).byteswap()
     faults.append((~playable(boards), "not a position of chess"))
     records = blank(len(s), "matrix0")
     records["pieces"] = bitboard.pieces_of(boards)
-    rights = ((whole[:, 1:5] > 0.5) * [1, 2, 4, 8]).sum(1)
+    rights = ((constant[:, 1:5] > 0.5) * [1, 2, 4, 8]).sum(1)
     rights = np.where(black, rights >> 2 | (rights & 3) << 2, rights)
     records["castling"] = standing_rights(rights, records["pieces"])
     faults.append((records["castling"] != rights, "castling without king or rook"))
-    numbers = np.clip(np.nan_to_num(whole[:, 5:]), 0, 1) * [99, 199]
+    numbers = np.clip(np.nan_to_num(constant[:, 5:]), 0, 1) * [99, 199]
     records["halfmove"], full = np.rint(numbers).astype(np.int64).T
     records["side"] = black
     records["ply"] = np.maximum(2 * full - 2, 0) + black

@@ -95,9 +95,9 @@ def read_fens(fens: Sequence[str], source: str) -> tuple[Records, list[str]]:
     reads = [_read_fen(fen) for fen in fens]
     faults = [read if isinstance(read, str) else "" for read in reads]
     rows = np.flatnonzero([not fault for fault in faults])
-    whole = [read for read in reads if not isinstance(read, str)]
-    ranks = np.frombuffer(b"".join(read[0] for read in whole), np.uint8).reshape(-1, 8, 8)
-    columns = np.array([read[1] for read in whole], np.int64).reshape(-1, 5)
+    parsed = [read for read in reads if not isinstance(read, str)]
+    ranks = np.frombuffer(b"".join(read[0] for read in parsed), np.uint8).reshape(-1, 8, 8)
+    columns = np.array([read[1] for read in parsed], np.int64).reshape(-1, 5)
     classes = np.where(columns[:, 3, None, None] == 0, ranks[:, ::-1], ranks).reshape(-1, 64)
     pieces = classes[:, ::2] | classes[:, 1::2] << 4
     letters: NDArray[np.bool_] = classes.max(axis=1) <= EMPTY

@@ -329,10 +329,10 @@ class Pgn:
             fits = f"fits {count} legal moves" if count else "is not legal"
             detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {text_of(words[move])} {fits}"
             refuse(game.number, "ambiguous move" if count else "illegal move", detail, len(game.moves))
-        whole = np.flatnonzero(replay.failed < 0)
-        games, start = [games[row] for row in whole], start[whole]
+        legal = np.flatnonzero(replay.failed < 0)
+        games, start = [games[row] for row in legal], start[legal]
         claims = np.array([game.points for game in games], np.int64)
-        points, why = endings(replay.end_pieces[whole], replay.ends[whole])
+        points, why = endings(replay.end_pieces[legal], replay.ends[legal])
         rows = np.array([len(game.moves) for game in games], np.int64)
         black = (start["side"] + rows) % 2 == 1  # is to move at the end
         shown = np.where(black & (points != UNKNOWN), -points, points)

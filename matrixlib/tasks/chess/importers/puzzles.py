@@ -1,4 +1,4 @@
-"""Reader of Lichess puzzles (CSV): a position for each move of the solver, with that move as the whole policy.
+"""Reader of Lichess puzzles (CSV): a position for each move of the solver, which has all of the policy.
 
 The FEN of a row is the position *before* the opponent's set-up move, which is the first of `Moves`; the solver makes
 the second, the fourth and so on. A puzzle says nothing about the result of its game, nor who wins by how much, so
@@ -137,6 +137,6 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
         rows, codes = rows[place >= 0], codes[place >= 0]
         state[rows] = play(state[rows], codes.astype(np.uint16))
     owner = np.concatenate([np.zeros(0, np.int64), *owners])
-    whole = np.array([not fault for fault in faults], bool)
+    solved = np.array([not fault for fault in faults], bool)
     order = np.argsort(owner, kind="stable")  # puzzle by puzzle; within one the steps are in order already
-    return select(concat(batches, LAYOUT), order[whole[owner[order]]], LAYOUT)
+    return select(concat(batches, LAYOUT), order[solved[owner[order]]], LAYOUT)

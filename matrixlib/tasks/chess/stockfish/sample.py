@@ -1,6 +1,6 @@
 """Makes a training set with Stockfish: games and labels, appended to a file game by game, then shards.
 
-A game and its labels are a pure function of (parameters, number of the game), so stopped work goes on where it stopped
+A game and its labels are a pure function of (parameters, number of the game), so stopped work is resumed
 and ends in the same bytes. The set that ships was made by this.
 """
 
