@@ -13,8 +13,8 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from matrixlib.files import plain, utc_now
@@ -91,7 +91,7 @@ def not_finite(row: Mapping[str, Any]) -> bool:
     return any(isinstance(value, float) and not math.isfinite(value) for value in values)
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Append-only log of one run. Each line is flushed, so that a crash of the process loses at most the line being
     written, and `sync` makes all of them safe from a power loss. A torn last line is cut off when it is opened.
 
@@ -159,12 +159,7 @@ class MetricsLog:
         """Close the file; a closed log cannot be written to."""
         self._file.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
