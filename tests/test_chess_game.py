@@ -31,23 +31,6 @@ def state(board: chess.Board) -> States:
     return from_boards([board])
 
 
-def test_moves_are_those_of_python_chess() -> None:
-    boards = hard_positions() + random_positions(200, seed=2)
-    states = from_boards(boards)
-    moves, offsets = GAME.legal(states)
-    owner = np.repeat(np.arange(len(boards)), np.diff(offsets))
-    after = GAME.play(states[owner], moves)
-    played = []
-    for i, move in zip(owner, moves, strict=True):
-        board = boards[i].copy(stack=False)
-        board.push(move_from_index(int(move), board))
-        played.append(board)
-    expected = from_boards(played)
-    for name in ("pieces", "castling", "en_passant", "halfmove", "side", "ply"):
-        assert (after[name] == expected[name]).all(), name
-    assert len(moves) == sum(board.legal_moves.count() for board in boards)
-
-
 def test_endings_of_games() -> None:
     """Mate, stalemate, dead positions and fifty moves in thousands of positions, some at the end of their patience."""
     boards = hard_positions() + random_positions(1500, seed=4)

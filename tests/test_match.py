@@ -11,7 +11,7 @@ from matrixlib.play.elo import rating
 from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.match import Choice, Match, Turn, play_pairs, random_openings, random_player, search_player
 from matrixlib.tasks.chess.game import ChessGame
-from matrixlib.tasks.chess.records import from_boards, policy_index
+from matrixlib.tasks.chess.records import from_boards
 from matrixlib.tasks.tictactoe.game import TicTacToe
 from matrixlib.tasks.tictactoe.solution import best_moves
 
@@ -137,19 +137,6 @@ def test_chess_games_are_read_back_with_the_same_result() -> None:
             assert record.result == (white if read.board().turn == chess.WHITE else -white)
         assert len(list(read.mainline_moves())) == len(record.moves)
         assert {read.headers["White"], read.headers["Black"]} == {"first", "second"}
-
-
-def test_shuffling_pieces_ends_by_repetition() -> None:
-    game = ChessGame()
-    cycle = [chess.Move.from_uci(uci) for uci in ("g1f3", "g8f6", "f3g1", "f6g8")]
-
-    def shuffle(turn: Turn) -> Choice:
-        plies = [len(past) for past in turn.history]
-        return Choice(np.array([policy_index(cycle[p % 4], p % 2 == 0) for p in plies], np.int32))
-
-    match = play_pairs(game, shuffle, shuffle, game.initial(1))
-    assert [len(g.moves) for g in match.games] == [8, 8]
-    assert [(g.result, g.tags["Termination"]) for g in match.games] == [(0, "normal")] * 2
 
 
 def test_scores_of_a_match_by_hand() -> None:

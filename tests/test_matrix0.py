@@ -219,16 +219,6 @@ def test_an_absent_alias_is_fine(weights: Weights) -> None:
     assert torch.equal(matrix0_state(net)["ssl_head.0.weight"], weights["ssl_head.0.weight"])
 
 
-def test_files_with_group_norm(weights: Weights) -> None:
-    grouped = {k: v for k, v in weights.items() if not k.rsplit(".", 1)[1].startswith(("running", "num_batches"))}
-    with pytest.raises(ValueError, match="running_mean"):
-        load_matrix0({"model": grouped}, small())
-    config = matrix0_config(SMALL)
-    net = PolicyValueNet(config.model_copy(update={"norm": config.norm.model_copy(update={"blocks": "group"})}))
-    load_matrix0({"model": grouped}, net)
-    assert torch.equal(net.stem.conv.weight, grouped["stem.0.weight"])
-
-
 def test_training_checkpoints_hold_numpy_numbers(weights: Weights, tmp_path: Path) -> None:
     """After its warm-up Matrix0's scheduler holds numpy float64, which torch's safe unpickler refuses."""
     path = tmp_path / "step.pt"

@@ -520,15 +520,6 @@ def test_flops_are_of_what_is_asked_for_and_never_of_what_is_repeated() -> None:
     assert training_flops(pairs, play) > 0  # its tables come from the CPU
 
 
-def test_samples_do_not_influence_each_other_in_evaluation() -> None:
-    net = build(norm={"blocks": "batch", "stem_heads": "batch"}, attention=ATTENTION, ssl=ALL_SSL).eval()
-    x = planes(5)
-    with torch.no_grad():
-        whole, alone = net(x, every_head(net)), net(x[2:3], every_head(net))
-    for name in ("policy", "value", "features"):
-        torch.testing.assert_close(whole[name][2:3], alone[name], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_memory_format_changes_nothing(norm: str) -> None:
     net = build(attention=ATTENTION | {"norm": norm}, chess_features=True, se_ratio=0.25).eval()

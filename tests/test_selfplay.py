@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,6 @@ def test_games_do_not_depend_on_how_many_are_played_at_once() -> None:
             assert same(trace, together[trace.number])
     other = by_number(list(play_games(GAME, uniform, range(20), OPTIONS, seed=1)))
     assert not all(same(other[n], together[n]) for n in range(20))
-
-
-def test_work_that_was_stopped_goes_on() -> None:
-    whole = by_number(list(play_games(GAME, uniform, range(30), OPTIONS)))
-    first = by_number(list(islice(play_games(GAME, uniform, range(30), OPTIONS), 11)))
-    rest = by_number(list(play_games(GAME, uniform, [n for n in range(30) if n not in first], OPTIONS)))
-    assert sorted(first | rest) == list(range(30))
-    assert all(same(whole[n], trace) for n, trace in (first | rest).items())
 
 
 @pytest.mark.parametrize("gumbel", [0, 4])

@@ -377,15 +377,6 @@ def test_a_client_analyses_several_variations(program: chess.engine.SimpleEngine
     assert program.play(chess.Board(MATE), chess.engine.Limit(time=0.1)).move == chess.Move.from_uci("d1d8")
 
 
-def test_a_client_stops_an_endless_analysis(program: chess.engine.SimpleEngine) -> None:
-    with program.analysis(chess.Board()) as analysis:
-        for info in analysis:
-            if info.get("nodes", 0) > 200:
-                break
-        analysis.stop()
-        assert analysis.wait().move in chess.Board().legal_moves
-
-
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.soak)])
 def test_random_positions_without_an_illegal_move(program: chess.engine.SimpleEngine, count: int) -> None:
     boards = [board for board in random_positions(count, seed=11) if any(board.legal_moves)]
