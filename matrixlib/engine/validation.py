@@ -172,25 +172,20 @@ class HeldOut:
         return validate(task, model, batches, self._runtime, active, "phase", passes=self.passes, ranks=self._ranks)
 
 
-def attainable_floor(task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE) -> float:
-    """Least total validation loss that any network can reach on `batches` of all ranks; nan without a batch."""
-    sums, counts = Counter[str](), Counter[str]()
-    for batch in batches:
-        counts.update(task.counts(batch))
-        sums.update({term: floor for term, (_, floor) in task.bounds(batch).items()})
-    items, floors = (ranks.total({term: float(values[term]) for term in active}) for values in (counts, sums))
-    if ranks.total({"": len(counts)})[""] == 0:
-        return math.nan
-    return math.fsum(task.weights[term] * floors[term] / items[term] for term in active if items[term])
-
-
 def refuse_below_floor(
     target: float, task: Task, batches: Iterable[Batch], active: frozenset[str], ranks: Ranks = ALONE
 ) -> None:
-    """Raises ValueError when no network can reach validation.target_loss, or nothing is held out."""
-    floor = attainable_floor(task, batches, active, ranks)
-    if math.isnan(floor):
+    """Raises ValueError when no network can reach validation.target_loss on the `batches` of all ranks, or nothing is
+    held out.
+    """
+    floors, counts = Counter[str](), Counter[str]()
+    for batch in batches:
+        counts.update(task.counts(batch))
+        floors.update({term: floor for term, (_, floor) in task.bounds(batch).items()})
+    items, sums = (ranks.total({term: float(values[term]) for term in active}) for values in (counts, floors))
+    if ranks.total({"": len(counts)})[""] == 0:
         raise ValueError("validation.target_loss needs held-out data, and there is none; set it to 0")
+    floor = math.fsum(task.weights[term] * sums[term] / items[term] for term in active if items[term])
     if target < floor:
         raise ValueError(
             f"validation.target_loss {target:g} is below {floor:.4f}, the least loss that any network can "
