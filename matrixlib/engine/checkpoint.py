@@ -93,8 +93,6 @@ class Checkpoints:
     ) -> None:
         if keep < 2:
             raise ValueError(f"checkpoint.keep is {keep}; keep at least 2, because a rollback needs a predecessor")
-        if not 0 <= compress <= 19:
-            raise ValueError(f"checkpoint.compress is {compress}; zstd levels are 1 to 19, 0 turns it off")
         self.folder = Path(folder)
         self.keep, self.keep_best, self.keep_every = keep, best, every
         self.compress, self.largest = compress, largest
@@ -298,14 +296,8 @@ class Checkpoints:
             return
         name = path.with_name(f"best_{best.step:08d}")
         self._remove(name)  # marked earlier, of the same step
-        try:
-            os.replace(path, name)
-            sync_folder(self.folder)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be renamed to {name.name} ({error}), so a resumed run would go on from it; "
-                f"make the folder writable and rename it by hand"
-            ) from error
+        os.replace(path, name)
+        sync_folder(self.folder)
 
     def _remove(self, path: Path) -> None:
         """Rename before removing, so that a crash half-way leaves no folder that looks like a checkpoint."""

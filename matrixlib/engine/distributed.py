@@ -148,7 +148,7 @@ class Ranks:
             missing = self._missing(time.monotonic() - began > self.timeout)
             if not (missing or certain):
                 raise
-            text = str(error).splitlines()[0][:200]
+            text = (str(error) or repr(error)).splitlines()[0][:200]
             raise LostRank(
                 f"{missing or 'a rank on another host'} of {self.size} does not answer: killed, out of memory, hung, "
                 "or ended by an error of its own (look above); the same command goes on from the newest checkpoint "
