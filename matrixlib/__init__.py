@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def load(run: str | Path, **options: Any) -> Any:
     """The trained network of a run of any task; see `matrixlib.tasks.load`."""
-    from matrixlib.tasks import load as load_network  # torch is heavy: only when it is needed
+    from matrixlib.hardware.machine import set_waiting_policy
+
+    set_waiting_policy()  # before torch is imported, which is heavy: only when it is needed
+    from matrixlib.tasks import load as load_network
 
     return load_network(run, **options)
 

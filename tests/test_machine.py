@@ -1,5 +1,7 @@
 """Facts of machines, read from the files that the operating system shows of them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,32 +94,30 @@ def test_memory_is_limited_by_the_cgroup(tmp_path: Path) -> None:
     assert machine.memory(tmp_path / "none", tmp_path / "membership") > 2**27
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC 12.2.0",
-            "535.104.05",
-        ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
-    ],
-)
-def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path, text: str, version: str) -> None:
-    (tmp_path / "version").write_text(text)
-    assert machine.driver(tmp_path / "version") == version
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["2,1", "two", "0", "-1", "1.5"])
+def test_a_number_of_threads_that_is_none_is_named(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(machine.ThreadsError, match=rf"{name} is '{text}'; set it to one whole number above 0"):
+        machine.facts()
 
 
-def test_the_driver_is_asked_for_where_no_file_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 551.86\necho 551.86\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.driver(tmp_path / "none") == "551.86"
-    (tmp_path / "nvidia-smi").unlink()
-    assert machine.driver(tmp_path / "none") == ""
+@pytest.mark.parametrize("variable", ["", *machine.WAITING])
+def test_threads_wait_asleep_unless_somebody_has_decided(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch is imported: a run that is opened has it, and the processes that it starts."""
+    for name in machine.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    code = "import os; from matrixlib.runs.run import open_run; import sys; assert 'torch' not in sys.modules\n"
+    code += "try: open_run(ranks=0)\nexcept ValueError: print(os.environ.get('OMP_WAIT_POLICY'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == {"": "PASSIVE", "OMP_WAIT_POLICY": "1"}.get(variable, "None")
 
 
 def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+    from torch.utils import collect_env
 
     here = machine.versions()
     assert {"python", "torch", "numpy", "matrixlib"} <= set(here)
@@ -127,7 +127,7 @@ def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
-    monkeypatch.setattr(machine, "driver", lambda: "580.65.06")
+    monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65.06")
     there = machine.versions()
     assert {name: there[name] for name in ("cuda", "cudnn", "nccl", "driver")} == {
         "cuda": "13.0",

@@ -8,7 +8,6 @@ import pytest
 from matplotlib.figure import Figure
 from test_melee_imitation import figures_of, frames
 
-from matrixlib.bench import report as bench
 from matrixlib.runs import figures
 from matrixlib.runs.rate_test import RateTest
 from matrixlib.tasks.latin import plots as latin
@@ -31,8 +30,6 @@ ROWS: list[dict[str, Any]] = [
     for step in range(1, 10)
 ]
 HIGHER = [row | {"loss": row["loss"] + 0.3} for row in ROWS]
-SPEED = {"value": 350_000.0, "unit": "positions/s", "limit": 1e6}
-BENCH = {"scaling": [SPEED | {"name": "batch 32, 2 blocks"}], "loader": [SPEED | {"name": "no workers"}]}
 RATES = [
     Rate(size, "standard", fill, 16, 0.5, None, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
     for size in (3, 4)
@@ -42,7 +39,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
     "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
-    "benchmarks": lambda: bench.scaling_figure({"figures": BENCH}),
     "rates": lambda: latin.rates_figure(RATES),
     "buttons": lambda: melee.rates_figure(figures_of(frames(10))),
     "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),

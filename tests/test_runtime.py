@@ -11,9 +11,26 @@ import torch
 from matrixlib import config as configuration
 from matrixlib.hardware import machine, speed
 from matrixlib.hardware.machine import DeviceFacts, Gpu, Rates
-from matrixlib.hardware.probe import MACHINES
 from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, select_device, serving, suggest
 
+# Only ratios matter to the policy. Those of processors were measured, in GFLOP/s a core; those of Apple's GPUs are
+# what is published of them: no units for bf16 before the M5.
+_ZEN4 = Rates(183, 420, 160, 165, 300, 310)
+_AMX = Rates(235, 1972, 190, 205, 480, 753)
+_NO_BF16 = Rates(120, 0, 90, 95, 0, 0)
+_M3, _M5 = Rates(1, 1, 1, 0, 1, 0), Rates(1, 2, 1, 0, 1.3, 0)
+MACHINES: dict[str, DeviceFacts] = {
+    "H200": DeviceFacts(cores=16, gpu=Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)),
+    "H100": DeviceFacts(cores=16, gpu=Gpu("NVIDIA H100", (9, 0), True, 80 * 10**9)),
+    "A100": DeviceFacts(cores=8, gpu=Gpu("NVIDIA A100", (8, 0), True, 40 * 10**9)),
+    "T4": DeviceFacts(cores=4, gpu=Gpu("Tesla T4", (7, 5), False, 16 * 10**9)),
+    "V100": DeviceFacts(cores=8, gpu=Gpu("Tesla V100", (7, 0), False, 16 * 10**9)),
+    "MacBook M3": DeviceFacts(platform="darwin", cores=8, mps=True, macos=(15, 0), rates=_M3),
+    "MacBook M5": DeviceFacts(platform="darwin", cores=10, mps=True, macos=(26, 0), rates=_M5),
+    "Zen 4 laptop": DeviceFacts(cores=8, instructions=("avx512f", "avx512_bf16"), rates=_ZEN4),
+    "Xeon with AMX": DeviceFacts(cores=2, instructions=("avx512_bf16", "amx_bf16"), rates=_AMX),
+    "older desktop": DeviceFacts(cores=4, instructions=("avx2",), rates=_NO_BF16),
+}
 H200, T4, V100, M3, M5, ZEN4 = (
     MACHINES[name] for name in ("H200", "T4", "V100", "MacBook M3", "MacBook M5", "Zen 4 laptop")
 )
@@ -134,10 +151,8 @@ def test_round_trip_through_json_and_reuse() -> None:
         {"tf32": None},
     ):
         (name,) = strange
-        with pytest.raises(ValueError, match=f"the stored runtime's {name} is .*bring the file back"):
+        with pytest.raises(ValueError, match=f"the stored runtime's {name} is .*bring it back"):
             Runtime.from_dict(stored | strange)
-    del stored["ranks"]
-    assert Runtime.from_dict(stored) == runtime, "of a run begun before there were several"
     del stored["tf32"]
     with pytest.raises(ValueError, match="missing or unknown keys: tf32"):
         Runtime.from_dict(stored)

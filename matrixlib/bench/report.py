@@ -1,6 +1,6 @@
 """Benchmarks: measured, kept for each machine, compared with the last time.
 
-    python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail] [--markdown]
+    python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail]
 
 A record is `reports/bench/<machine>/<UTC time>.json`; machines are named by processor and cores or by their GPU.
 """
@@ -17,18 +17,15 @@ from typing import Any
 
 import pandas as pd
 import torch
-from matplotlib.figure import Figure as Plot
 
 from matrixlib import files
 from matrixlib.bench.workloads import ON_GPU, workloads
 from matrixlib.hardware import machine
 from matrixlib.hardware.benchmark import Figure, Plan, make_plan
 from matrixlib.runs.record import git_commit
-from matrixlib.tasks.plotting import panels
 
 TOLERANCE = 0.10
 """Slower by more than this share is a regression."""
-LOADER = "loader workers"
 BUSY = 0.5
 """Mean number of other busy processes in the minute before that is worth a word."""
 
@@ -105,26 +102,38 @@ def last(record: dict[str, Any]) -> dict[tuple[str, str, str], tuple[str, Figure
     known: dict[tuple[str, str, str], tuple[str, Figure]] = {}
     for other in sorted(older, key=lambda other: str(other["started"])):
         if other["started"] < record["started"] and other["brief"] == record["brief"]:
-            for name, figure in figures(other):
-                known[name, figure.name, figure.unit] = other["started"], figure
+            known |= {(name, f.name, f.unit): (other["started"], f) for name, f in figures(other)}
     return known
+
+
+def table(record: dict[str, Any]) -> pd.DataFrame:
+    """Every figure, named by workload and figure, with its limit and the share of it that is reached."""
+    rows = {
+        (name, figure.name): {
+            "measured": figure.value,
+            "unit": figure.unit,
+            "limit": figure.limit,
+            "reached": figure.share,
+            "limited by": figure.of,
+        }
+        for name, figure in figures(record)
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def regressions(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[list[str], str]:
     """(what takes longer than the last time on this machine by more than `tolerance`, all of it in words)."""
-    known = last(record)
-    slower, times = [], set()
-    new: dict[str, list[str]] = {}
+    known, slower, times, new = last(record), list[str](), set[str](), list[str]()
     for name, figure in figures(record):
-        if (name, figure.name, figure.unit) not in known:
-            new.setdefault(name, []).append(figure.name)
+        started, old = known.get((name, figure.name, figure.unit), ("", None))
+        if old is None:
+            new.append(f"{name} ({figure.name})")
             continue
-        started, old = known[name, figure.name, figure.unit]
         times.add(started)
-        longer = figure.value / old.value if figure.unit == "s" else old.value / figure.value
-        if longer > 1 + tolerance:
+        longer = (figure.value / old.value if figure.unit == "s" else old.value / figure.value) - 1
+        if longer > tolerance:
             change = f"{_number(old.value)} -> {_number(figure.value)} {figure.unit}"
-            slower.append(f"{name}: {figure.name} takes {longer - 1:.0%} longer ({change})")
+            slower.append(f"{name}: {figure.name} takes {longer:.0%} longer ({change})")
     if not times:
         return [], "first record of this machine: nothing to compare with"
     before = " and ".join(sorted(times))
@@ -132,60 +141,21 @@ def regressions(record: dict[str, Any], tolerance: float = TOLERANCE) -> tuple[l
     if not slower:
         lines = [f"nothing over {tolerance:.0%} slower than on {before}"]
     if new:
-        whole = {name: len(missing) == len(record["figures"][name]) for name, missing in new.items()}
-        words = (name if whole[name] else f"{name} ({'; '.join(missing)})" for name, missing in new.items())
-        lines.append(f"not compared, as no older record has them: {', '.join(words)}")
+        lines.append(f"not compared, as no older record has them: {', '.join(new)}")
     return slower, "\n".join(lines)
 
 
-def table(record: dict[str, Any]) -> pd.DataFrame:
-    """Every figure with its limit and its share of it; rows are named by workload and figure."""
-    rows = {}
-    for name, figure in figures(record):
-        rows[name, figure.name] = {
-            "measured": f"{_number(figure.value)} {figure.unit}",
-            "limit": _number(figure.limit) if figure.limit else "",
-            "reached": f"{figure.share:.0%}" if figure.share is not None else "",
-            "limited by": figure.of,
+def text(record: dict[str, Any]) -> pd.DataFrame:
+    """`table` for people."""
+    shown = table(record)
+    return pd.DataFrame(
+        {
+            "measured": shown["measured"].map(_number) + " " + shown["unit"],
+            "limit": shown["limit"].map(_number, na_action="ignore").fillna(""),
+            "reached": shown["reached"].map("{:.0%}".format, na_action="ignore").fillna(""),
+            "limited by": shown["limited by"],
         }
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def markdown(record: dict[str, Any]) -> str:
-    """The same as tables for the README, one for each workload."""
-    parts = []
-    for name, part in table(record).groupby(level=0, sort=False):
-        lines = [[str(name), *part.columns], ["---"] * (1 + len(part.columns))]
-        lines += [[figure, *row] for (_, figure), row in zip(part.index, part.to_numpy(), strict=True)]
-        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
-    return "\n\n".join(parts)
-
-
-def scaling_figure(record: dict[str, Any]) -> Plot:
-    """Share of the matrix products' rate that is reached, against batch, channels and blocks, and the loader's
-    positions a second against workers; positions a second stand over each bar."""
-    curves: dict[str, list[tuple[int, Figure]]] = {}
-    for name, figure in figures(record):
-        if name == "scaling":
-            swept, count = figure.name.split(",")[0].split()
-            curves.setdefault(swept, []).append((int(count), figure))
-        elif name == "loader":
-            count = figure.name.split()[0].replace("no", "0")
-            curves.setdefault(LOADER, []).append((int(count), figure))
-    canvas, grid = panels(len(curves), (3.2, 3))
-    for axes, (what, points) in zip(grid, curves.items(), strict=False):
-        if what == LOADER:
-            heights, label = [figure.value for _, figure in points], "positions/s"
-        else:
-            heights = [100 * (figure.share or 0.0) for _, figure in points]
-            label = "of the matrix products' rate [%]"
-        bars = axes.bar(range(len(points)), heights, 0.6)
-        speeds = [_number(figure.value) for _, figure in points]
-        axes.bar_label(bars, speeds if what == LOADER else [f"{speed}/s" for speed in speeds], fontsize=8)
-        axes.set_xticks(range(len(points)), [f"{at:,}" for at, _ in points])
-        axes.set(xlabel=what, ylabel=label, xlim=(-0.6, len(points) - 0.4))
-        axes.margins(y=0.12)
-    return canvas
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,7 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="time of each group of figures")
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too: takes minutes")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where something got slower")
-    parser.add_argument("--markdown", action="store_true", help="tables as the README has them")
     flags = parser.parse_args(arguments)
     names = [name for name in flags.only.split(",") if name]
     try:
@@ -211,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if record["load"] > BUSY:
         print(f"{record['load']:.1f} other processes were busy as it began: the figures are too low")
     slower, words = regressions(record)
-    print(f"\n{markdown(record) if flags.markdown else table(record).to_string()}\n\n{words}")
+    print(f"\n{text(record).to_string()}\n\n{words}")
     return 1 if slower and flags.fail else 0
 
 

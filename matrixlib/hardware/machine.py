@@ -6,7 +6,6 @@ torch is imported inside functions.
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -24,7 +23,8 @@ VCACHE_BYTES = (64 * 2**20, 128 * 2**20)  # an AMD die with V-Cache has 96 MiB, 
 VCACHE_SHARERS = 16  # logical processors of one die; a virtual machine may report one huge L3 for all
 CPU_TREE = Path("/sys/devices/system/cpu")
 CGROUP_TREE = Path("/sys/fs/cgroup")
-DRIVER = Path("/proc/driver/nvidia/version")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables by which somebody has decided how threads wait."""
 PACKAGES = (
     *("matrixlib", "torch", "triton", "numpy", "numba", "safetensors", "zstandard"),
     *("pydantic", "chess", "papermill", "matplotlib"),
@@ -134,6 +134,17 @@ def facts(ranks: int = 1) -> DeviceFacts:
     )
 
 
+def set_waiting_policy() -> None:
+    """Let threads that have done their part of a computation sleep until the others have, unless somebody has decided.
+
+    OpenMP's libraries read it once, as torch is imported: called by what comes before that (`matrixlib.load`,
+    `open_run`, the command lines), and without effect afterwards. They would wait in a loop, for milliseconds, which
+    beside a busy program takes its time from the thread that is waited for. The threads, and so all bits, stay.
+    """
+    if not os.environ.keys() & set(WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def local_ranks() -> int:
     """Processes that share this machine for one training: torchrun tells."""
     return max(1, _asked_for("LOCAL_WORLD_SIZE"))
@@ -238,21 +249,6 @@ def quota(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgrou
     return min(quotas, default=0.0)
 
 
-def throttled(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Seconds that the quota of the cgroup (version 1 or 2, or of one above it) has held its processes back so far."""
-    seconds = [0.0]
-    for folder in _groups(cgroups, membership, ("cpu", "cpu,cpuacct")):
-        counters = dict(line.split(" ", 1) for line in _read(folder / "cpu.stat").splitlines() if " " in line)
-        seconds.append(int(counters.get("throttled_usec", 0)) / 1e6 + int(counters.get("throttled_time", 0)) / 1e9)
-    return max(seconds)
-
-
-def slowdowns(tree: Path = CPU_TREE) -> int:
-    """How often the processors have clocked down because of heat so far; 0 where the system does not say."""
-    counts = [_read(path) for path in tree.glob("cpu[0-9]*/thermal_throttle/core_throttle_count")]
-    return sum(int(text) for text in counts if text.isdecimal())
-
-
 def memory(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes of memory that this process may use."""
     import psutil
@@ -315,6 +311,7 @@ def versions() -> dict[str, str]:
     driver says. What is not there is left out.
     """
     import torch
+    from torch.utils import collect_env
 
     out: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -322,36 +319,17 @@ def versions() -> dict[str, str]:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             out[name] = None
-    cudnn = torch.backends.cudnn.version()
+    cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
     out |= {
         "torch": torch.__version__,  # with the name of the build, which the package's metadata may lack
-        "cuda": torch.version.cuda,
+        "cuda": cuda,
         "hip": torch.version.hip,
         "cudnn": None if cudnn is None else str(cudnn),
-        "nccl": _nccl(),
-        "driver": driver() if torch.version.cuda else None,
+        "nccl": ".".join(map(str, nccl)),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
     }
     return {name: version for name, version in out.items() if version}
-
-
-def driver(path: Path = DRIVER) -> str:
-    """Version of NVIDIA's driver, "" where there is none. Under WSL2 and on Windows its own program tells it."""
-    if match := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _read(path)):
-        return match[0]
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
-
-
-def _nccl() -> str | None:
-    import torch
-
-    if not torch.cuda.is_available() or not torch.distributed.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
 
 
 def environment() -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """The device and precision policy: every choice that depends on the machine is made here, with its reason.
 
-`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine. Nothing else
-in the package asks which device there is. torch is imported inside functions: the module is light.
+`policy` decides from plain numbers (machine.py reads them), `resolve` does it for a run on this machine; what a device
+can do, backend.py knows. torch is imported inside functions: the module is light.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
+from matrixlib.config import Count, CountOrZero
 from matrixlib.hardware import backend, machine, speed
 from matrixlib.hardware.machine import BF16_INSTRUCTIONS, DeviceFacts
 
@@ -38,35 +42,24 @@ REQUESTED = "asked for"  # the reason of what `auto` did not decide
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
 
-KINDS: Mapping[str, Any] = {
-    "str": (str, bool),  # of older runs, which were compiled or not
-    "bool": bool,
-    "int": int,
-    "Mapping[str, str]": Mapping,
-    "tuple[str, ...]": (list, tuple),
-}
-"""What a stored choice may be, by its annotation."""
-DTYPES = ("fp32", "bf16", "fp16")
-
-
 @dataclass(frozen=True)
 class Runtime:
     """All choices for one run; stored with it and reused on resume: the result's bits depend on them."""
 
     device: str  # cpu, cuda or mps
-    dtype: str  # of autocast: fp32 (off), bf16 or fp16; parameters and optimiser state are always fp32
+    dtype: Literal["fp32", "bf16", "fp16"]  # of autocast (fp32: off); parameters and optimiser state are always fp32
     scaler: bool
     tf32: bool
     channels_last: bool
     compile: str  # mode of torch.compile, "" = not compiled
-    threads: int
-    workers: int
-    prefetch: int
-    micro_batch: int
+    threads: Count
+    workers: CountOrZero
+    prefetch: Count
+    micro_batch: Count
     reasons: Mapping[str, str] = field(default_factory=dict)  # choice -> why
     requested: tuple[str, ...] = ()  # choices of the user's own: nothing else may quietly stand in for them
     benchmark: bool = False  # cuDNN looks for the fastest algorithm of each shape
-    ranks: int = 1  # processes that shared the machine when threads and workers were chosen
+    ranks: Count = 1  # processes that shared the machine when threads and workers were chosen
 
     @property
     def torch_device(self) -> torch.device:
@@ -79,11 +72,6 @@ class Runtime:
     def pin(self) -> bool:
         """Whether host batches should lie in pinned memory, for copies that do not block."""
         return backend.pins(self.device)
-
-    @property
-    def cpu_threads(self) -> int:
-        """Threads of this process that an update waits for; 0 where an accelerator computes."""
-        return self.threads if self.device == "cpu" else 0
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of every forward pass, in training and in evaluation alike."""
@@ -134,19 +122,15 @@ class Runtime:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key, and a value that is none of it."""
-        known = {item.name for item in fields(cls)}
-        data = {"ranks": 1, **data}  # runs begun before there were several
-        if wrong := known ^ set(data):
+        if wrong := {item.name for item in fields(cls)} ^ set(data):
             keys = ", ".join(sorted(wrong))
             raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
-        numbers = ("threads", "workers", "prefetch", "micro_batch", "ranks")
-        odd = [item.name for item in fields(cls) if not isinstance(data[item.name], KINDS[str(item.type)])]
-        odd += [] if odd else [name for name in numbers if data[name] < (name != "workers")]
-        odd += [] if odd or data["dtype"] in DTYPES else ["dtype"]
-        if odd:
-            strange = str(data[odd[0]])[:80]
-            raise ValueError(f"the stored runtime's {odd[0]} is '{strange}': bring the file back, or start a new run")
-        return cls(**{**data, "requested": tuple(data["requested"])})
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, strange = first["loc"][0], str(first["input"])[:80]
+            raise ValueError(f"the stored runtime's {name} is '{strange}': bring it back, or start a new run") from None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 from matrixlib import files, progress
+from matrixlib.hardware import machine
 from matrixlib.runs import run as runs
 from matrixlib.runs import watch
 from matrixlib.runs.start import write_base
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together, one for each GPU")
     parser.add_argument("--target-loss", type=float, default=0.0, help="stop at this full validation loss; 0 = off")
     options = parser.parse_args(arguments)
+    machine.set_waiting_policy()  # the notebook's kernel has it from here
     if options.base:
         return _write_base(options.preset, options.device, options.run)
     overrides = {"validation": {"target_loss": options.target_loss}} if options.target_loss else {}

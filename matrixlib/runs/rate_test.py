@@ -15,7 +15,6 @@ from matrixlib.engine import rng
 from matrixlib.engine.parts import Parts
 from matrixlib.engine.stats import Action
 from matrixlib.engine.step import Step
-from matrixlib.hardware import openmp
 from matrixlib.runs.run import Run
 from matrixlib.tasks.plotting import beside, panels
 
@@ -73,7 +72,6 @@ class RateTest:
         return figure
 
 
-@openmp.considerate()
 def rate_test(run: Run, updates: int = 100) -> RateTest:
     """So many updates of a copy of the run's network as it stands, on its next batches, with the rate growing from
     `LOWEST` to `HIGHEST`; it ends where the loss diverges. The optimiser begins anew; clipping and all else are the

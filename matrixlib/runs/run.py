@@ -25,7 +25,7 @@ from matrixlib.engine.folder import newest_complete
 from matrixlib.engine.parts import Parts, refuse_other
 from matrixlib.engine.stats import Stats
 from matrixlib.files import read_json
-from matrixlib.hardware import backend, openmp
+from matrixlib.hardware import backend, machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
@@ -196,11 +196,9 @@ class Run:
             raise RunError(self.data.teacher.problem)
         if self.processes > 1:
             return (yield from self._follow({"trace": trace, "tensorboard": tensorboard}))
-        waiting = contextlib.ExitStack()
         if self.ranks.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._forget()  # another process has gone on with the run meanwhile: so do we, from there
         try:
-            waiting.enter_context(openmp.considerate(self.runtime.cpu_threads))
             if self.ranks.first:
                 peak = autotune.measure_peak(self.folder, self.runtime, self.spec.training_flops(self.config))
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
@@ -230,7 +228,6 @@ class Run:
         finally:
             if events is not None:
                 events.close()
-            waiting.close()
             self.close()
 
     def _follow(self, options: Mapping[str, Any]) -> Generator[Stats]:
@@ -304,7 +301,6 @@ class Run:
         self.lock.release()
 
 
-@openmp.considerate()
 def open_run(
     preset: str = "demo",
     device: str = "auto",
@@ -334,6 +330,7 @@ def open_run(
     cell. A run is resumed only with the parts that it was begun with.
     Raises ConfigError, RunError, or ValueError from runtime and data; each says what to do.
     """
+    machine.set_waiting_policy()
     from matrixlib.engine import distributed
 
     requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
@@ -407,7 +404,6 @@ def held_out_data(config: Config) -> Loader:
     return held_out_loader(spec, config, Catalogue(spec.folder(config)), spec.task(config))
 
 
-@openmp.considerate()
 def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     """The held-out figures of a network (`tasks.load`) with their baselines; sample: on so many rows, 0 = all."""
     config: Config = net.task.config

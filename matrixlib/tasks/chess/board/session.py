@@ -11,7 +11,6 @@ import chess
 import chess.pgn
 
 from matrixlib import progress
-from matrixlib.hardware.openmp import considerate
 from matrixlib.tasks.chess import plots
 from matrixlib.tasks.chess.evaluate.net import Evaluation, Net
 from matrixlib.tasks.chess.records import from_boards, move_from_index
@@ -137,7 +136,6 @@ class Session:
             raise ValueError(f"it is the network's turn, not that of {uci}")
         self.board.push(protocol.legal_move(self.board, uci))
 
-    @considerate()
     def think(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """Search the position, going on from the tree of the move before; None where it was stopped.
 

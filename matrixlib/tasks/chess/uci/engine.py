@@ -27,7 +27,7 @@ import numpy as np
 
 from matrixlib.engine.folder import newest_complete
 from matrixlib.files import reports_root
-from matrixlib.hardware.openmp import considerate
+from matrixlib.hardware.machine import set_waiting_policy
 from matrixlib.play.search import SearchOptions, SearchResult
 from matrixlib.play.selfplay import draw_move
 from matrixlib.tasks.chess.game import ChessGame, open_tables
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--simulations", type=int, default=0, help="most simulations of a move; 0: as the clock allows")
     flags = parser.parse_args(arguments)
+    set_waiting_policy()
     try:
         folder, checkpoint = find_run(flags.checkpoint or _newest())
         protocol.parse_option(f"name Simulations value {flags.simulations}")
@@ -227,14 +228,13 @@ class Engine:
             return self._answer(go, next(iter(only or board.legal_moves)).uci())
         draws = self._draws()
         capacity = self._number("Hash") * MIB
-        with considerate(self._number("Threads")):  # of the other engine, say
-            for result, done in thinker.think(limit, deadline, self._interrupted, capacity):
-                seconds = time.monotonic() - began
-                progress = (
-                    f"nodes {done} nps {int(done / max(seconds, 1e-3))} "
-                    f"hashfull {min(1000 * thinker.search.bytes // capacity, 1000)} time {int(1000 * seconds)}"
-                )
-                self._report(thinker, result, done, draws, progress)
+        for result, done in thinker.think(limit, deadline, self._interrupted, capacity):
+            seconds = time.monotonic() - began
+            progress = (
+                f"nodes {done} nps {int(done / max(seconds, 1e-3))} "
+                f"hashfull {min(1000 * thinker.search.bytes // capacity, 1000)} time {int(1000 * seconds)}"
+            )
+            self._report(thinker, result, done, draws, progress)
         if self.options["VerboseMoveStats"] == "true":
             self._report_moves(result)
         temperature = self._number("Temperature") / 100
