@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from melee_batches import decisions
 
-from matrixlib.tasks.melee import imitation, tables
+from matrixlib.tasks.melee import imitation
 from matrixlib.tasks.melee.columns import BUTTONS
 from matrixlib.tasks.melee.controller import HEADS, NEUTRAL
 from matrixlib.tasks.melee.imitation import Frames
@@ -117,7 +117,7 @@ def test_a_state_from_after_the_target_is_seen() -> None:
         new[(onsets + shift) % 1000] = True
         new[7::30] = True
         figures = figures_of(replace(given, new_action=new))
-        (check,) = (holds for name, holds, _ in tables.checks(figures) if name == "no leak")
+        (check,) = (holds for name, holds, _ in imitation.checks(figures) if name == "no leak")
         assert check is honest
 
 
@@ -127,11 +127,9 @@ def test_targets_are_more_than_repeating(nll: float, better: bool) -> None:
     likelihood = np.full((2000, len(HEADS)), nll)
     sampled = target if better else held
     figures = figures_of(replace(frames(2000), target=target, repeated=held, sampled=sampled, nll=likelihood))
-    assert {holds for _, holds, _ in tables.targets(figures)} == {better}
-    assert tables.checks(figures)[0][1] is better
-    table = tables.heads(figures)
-    assert table.loc["controller", "network, given true earlier parts"] == pytest.approx(6 * nll)
-    assert "network" in tables.heads(figures | {"given": ""})
+    assert {holds for _, holds, _ in imitation.targets(figures)} == {better}
+    assert imitation.checks(figures)[0][1] is better
+    assert figures["total"]["nll"] == pytest.approx(6 * nll)
 
 
 def test_what_is_always_the_same_passes_no_verdict() -> None:
@@ -147,7 +145,7 @@ def test_what_is_always_the_same_passes_no_verdict() -> None:
     nll[change, 0] = -np.log(counts / counts.sum())[which.reshape(-1)] + 1e-9  # more than rounding
     figures = figures_of(replace(frames(4000), target=target, repeated=held, sampled=target, nll=nll))
     assert figures["total"]["change_nll"] < figures["total"]["change_repeating"]
-    assert {name: holds for name, holds, _ in tables.targets(figures) if "controller changes" in name} == {
+    assert {name: holds for name, holds, _ in imitation.targets(figures) if "controller changes" in name} == {
         "log-loss where the controller changes below repeating and below every constant": False
     }
 

@@ -297,3 +297,12 @@ def test_the_same_stream_gives_the_same_windows() -> None:
     one, two, other = (augment(batch, data, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert all((one[name] == two[name]).all() for name in one)
     assert (one["numeric"] != other["numeric"]).any()
+
+
+def test_who_is_lost_over_the_left_edge_is_lost_over_the_right_one_in_the_mirror() -> None:
+    batch = stretches(game(200, 4), False)
+    actions = batch["frame_state"]["self"]["action"]
+    actions[:3] = 0, 1, 2  # down, left, right
+    before = plain(batch, PLAIN)["action"][0, :3, 0].tolist()
+    after = augment(batch, PLAIN.model_copy(update={"mirror": 1.0}), np.random.default_rng(0))["action"][0, :3, 0]
+    assert (before, after.tolist()) == ([0, 1, 2], [0, 2, 1])

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from test_melee_imitation import figures_of, frames
 
 from matrixlib.runs import figures
 from matrixlib.runs.rate_test import RateTest
 from matrixlib.tasks.latin import plots as latin
 from matrixlib.tasks.latin.rates import Rate
-from matrixlib.tasks.melee import plots as melee
 from matrixlib.tasks.plotting import beside, level, panels
 
 ROWS: list[dict[str, Any]] = [
@@ -40,7 +38,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
     "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
     "rates": lambda: latin.rates_figure(RATES),
-    "buttons": lambda: melee.rates_figure(figures_of(frames(10))),
     "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),
 }
 COUNTED = ("update step", "generation", "size")

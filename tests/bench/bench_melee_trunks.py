@@ -71,9 +71,9 @@ def decision_seconds(model: dict[str, Any]) -> float:
 
 def main() -> None:
     import pandas as pd
+    from matrixlib.tasks.melee.tables import onset_recall
 
     from matrixlib.runs import run as runs
-    from matrixlib.tasks.melee.tables import onset_recall
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=3.0)

@@ -36,6 +36,8 @@ SYMMETRIC = (2, 28, 31, 32)
 """Stages that stay what they are when left and right change places; Randall and the stadium's forms do not."""
 EDGE = 85.0  # about where stages end
 GAME_FRAMES = 28_800.0  # eight minutes
+DEAD_SIDEWAYS = (1, 2)
+"""Action states of a player who is lost over the left and the right edge."""
 SLOTS = 5
 """Items that a network is told of."""
 
@@ -248,3 +250,5 @@ def _mirror_players(state: np.ndarray, rows: np.ndarray) -> None:
     flags = state["flags"][rows]
     turned = (flags & RIGHT) // RIGHT * LEFT | (flags & LEFT) // LEFT * RIGHT
     state["flags"][rows] = flags & ~np.uint8(RIGHT | LEFT) | turned
+    action = state["action"][rows]
+    state["action"][rows] = np.where(np.isin(action, DEAD_SIDEWAYS), sum(DEAD_SIDEWAYS) - action, action)

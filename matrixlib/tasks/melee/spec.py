@@ -80,7 +80,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         return imitation.figures(imitation.judge(net, batches, config.seed), config.model.autoregressive)
 
     def headline(self, figures: Mapping[str, Any]) -> str:
-        from matrixlib.tasks.melee.tables import onset_recall
+        from matrixlib.tasks.melee.imitation import onset_recall
 
         total = figures["total"]
         recall, other = onset_recall(figures, "sampled")
@@ -91,7 +91,7 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        from matrixlib.tasks.melee.tables import checks
+        from matrixlib.tasks.melee.imitation import checks
 
         return checks(figures)
 
