@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_latin_task import latin_task
 
-from matrixlib.tasks.latin import decode, plots, pool, rates, squares, tables
+from matrixlib.tasks.latin import decode, filling, pool, rates, squares
 from matrixlib.tasks.latin.augment import inside
 from matrixlib.tasks.latin.losses import violations
 
@@ -157,9 +157,6 @@ def test_rates_stand_beside_their_baselines(measured: list[rates.Rate]) -> None:
     # An argmax of the same probabilities everywhere is never a Latin square.
     assert by[4, "standard", (0.0, 0.0)].valid == 0
     assert by[4, "standard", (0.0, 0.0)].violations > 0
-    frame = tables.table({"rates": [rate.to_dict() for rate in measured]})
-    assert len(frame) == 8
-    assert set(frame.index.get_level_values("fill")) >= {"empty"}
 
 
 @pytest.mark.parametrize(("size", "share"), [(3, 0.96), (4, 0.89), (5, 0.84)])
@@ -170,10 +167,10 @@ def test_what_a_perfect_network_reaches_at_half_to_seven_tenths(size: int, share
     assert rates.exact_rate(made, hidden) == pytest.approx(share, abs=0.06)
 
 
-def test_pictures(measured: list[rates.Rate]) -> None:
+def test_pictures() -> None:
     cells, size = empty(1, 4)
     steps = [step[0].numpy() for step in decode.iterative(cells, size, None, generator(1), True).steps]
-    figure = plots.filling_figure(steps, "negative", count=6)
+    figure = filling.filling_figure(steps, "negative", count=6)
     shown = [axis for axis in figure.axes if axis.get_visible()]
     assert len(shown) == 6
     assert shown[0].get_title() == "puzzle"
@@ -181,8 +178,5 @@ def test_pictures(measured: list[rates.Rate]) -> None:
     assert len(shown[-1].texts) == (steps[-1] >= 0).sum()
     assert {text.get_text() for text in shown[-1].texts} <= {"-2", "-1", "1", "2"}
     figure.canvas.draw()
-    assert len(plots.rates_figure(measured).axes) == 4
     with pytest.raises(ValueError, match="keep_steps"):
-        plots.filling_figure([], "standard")
-    with pytest.raises(ValueError, match="no rate"):
-        plots.rates_figure([])
+        filling.filling_figure([], "standard")

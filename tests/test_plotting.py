@@ -9,8 +9,6 @@ from matplotlib.figure import Figure
 
 from matrixlib.runs import figures
 from matrixlib.runs.rate_test import RateTest
-from matrixlib.tasks.latin import plots as latin
-from matrixlib.tasks.latin.rates import Rate
 from matrixlib.tasks.plotting import beside, level, panels
 
 ROWS: list[dict[str, Any]] = [
@@ -28,16 +26,10 @@ ROWS: list[dict[str, Any]] = [
     for step in range(1, 10)
 ]
 HIGHER = [row | {"loss": row["loss"] + 0.3} for row in ROWS]
-RATES = [
-    Rate(size, "standard", fill, 16, 0.5, None, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
-    for size in (3, 4)
-    for fill in ((0.0, 0.0), (0.1, 0.3))
-]
 PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
     "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
-    "rates": lambda: latin.rates_figure(RATES),
     "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),
 }
 COUNTED = ("update step", "generation", "size")

@@ -12,8 +12,11 @@ from matrixlib.tasks.latin import decode, squares
 from matrixlib.tasks.latin.losses import violations
 from matrixlib.tasks.latin.task import LatinTask
 from matrixlib.tasks.latin.vocabulary import MODES
+from matrixlib.tasks.spec import Check
 
 FILLS = ((0.0, 0.0), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7))
+ONE_PASS = {4: 0.9, 5: 0.7}
+"""Size -> share of the exact probabilities' valid grids that is demanded in one pass."""
 EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size and from this fill on, all completions can be counted
 
 
@@ -126,3 +129,29 @@ def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
     cells = np.where(hidden, -1, square)
     best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
     return float(squares.is_latin(np.where(hidden, best, square)).mean())
+
+
+def rates(figures: Mapping[str, Any]) -> list[Rate]:
+    """The rates by size, mode and fill of a run's evaluation."""
+    return [Rate(**{**row, "fill": tuple(row["fill"])}) for row in figures["rates"]]
+
+
+def targets(figures: Mapping[str, Any]) -> list[Check]:
+    """What a network that had its time has to reach in STANDARD: checks by size.
+
+    In one pass at 50 to 70 % fill, a share of what the exact probabilities reach; decoded from the empty grid, more
+    valid grids than without a network, where that leaves room.
+    """
+    checks: list[Check] = []
+    for rate in rates(figures):
+        if rate.mode != "standard":
+            continue
+        share, least = rate.of_exact, ONE_PASS.get(rate.size)
+        if rate.fill == (0.5, 0.7) and share is not None and least is not None:
+            text = f"{rate.valid:.1%} valid, {share:.0%} of what the exact probabilities reach, {least:.0%} demanded"
+            checks.append((f"size {rate.size} in one pass", share >= least, text))
+        if rate.fill == (0.0, 0.0):
+            baseline, valid = rate.iterative_baseline, rate.iterative
+            text = f"{valid:.1%} valid, {baseline:.1%} without a network, {rate.grids} grids"
+            checks.append((f"size {rate.size} from the empty grid", valid > baseline or valid == 1, text))
+    return checks

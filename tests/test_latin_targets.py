@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from matrixlib.tasks.latin import tables
-from matrixlib.tasks.latin.rates import Rate
+from matrixlib.tasks.latin.rates import Rate, targets
 
 RATE = Rate(4, "standard", (0.5, 0.7), 100, 0.8, 0.85, 0.93, 0.4, 1.0, 1.0, 1.0, 1.0)
 EMPTY = replace(RATE, fill=(0.0, 0.0), exact=None, iterative=0.98, iterative_baseline=0.95)
@@ -29,11 +28,11 @@ def figures(*rates: Rate) -> dict[str, Any]:
     ],
 )
 def test_targets(rate: Rate, name: str, passed: bool) -> None:
-    ((title, holds, _),) = tables.targets(figures(rate))
+    ((title, holds, _),) = targets(figures(rate))
     assert (title, holds) == (name, passed)
 
 
 def test_other_kinds_have_no_target() -> None:
     """Size 3 has twelve squares: it is reported, not gated."""
     others = (replace(RATE, size=3), replace(RATE, mode="negative"), replace(RATE, fill=(0.3, 0.5)))
-    assert tables.targets(figures(*others, replace(RATE, exact=None))) == []
+    assert targets(figures(*others, replace(RATE, exact=None))) == []
