@@ -13,17 +13,16 @@ trains nothing. The sentence at its end is what the intervals say, no more.
 """
 
 import argparse
-import hashlib
-import json
-import statistics
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 FIGURES = {"top-1": ("top1", 100, "+.2f", " %"), "KL": ("policy kl", -1, "+.3f", "")}
 """Column -> name of the held-out figure, by what a gain is multiplied so that more is better, format, unit."""
+SECONDS = 40.0
+"""Of the turns that time updates of option and base."""
 SLACK = 0.03
 """Share of an update's time that is noise: an option within it is not trained again for equal minutes."""
 _ADAMW_AND_CONV: dict[str, Any] = {
@@ -99,224 +98,130 @@ LATER: dict[str, dict[str, Any]] = {
 CHANGES = OPTIONS | LATER
 
 
-class Row(NamedTuple):
-    gain: float
-    """In top-1, at equal minutes where that was measured."""
-    text: str
+class Bench:
+    """Trainings of options beside a base, their times, and what comes of both; runs and times lie below the reports."""
 
+    def __init__(self, preset: str, base: str, updates: int, seeds: int) -> None:
+        from matrixlib import files
 
-def main() -> None:
-    from matrixlib.engine.optim import optimiser_kind
+        self.preset, self.updates, self.seeds = preset, updates, seeds
+        self.before = BEFORE.get(preset, {}) if base == "before" else {}
+        self.root = files.reports_root()
+        self.stem = "-".join(["verdicts", preset, str(updates), *(["now"] if base == "now" else [])])
+        self.file = self.root / f"{self.stem}-costs.json"
+        self.costs: dict[str, Any] = files.read_json(self.file)
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--options", nargs="+", default=list(OPTIONS), choices=list(CHANGES))
-    parser.add_argument("--preset", default="quick")
-    parser.add_argument("--base", choices=("before", "now"), default="before", help="the preset as it was, or as it is")
-    parser.add_argument("--overrides", type=json.loads, default={}, help="of base and options, as JSON")
-    parser.add_argument("--updates", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of the turns that time an option's update")
-    parser.add_argument("--table", action="store_true", help="of what has been measured; nothing is trained")
-    options = parser.parse_args()
-    configs: dict[str, Any] = {}
-    for name in ("base", *options.options):  # not what the base has, or another option changes likewise
-        if (config := config_of(name, options)) not in configs.values():
-            configs[name] = config
-    new = [name for name in configs if name != "base"]
-    if not new:
-        raise SystemExit(f"{', '.join(options.options)}: that is what the base has; see --base")
-    for name in new:  # a library that is missing is told before anything is trained
-        config = configs[name].optim
-        if not options.table and optimiser_kind(config) != config.optimiser:
-            raise SystemExit(f"{name}: its library is not installed: pip install 'matrixlib[optimisers]'")
-    rows: list[Row] = []
-    for name in new:
-        if not options.table:
-            measure(name, options)
-            print(table(rows := [*rows, row_of(name, options)]), flush=True)
-        elif measured(name, options):
-            rows.append(row_of(name, options))
-    if options.table:
-        missing = [written(CHANGES[name]) for name in new if not measured(name, options)]
-        print(f"{table(rows)}\n\nNot measured: {'; '.join(missing) or 'none'}.")
+    def changes(self, name: str) -> dict[str, Any]:
+        from matrixlib.config import merge
 
+        return merge(self.before, CHANGES.get(name, {}))
 
-def changes_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """An option's changes of the preset, over what the preset was where that is the base; "base" has no own."""
-    from matrixlib.config import merge
+    def config(self, name: str) -> Any:
+        from matrixlib.tasks import load_config
 
-    before = BEFORE.get(options.preset, {}) if options.base == "before" else {}
-    return merge(merge(before, options.overrides), CHANGES.get(name, {}))
+        return load_config(self.preset, self.changes(name))
 
+    def measure(self, name: str) -> None:
+        """Train base and option for equal updates, time their updates in turns, train the option for equal minutes."""
+        from matrixlib import files
 
-def config_of(name: str, options: argparse.Namespace) -> Any:
-    from matrixlib.tasks import load_config
+        self.train(("base", name), self.updates, self.stem)
+        if name not in self.costs:
+            self.costs[name] = dict(zip(("base", "own"), self.cost(name), strict=True))
+            files.write_json(self.file, self.costs)
+        updates, run = self.equal_minutes(name)
+        if run != self.stem:
+            self.train((name,), updates, run)
 
-    return load_config(options.preset, changes_of(name, options))
+    def train(self, arms: tuple[str, ...], updates: int, run: str) -> None:
+        from matrixlib.runs.compare import train_arms
 
+        presets = {arm: (self.preset, self.changes(arm)) for arm in arms}
+        train_arms(presets, "auto", 0, self.seeds, updates, run, lambda text: print(text, flush=True))
 
-def stem(options: argparse.Namespace) -> str:
-    """How the names of all runs begin."""
-    parts = ["verdicts", options.preset, str(options.updates), *(["now"] if options.base == "now" else [])]
-    if options.overrides:
-        parts.append(hashlib.sha256(json.dumps(options.overrides, sort_keys=True).encode()).hexdigest()[:8])
-    return "-".join(parts)
+    def cost(self, name: str) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of an update, bytes that its forward pass keeps and that the optimiser holds: of base and option."""
+        from matrixlib.bench.workloads import Update
+        from matrixlib.hardware.benchmark import make_plan
+        from matrixlib.hardware.speed import turns
 
+        plan, arms = make_plan(), ("base", name)
+        works = {arm: Update(plan, self.preset, self.changes(arm), self.config(arm).train.batch_size) for arm in arms}
+        seconds = turns(works, SECONDS)
+        one, other = (
+            {"time": seconds[arm], "activations": kept_bytes(works[arm]), "optimiser's state": self.state_bytes(arm)}
+            for arm in arms
+        )
+        return one, other
 
-def measure(name: str, options: argparse.Namespace) -> None:
-    """Train base and option for equal updates, time them, and train the option for equal minutes."""
-    train(("base", name), options.updates, stem(options), options)
-    time(name, options)
-    updates, minutes = in_equal_minutes(name, options)
-    if minutes != stem(options):
-        train((name,), updates, minutes, options)
+    def state_bytes(self, name: str) -> float:
+        """Of the optimiser, as the newest checkpoint of a run holds it."""
+        from matrixlib.engine.checkpoint import Checkpoints
 
+        checkpoint = Checkpoints(self.root / f"{self.stem}-{name}0" / "checkpoints", 2).pick()
+        return float(sum(tensor.nbytes for tensor in checkpoint.tensors["optimiser"].values()))
 
-def train(arms: tuple[str, ...], updates: int, run: str, options: argparse.Namespace) -> None:
-    from matrixlib.runs.compare import train_arms
+    def ratio(self, name: str, what: str = "time") -> float:
+        return float(self.costs[name]["own"][what] / self.costs[name]["base"][what])
 
-    presets = {arm: (options.preset, changes_of(arm, options)) for arm in arms}
-    train_arms(presets, "auto", 0, options.seeds, updates, run, lambda text: print(text, flush=True))
+    def equal_minutes(self, name: str) -> tuple[int, str]:
+        """(updates that fit into the base's time, how the names of their runs begin)."""
+        ratio = self.ratio(name)
+        fit = max(1, round(self.updates / ratio))
+        same = abs(ratio - 1) <= SLACK
+        return (self.updates, self.stem) if same else (fit, f"{self.stem}-minutes-{fit}")
 
-
-def times_of(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """(file, option -> seconds of an update of option and base)."""
-    from matrixlib import files
-
-    path = files.reports_root() / f"{stem(options)}-times.json"
-    return path, files.read_json(path)
-
-
-def time(name: str, options: argparse.Namespace) -> None:
-    """Time updates of the option and of the base in turns, once; kept with the runs."""
-    from matrixlib import files
-    from matrixlib.bench.workloads import Update
-    from matrixlib.hardware.benchmark import make_plan
-    from matrixlib.hardware.speed import turns
-
-    path, times = times_of(options)
-    if name not in times:
-        plan = make_plan()
-        works = {
-            arm: Update(plan, options.preset, changes_of(arm, options), config_of(arm, options).train.batch_size)
-            for arm in ("base", name)
-        }
-        times[name] = turns(works, options.seconds)
-        files.write_json(path, times)
-
-
-def in_equal_minutes(name: str, options: argparse.Namespace) -> tuple[int, str]:
-    """(updates that fit into the base's time, how the names of their runs begin)."""
-    ratio = time_ratio(name, options)
-    if abs(ratio - 1) <= SLACK:
-        return options.updates, stem(options)
-    fit = max(1, round(options.updates / ratio))
-    return fit, f"{stem(options)}-minutes-{fit}"
-
-
-def time_ratio(name: str, options: argparse.Namespace) -> float:
-    """Seconds of the option's update in those of the base."""
-    times = times_of(options)[1][name]
-    return float(times[name] / times["base"])
-
-
-def folders(name: str, run: str, options: argparse.Namespace) -> list[Path]:
-    from matrixlib import files
-
-    return [files.reports_root() / f"{run}-{name}{seed}" for seed in range(options.seeds)]
-
-
-def ended(name: str, run: str, options: argparse.Namespace) -> bool:
-    return all((folder / "summary.json").exists() for folder in folders(name, run, options))
-
-
-def measured(name: str, options: argparse.Namespace) -> bool:
-    """Whether the option has been timed and trained for equal updates."""
-    run = stem(options)
-    return name in times_of(options)[1] and ended("base", run, options) and ended(name, run, options)
-
-
-def row_of(name: str, options: argparse.Namespace) -> Row:
-    run, (_, minutes) = stem(options), in_equal_minutes(name, options)
-    base = folders("base", run, options)
-    gain, updates, sentence = gains(folders(name, run, options), base)
-    if minutes == run:
+    def row(self, name: str) -> tuple[float, str]:
+        """(gain in top-1, a row of the table), at equal minutes where that was measured."""
+        run = self.equal_minutes(name)[1]
+        gain, updates, sentence = self.gains(name, self.stem)
         fair = ["the same"] * len(FIGURES)
-    elif ended(name, minutes, options):
-        gain, fair, other = gains(folders(name, minutes, options), base)
-        sentence = sentence if sentence == other else f"{sentence} at equal updates, {other} at equal minutes"
-    else:
-        fair, sentence = ["not measured"] * len(FIGURES), f"{sentence} at equal updates"
-    cells = [written(CHANGES[name]), *updates, *fair, cost(name, options), sentence]
-    return Row(gain, f"| {' | '.join(cells)} |")
+        if run != self.stem:
+            gain, fair, other = self.gains(name, run)
+            sentence = sentence if sentence == other else f"{sentence} at equal updates, {other} at equal minutes"
+        ratios = {what: self.ratio(name, what) for what in self.costs[name]["own"]}
+        cost = ", ".join(f"{r:.2f} times the {what}" for what, r in ratios.items() if abs(r - 1) > SLACK) or "none"
+        return gain, f"| {' | '.join([written(CHANGES[name]), *updates, *fair, cost, sentence])} |"
+
+    def gains(self, name: str, run: str) -> tuple[float, list[str], str]:
+        """(mean difference in top-1, differences with their intervals, a text for each of FIGURES, what these say)."""
+        from matrixlib.runs import compare
+
+        stems = {"base": self.stem, name: run}
+        folders = {arm: [self.root / f"{stems[arm]}-{arm}{seed}" for seed in range(self.seeds)] for arm in stems}
+        if not compare.stability(folders)["complete"].all():
+            return float("-inf"), ["-"] * len(FIGURES), "a run did not reach its end"
+        table = compare.differences(compare.results(folders), "base")[f"{name} - base"]
+        texts, sure = [], {}
+        for column, (figure, factor, form, unit) in FIGURES.items():
+            difference, low, high = (float(value) * abs(factor) for value in table.loc[figure])
+            ends = f" ({low:{form}} to {high:{form}})" if self.seeds > 1 else ""
+            texts.append(f"{difference:{form}}{unit}{ends}")
+            if low * high > 0:
+                sure[column] = "helps" if difference * factor > 0 else "hurts"
+        words = set(sure.values())
+        sentence = (
+            "one seed gives no interval" if self.seeds == 1 else words.pop() if len(words) == 1 else "shows nothing"
+        )
+        if words:
+            sentence = ", ".join(f"{word} {column}" for column, word in sure.items())
+        return 100 * float(table.loc["top1", "difference"]), texts, sentence
 
 
-def gains(option: list[Path], base: list[Path]) -> tuple[float, list[str], str]:
-    """(mean difference in top-1, differences with their intervals, a text for each of FIGURES, and what these say)."""
-    from matrixlib.runs.compare import interval, read_result
-
-    own, other = ([read_result(folder) for folder in side] for side in (option, base))
-    if bad := [result.name for result in (*own, *other) if not result.complete]:
-        return float("-inf"), ["-"] * len(FIGURES), f"{', '.join(bad)} did not reach the end"
-    means, texts, sure = [], [], {}
-    for column, (name, factor, form, unit) in FIGURES.items():
-        a, b = ([abs(factor) * result.held_out[name] for result in side] for side in (other, own))
-        low, high = interval(a, b)
-        ends = f" ({low:{form}} to {high:{form}})" if len(a) > 1 else ""
-        means.append(statistics.fmean(b) - statistics.fmean(a))
-        texts.append(f"{means[-1]:{form}}{unit}{ends}")
-        if low * high > 0:
-            sure[column] = "helps" if means[-1] * factor > 0 else "hurts"
-    if len(own) == 1:
-        return means[0], texts, "one seed gives no interval"
-    words = set(sure.values())
-    if len(words) > 1:
-        return means[0], texts, ", ".join(f"{word} {column}" for column, word in sure.items())
-    return means[0], texts, words.pop() if words else "shows nothing"
-
-
-def cost(name: str, options: argparse.Namespace) -> str:
-    """What differs by more than noise of an update's time, of what it keeps in memory, and of the optimiser's state."""
-    state, of_base = (state_bytes(folders(arm, stem(options), options)[0]) for arm in (name, "base"))
-    kept = activation_bytes(name, options) / activation_bytes("base", options)
-    ratios = {"time": time_ratio(name, options), "activations": kept, "optimiser's state": state / of_base}
-    return ", ".join(f"{r:.2f} times the {what}" for what, r in ratios.items() if abs(r - 1) > SLACK) or "none"
-
-
-def activation_bytes(name: str, options: argparse.Namespace) -> int:
-    """What the forward pass of an update keeps for its backward pass, weights among it; measured once, kept with the
-    times."""
+def kept_bytes(work: Any) -> int:
+    """What the forward pass of an update keeps for its backward pass, weights among it."""
     import torch
 
-    from matrixlib import files
-    from matrixlib.bench.workloads import Update
-    from matrixlib.hardware.benchmark import make_plan
+    kept: dict[int, int] = {}
 
-    path = files.reports_root() / f"{stem(options)}-activations.json"
-    known = files.read_json(path)
-    if name not in known:
-        work = Update(make_plan(), options.preset, changes_of(name, options), config_of(name, options).train.batch_size)
-        kept: dict[int, int] = {}
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            work()
-        known[name] = sum(kept.values())
-        files.write_json(path, known)
-    return int(known[name])
-
-
-def state_bytes(folder: Path) -> int:
-    """Of the optimiser, as the newest checkpoint holds it."""
-    from matrixlib.engine.checkpoint import Checkpoints
-
-    checkpoint = Checkpoints(folder / "checkpoints", 2).newest()
-    assert checkpoint is not None, "a finished run has one"
-    return sum(tensor.nbytes for tensor in checkpoint.tensors["optimiser"].values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        work()
+    return sum(kept.values())
 
 
 def written(changes: dict[str, Any]) -> str:
@@ -333,10 +238,31 @@ def written(changes: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[tuple[float, str]]) -> str:
     columns = [f"{figure}, equal {what}" for what in ("updates", "minutes") for figure in FIGURES]
     head = [f"| option | {' | '.join(columns)} | cost | in a sentence |", "|---" * (len(columns) + 3) + "|"]
-    return "\n".join([*head, *(row.text for row in sorted(rows, key=lambda row: -row.gain))])
+    return "\n".join([*head, *(text for _, text in sorted(rows, reverse=True))])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--options", nargs="+", default=list(OPTIONS), choices=list(CHANGES))
+    parser.add_argument("--preset", default="quick")
+    parser.add_argument("--base", choices=("before", "now"), default="before", help="the preset as it was, or as it is")
+    parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--table", action="store_true", help="of what has been measured; nothing is trained")
+    given = parser.parse_args()
+    bench, rows = Bench(given.preset, given.base, given.updates, given.seeds), []
+    for name in given.options:
+        if bench.config(name) != bench.config("base") and not given.table:
+            bench.measure(name)
+        if name in bench.costs:
+            rows.append(bench.row(name))
+            print(f"{table(rows)}\n" * (not given.table), end="", flush=True)
+    if given.table:
+        missing = "; ".join(written(CHANGES[name]) for name in given.options if name not in bench.costs)
+        print(f"{table(rows)}\n\nNot measured: {missing or 'none'}.")
 
 
 if __name__ == "__main__":
