@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import chess
-import pandas as pd
 import pytest
 import zstandard
-from cells import definitions
 from networks import material_net, random_net
 
 from matrixlib.tasks.chess.evaluate import puzzles
@@ -200,15 +198,3 @@ def test_what_is_no_puzzle_is_named(tmp_path: Path, name: str, text: str | None,
     read = puzzles.read_epd if name.endswith(".epd") else puzzles.read_puzzles
     with pytest.raises(ValueError, match=message):
         read(tmp_path / name)
-
-
-def test_bars_stand_at_their_shares_with_their_intervals() -> None:
-    rows = {("all", "best capture"): 10.0, ("all", "policy"): 40.0, ("b", "best capture"): 20.0, ("b", "policy"): 60.0}
-    table = pd.DataFrame({"first move": rows})
-    table["first move low"], table["first move high"] = table["first move"] - 5, table["first move"] + 8
-    figure = definitions("eval")["bars"](table, "first move")
-    (axes,) = figure.axes
-    assert [bar.get_height() for bar in axes.patches] == [10, 20, 40, 60]
-    ends = [segment[:, 1].tolist() for bar in axes.containers[::2] for segment in bar.lines[2][0].get_segments()]
-    assert ends == [[5, 18], [15, 28], [35, 48], [55, 68]]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["all", "b"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chess_shards import write
+from chess_shards import batch_of, write
 from networks import random_net
 from test_chess_task import MANY_MOVES, positions
 from test_distill import STUDENT, sharpened, teacher, trained
@@ -32,16 +32,10 @@ from matrixlib.tasks.chess.distill.teacher import ChessTeacher
 from matrixlib.tasks.chess.task import ChessTask
 
 
-def rows_of(fens: list[str], **fields: Any) -> dict[str, np.ndarray]:
-    rows = records.from_boards([records.parse_fen(fen) for fen in fens], wdl=21845, result=0, **fields)
-    index, offset = records.legal_indices(rows)
-    weight = np.random.default_rng(0).integers(1, 9, len(index))
-    return {
-        "records": rows,
-        "policy_offset": offset.astype("<i8"),
-        "policy_index": index.astype("<u2"),
-        "policy_weight": weight.astype("<u2"),
-    }
+def rows_of(fens: list[str]) -> dict[str, np.ndarray]:
+    batch = batch_of(fens, wdl=21845, result=0)
+    weight = np.random.default_rng(0).integers(1, 9, len(batch["policy_index"]))
+    return {**batch, "policy_weight": weight.astype("<u2")}
 
 
 @pytest.fixture(scope="module")

@@ -152,14 +152,6 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert row["ECE"] == pytest.approx(said_wrong, abs=1e-3)
 
 
-def test_equal_probabilities_count_together() -> None:
-    """The order of the squares is no knowledge: a constant head has the base rate as its average precision."""
-    truth = np.zeros((ROWS, 8, 8), np.uint8)
-    truth[:, 0] = 1
-    head = HeadOutput(np.log(maps(np.full(truth.shape, 0.3))).astype(np.float32), truth, EVERYWHERE, CONTENT)
-    assert CELLS["knowledge"](head)["AP"] == pytest.approx(1 / 8)
-
-
 def test_calibrating_anew_finds_slope_and_offset_on_other_positions() -> None:
     truth = (rng(4).random((ROWS, 8, 8)) < 0.2).astype(np.uint8)
     right = np.log(0.2 / 0.8) + (truth - 0.2) * 3 + rng(5).normal(0, 1, truth.shape)
