@@ -77,7 +77,7 @@ def test_at_most_so_many_records_of_each_source_and_the_same_for_a_seed(
     assert (sample(tmp_path, 500)["row"][lambda rows: rows > 30] // 4096).nunique() == 1
 
 
-def test_a_damaged_block_is_left_out_and_its_shard_named(tmp_path: Path) -> None:
+def test_a_damaged_block_is_left_out_and_its_shard_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(tmp_path)
     path = tmp_path / "a.npz"
     data = bytearray(path.read_bytes())
@@ -86,6 +86,13 @@ def test_a_damaged_block_is_left_out_and_its_shard_named(tmp_path: Path) -> None
     path.write_bytes(data)
     assert set(sample(tmp_path)["shard"]) == {"b.npz", "c.npz"}
     assert "its bytes differ" in Catalogue(tmp_path).verify()["a.npz"]
+    path.write_bytes(bytes(20) + data[20:])  # it cannot even be opened
+    assert games(Catalogue(tmp_path).shards())["game"].tolist() == [8, 9, 10]
+    monkeypatch.setenv("MATRIXLIB_LIVE", "0")
+    assert (
+        "FAIL  shards are whole                        a.npz: its bytes differ"
+        in run_notebook("data", folder=str(tmp_path)).text
+    )
 
 
 def test_a_folder_without_healthy_shards_says_why(tmp_path: Path) -> None:
@@ -101,6 +108,8 @@ def test_a_folder_without_healthy_shards_says_why(tmp_path: Path) -> None:
     import_files(tmp_path / "refused.pgn", tmp_path / "f", workers=1, progress=False)
     with pytest.raises(ValueError, match="result contradicts the board"):
         sample(tmp_path / "f")
+    with pytest.raises(ValueError, match="result contradicts the board"):
+        run_notebook("data", folder=str(tmp_path / "f"))
     for options in ({"count": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match="give a number of records from 1"):
             sample(tmp_path, **options)

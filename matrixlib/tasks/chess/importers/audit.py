@@ -185,12 +185,13 @@ def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
 
 def games(rows: Iterable[ShardRow]) -> DataFrame:
     """Source, split and id of each game of healthy shards, once a shard."""
-    parts = [
-        DataFrame({"source": row.source, "split": row.split, "game": np.unique(_opened(row).arrays["records"]["game"])})
-        for row in rows
-        if row.state == "healthy"
-    ]
-    return concat(parts, ignore_index=True)
+    parts = [DataFrame(columns=["source", "split", "game"])]
+    for row in rows:
+        if row.state == "healthy":
+            with contextlib.suppress(ShardError):  # `Catalogue.verify` names it
+                ids = np.unique(_opened(row).arrays["records"]["game"])
+                parts.append(DataFrame({"source": row.source, "split": row.split, "game": ids}))
+    return concat(parts[1:] or parts, ignore_index=True)
 
 
 def imports(folder: Path | str) -> DataFrame:
