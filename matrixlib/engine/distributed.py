@@ -202,10 +202,8 @@ def join(timeout: float) -> Ranks:
     shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
     store = _meet(shared, rank, limit)
     if not dist.is_initialized():
-        channels = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-        dist.init_process_group(
-            channels, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
-        )
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend.communication(), store=group, rank=rank, world_size=size, timeout=limit)
     own = dist.PrefixStore(f"matrixlib {store.port}", shared)
     return Ranks(rank, size, dist.group.WORLD, own, timeout)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from matrixlib.config import OptimConfig
 from matrixlib.engine.distributed import sharded_like
 from matrixlib.engine.muon import Muon
+from matrixlib.hardware import backend
 
 DECAYED = (
     nn.Linear,
@@ -25,9 +26,6 @@ DECAYED = (
     nn.ConvTranspose3d,
 )
 """Module types whose matrices get weight decay: those that multiply activations by them."""
-FUSED = frozenset({"cpu", "cuda", "mps"})
-"""Devices with a fused AdamW kernel in torch 2.11 and later."""
-
 
 _COUNTERS = ("step", "k", "weight_sum", "lr_max")
 _BLOCKS = frozenset({"qmap1", "qmap2", "absmax1", "absmax2"})
@@ -144,7 +142,7 @@ def optimiser(
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"optimizer: it must give a torch.optim.Optimizer, not {type(made).__name__}")
         return made
-    fused = device.type in FUSED
+    fused = device.type in backend.FUSED
     base: dict[str, Any] = {"lr": config.learning_rate, "foreach": True}
     fast: dict[str, Any] = {"lr": config.learning_rate, "fused": fused, "foreach": None if fused else True}
     moments: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DISCRETE = ("cuda",)
 """Kinds with a memory of their own: host tensors are pinned for them, and events measure them."""
+FUSED = ("cpu", "cuda", "mps")
+"""Kinds with a fused AdamW kernel in torch 2.11 and later."""
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -41,6 +43,16 @@ def set_device(index: int) -> None:
     import torch
 
     torch.cuda.set_device(index)
+
+
+def communication() -> str:
+    """Backends of torch.distributed: gloo between hosts and, beside it, the GPUs' own (NCCL for CUDA)."""
+    import torch
+    import torch.distributed as dist
+
+    if not device_count() or (accelerator := torch.accelerator.current_accelerator()) is None:
+        return "gloo"
+    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
 
 
 # Memory
