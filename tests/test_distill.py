@@ -342,22 +342,19 @@ def raw(step: Step) -> float:
     return float(temperature.raw.detach())
 
 
-def test_a_temperature_rests_until_its_factor_rises() -> None:
-    """Where weight decay reached it, T would leave 2 without a gradient: 2.00138 after 600 updates, as others saw."""
+def test_a_temperature_rests_until_its_factor_rises_and_moves_as_far_as_that_says() -> None:
+    """Where weight decay reached it, T would leave 2 without a gradient: 2.00138 after 600 updates, as others saw. Adam
+    would divide the factor away: a hundredth of the gradient moved a parameter as far as all of it.
+    """
+    assert [reversal(p) for p in (0.0, 0.2, 0.6, 1.0)] == [0.0, 0.0, pytest.approx(0.5), 1.0]
     step, batch = learner(0.1, decay=0.5)
     before = raw(step)
     for _ in range(5):
         step(batch)
     assert raw(step) == before
-    assert [reversal(p) for p in (0.0, 0.2, 0.6, 1.0)] == [0.0, 0.0, pytest.approx(0.5), 1.0]
-
-
-def test_the_factor_scales_how_far_a_temperature_moves() -> None:
-    """Adam would divide it away: a hundredth of the gradient moved a parameter as far as all of it."""
     moves = {}
     for place in (0.4, 1.0):
         step, batch = learner(place)
-        before = raw(step)
         step(batch)
         moves[place] = raw(step) - before
     assert moves[1.0] != 0
