@@ -25,6 +25,7 @@ from matrixlib.engine.memory import (
     share,
     usage,
 )
+from matrixlib.engine.stats import Event
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
@@ -128,16 +129,15 @@ def test_a_healthy_run_says_nothing_and_clears_nothing(cuda: Accelerator) -> Non
     assert cuda.limits == []
 
 
-def test_warns_once_until_it_fell_five_points_below(cuda: Accelerator) -> None:
+def test_tight_memory_is_told(cuda: Accelerator) -> None:
     watch = monitor(cuda, clear=1.0)
-    warned = []
-    for step, used in enumerate([840, 860, 900, 840, 860, 810, 860, 795, 860, 860]):
-        cuda.held, cuda.others = used, 0
-        if messages := watch.check(step):
-            warned.append(step)
-            assert "memory: 86% in use" in messages[0]
-            assert "train.micro_batch" in messages[0]
-    assert warned == [1, 8]
+    cuda.held, cuda.others = 840, 0
+    assert watch.check(1) == []
+    cuda.held = 860
+    (message,) = watch.check(2)
+    assert "memory: 86% in use after update 2" in message
+    assert "train.micro_batch" in message
+    assert message.event is Event.MEMORY
 
 
 def test_cache_is_cleared_once_while_the_next_update_fills_it_again(cuda: Accelerator) -> None:
@@ -167,7 +167,7 @@ def test_a_clear_put_off_comes_later(cuda: Accelerator) -> None:
 def test_the_cpu_has_no_cache_to_clear() -> None:
     figures = {"rss_mib": 99.0, "rss_peak_mib": 99.0, "total_mib": 100.0}
     watch = Monitor(CPU, CONFIG, lambda device: dict(figures))
-    assert [len(watch.check(step)) for step in (1, 2)] == [1, 0]
+    assert [message.event for message in watch.check(1)] == [Event.MEMORY]
     assert watch.interval()["clears"] == 0
 
 

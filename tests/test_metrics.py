@@ -183,3 +183,24 @@ def test_write_json_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 def test_module_loads_no_torch() -> None:
     code = f"import sys, {metrics.__name__}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("tail", [1 << 20, 100, 101, 110, 125])
+def test_rows_newer_than_one_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: int) -> None:
+    """Wherever the tail begins, in the middle of a row's inner mapping, say; a torn last line is not there yet."""
+    monkeypatch.setattr(metrics, "TAIL_BYTES", tail)
+    path = tmp_path / "m.jsonl"
+    rows = [{"step": step, "time": f"t{step}", "losses": {"policy": 1.0}} for step in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "ti')
+    assert metrics.newer(path, ("t7", 7)) == rows[7:]
+    assert metrics.newer(path, ("t8", 8)) == metrics.newer(tmp_path / "none", ("", 0)) == []
+    if tail > 1000:
+        assert metrics.newer(path, ("", 0)) == rows
+
+
+def test_what_a_later_row_of_a_step_says_stands_over_the_earlier(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "m.jsonl") as log:
+        log.write({"step": 1, "loss": 1.0, "extra": {"a": 1}})
+        log.write({"step": 1, "extra": {"b": 2}})
+    (row,) = read(log.path)
+    assert (row["loss"], row["extra"]) == (1.0, {"a": 1, "b": 2})

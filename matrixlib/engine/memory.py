@@ -23,7 +23,7 @@ from matrixlib.hardware import backend, machine
 
 MEBI = 2**20
 HYSTERESIS = 0.05
-"""A threshold counts as crossed again once the share fell this far below it."""
+"""The cache is cleared again only after the share fell this far below the threshold."""
 CALM_CHECKS = 10
 """Checks in a row after which a smaller chunk is tried larger again."""
 CLEAR_UPDATES = 100
@@ -155,22 +155,6 @@ def first_line(error: BaseException) -> str:
     return (str(error) or repr(error)).splitlines()[0]
 
 
-class Threshold:
-    """A level that is crossed once, and again only after the value fell to `HYSTERESIS` below it."""
-
-    def __init__(self, level: float) -> None:
-        self.level, self._armed = level, True
-
-    def crossed(self, value: float, ready: bool = True) -> bool:
-        """Whether `value` crosses the level now; not `ready` puts it off to a later call."""
-        if value < self.level - HYSTERESIS:
-            self._armed = True
-        fires = ready and self._armed and value > self.level
-        if fires:
-            self._armed = False
-        return fires
-
-
 @dataclass
 class Chunk:
     """Rows that the layers of the self-supervised terms work on at once; 0: all of a micro-batch. In the checkpoint.
@@ -204,8 +188,7 @@ class Monitor:
     ) -> None:
         """read: gives the figures of `usage`; tests put their own here."""
         self._device, self._limit, self._read = device, float(config.limit), read
-        self._warn, self._clear = Threshold(config.warn), Threshold(config.clear)
-        self._cleared = -CLEAR_UPDATES
+        self._config, self._cleared, self._may_clear = config, -CLEAR_UPDATES, True
         self._peak, self._clears = 0.0, 0
         self.needed = 0.0  # `needed` at the last check
 
@@ -240,11 +223,13 @@ class Monitor:
         figures = self._measure()
         used, self.needed = share(figures, self._limit), needed(figures, self._limit)
         messages = []
-        if self._warn.crossed(used):
+        if used > self._config.warn:  # at every check: the trainer limits the rate of its messages
             text = f"memory: {used:.0%} in use after update {step}; a smaller train.micro_batch needs less"
             messages.append(Message(Event.MEMORY, f"{text}, or model.checkpoint_every"))
-        if self._device.type != "cpu" and self._clear.crossed(used, step - self._cleared >= CLEAR_UPDATES):
-            self._cleared = step
+        self._may_clear = self._may_clear or used < self._config.clear - HYSTERESIS
+        due = used > self._config.clear and self._may_clear and step - self._cleared >= CLEAR_UPDATES
+        if due and self._device.type != "cpu":
+            self._cleared, self._may_clear = step, False
             self.clear()
             back = figures["driver_mib"] - self._read(self._device)["driver_mib"]
             text = f"memory: {used:.0%} in use after update {step}; clearing the cache gave back {back:,.0f} MiB"

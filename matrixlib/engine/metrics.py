@@ -56,12 +56,12 @@ def newer(path: Path, than: tuple[str, int]) -> list[Row]:
     if not Path(path).exists():
         return []
     with Path(path).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
+        start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().split(b"\n")[bool(start) : -1]  # neither a cut first line nor a torn last one
     late: list[Row] = []
     for line in reversed(lines):
-        row = _parse(line, path, 0) if line.startswith(b"{") else None
-        if row is None or (row["time"], row["step"]) <= than:
+        row = _parse(line, path, 0)
+        if (row["time"], row["step"]) <= than:
             break
         late.append(row)
     return late[::-1]
