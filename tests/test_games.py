@@ -1,13 +1,13 @@
 """Games and labels: every ending is right, labels are functions of the position alone, targets follow from them."""
 
 import math
-import random
 
 import chess
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from positions import random_positions
 
 from matrixlib.tasks.chess.stockfish import labels
 from matrixlib.tasks.chess.stockfish.client import MATE
@@ -19,17 +19,7 @@ DEPTHS = Parameters.shallow_depth, Parameters.deep_depth
 
 def random_boards(count: int, seed: int = 0) -> list[chess.Board]:
     """Boards with a legal move, by random play."""
-    rng = random.Random(seed)
-    boards: list[chess.Board] = []
-    while len(boards) < count:
-        board = chess.Board()
-        for _ in range(rng.randrange(70)):
-            if not any(board.legal_moves):
-                break
-            board.push(rng.choice(list(board.legal_moves)))
-        if any(board.legal_moves):
-            boards.append(board)
-    return boards
+    return [board for board in random_positions(2 * count, seed) if any(board.legal_moves)][:count]
 
 
 @pytest.mark.parametrize(

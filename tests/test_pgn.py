@@ -400,39 +400,12 @@ def test_latin_1_bytes() -> None:
 
 
 def test_games_that_are_left_out_are_counted_by_reason() -> None:
-    text = """[Variant "Atomic"]
-
-1. e4 e5 *
-
-[Variant "Chess960"]
-[FEN "bqnb1rkr/pp3ppp/3ppn2/2p5/5P2/P2P4/NPP1P1PP/BQ1BNRKR w HFhf - 2 9"]
-
-1. e4 *
-
-[Variant "Atomic"]
-
-1. d4 *
-
-[Event "no moves"]
-[Result "1-0"]
-
-1-0
-
-[Event "nothing at all"]
-
-[Event "null move"]
-
-1. e4 -- 2. d4 *
-
-[Event "null moves"]
-
-1. e4 Z0 *
-"""
-    result = read(text)
+    atomic, chess960 = '[Variant "Atomic"]\n\n1. e4 *\n\n', '[Variant "Chess960"]\n\n1. e4 *\n\n'
+    empty = '[Event "no moves"]\n[Result "1-0"]\n\n1-0\n\n[Event "nothing at all"]\n\n'
+    null = '[Event "null"]\n\n1. e4 -- 2. d4 *\n\n[Event "null"]\n\n1. e4 Z0 *\n'
+    result = read(atomic + chess960 + atomic + empty + null)
     assert result.skipped == {"variant Atomic": 2, "variant Chess960": 1, "no moves": 2, "null move": 2}
-    assert result.stored == 0
-    assert result.entries == 7
-    assert len(result.batch["records"]) == 0
+    assert (result.stored, result.entries, len(result.batch["records"])) == (0, 7, 0)
 
 
 @pytest.mark.parametrize(
