@@ -29,7 +29,6 @@ HIGHER = [row | {"loss": row["loss"] + 0.3} for row in ROWS]
 PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
-    "scores": lambda: figures.scores_figure({"top-1": (0.3, {"uniform": 0.1}), "top-3": (0.5, {})}, 1000),
     "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),
 }
 COUNTED = ("update step", "generation", "size")
@@ -77,13 +76,6 @@ def test_what_flattens_a_picture_is_cut_off_and_says_its_height() -> None:
     assert axes.get_ylim()[1] == pytest.approx(300)
     assert [text.get_text() for text in axes.texts] == ["3,900"], "ms: the update and its validation"
     assert not figures.phases_figure(ROWS[:-1]).axes[0].texts
-
-
-def test_scores_stand_beside_their_baselines_with_wilsons_intervals() -> None:
-    (axes,) = PICTURES["scores"]().axes
-    interval, point, baseline = axes.get_lines()[:3]
-    assert list(interval.get_xdata()) == pytest.approx([27.24, 32.91], abs=0.01)
-    assert (point.get_xdata()[0], baseline.get_xdata()[0]) == pytest.approx((30, 10))
 
 
 def test_a_legend_names_each_label_once_and_none_is_no_error() -> None:

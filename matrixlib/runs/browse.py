@@ -1,4 +1,4 @@
-"""Runs, their curves and held-out rows to look through: menus and buttons in JupyterLab, parameters everywhere else.
+"""Runs, their curves and held-out rows to look through: menus in JupyterLab, parameters everywhere else.
 
 What is shown is a function of the values in the menus. Headless it is called once with the notebook's parameters.
 """
@@ -158,7 +158,7 @@ def checkpoints(run: str) -> tuple[str, ...]:
 def table(names: Sequence[str]) -> DataFrame:
     """A row a run: verdict, updates and result."""
     runs = report.frame().set_index("run").rename_axis(None).reindex(list(names))
-    return runs[["verdict", "steps", "result"]].rename(columns={"steps": "updates"})
+    return runs[["verdict", "updates", "result"]]
 
 
 def curves_figure(run: str, against: str = NONE) -> Figure:
@@ -171,7 +171,7 @@ def curves_figure(run: str, against: str = NONE) -> Figure:
 def _below_menus(
     draw: Callable[..., Any], menus: Mapping[str, Sequence[str]], first: Mapping[str, Any], positions: int = 0
 ) -> Any:
-    """draw(**first); in JupyterLab below a menu for each name, and a slider with buttons for `positions`, which draw
+    """draw(**first); in JupyterLab below a menu for each name, and a number with buttons for `positions`, which draw
     again in place. A menu of checkpoints holds those of the menu of runs."""
     if not progress.interactive():
         return draw(**first)
@@ -182,7 +182,6 @@ def _below_menus(
         name: widgets.Dropdown(options=list(choices), value=first[name], description=name)
         for name, choices in menus.items()
     }
-    rows = [widgets.HBox(list(controls.values()))]
     if "checkpoint" in controls:
         run, checkpoint = controls["run"], controls["checkpoint"]
 
@@ -193,11 +192,8 @@ def _below_menus(
 
         run.observe(fill, "value")
     if positions:
-        slider = widgets.IntSlider(first["position"], 0, positions - 1, description="position", continuous_update=False)
-        slider.layout.width = "30rem"
-        controls["position"] = slider
-        rows.append(widgets.HBox([slider, _stepper(slider, -1, "previous"), _stepper(slider, 1, "next")]))
-
+        position = widgets.BoundedIntText(first["position"], 0, positions - 1, description="position")
+        controls["position"] = position  # with buttons for the next and the previous one
     shown: list[Any] = []
 
     def show(**values: Any) -> None:
@@ -211,19 +207,7 @@ def _below_menus(
                 display(drawn)
             shown[:] = [drawn]
 
-    return widgets.VBox([*rows, widgets.interactive_output(show, controls)])
-
-
-def _stepper(slider: Any, by: int, text: str) -> Any:
-    import ipywidgets as widgets
-
-    button = widgets.Button(description=text, icon="arrow-left" if by < 0 else "arrow-right")
-
-    def step(button: Any) -> None:
-        slider.value = min(max(slider.value + by, slider.min), slider.max)
-
-    button.on_click(step)
-    return button
+    return widgets.VBox([widgets.HBox(list(controls.values())), widgets.interactive_output(show, controls)])
 
 
 # What is looked at

@@ -19,7 +19,6 @@ from pandas import DataFrame, Series
 
 from matrixlib.engine.metrics import flatten, not_finite
 from matrixlib.engine.timing import FIRST_UPDATES, phase_seconds
-from matrixlib.play.elo import share_interval
 from matrixlib.tasks.plotting import RED, above, beside, caption, log, panels, plain, whole
 
 MAX_POINTS = 2000  # per curve
@@ -28,7 +27,7 @@ APART = 10  # times smaller than the next larger, or squared than the largest: a
 LOSS_AXES = 3  # at most
 TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
-DRAWN = ("losses", "metrics", "validation", "own", "learning_rate", "grad_norm", "clip_share", "throughput")
+DRAWN = ("loss", "losses", "metrics", "validation", "own", "learning_rate", "grad_norm", "clip_share", "throughput")
 """What `frame` takes of a row, with marks of rollbacks and phases."""
 HELD_OUT = "validation/"
 Rows = Sequence[Mapping[str, Any]]
@@ -278,71 +277,34 @@ def png(figure: Figure, dpi: int = 100) -> bytes:
 def comparison_figure(sides: Mapping[str, Sequence[Rows]], loss_label: str = "loss [nat]") -> Figure:
     """Loss, gradient norm and update steps a second of the runs of each side, by label.
 
-    Lines are running means over a fiftieth of the updates, averaged over the runs of a side, in a band from the least
-    to the greatest of them. Dots are full validations, and the single runs' speeds (of their median update).
+    Lines are running means, averaged over the runs of a side, in a band from the least to the greatest of them. Dots
+    are validations, and the single runs' speeds (of their median update).
     """
     figure, (loss, norm, speed) = panels(3, (3.5, 3.4), width_ratios=(2, 2, 1))
-    drawn: list[float] = []
-    norms: list[float] = []
+    drawn: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for index, (label, runs) in enumerate(sides.items()):
-        colour = f"C{index}"
-        drawn += _band(loss, runs, "loss", colour, label)
-        norms += _band(norm, runs, "grad_norm", colour, label)
-        for rows in runs:
-            full = [row for row in rows if row.get("validation", {}).get("kind") == "full"]
-            dots = [row["validation"]["loss"] for row in full]
-            loss.plot([row["step"] for row in full], dots, "o", markersize=4, color=colour)
-            drawn += dots
+        style: dict[str, Any] = {"color": f"C{index}"}
+        tables = [frame(rows) for rows in runs]
+        for axes, name in ((loss, "loss"), (norm, "grad_norm")):
+            both = pd.concat([_smooth(table[name]) for table in tables], axis=1, join="inner")
+            both = both.iloc[:: len(both) // MAX_POINTS + 1]
+            axes.plot(both.mean(axis=1), linewidth=1.2, label=label, **style)
+            axes.fill_between(both.index, both.min(axis=1), both.max(axis=1), alpha=0.25, linewidth=0, **style)
+            drawn[name] += both.to_numpy().ravel().tolist()
+        for table in tables:
+            dots = table.get(HELD_OUT + "loss", Series(dtype=float)).dropna()
+            loss.plot(dots, "o", markersize=4, **style)
+            drawn["loss"] += dots.tolist()
         medians = [statistics.median(row["seconds"] for row in rows) for rows in runs]
         rates = [1 / seconds for seconds in medians if seconds]  # 0: too short for the clock
-        speed.bar(index, statistics.fmean(rates or [0.0]), color=colour, alpha=0.5)
-        speed.plot([index] * len(rates), rates, "o", markersize=4, color=colour)
-    log(loss, drawn)
-    log(norm, norms)
+        speed.bar(index, statistics.fmean(rates or [0.0]), alpha=0.5, **style)
+        speed.plot([index] * len(rates), rates, "o", markersize=4, **style)
     speed.set_xticks([])
-    for axes, name in zip(
-        (loss, norm, speed), (loss_label, "gradient norm before clipping", "update steps/s"), strict=True
-    ):
-        caption(axes, name)
-    for axes in (loss, norm):
+    titles = {loss_label: loss, "gradient norm before clipping": norm, "update steps/s": speed}
+    for title, axes in titles.items():
+        caption(axes, title)
+    for axes, values in ((loss, drawn["loss"]), (norm, drawn["grad_norm"])):
+        log(axes, values)
         whole(axes)
-    beside(figure)
-    return figure
-
-
-def _band(axes: Axes, runs: Sequence[Rows], name: str, colour: str, label: str) -> list[float]:
-    """Running means over a fiftieth of the rows, at the steps that all runs have: their mean as a line, least to
-    greatest as a band; returns what was drawn."""
-    columns = [
-        pd.Series([row[name] for row in rows], [row["step"] for row in rows])
-        .rolling(max(1, len(rows) // 50), min_periods=1)
-        .mean()
-        for rows in runs
-    ]
-    table = pd.concat(columns, axis=1, join="inner")
-    table = table.iloc[:: len(table) // MAX_POINTS + 1]
-    mean, low, high = table.mean(axis=1), table.min(axis=1), table.max(axis=1)
-    axes.plot(mean.index, mean, color=colour, linewidth=1.2, label=label)
-    axes.fill_between(mean.index, low, high, color=colour, alpha=0.25, linewidth=0)
-    return [*mean, *low, *high]
-
-
-def scores_figure(scores: Mapping[str, tuple[float, Mapping[str, float]]], count: int) -> Figure:
-    """Shares of `count` rows as points with 95 % intervals, the first above, and their baselines as ticks.
-
-    scores: name -> (share, baseline -> share). The intervals take the rows as independent, so of positions of the same
-    games they are too narrow.
-    """
-    figure, (axes,) = panels(size=(9, 0.9 + 0.32 * len(scores)))
-    baselines = list(dict.fromkeys(baseline for _, against in scores.values() for baseline in against))
-    for line, (share, against) in enumerate(scores.values()):
-        low, high = share_interval(share, count)
-        axes.plot([100 * low, 100 * high], [line, line], color="C0", linewidth=2)
-        axes.plot(100 * share, line, "o", color="C0", label=f"network, of {count:,}")
-        for baseline, value in against.items():
-            colour = f"C{1 + baselines.index(baseline)}"
-            axes.plot(100 * value, line, "|", markersize=12, markeredgewidth=2, color=colour, label=baseline)
-    axes.set_yticks(range(len(scores)), list(scores))
-    axes.set(xlim=(-1, 101), ylim=(len(scores) - 0.4, -0.6), xlabel="[%]")
     beside(figure)
     return figure

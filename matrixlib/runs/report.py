@@ -11,19 +11,16 @@ left out or damaged is named. The page is templates/page.html.
 from __future__ import annotations
 
 import base64
-import functools
 import html
-import json
 import logging
-import math
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
-import pandas as pd
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
@@ -37,10 +34,20 @@ from matrixlib.runs import figures, watch
 
 MAX_MESSAGES = 20  # in a report of each kind: what was decided, and the latest of the others
 T = TypeVar("T")
-STRANGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+STRANGE = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 """What drawing trips over where a file is JSON, but none that was written here."""
-SPARKLINE = (
-    '<svg viewBox="0 0 120 28" role="img"><title>training loss {:.2f} to {:.2f}</title><polyline points="{}"/></svg>'
+COLOURS = {"PASS": "pass"} | dict.fromkeys(("FAIL", "halted", "failed", "stalled", "gone"), "fail")
+"""Outcome -> CSS class; of all others it is `open`."""
+FACTS = (
+    "preset",
+    "started",
+    "updates",
+    "positions",
+    "time",
+    "positions/s",
+    "share of peak",
+    "stopped early",
+    "damage",
 )
 Section = tuple[str, "Figure | DataFrame | Path | str | Sequence[str]"]
 """Heading, and what stands below it."""
@@ -55,9 +62,13 @@ def write_report(run_folder: Path) -> Path:
     if not os.path.isdir(folder):
         raise ValueError(f"no run at {folder}; runs are the folders under {reports_root()}")
     problems: list[str] = []
-    summary = _read(folder / "summary.json", problems, _object) or {}
-    record = _read(folder / "run.json", problems, _object) or {}
-    sections, details = _figures(summary), list[Section]()
+    summary = _read(folder / "summary.json", problems, files.read_json) or {}
+    record = _read(folder / "run.json", problems, files.read_json) or {}
+    table = figures_table(_mapping(summary.get("evaluation")))
+    if isinstance(parameters := summary.get("parameters"), int):
+        table.loc["parameters of the network"] = f"{parameters:,}", ""
+    sections: list[Section] = [("Key figures", table)]
+    details: list[Section] = []
     if any((folder / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl")) or not summary:
         rows = _read(folder / "metrics.jsonl", problems, metrics.read) or []
         configuration = _read(folder / "config.yaml", problems, lambda path: path.read_text("utf-8", "replace")) or ""
@@ -67,25 +78,24 @@ def write_report(run_folder: Path) -> Path:
             details = [("Warnings", _messages(rows)), ("Stability", _stability(rows, _mapping(options).get("optim")))]
         except STRANGE as error:
             problems.append(f"metrics.jsonl holds what no training has written: {error!r}")
+        known = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
         details += [
             ("Runtime", _runtime(summary.get("runtime") or record.get("runtime"))),
             ("Configuration", configuration),
-            ("Environment", _environment(record)),
+            ("Environment", _column(known | _mapping(record.get("versions")))),
             ("Parts that are missing or damaged", problems),
         ]
     else:
         sections += [(path.stem.replace("-", " ").capitalize(), path) for path in sorted(folder.glob("*.png"))]
-    body = _executed_notebook(folder) or _html(sections)
-    word, text = outcome(folder, summary)
+    row = _row(folder, summary, record)
     page = _page(
-        title=folder.name,
-        verdict=text or word,
-        colour=_colour(word),
-        demo=_mapping(summary.get("verdict")).get("demo"),
+        row["run"],
+        (_executed_notebook(folder) or _html(sections)) + _html(details),
+        outcome=row["verdict"],
+        why=row["why"],
+        verdict=_mapping(summary.get("verdict")),
         headline=summary.get("headline", ""),
-        facts=_facts(summary, record),
-        checks=_checks(summary),
-        body=body + _html(details),
+        facts=[f"{name} {_text(name, row[name])}" for name in FACTS if row[name]],
     )
     path = folder / "report.html"
     files.write_text(path, page)
@@ -105,37 +115,45 @@ def frame(root: Path | None = None) -> DataFrame:
     """All runs under a root, the one that began last first: verdict, result, and what was trained how fast."""
     rows = []
     for folder in watch.run_folders(root or reports_root()):
-        summary, record = (_read(folder / name, [], _object) or {} for name in ("summary.json", "run.json"))
-        word, text = outcome(folder, summary)
-        shares = figures_table(_mapping(summary.get("evaluation")))["value"]
-        row = {"run": folder.name, "verdict": word, "training loss": summary.get("curve", [])}
-        row["result"] = (
-            text or summary.get("headline") or ", ".join(f"{name} {value}" for name, value in shares.items())
-        )
-        row["preset"] = summary.get("preset") or record.get("preset", "")
-        row |= {name: summary.get(name, "") for name in ("steps", "positions", "seconds", "positions_per_second")}
-        rows.append(row | {"started": record.get("started", "")})
-    names = ["run", "verdict", "training loss", "result", "preset", "steps", "positions", "seconds"]
-    return DataFrame(rows, columns=[*names, "positions_per_second", "started"])
+        summary, record = (_read(folder / name, [], files.read_json) or {} for name in ("summary.json", "run.json"))
+        rows.append(_row(folder, summary, record))
+    return DataFrame(rows)
+
+
+def _row(folder: Path, summary: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    word, why = outcome(folder, summary)
+    shares = figures_table(_mapping(summary.get("evaluation")))["value"]
+    lost = _mapping(summary.get("lost_rows")).items()
+    names = {"steps": "updates", "positions": "positions", "seconds": "time"}
+    names |= {"positions_per_second": "positions/s", "share_of_peak": "share of peak", "stopped_early": "stopped early"}
+    return {
+        "run": folder.name,
+        "verdict": word,
+        "why": why,
+        "training loss": _sparkline(summary.get("curve")),
+        "result": why or summary.get("headline") or ", ".join(f"{name} {value}" for name, value in shares.items()),
+        "preset": summary.get("preset") or record.get("preset") or "",
+        **{column: summary.get(name) for name, column in names.items()},
+        "damage": ", ".join(f"{share:.2%} of the {split} rows replaced by others" for split, share in lost if share),
+        "started": record.get("started") or "",
+    }
 
 
 def write_index(root: Path | None = None) -> Path:
     """Write index.html of all runs, newest first, with verdict and key figures; returns its path."""
     root = Path(root) if root is not None else reports_root()
     root.mkdir(parents=True, exist_ok=True)
-    runs = frame(root)
-    table = runs.map(lambda value: html.escape(f"{value:,}" if isinstance(value, int | float) else str(value)))
-    table["seconds"] = [_duration(value) for value in runs["seconds"]]
-    table["verdict"] = [f'<span class="{_colour(word)}">{word}</span>' for word in table["verdict"]]
-    table["training loss"] = [_sparkline(losses) for losses in runs["training loss"]]
-    links = [f"{name}/report.html" if (root / name / "report.html").exists() else "" for name in runs["run"]]
-    names = zip(table["run"], links, strict=True)
-    table["run"] = [f'<a href="{html.escape(link)}">{name}</a>' if link else name for name, link in names]
-    table = table.rename(columns={"steps": "updates", "seconds": "time", "positions_per_second": "positions/s"})
-    body = table.to_html(escape=False, index=False, border=0) if len(table) else "<p>No runs yet.</p>"
+    rows = []
+    for row in frame(root).to_dict("records"):
+        texts = {name: html.escape(_text(str(name), value)) for name, value in row.items() if name != "why"}
+        texts["verdict"] = f'<span class="{COLOURS.get(row["verdict"], "open")}">{texts["verdict"]}</span>'
+        if (root / row["run"] / "report.html").exists():
+            texts["run"] = f'<a href="{quote(row["run"])}/report.html">{texts["run"]}</a>'
+        rows.append(texts)
+    table = DataFrame(rows).to_html(escape=False, index=False, border=0) if rows else "<p>No runs yet.</p>"
     note = "<p><code>python -m matrixlib.runs.watch</code> lists every run and its status.</p>"
     path = root / "index.html"
-    files.write_text(path, _page(title="Runs", body=f'<div class="wide">{body}</div>{note}'))
+    files.write_text(path, _page("Runs", f'<div class="wide">{table}</div>{note}'))
     return path
 
 
@@ -180,16 +198,14 @@ def main(arguments: Sequence[str]) -> int:
 # The page
 
 
-def _page(**content: Any) -> str:
-    """templates/page.html; every value but `body` is escaped."""
-    return _template().render(content, time=files.utc_now())
-
-
-@functools.cache
-def _template() -> Any:
+def _page(title: str, body: str, **content: Any) -> str:
+    """templates/page.html; everything but `body` is escaped."""
     from jinja2 import Environment, PackageLoader
 
-    return Environment(loader=PackageLoader("matrixlib.runs"), autoescape=True).get_template("page.html")
+    pages = Environment(loader=PackageLoader("matrixlib.runs"), autoescape=True)
+    return pages.get_template("page.html").render(
+        title=title, body=body, time=files.utc_now(), colours=COLOURS, **content
+    )
 
 
 def _executed_notebook(folder: Path) -> str:
@@ -241,22 +257,23 @@ def _element(heading: str, content: Any) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in content) + "</ul>"
 
 
-def _colour(word: str) -> str:
-    """CSS class of an outcome."""
-    if word in ("FAIL", "halted", "failed", "stalled", "gone"):
-        return "fail"
-    return "pass" if word == "PASS" else "open"
+def _text(name: str, value: Any) -> str:
+    """One value of `frame`, for people."""
+    if value is None or value != value:  # NaN: a column of numbers has it for None
+        return ""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name == "time":
+        return progress.duration(value)
+    return f"{value:.0%}" if name == "share of peak" else f"{value:,.0f}"
 
 
 def _sparkline(losses: Any) -> str:
-    """An SVG curve, 120 wide and 28 high; "" for fewer than two numbers."""
-    if not isinstance(losses, list) or not all(isinstance(one, float) and math.isfinite(one) for one in losses):
-        return ""
-    if len(losses) < 2:
+    """A curve of block characters."""
+    if not isinstance(losses, list) or not all(isinstance(one, float) for one in losses) or len(losses) < 2:
         return ""
     low, tall = min(losses), max(max(losses) - min(losses), 1e-9)
-    points = [f"{120 * i / (len(losses) - 1):.1f},{26 - 24 * (x - low) / tall:.1f}" for i, x in enumerate(losses)]
-    return SPARKLINE.format(losses[0], losses[-1], " ".join(points))
+    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (loss - low) / tall)] for loss in losses)
 
 
 # What a run's folder holds
@@ -265,22 +282,12 @@ def _sparkline(losses: Any) -> str:
 def _read(path: Path, problems: list[str], read: Callable[[Path], T]) -> T | None:
     """What a file holds; None where it is missing or damaged, which is then a problem."""
     try:
-        if path.exists() and not path.is_file():  # to open a pipe would wait for a writer
-            raise ValueError("it is no file")
-        return read(path)
+        return read(path.resolve(strict=True))
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
     return None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    # a whole number of hundreds of digits is inf: as no float it would break whatever formats it
-    data = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda digits: (int, float)[len(digits) > 18](digits))
-    if not isinstance(data, dict):
-        raise ValueError("it holds no mapping")
-    return data
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -305,53 +312,6 @@ def _baselines(evaluation: Mapping[str, Any], name: str) -> dict[str, Any]:
         for key, value in _mapping(evaluation.get("baselines")).items()
         if key.rsplit("_", 1)[-1] in name.split("_")
     }
-
-
-def _duration(seconds: object) -> str:
-    return progress.duration(seconds) if isinstance(seconds, int | float) and seconds >= 0 else ""
-
-
-def _facts(summary: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
-    """One line of a run, in parts."""
-    texts = {"preset": summary.get("preset") or record.get("preset"), "started": record.get("started")}
-    texts["stopped early:"] = summary.get("stopped_early")
-    numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-    parts = [f"{word} {text}" for word, text in texts.items() if text]
-    for name, unit in (("steps", "updates"), ("positions", "positions"), ("positions_per_second", "positions/s")):
-        parts += [f"{numbers[name]:,} {unit}"] if name in numbers else []
-    parts += list(filter(None, [_duration(summary.get("seconds"))]))
-    if "share_of_peak" in numbers:
-        peak = f" ({numbers['peak_gflops']:,.0f} GFLOP/s)" if "peak_gflops" in numbers else ""
-        parts.append(f"{numbers['share_of_peak']:.0%} of the measured matrix rate{peak}")
-    for split, share in _mapping(summary.get("lost_rows")).items():
-        if isinstance(share, float) and share > 0:
-            parts.append(f"damaged and replaced by others: {share:.2%} of the {split} rows")
-    return parts
-
-
-def _checks(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    checks = _mapping(summary.get("verdict")).get("checks")
-    return [check for check in checks if isinstance(check, Mapping)] if isinstance(checks, list) else []
-
-
-def _figures(summary: Mapping[str, Any]) -> list[Section]:
-    """Key figures, their shares with intervals where the evaluation says first of how many rows they are."""
-    evaluation = _mapping(summary.get("evaluation"))
-    table = figures_table(evaluation)
-    if isinstance(parameters := summary.get("parameters"), int):
-        table.loc["parameters of the network"] = f"{parameters:,}", ""
-    count = next(iter(evaluation.values()), None)
-    shares = {}
-    for name, value in evaluation.items():
-        if _is_share(name) and isinstance(value, float) and 0 <= value <= 1:
-            against = {key: v for key, v in _baselines(evaluation, name).items() if isinstance(v, float)}
-            shares[name.replace("_", " ")] = value, against
-    sections: list[Section] = [("Key figures", table)]
-    if shares and isinstance(count, int) and count > 0:
-        sections.append(
-            (f"Shares of {count:,} held-out rows, with 95 % intervals", figures.scores_figure(shares, count))
-        )
-    return sections
 
 
 def _pictures(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -407,7 +367,7 @@ def _stability(rows: Sequence[Mapping[str, Any]], optim: object) -> DataFrame:
         table["dead units, worst activation"] = "{:.1%} ({})".format(
             *max((share, name) for name, share in dead.items())
         )
-    return DataFrame(pd.Series(table))
+    return _column(table)
 
 
 def _runtime(runtime: object) -> DataFrame:
@@ -421,9 +381,8 @@ def _runtime(runtime: object) -> DataFrame:
     return DataFrame.from_dict(rows, orient="index")
 
 
-def _environment(record: Mapping[str, Any]) -> DataFrame:
-    known = {key: record[key] for key in ("commit", "catalogue", "started") if record.get(key)}
-    return DataFrame(pd.Series({**known, **_mapping(record.get("versions"))}, dtype=object))
+def _column(values: Mapping[str, Any]) -> DataFrame:
+    return DataFrame.from_dict({name: [str(value)] for name, value in values.items()}, orient="index")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import AwareDatetime, BaseModel, NonNegativeFloat
 
 from matrixlib import files
 from matrixlib.progress import clock_time, duration
@@ -42,28 +43,60 @@ class Standing:
     text: str
 
 
+class Heartbeat(BaseModel):
+    """heartbeat.json, as the trainer writes it. interval: seconds between two of them."""
+
+    time: AwareDatetime
+    host: str
+    pid: int = 0
+    phase: str = "training"
+    step: int = 0
+    steps: int = 0
+    step_seconds: NonNegativeFloat = 0.0
+    interval: NonNegativeFloat = 0.0
+
+    @property
+    def updates(self) -> str:
+        return f"update {self.step:,} of {self.steps:,}" if self.steps else f"{self.step:,} updates"
+
+    def process_lives(self) -> bool:
+        """Whether the process that wrote it is there; True where that cannot be known, as it is another machine's."""
+        if self.host != platform.node():
+            return True
+        try:
+            process = psutil.Process(self.pid)
+            # another one may have been given its number
+            return process.create_time() <= self.time.timestamp() + 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.AccessDenied:
+            return True
+        except (psutil.NoSuchProcess, ValueError, OverflowError):
+            return False
+
+
 def standing(folder: Path, now: datetime | None = None) -> Standing:
     """How the run in `folder` stands, of what its files say that are whole. now: UTC, for tests."""
     now = now or datetime.now(UTC)
-    summary, beat = _object(folder / "summary.json"), read_beat(folder)
-    when = _time(beat.get("time"))
-    ended = _time(summary.get("ended"))
-    if when is not None and beat.get("phase") != "stopped" and (ended is None or when > ended):
-        return _alive(beat, (now - when).total_seconds())
+    summary, beat = _object(folder / "summary.json"), read_heartbeat(folder)
+    ended = str(summary.get("ended", ""))
+    if beat is not None and beat.phase != "stopped" and (not ended or beat.time > datetime.fromisoformat(ended)):
+        return _alive(beat, (now - beat.time).total_seconds())
+    updates = f"{summary.get('steps', '?')} updates"
     if summary.get("complete"):
         early = summary.get("stopped_early")
-        text = f"ended: {summary.get('steps', '?')} updates" + (f", stopped early: {early}" if early else "")
-        return Standing("complete", text)
+        return Standing("complete", f"ended: {updates}" + (f", stopped early: {early}" if early else ""))
     if isinstance(end := summary.get("end"), str) and end:
-        return Standing(end, f"{end} after {_updates(summary)}: {summary.get('reason', '?')}")
-    if when is not None:
-        return Standing("stopped", f"stopped after {_updates(beat, 'step')}; the same command goes on")
+        return Standing(end, f"{end} after {updates}: {summary.get('reason', '?')}")
+    if beat is not None:
+        return Standing("stopped", f"stopped after {beat.updates}; the same command goes on")
     return Standing("begun", "has not made an update yet")
 
 
-def read_beat(folder: Path) -> dict[str, Any]:
-    """The heartbeat of the run in `folder`; {} where there is none."""
-    return _object(folder / "heartbeat.json")
+def read_heartbeat(folder: Path) -> Heartbeat | None:
+    """The heartbeat of the run in `folder`; None where there is none, or a damaged one."""
+    try:
+        return Heartbeat.model_validate(_object(folder / "heartbeat.json"))
+    except ValueError:
+        return None
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -73,63 +106,22 @@ def run_folders(root: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: (started[folder], folder.name), reverse=True)
 
 
-def _alive(beat: Mapping[str, Any], age: float) -> Standing:
+def _alive(beat: Heartbeat, age: float) -> Standing:
     """Of a run whose last heartbeat, so many seconds ago, is not that of its end."""
-    updates = _updates(beat, "step")
-    if not _process_lives(beat):
+    if not beat.process_lives():
         ago = duration(max(age, 0.0))
-        text = f"gone without a word {ago} ago after {updates}: killed, or out of memory; the same command goes on"
+        text = f"gone without a word {ago} ago after {beat.updates}: killed, or out of memory; the same command goes on"
         return Standing("gone", text)
-    doing = {"training": "training", "validation": "validating", "evaluation": "evaluating"}.get(
-        str(beat.get("phase")), "training"
-    )
+    doing = {"validation": "validating", "evaluation": "evaluating"}.get(beat.phase, "training")
     # no heartbeats come while the end is evaluated
-    patience = max(STALL_SECONDS, STALL_UPDATES * _number(beat, "step_seconds"), 3 * _number(beat, "interval"))
+    patience = max(STALL_SECONDS, STALL_UPDATES * beat.step_seconds, 3 * beat.interval)
     if age > patience and doing != "evaluating":
-        return Standing("stalled", f"stalled for {duration(age)} ({doing}) after {updates}")
-    if doing != "training" or (each := _number(beat, "step_seconds")) <= 0:
-        return Standing(doing, f"{doing}, {updates}")
-    left = each * (_number(beat, "steps") - _number(beat, "step"))
+        return Standing("stalled", f"stalled for {duration(age)} ({doing}) after {beat.updates}")
+    if doing != "training" or not beat.step_seconds:
+        return Standing(doing, f"{doing}, {beat.updates}")
+    left = beat.step_seconds * (beat.steps - beat.step)
     more = f", about {duration(left)} left" if left > 0 else ""
-    return Standing(doing, f"{doing}, {updates}, {duration(each)} an update{more}")
-
-
-def _process_lives(beat: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote it is there; True where that cannot be known, as it is another machine's."""
-    if beat.get("host") != platform.node():
-        return True
-    when = _time(beat.get("time"))
-    try:
-        process = psutil.Process(beat["pid"])
-        # another one may have been given its number
-        is_writer = when is None or process.create_time() <= when.timestamp() + 1
-        return is_writer and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
-        return False
-    except psutil.AccessDenied:
-        return True
-
-
-def _updates(data: Mapping[str, Any], key: str = "steps") -> str:
-    done = _number(data, key)
-    total = _number(data, "steps")
-    return f"update {done:,.0f} of {total:,.0f}" if key == "step" and total else f"{done:,.0f} updates"
-
-
-def _number(data: Mapping[str, Any], key: str) -> float:
-    value = data.get(key)
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
-    except OverflowError:
-        return 0.0
-
-
-def _time(text: object) -> datetime | None:
-    try:
-        moment = datetime.fromisoformat(text) if isinstance(text, str) else None
-    except ValueError:
-        return None
-    return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=UTC)
+    return Standing(doing, f"{doing}, {beat.updates}, {duration(beat.step_seconds)} an update{more}")
 
 
 def _object(path: Path) -> dict[str, Any]:
