@@ -18,15 +18,6 @@ def shares(elo: float, draws: float = 0.4, opening: float = 0.05) -> np.ndarray:
     return total
 
 
-def test_elo_and_score_are_inverse() -> None:
-    assert expected_score(0) == 0.5
-    assert expected_score(400) == pytest.approx(10 / 11)
-    assert elo_of(0.75) == pytest.approx(190.85, abs=0.01)
-    for elo in (-300.0, -1.0, 0.0, 37.0):
-        assert elo_of(expected_score(elo)) == pytest.approx(elo)
-    assert (elo_of(0), elo_of(1)) == (-math.inf, math.inf)
-
-
 def test_rating_of_many_pairs_is_the_plain_pentanomial_one() -> None:
     """score +- 1.96 sqrt(variance / pairs), mapped to Elo."""
     counts = np.array([200, 900, 2000, 1200, 300])

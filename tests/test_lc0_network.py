@@ -252,7 +252,7 @@ def test_a_search_hands_over_what_came_before() -> None:
     search.reset(1, from_boards([board]), past=before(board, 5))
     results = search.run(24)
     assert sorted(set(check_chains(game, evaluator.calls))) == [0, 1, 2, 3]
-    assert [past.known.tolist() for _, past in evaluator.calls[:1]] == [[0, 2]]
+    assert evaluator.calls[0][1].known.tolist() == [0, 2]
     evaluator.calls.clear()
     search.advance([0, 1], [result.best for result in results])
     search.run(24)
@@ -344,7 +344,7 @@ def test_opponents_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert list(strength.load_opponents(given, "cpu")) == [*given[:2], "own.pb.gz"]
     with pytest.raises(ValueError, match=r"opponents: '.*own.pb.gz' stands there twice"):
         strength.load_opponents([given[2], given[2]])
-    with pytest.raises(ValueError, match="opponents: 3 is no name"):
+    with pytest.raises(ValueError, match="opponents: 3 stands there twice, or is no name"):
         strength.load_opponents([given[2], 3])
 
 

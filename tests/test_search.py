@@ -228,15 +228,6 @@ def test_endings_are_recognised_at_expansion() -> None:
     assert search(game).run(1)[0].best == 0
 
 
-def test_positions_won_by_the_next_move_are_not_evaluated() -> None:
-    game = Graph({0: [1, 2], 1: [3, 4], 2: [5], 3: [6], 5: [6]}, over={4: -1.0})
-    tree = search(game, plain(look_ahead=True))
-    result = tree.run(2)[0]
-    assert result.values.tolist() == [-1, 0]
-    assert result.best == 1
-    assert game.batches == [1, 1]
-
-
 def test_the_winner_hurries_and_the_loser_does_not() -> None:
     # 0: move 0 wins in 3 plies, move 1 at once. 10: move 0 loses in 2 plies, move 1 in 4.
     game = Graph(
@@ -250,17 +241,6 @@ def test_the_winner_hurries_and_the_loser_does_not() -> None:
         tree.reset(0, np.array([(10, 0, 0)], NODE))
         result = tree.run(100)[0]
         assert (result.best, result.proven, result.value) == (1, True, -1.0)
-
-
-def test_draws_are_proven_and_taken_rather_than_a_bad_move() -> None:
-    """Move 0 draws, move 1 is worth less than a draw but not lost; most visits go to the draw anyway."""
-    chain = {n: [n + 1] for n in range(2, 300)}
-    game = Graph({0: [1, 2], **chain}, over={1: 0.0}, values=dict.fromkeys(range(2, 300, 2), 0.3))
-    result = search(game).run(60)[0]
-    assert (result.best, result.values[0], result.proven) == (0, 0.0, False)
-    drawn = Graph({0: [1, 2], 2: [3]}, over={1: 0.0, 3: -1.0})
-    result = search(drawn).run(60)[0]
-    assert (result.best, result.value, result.proven) == (0, 0.0, True)
 
 
 def test_tables_settle_a_position_without_an_evaluation() -> None:
@@ -623,13 +603,3 @@ def test_only_the_moves_to_consider_are_searched() -> None:
     search.reset(0, game.initial(1), only=[9])
     with pytest.raises(ValueError, match="none of the moves"):
         search.run(1)
-
-
-def test_each_move_has_its_own_line() -> None:
-    search = Search(TicTacToe(), uniform)
-    result = search.run(300)[0]
-    assert search.line(0, result.best) == result.line
-    for move in result.moves:
-        line = search.line(0, int(move))
-        assert line[0] == move
-        assert len(set(line)) == len(line)
