@@ -351,15 +351,6 @@ def test_normuon_moves_all_outputs_alike_and_as_far_as_muon() -> None:
     assert not torch.allclose(plain.norm(dim=1), plain.norm(dim=1).mean().expand(8), rtol=1e-3, atol=0)
 
 
-def test_a_hidden_layer_without_a_gradient_stays() -> None:
-    net = ToyNet()
-    muon = optim.optimiser(net, settings(optim={"optimiser": "muon"}).optim, CPU)
-    before = net.inner.weight.clone()
-    net.plane.weight.grad = torch.ones_like(net.plane.weight)
-    muon.step()
-    assert torch.equal(net.inner.weight, before)
-
-
 def test_noise_has_its_variance_and_its_own_stream(tmp_path: Path) -> None:
     """In the gradients, whole or of any micro-batch; a resumed run draws the same; the global stream stays."""
     config = load_config("demo", {"optim": {"noise": 0.3}}).optim
