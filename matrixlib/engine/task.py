@@ -76,7 +76,8 @@ class Task(Protocol):
         """
 
     def bounds(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Per term (chance, floor), both SUMS over the items that `counts` counts, of a batch on the host.
+        """Per term whose bounds are known (chance, floor), both SUMS over the items that `counts` counts, of a batch on
+        the host.
 
         `chance`: the loss of a freshly initialised network, e.g. ln(number of classes) per row. `floor`: the least loss
         that any network can reach, e.g. the entropy of the (smoothed) targets. The engine compares the first with the
