@@ -1,4 +1,4 @@
-"""Boards as still pictures, with moves as arrows and maps of squares as colours; the chances over a game."""
+"""Boards as still pictures, with moves as arrows and maps of squares as colours."""
 
 import html
 import re
@@ -10,10 +10,7 @@ import chess.svg
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
-
-from matrixlib.tasks.plotting import beside, panels, whole
 
 if TYPE_CHECKING:
     from IPython.display import HTML
@@ -115,19 +112,3 @@ def _colour_map(head: str) -> Any:
     if names := CLASSES.get(head):
         return colormaps[COLOURS[head]].resampled(len(names))
     return colormaps[PROBABLE]
-
-
-def chances_figure(chances: Sequence[tuple[float, float, float]]) -> Figure:
-    """A bar for each position of a game: White wins below, draw, Black wins above."""
-    figure, (axes,) = panels(size=(7, 2.4))
-    bottom = np.zeros(len(chances))
-    for name, colour, share in zip(
-        ("White wins", "draw", "Black wins"), ("white", "0.6", "0.15"), zip(*chances, strict=True), strict=True
-    ):
-        height = 100 * np.array(share)
-        axes.bar(np.arange(len(chances)), height, 1.0, bottom, color=colour, edgecolor="0.4", linewidth=0.4, label=name)
-        bottom = bottom + height
-    whole(axes, "half move")
-    axes.set(ylabel="chances [%]", xlim=(-0.5, max(len(chances), 12) - 0.5), ylim=(0, 100))
-    beside(figure)
-    return figure
