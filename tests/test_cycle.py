@@ -17,7 +17,7 @@ from filelock import FileLock
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from matrixlib import config, files
+from matrixlib import config
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader
 from matrixlib.data.shards import Shard
@@ -27,7 +27,7 @@ from matrixlib.play.game import GameRecord
 from matrixlib.play.match import Match
 from matrixlib.runs import cycle, cycle_games, report
 from matrixlib.runs import run as runs
-from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.runs.cycle_config import load_cycle
 from matrixlib.runs.cycle_games import Games, Generation, Tally, read_generations
 from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.keys import ids_of
@@ -441,14 +441,6 @@ def test_damaged_files_are_named(script: Script, reports: Path) -> None:
             cycle.open_cycle("demo", "cpu", "p", TINY)
 
 
-def test_a_match_of_no_pairs_is_none(script: Script) -> None:
-    script.cycle.config = script.cycle.config.model_copy(
-        update={"match": script.cycle.config.match.model_copy(update={"anchor_pairs": 0})}
-    )
-    (generation,) = script.train("even")
-    assert generation.pairs("anchor") == (0, 0, 0, 0, 0)
-
-
 def test_checks_judge_the_best_network_and_all_games(opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = opened.history()
     strong, weak = ((0, 0, 0, 4, 60),), ((60, 4, 0, 0, 0),)
@@ -461,12 +453,6 @@ def test_checks_judge_the_best_network_and_all_games(opened: cycle.Cycle, monkey
         settings = opened.config.model_copy(update={"generations": generations})
         checks = cycle.Cycle(opened.folder, settings, opened.runtime).checks()
         assert [check[1] for check in checks] == [passed, passed]
-
-
-def test_generations_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for number in (1000, 101, 2):
-        Generation(number=number).write(tmp_path)
-    assert list(read_generations(tmp_path)) == [2, 101, 1000]
 
 
 # --- opening
@@ -524,14 +510,6 @@ def test_a_dtype_that_computes_nonsense_is_not_what_a_cycle_begins_with(
         cycle.open_cycle("demo", "cpu", "named", {"network": {"runtime": {"precision": "bf16"}}})
 
 
-def test_an_opened_and_a_trained_cycle_have_the_threads_that_were_resolved(opened: cycle.Cycle, threads: None) -> None:
-    list(opened.train())  # nothing is left to do
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(2)
-    cycle.open_cycle("demo", "cpu", "c", TINY)
-    assert torch.get_num_threads() == 1
-
-
 def test_of_two_that_begin_a_cycle_at_once_one_decides(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve, resolved = cycle.runtimes.resolve, []
 
@@ -552,15 +530,6 @@ def test_of_two_that_begin_a_cycle_at_once_one_decides(reports: Path, monkeypatc
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(begin, (1, 2))) == [False, True]
     assert len(resolved) == 1
-
-
-def test_two_networks_are_kept(opened: cycle.Cycle, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[int] = []
-    load = cycle_games.weights_of
-    monkeypatch.setattr(cycle_games, "weights_of", lambda *where: loads.append(where[2]) or load(*where))
-    for generation in (0, 1, 2, 1, 0, 1, 2):
-        opened.network(generation)
-    assert loads == [0, 1, 2, 0, 2], "that of longest ago goes first"
 
 
 def test_more_pairs_than_a_game_has_openings_are_refused_before_anything_is_played(
@@ -585,17 +554,6 @@ def test_a_cycle_needs_a_game_for_two_and_no_weights_to_begin_with() -> None:
         load_cycle("demo", {"network": {"task": None}})
     with pytest.raises(config.ConfigError, match=r"unknown key 'network\.model\.widht', did you mean 'width'"):
         load_cycle("tictactoe", {"network": {"model": {"widht": 3}}})
-
-
-@pytest.mark.parametrize("name", config.presets(files.PARAMS / "cycle"))
-def test_presets_name_only_what_differs_from_the_schema(name: str) -> None:
-    path = files.PARAMS / "cycle" / f"{name}.yaml"
-    data = config.read_yaml(path.read_text(), name)
-    del data["network"]
-    options = {key: value if isinstance(value, dict) else {"": value} for key, value in data.items()}
-    named = {f"{key}.{option}".rstrip(".") for key, section in options.items() for option in section}
-    resolved = load_cycle(name)
-    assert named == set(config.difference(resolved, CycleConfig(network=resolved.network)))
 
 
 # --- what is shown, and another game
