@@ -12,7 +12,7 @@ import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -51,8 +51,6 @@ class Section(BaseModel):
     """Base of every section: frozen, strict types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-    """Old names of keys, for messages: old -> new."""
 
     @model_validator(mode="before")
     @classmethod
@@ -401,8 +399,6 @@ def _explain(errors: Sequence[Any], schema: type[Section], prefix: str) -> list[
             section = _section_at(where[:-1], schema)
             known, old = sorted(section.model_fields), prefix + ".".join(where)
             text = f"unknown key '{old}'{nearest(where[-1], known)} (known: {', '.join(known)})"
-            if new := section.RENAMED.get(where[-1]):
-                text = f"key '{old}' is called '{prefix}{'.'.join([*where[:-1], new])}' now"
             messages.setdefault(text, [])
         elif item["type"] == "missing":
             text = f"key '{key}' is missing"

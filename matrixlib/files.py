@@ -7,13 +7,14 @@ import json
 import math
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import platformdirs
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -53,11 +54,7 @@ def cache_root() -> Path:
     """MATRIXLIB_CACHE, else the platform's cache folder for this package. Not created here."""
     if folder := os.environ.get("MATRIXLIB_CACHE"):
         return from_home(folder)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "matrixlib"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "matrixlib"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matrixlib"
+    return platformdirs.user_cache_path("matrixlib", appauthor=False)
 
 
 def name_problem(name: str) -> str:
@@ -176,11 +173,15 @@ def write_bytes(path: Path, data: bytes) -> None:
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a full disk, say
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -344,3 +344,14 @@ def test_an_empty_reports_folder_is_none_that_was_named(monkeypatch: pytest.Monk
     assert files.reports_root().name == "reports"
     monkeypatch.setenv("MATRIXLIB_REPORTS", "~/mine")
     assert files.reports_root() == Path.home() / "mine"
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    files.write_bytes(tmp_path / "a", b"old")
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        files.write_bytes(tmp_path / "a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]

@@ -322,7 +322,6 @@ class Loader:
         rows = _by_source(weights, rows) if weights else rows
         self._window = window_blocks * len(weights or (0,))  # blocks, and so shards, from which rows come at a time
         self._reader = Reader(rows, layout, limit, bool(weights), sidecars, 2 * self._window)
-        self._reader.allow_files()
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
         self._batches = Batches(self._reader, order, batch_size, prepare, ranks, skip)

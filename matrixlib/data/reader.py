@@ -1,5 +1,6 @@
 """Rows of many shards by one running number, damaged blocks replaced: what the loader's workers read from."""
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ Damage = tuple[str, int, str]  # (shard name, block or WHOLE, reason)
 WHOLE = -1  # in place of a block's number: the shard cannot be opened
 ROW_BYTES = 3 * 2**16  # mapped by reading a row, at most: its three places, each with the 16 pages around it
 RESIDENT_BYTES = 2**27  # of mapped shards that may stay in memory; a larger data set is let go again and again
-SPARE_FILES = 256  # of what else a process opens: libraries, pipes of workers, logs
 
 
 class LoaderError(RuntimeError):
@@ -78,26 +78,17 @@ def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list
     return rows_kept
 
 
-def allow_files(count: int) -> None:
-    """Let this process and its workers keep so many files open, which is more than many systems allow unasked.
-
-    LoaderError where the system does not allow it.
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows it: each open shard is one, and many systems allow fewer
+    unasked.
     """
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    needed = count + SPARE_FILES
-    if soft == unlimited or soft >= needed:
-        return
-    if hard != unlimited and hard <= count:
-        raise LoaderError(
-            f"{count:,} shards, but the system lets a process open {hard:,} files: raise the hard limit of open files "
-            "(`ulimit -Hn`) or make larger shards"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == unlimited else min(needed, hard), hard))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # of a system that counts them otherwise, as macOS does
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @kernel
@@ -187,6 +178,7 @@ class Reader:
         self._parts = self._by_source(sources) if by_source else [("", 0, self.count)]  # (source, first row, end)
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
+        raise_file_limit()
         self._forget()
 
     def __getstate__(self) -> dict[str, object]:
@@ -194,12 +186,8 @@ class Reader:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self.allow_files()  # a worker has the limit of the process that it was forked from
+        raise_file_limit()  # a worker has that of the process that it was forked from
         self._forget()
-
-    def allow_files(self) -> None:
-        """See `allow_files`, for as many as this keeps open."""
-        allow_files(min(self._keep or len(self.shards), len(self.shards)) * (1 + (self._sidecars is not None)))
 
     def _forget(self) -> None:
         """Nothing is open, checked or mapped yet in this process."""

@@ -5,7 +5,6 @@ here each stored member is mapped at its own offset in the zip file. A CRC-32 fo
 4,096 records is checked when the block is first read; ``meta`` and ``block_crc`` are checked on opening.
 """
 
-import ast
 import errno
 import hashlib
 import io
@@ -14,6 +13,7 @@ import math
 import mmap
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ OFFSET = np.dtype("<i8")
 ALIGN = 64  # members start at multiples of this, so that mapped arrays are aligned
 PADDING_ID = 0xD935  # zip extra field that aligns a member (the id of Android's zipalign)
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+HEAD_BYTES = 2**16  # of a member in the zip file, before its first item: more than the headers of any of ours
 LFS_POINTER = b"version https://git-lfs"
 SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # too many open files, no memory: the machine refuses
 REMEDY = "restore the file from a copy, make it again, or quarantine it in the catalogue"
@@ -320,7 +321,7 @@ def guarded(path: Path | str, read: Callable[[], Result]) -> Result:
         raise ShardError(f"{path}: cannot be read ({error}); {REMEDY}") from error
     except (EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
         raise ShardError(f"{path}: truncated, damaged or not a shard ({error}); {REMEDY}") from error
-    except (ValueError, KeyError, TypeError, OverflowError, SyntaxError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
         if isinstance(error, ShardError):
             raise
         raise ShardError(f"{path}: damaged or not a shard ({error}); {REMEDY}") from error
@@ -344,11 +345,15 @@ def read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndar
     return read_npy(archive.read(f"{name}.npy"))
 
 
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, Fortran order, dtype) of an NPY file, which is left at its first item. Raises ValueError."""
+    header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    return header(file)
+
+
 def read_npy(data: bytes) -> np.ndarray:
     """The array of an NPY file. ValueError where it claims more than it has: NumPy would take the memory first."""
-    file = io.BytesIO(data)
-    header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
-    shape, _, dtype = header(file)
+    shape, _, dtype = _npy_header(io.BytesIO(data))
     if math.prod(shape) * dtype.itemsize > len(data):
         raise ValueError(f"{len(data):,} bytes claim to be an array of shape {shape}")
     return npy.read_array(io.BytesIO(data), allow_pickle=False)
@@ -402,24 +407,18 @@ def _map_member(
 ) -> np.ndarray:
     """The stored array `name` (n,) as a view of the mapped `file` (bytes,)."""
     info = _stored(path, archive, name)
-    fixed = LOCAL_HEADER.unpack(file[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes())
+    head = io.BytesIO(file[info.header_offset : info.header_offset + HEAD_BYTES].tobytes())
+    fixed = LOCAL_HEADER.unpack(head.read(LOCAL_HEADER.size))
     if fixed[0] != b"PK\x03\x04":
         raise ShardError(f"{path}: '{name}' is not where the zip directory says; {REMEDY}")
-    start = info.header_offset + LOCAL_HEADER.size + fixed[-2] + fixed[-1]
-    wide = file[start + 6 : start + 7].tobytes() not in (b"\x01", b"")  # NPY 2.0 and 3.0 have a 4-byte length
-    size = file[start + 8 : start + (12 if wide else 10)].tobytes()
-    data = start + 8 + len(size) + int.from_bytes(size, "little")
-    header = file[start:data].tobytes()
-    text = header[8 + len(size) :].decode("latin1").strip()
-    if header[:6] != npy.MAGIC_PREFIX:
-        raise ShardError(f"{path}: '{name}' does not begin like an array; {REMEDY}")
-    if "'|O'" in text:
-        raise ShardError(f"{path}: '{name}' holds Python objects, which are never read; {REMEDY}")
-    expected = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
-    stop = data + n * dtype.itemsize
-    if ast.literal_eval(text) != expected or stop > len(file) or info.file_size != stop - start:
+    begin = head.seek(fixed[-2] + fixed[-1], io.SEEK_CUR)
+    found = _npy_header(head)
+    start = info.header_offset + head.tell()
+    stop = start + n * dtype.itemsize
+    whole = info.file_size == stop - info.header_offset - begin and stop <= len(file)
+    if found != ((n,), False, dtype) or not whole:
         raise ShardError(f"{path}: '{name}' is not {n} items of {dtype} as its meta data says; {REMEDY}")
-    return file[data:stop].view(dtype)
+    return file[start:stop].view(dtype)
 
 
 class Shard:
