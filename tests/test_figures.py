@@ -66,7 +66,7 @@ def test_phases_are_stacked_to_the_whole_of_an_update() -> None:
 
 def test_each_number_goes_to_its_picture() -> None:
     later = {"losses": {"policy": 1.5}, "metrics": {"policy/top1": 0.2, "policy/top3": 0.4}, "kind": "full"}
-    rows = [row(1, own={"norm": 3.0}), row(2, validation=later, own={"norm": 4.0})]
+    rows = [row(1, extra={"norm": 3.0}), row(2, validation=later, extra={"norm": 4.0})]
     figure = training_figure(rows)
     assert names(figure, "loss [nat]") == {"policy", "value"} | {"_child0", "_child2"}
     assert names(figure, "accuracy [%]") == {"_child0", "policy/top1", "policy/top3"}, "no entropy, no top5"

@@ -31,7 +31,7 @@ def test_a_resumed_run_continues_its_curves_and_own_numbers_are_drawn(monkeypatc
     table = plot.table()
     assert table.index.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert table["losses/policy"].tolist() == [1.0] * 7
-    assert table["own/norm"].dropna().to_dict() == {5: 2.5, 6: 3.0, 7: 3.5}
+    assert table["extra/norm"].dropna().to_dict() == {5: 2.5, 6: 3.0, 7: 3.5}
     assert plot.total == 8, "the run's end has been moved"
 
 

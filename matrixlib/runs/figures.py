@@ -27,7 +27,7 @@ APART = 10  # times smaller than the next larger, or squared than the largest: a
 LOSS_AXES = 3  # at most
 TALL = 3  # times the median: the highest bar of times
 SLOW = 0.75  # of the usual throughput: what is below is marked
-DRAWN = ("loss", "losses", "metrics", "validation", "own", "learning_rate", "grad_norm", "clip_share", "throughput")
+DRAWN = ("loss", "losses", "metrics", "validation", "extra", "learning_rate", "grad_norm", "clip_share", "throughput")
 """What `frame` takes of a row, with marks of rollbacks and phases."""
 HELD_OUT = "validation/"
 Rows = Sequence[Mapping[str, Any]]
@@ -143,7 +143,7 @@ def draw(figure: Figure, table: DataFrame, title: str, total: int = 0) -> None:
     terms = {name: _name(name) for name in _matching(table, LOSSES)}
     groups = [[re.escape(name) for name in terms if terms[name] in group] for group in loss_groups(table)]
     losses = [replace(LOSSES, columns="|".join(group)) for group in groups]
-    own = [Plot(name.removeprefix("own/"), re.escape(name)) for name in map(str, table) if name.startswith("own/")]
+    own = [Plot(name.removeprefix("extra/"), re.escape(name)) for name in map(str, table) if name.startswith("extra/")]
     rest = [*PLOTS, *own]
     entries = max(len({_name(name) for name in _matching(table, plot)}) for plot in (*losses[:1], *rest))
     top = max(0.5, 0.87 - 0.027 * max(0, entries // 3 - 2))  # for legends of more than three lines, with their note

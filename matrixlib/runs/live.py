@@ -56,7 +56,7 @@ class LivePlot:
 
         `run.log` of the same numbers brings them into metrics.jsonl too.
         """
-        row = stats.row() | ({"own": own} if own else {})
+        row = stats.row() | ({"extra": own} if own else {})
         self._rows.append(row)
         if len(self._rows) >= NEW_ROWS:
             self.table()
@@ -141,5 +141,5 @@ class LivePlot:
 
 def _line(row: Mapping[str, Any]) -> str:
     """One update's losses and own numbers, learning rate and throughput."""
-    values = " ".join(f"{name} {value:.3f}" for name, value in flatten({**row["losses"], **row.get("own", {})}))
+    values = " ".join(f"{name} {value:.3f}" for name, value in flatten({**row["losses"], **row.get("extra", {})}))
     return f"{values} | learning rate {row['learning_rate']:.2g} | {row['throughput']:,.0f} positions/s"
