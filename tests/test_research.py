@@ -106,8 +106,9 @@ while len(fens) < 1000:
 planes = net.planes(fens)
 out = net.model(planes, frozenset({"policy", "value"}))
 assert planes.shape == (1000, 19, 8, 8) and out["policy"].shape == (1000, 4672) and out["value"].shape == (1000, 3)
-assert np.allclose(net.values([chess.Board(fen) for fen in fens[:3]]),
-                   (out["value"].softmax(1) @ torch.tensor([1.0, 0.0, -1.0]))[:3].numpy(), atol=0.05), "in bf16 where the machine has it"
+value = out["value"].softmax(1) @ torch.tensor([1.0, 0.0, -1.0])
+known = net.values([chess.Board(fen) for fen in fens[:3]])  # in bf16 where the machine has it
+assert np.allclose(known, value[:3].numpy(), atol=0.05)
 """
 FAULT = """
 run = matrixlib.open_run("demo", run="fault", device="cpu", steps=6, overrides=small)
