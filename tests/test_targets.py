@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from matrixlib.engine.inspection import TargetLog, target_figures
 from matrixlib.engine.stats import Stats
-from matrixlib.engine.targets import TargetLog, target_figures
 
 
 def test_classes_are_counted_each() -> None:

@@ -1,11 +1,13 @@
-"""What is looked at between updates: outputs, gradients, blocks and dead units of the model in training."""
+"""What is measured beside the updates: outputs, gradients, blocks, dead units, memory by part, targets."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,10 +20,12 @@ from matrixlib.engine.stats import Action, Event, Message, Stats, norm_quantiles
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch, Data, Task, rows, slice_batch
 from matrixlib.engine.validation import HeldOut
-from matrixlib.files import write_json
+from matrixlib.files import plain, utc_now, write_json
 
 EVIDENCE_UPDATES = 16
 """Updates at most whose records are kept as evidence, and rows of metrics from before the trouble."""
+TARGET_BINS = 16
+"""Of a histogram of targets that are not classes."""
 COLLAPSE = 1e-4
 """Deviation between the rows of an output, in logits, below which it says the same for every input."""
 
@@ -129,3 +133,34 @@ def memory_by_part(
     state = [value for entry in optimiser.state.values() for value in entry.values() if isinstance(value, Tensor)]
     table = {**kept, "weights": weights, "their gradients": weights, "optimiser": sum(value.nbytes for value in state)}
     return {name: round(size / MEBI, 2) for name, size in table.items()}
+
+
+def target_figures(target: Tensor) -> dict[str, Any]:
+    """dtype, shape, least and greatest value, values that are not finite, and a histogram: value -> how often, or the
+    lower bounds of 16 equal bins -> how often where there are more different values than that."""
+    values = target.detach().cpu().double().numpy().ravel()
+    finite = values[np.isfinite(values)]
+    figures: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "shape": list(target.shape)}
+    figures["not_finite"] = len(values) - len(finite)
+    if not len(finite):
+        return figures | {"histogram": {}}
+    bounds, counts = np.unique(finite, return_counts=True)
+    if len(bounds) > TARGET_BINS:
+        counts, bounds = np.histogram(finite, TARGET_BINS)
+    histogram = {f"{bound:g}": int(count) for bound, count in zip(bounds, counts, strict=False)}
+    return figures | {"least": finite.min(), "greatest": finite.max(), "histogram": histogram}
+
+
+class TargetLog:
+    """targets.jsonl of a run, a hook: a row of `target_figures` by term; an update that is repeated after a rollback
+    stands twice."""
+
+    def __init__(self, path: Path, targets: Callable[[Batch], Mapping[str, Tensor]]) -> None:
+        """targets: of a batch on the host, by term."""
+        self._path, self._targets = path, targets
+
+    def __call__(self, stats: Stats, batch: Batch) -> None:
+        figures = {name: target_figures(target) for name, target in self._targets(batch).items()}
+        row = {"time": utc_now(), "step": stats.step, "targets": figures}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(row)) + "\n")

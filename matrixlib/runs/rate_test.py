@@ -111,14 +111,11 @@ def rate_test(run: Run, updates: int = 100) -> RateTest:
                 if not stats.finite:
                     end = "the loss was no longer finite"
                     break
-                rates.append(stats.learning_rate)
-                losses.append(stats.main_loss)
-                average = (
-                    stats.main_loss
-                    if math.isinf(average)
-                    else AVERAGE_DECAY * average + (1 - AVERAGE_DECAY) * stats.main_loss
-                )
+                loss = stats.main_loss
+                average = AVERAGE_DECAY * average + (1 - AVERAGE_DECAY) * loss if losses else loss
                 least = min(least, average)
+                rates.append(stats.learning_rate)
+                losses.append(loss)
                 if stats.action is not Action.OK or average > DIVERGED * least:
                     end = "the loss had diverged"
                     break

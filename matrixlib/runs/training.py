@@ -10,9 +10,9 @@ from matrixlib.engine import optim, storage
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.context import Context, Hook
 from matrixlib.engine.distributed import Ranks, batch_norms
+from matrixlib.engine.inspection import TargetLog
 from matrixlib.engine.memory import fresh_model
 from matrixlib.engine.metrics import MetricsLog, NoLog, interval
-from matrixlib.engine.targets import TargetLog
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.data import RunData
 from matrixlib.runs.start import Start
