@@ -2,10 +2,7 @@
 to look at."""
 
 import math
-import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,9 @@ def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, 
     for _ in current.train():
         pass
     rows = metrics.read(current.folder / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    every = metrics.interval(steps)
+    assert {1, *range(every, steps + 1, every)} <= {row["step"] for row in rows}
+    assert sum(row.get("updates", 1) for row in rows) == steps
     values = [value for row in rows for name, value in metrics.flatten(row) if isinstance(value, float)]
     assert all(math.isfinite(value) for value in values)
     assert (rows[-1]["skipped"], rows[-1]["rollbacks"]) == (0, 0)
@@ -45,15 +44,3 @@ def test_a_long_run_stays_finite_and_its_memory_flat(reports: Path, steps: int, 
     print(f"{len(values):,} values, RSS {resident[0]:.0f} ... {resident[-1]:.0f} MiB, growth {growth:.1f} MiB")
     assert growth < 16
     assert Checkpoints(current.folder / "checkpoints", 2).steps()[-1] == steps
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_a_run_of_a_million_updates_is_looked_at_in_little_memory(tmp_path: Path) -> None:
-    bench = Path(__file__).parent / "bench" / "bench_long_run.py"
-    command = [sys.executable, str(bench), "--folder", str(tmp_path)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    print(text)
-    tasks = re.findall(r"peak +(\d+) MiB, of which imports +(\d+)", text)
-    assert len(tasks) == 6
-    assert all(int(peak) - int(imports) < 300 for peak, imports in tasks)
