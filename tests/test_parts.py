@@ -14,6 +14,7 @@ import torch
 from nbclient.exceptions import DeadKernelError
 from torch import nn
 
+import matrixlib
 from matrixlib.engine import metrics
 from matrixlib.engine.checkpoint import Checkpoints
 from matrixlib.engine.parts import Parts, describe, refuse_other
@@ -171,4 +172,4 @@ def test_parts_of_a_cell_are_trained_killed_and_resumed_bit_for_bit(reports: Pat
     with pytest.raises(
         ValueError, match=r"trained with a trunk of its own, __main__:Trunk: give it as load\(run, trunk"
     ):
-        runs.tasks.load("whole")
+        matrixlib.load("whole")

@@ -529,7 +529,7 @@ def test_a_run_says_what_it_lost_and_ends_above_the_limit(two_sources: Path) -> 
     assert current.summary()["lost_rows"] == {"train": pytest.approx(1 / 6, abs=1e-6), "validation": 0.0}
     assert any("16.67% of the training rows are lost so far" in message for message in current.messages)
     page = report.write_report(current.folder).read_text("utf-8")
-    assert "damaged and replaced by others: 16.67% of the train rows" in page
+    assert "16.67% of the train rows replaced by others" in page
     assert "of the validation rows" not in page
     options["data"]["max_lost"] = 0.16
     with pytest.raises(runs.RunError, match=r"16\.7% of the training rows are damaged, more than data.max_lost"):

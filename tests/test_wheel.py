@@ -56,6 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # A line of a .pth leads to the packages of this environment, but follows no .pth of it: none to the checkout
     (Path(where) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment['PATH']}"
+    environment["JUPYTER_PATH"] = str(Path(sysconfig.get_path("data")) / "share" / "jupyter")  # nbconvert's templates
     return run
 
 
@@ -92,7 +93,7 @@ def test_the_wheel_works_without_a_checkout(run: Run) -> None:
     assert json.loads((folder / "run.json").read_text())["commit"] == "", "there is no checkout"
     saved = nbformat.read(folder / "train.ipynb", as_version=4)
     pictures = [o for c in saved.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 2, "the panel as it ended, and where the time went"
+    assert len(pictures) == 3, "the schedule, the panel as it ended, and where the time went"
     assert "widgets" not in saved.metadata, "no widget is made without a front end"
     (folder / "report.html").unlink()
     run("python", "-m", "matrixlib.runs.report", "first")
