@@ -234,7 +234,7 @@ def test_a_run_goes_on_with_its_own_teacher_alone(teacher: str, reports: Path) -
         assert "opened without its teacher" in " ".join(complete.messages)
         assert list(complete.train()) == []
         with pytest.raises(RunError, match="needs its teacher to be trained further: teacher 'somebody' holds other"):
-            complete.memory_table()
+            complete.batch()
     net = load("student", device="cpu")
     with pytest.warns(UserWarning, match="'somebody' holds other weights than when it taught this network"):
         assert "teacher_kl" not in held_out_figures(net, 32)

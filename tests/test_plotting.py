@@ -8,7 +8,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from matrixlib.runs import figures
-from matrixlib.runs.rate_test import RateTest
 from matrixlib.tasks.plotting import beside, level, panels
 
 ROWS: list[dict[str, Any]] = [
@@ -29,7 +28,6 @@ HIGHER = [row | {"loss": row["loss"] + 0.3} for row in ROWS]
 PICTURES: dict[str, Callable[[], Figure]] = {
     "times": lambda: figures.phases_figure(ROWS),
     "two sides": lambda: figures.comparison_figure({"A": [ROWS], "B": [HIGHER]}),
-    "range test": lambda: RateTest((1e-6, 1e-3, 1.0), (3.0, 1.0, 4.0), (3.0, 1.0, 4.0), "end", 1e-3).figure(),
 }
 COUNTED = ("update step", "generation", "size")
 

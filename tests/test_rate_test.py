@@ -1,4 +1,4 @@
-"""The range test of the learning rate."""
+"""The range test of the learning rate, in the cells of train.ipynb."""
 
 import copy
 import math
@@ -7,13 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from cells import definitions
 from test_trainer import Scaled, build, equal, history, poison, settings, weights
 from toy_task import ToyData, ToySource, ToyTask, toy_runtime
 
 from matrixlib.engine import rng
-from matrixlib.runs.rate_test import HIGHEST, LOWEST, RateTest, rate_test
+
+
+def rate_test(trainer: Any, updates: int, source: Any = None) -> pd.Series:
+    data: Any = ToyData(trainer.task, source or ToySource(20))
+    data.teacher = None
+    found: pd.Series = definitions("train")["rate_test"](
+        SimpleNamespace(trainer=trainer, data=data, processes=1), updates
+    )
+    return found
 
 
 def test_it_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -29,18 +39,12 @@ def test_it_leaves_everything_as_it_was(tmp_path: Path) -> None:
         next(updates)
     tensors, state = copy.deepcopy(trainer._step.state_dict())
     modes = [module.training for module in trainer.model.modules()]
-    gradients = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
     streams = rng.capture(torch.device("cpu"))
-    data: Any = ToyData(trainer.task, ToySource(20))
-    data.teacher = None
-    test = rate_test(SimpleNamespace(trainer=trainer, data=data, processes=1), 30)  # type: ignore[arg-type]
-    assert len(test.rates) > 10
+    assert len(rate_test(trainer, 30)) > 10
     now, plain_state = trainer._step.state_dict()
-    assert now.keys() == tensors.keys()
-    assert all(equal(dict(now[group]), dict(tensors[group])) for group in now)
+    assert all(equal(dict(now[group]), dict(tensors[group])) for group in now.keys() | tensors.keys())
     assert plain_state == state
     assert modes == [module.training for module in trainer.model.modules()]
-    assert all(map(torch.equal, gradients, [p.grad for p in trainer.model.parameters() if p.grad is not None]))
     after = rng.capture(torch.device("cpu"))
     assert torch.equal(after.torch, streams.torch)
     assert after.python == streams.python
@@ -53,40 +57,27 @@ def test_it_leaves_everything_as_it_was(tmp_path: Path) -> None:
 def test_it_leaves_out_what_a_rollback_left_out(tmp_path: Path) -> None:
     trainer = build(tmp_path, source=poison(6, 8), config=settings(health={"skips": 3}), steps=14)
     list(trainer.train())
-    data: Any = ToyData(trainer.task, poison(6, 8))
-    data.teacher = None
     trainer.step = 4  # batches that it left out lie ahead
-    test = rate_test(SimpleNamespace(trainer=trainer, data=data, processes=1), 10)  # type: ignore[arg-type]
-    assert "no longer finite" not in test.end
-    assert len(test.rates) == 10
+    assert len(rate_test(trainer, 10, poison(6, 8))) == 10
 
 
 def test_it_ends_where_the_loss_diverges(tmp_path: Path) -> None:
     config = settings(optim={"optimiser": "sgd", "clip_norm": 1e9})
     trainer = build(tmp_path, task=ToyTask(norm="none"), config=config)
-    data: Any = ToyData(trainer.task, ToySource(20))
-    data.teacher = None
-    test = rate_test(SimpleNamespace(trainer=trainer, data=data, processes=1), 60)  # type: ignore[arg-type]
-    ratios = np.diff(np.log(test.rates))
-    assert test.rates[0] == pytest.approx(LOWEST)
-    assert ratios == pytest.approx(math.log(HIGHEST / LOWEST) / 59)
-    assert "diverged" in test.end
-    assert test.rates[-1] < HIGHEST
-    assert test.suggestion is not None
-    assert 1e-4 < test.suggestion < test.rates[-1]
-    with pytest.raises(ValueError, match="10 at least"):
-        rate_test(SimpleNamespace(trainer=trainer, data=data, processes=1), 3)  # type: ignore[arg-type]
+    losses = rate_test(trainer, 60)
+    assert losses.index[0] == pytest.approx(1e-6)
+    assert np.diff(np.log(losses.index)) == pytest.approx(math.log(1e6) / 59)
+    assert losses.index[-1] < 1
+    assert 1e-5 < definitions("train")["suggested"](losses)[0] < losses.index[-1]
+    with pytest.raises(ValueError, match="10 updates at least"):
+        rate_test(trainer, 3)
 
 
 def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
-    """A fall whose middle is at 1e-3, then divergence; noise has no say, and a loss that never falls gives none."""
+    """A fall whose middle is at 1e-3, then divergence; a loss that never falls gives none."""
     rates = np.geomspace(1e-6, 1.0, 120)
     place = np.log10(rates)
     losses = 3 - 2 / (1 + np.exp(-4 * (place + 3))) + np.exp(6 * (place + 0.8))
-    test = RateTest(tuple(rates), tuple(losses), tuple(losses), "", 0.01)
-    assert test.suggestion == pytest.approx(1e-3, rel=0.15)
-    assert "suggested: 0.00" in str(test)
-    assert len(test.figure().axes[0].get_lines()) == 4
-    rising = RateTest(tuple(rates), tuple(place), tuple(place), "", 0.01)
-    assert rising.suggestion is None
-    assert "no rate can be suggested" in str(rising)
+    suggested = definitions("train")["suggested"]
+    assert suggested(pd.Series(losses, rates))[0] == pytest.approx(1e-3, rel=0.15)
+    assert math.isnan(suggested(pd.Series(place, rates))[0])

@@ -20,8 +20,6 @@ from matrixlib.runs.data import RunData, RunError
 from matrixlib.runs.record import runtime_config
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from matrixlib.engine.task import Batch, Task
 
 ISSUE = "pytorch issue 177116"
@@ -104,18 +102,6 @@ def fit_steps(data: RunData) -> int:
             elif len(seconds) >= MIN_UPDATES and time.monotonic() - began > FIT_SECONDS:
                 break
     return max(MIN_STEPS, int(60 * data.config.train.minutes / (OVERHEAD * statistics.median(seconds))))
-
-
-def memory_table(data: RunData) -> pd.DataFrame:
-    """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
-    import pandas as pd
-
-    from matrixlib.engine import inspection, step
-
-    with step.throwaway(data.task, data.runtime, data.config) as updates:
-        batch = data.batch(0)
-        table = inspection.memory_by_part(lambda: updates(batch), updates.model, updates.optimiser)
-    return pd.DataFrame({"MiB": table})
 
 
 def measure_peak(folder: Path, runtime: runtimes.Runtime, flops: float | None) -> float | None:

@@ -34,7 +34,6 @@ from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, 
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -277,10 +276,6 @@ class Run:
             f"share of peak: {share:.0%} of {peak['gflops']:,.0f} GFLOP/s, the matrix rate measured in {peak['dtype']} "
             f"as this run began; {peak['position_flops'] / 1e9:.3g} GFLOP a position, forward and backward"
         )
-
-    def memory_table(self) -> pd.DataFrame:
-        """Where the memory of one update goes, in MiB: a row for each part of the network, weights and optimiser."""
-        return autotune.memory_table(self.data)
 
     def phases(self) -> str:
         """The curriculum's phases so far, a line each; "" without a curriculum."""
