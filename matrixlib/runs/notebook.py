@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas
 from IPython import get_ipython
+from pydantic import TypeAdapter, ValidationError
 
 from matrixlib import files
 from matrixlib.config import nearest
@@ -21,17 +22,12 @@ from matrixlib.runs.report import add_verdict
 from matrixlib.runs.report import figures_table as figures_table  # what notebooks call
 
 PAPERMILL = "# Parameters\n"  # papermill's first line of the cell that it puts after the `parameters` cell
-_DEFAULT_FORMAT = warnings.formatwarning
-_TYPES: dict[str, Any] = {
-    "str": str,
-    "int": int,
-    "float": float | int,
-    "bool": bool,
-    "dict": dict,
-    "list": list,
-    "None": type(None),
+HINTS = {
+    "dict": "; pass it as YAML: -y '{0}: {{optim: {{learning_rate: 2e-4}}}}'",
+    "list": "; pass it as YAML: -y '{0}: [first, second]'",
+    "str": "; -r {0} {1} keeps it as text",
 }
-"""Name of a parameter's type -> what its value may be."""
+_DEFAULT_FORMAT = warnings.formatwarning
 
 
 class ParameterError(ValueError):
@@ -43,11 +39,11 @@ class VerdictFailed(Exception):
 
 
 def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Compare what papermill injected with the `parameters` cell; returns the parameters in force.
+    """Compare what papermill injected with the `parameters` cell before it; returns the parameters in force.
 
-    papermill only warns about a name that no cell declares and converts values by guesswork. Each parameter's type is
-    its annotation (`seed: int = 0`), else the type of its default; an int may stand for a float, None only where it is
-    declared. Without an injected cell (JupyterLab, nbval) there is nothing to check and {} comes back.
+    papermill only warns about a name that no cell declares and converts values by guesswork. A parameter's type is its
+    annotation (`seed: int = 0`); an int may stand for a float. Without an injected cell (JupyterLab, nbval) there is
+    nothing to check and {} comes back.
 
     history: sources of the cells run so far, values: name -> value; both are IPython's by default. Raises
     ParameterError, one line naming each unknown parameter with the nearest known one, and each wrong type.
@@ -57,23 +53,28 @@ def check_parameters(history: Sequence[str] | None = None, values: Mapping[str, 
         if shell is None:
             return {}
         history, values = shell.user_ns["In"], shell.user_ns
-    cells = [source for source in history if source.startswith(PAPERMILL)]
-    if not cells:
+    injected = [at for at, source in enumerate(history) if source.startswith(PAPERMILL)]
+    if not injected:
         return {}
-    declarations = _declarations(history)
-    names = list(declarations)
+    declared = [node for node in ast.parse(history[injected[0] - 1]).body if isinstance(node, ast.AnnAssign)]
+    types = {ast.unparse(node.target): ast.unparse(node.annotation) for node in declared}
     problems = []
-    for name in _assignments(cells[-1]) or {}:
+    for node in ast.walk(ast.parse(history[injected[-1]])):
+        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else "PAPERMILL_"
         if name.startswith("PAPERMILL_"):
             continue
-        if name not in declarations:
-            choice = f"parameters: {', '.join(names)}" if names else "the notebook declares no parameters"
-            problems.append(f"unknown parameter '{name}'{nearest(name, names)} ({choice})")
-        elif problem := _mismatch(name, declarations[name], values[name]):
-            problems.append(problem)
+        if name not in types:
+            choice = f"parameters: {', '.join(types)}" if types else "the notebook declares no parameters"
+            problems.append(f"unknown parameter '{name}'{nearest(name, list(types))} ({choice})")
+            continue
+        try:
+            TypeAdapter(eval(types[name], dict(values))).validate_python(values[name], strict=True)
+        except ValidationError:
+            value, hint = values[name], HINTS.get(types[name].partition("[")[0], "").format(name, values[name])
+            problems.append(f"parameter '{name}' must be {types[name]}, got {type(value).__name__} {value!r}{hint}")
     if problems:
         raise ParameterError("; ".join(problems))
-    return {name: values[name] for name in names}
+    return {name: values[name] for name in types}
 
 
 def clean_errors() -> None:
@@ -104,108 +105,30 @@ class Verdict:
     def __init__(self, folder: Path | None = None, *, demo: bool = False) -> None:
         self.folder = folder
         self.demo = demo
-        self.checks: list[tuple[str, bool, str]] = []
+        self.checks: list[dict[str, Any]] = []
 
     def check(self, name: str, passed: object, detail: str = "") -> bool:
         """Add one check; `detail` says in one line what was measured or demanded. Returns `passed`."""
-        self.checks.append((name, bool(passed), detail))
+        self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
         return bool(passed)
 
-    @property
-    def passed(self) -> bool:
-        """True when there is at least one check and none failed."""
-        return bool(self.checks) and all(passed for _, passed, _ in self.checks)
-
-    def text(self, details: bool = True) -> str:
-        """The table; `details=False` leaves out the details, which may depend on the machine."""
-        width = max((len(name) for name, _, _ in self.checks), default=0)
-        lines = []
-        for name, passed, detail in self.checks:
-            note = f"  {detail}" if details and detail else ""
-            lines.append(f"{'pass' if passed else 'FAIL'}  {name:{width if note else 0}}{note}")
-        note = " - a demo: it shows that everything runs, not how strong the network is" if self.demo else ""
-        lines.append(f"VERDICT: {'PASS' if self.passed else 'FAIL'}{note}")
-        return "\n".join(lines)
-
     def show(self, details: bool = True) -> None:
-        """Print the table, store it, and raise VerdictFailed naming the checks that failed."""
-        print(self.text(details))
+        """Print the table, store it, and raise VerdictFailed naming the checks that failed, or where there is none.
+
+        details: False leaves out of the table what may depend on the machine.
+        """
+        width = max((len(check["name"]) for check in self.checks), default=0)
+        for check in self.checks:
+            note = f"{'':{width - len(check['name'])}}  {check['detail']}" if details and check["detail"] else ""
+            print(f"{'pass' if check['passed'] else 'FAIL'}  {check['name']}{note}")
+        failed = [f"{one['name']} ({one['detail']})".removesuffix(" ()") for one in self.checks if not one["passed"]]
+        passed = bool(self.checks) and not failed
+        note = " - a demo: it shows that everything runs, not how strong the network is" if self.demo else ""
+        print(f"VERDICT: {'PASS' if passed else 'FAIL'}{note}")
         if self.folder is not None:
-            checks = [dict(zip(("name", "passed", "detail"), check, strict=True)) for check in self.checks]
-            add_verdict(self.folder, {"passed": self.passed, "demo": self.demo, "checks": checks})
-        if not self.passed:
-            failed = [f"{name} ({detail})".removesuffix(" ()") for name, ok, detail in self.checks if not ok]
+            add_verdict(self.folder, {"passed": passed, "demo": self.demo, "checks": self.checks})
+        if not passed:
             raise VerdictFailed("failed: " + "; ".join(failed) if failed else "no check was made")
-
-
-def _declarations(history: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Parameter -> names of its types, `()` for any type.
-
-    They stand in the cell before papermill's, newest first; in JupyterLab somebody may have run papermill's cell
-    again on its own, so that another cell came before it: the parameters are a cell of plain assignments.
-    """
-    for at in range(len(history) - 1, 0, -1):
-        if not history[at].startswith(PAPERMILL):
-            continue
-        assignments = _assignments(history[at - 1])
-        if assignments and all(_is_literal(value) for _, value in assignments.values()):
-            return {name: _types(*assignment) for name, assignment in assignments.items()}
-    return {}
-
-
-def _assignments(source: str) -> dict[str, tuple[ast.expr | None, ast.expr]] | None:
-    """Name -> (annotation, value) of a cell of plain assignments; None for any other cell."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:  # magics and shell commands
-        return None
-    assignments: dict[str, tuple[ast.expr | None, ast.expr]] = {}
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            assignments[node.target.id] = (node.annotation, node.value)
-        elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
-            assignments |= {ast.unparse(target): (None, node.value) for target in node.targets}
-        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            return None
-    return assignments
-
-
-def _types(annotation: ast.expr | None, default: ast.expr) -> tuple[str, ...]:
-    """Names of the types allowed: `int | None` -> ("int", "None"), `list[str]` -> ("list[str]",)."""
-    names = [type(ast.literal_eval(default)).__name__]
-    if annotation is not None:
-        names = [part.strip() for part in ast.unparse(annotation).split("|")]
-    return tuple(names) if all(name.partition("[")[0] in _TYPES for name in names) else ()
-
-
-def _is_literal(value: ast.expr) -> bool:
-    try:
-        ast.literal_eval(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _is(value: object, kind: str) -> bool:
-    """Whether a value is of a type of _TYPES, the items of a list, too, where it says of which: `list[int]`."""
-    name, _, items = kind.removesuffix("]").partition("[")
-    if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and name != "bool"):
-        return False
-    return not isinstance(value, list) or items not in _TYPES or all(_is(item, items) for item in value)
-
-
-def _mismatch(name: str, allowed: tuple[str, ...], value: object) -> str:
-    """Why `value` does not fit, with what to type instead; '' where it fits."""
-    if not allowed or any(_is(value, kind) for kind in allowed):
-        return ""
-    hint, kinds = "", [kind.partition("[")[0] for kind in allowed]
-    if "dict" in kinds:
-        hint = f"; pass it as YAML: -y '{name}: {{optim: {{learning_rate: 2e-4}}}}'"
-    elif "list" in kinds:
-        hint = f"; pass it as YAML: -y '{name}: [first, second]'"
-    elif "str" in kinds:
-        hint = f"; -r {name} {value} keeps it as text"
-    return f"parameter '{name}' must be {' or '.join(allowed)}, got {type(value).__name__} {value!r}{hint}"
 
 
 def _ours(error: BaseException, trace: TracebackType | None) -> bool:
@@ -213,13 +136,11 @@ def _ours(error: BaseException, trace: TracebackType | None) -> bool:
     if type(error).__module__.split(".")[0] == "matrixlib":
         return True
     if isinstance(error, KeyboardInterrupt):
-        return bool(_notes(error))
-    if not isinstance(error, ValueError):  # a bug, of which the traceback is what helps
-        return False
+        return hasattr(error, "__notes__")
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return isinstance(module, str) and module.split(".")[0] == "matrixlib"
+    module = str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
+    return isinstance(error, ValueError) and module.split(".")[0] == "matrixlib"  # others are bugs
 
 
 def _warning_line(
@@ -238,10 +159,6 @@ def _png(figure: Any) -> Any:
     return print_figure(figure, "png", bbox_inches=None, dpi=100)
 
 
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
-
-
 def _show_error(
     shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
 ) -> list[str] | None:
@@ -249,7 +166,7 @@ def _show_error(
     if not _ours(error, trace):
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         return None
-    parts = filter(None, [str(error), *_notes(error)])
+    parts = filter(None, [str(error), *getattr(error, "__notes__", [])])
     line = f"{kind.__name__}: {' '.join('; '.join(parts).split())}"
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb and %debug
     shell._showtraceback(kind, error, [line])
