@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 
 from matrixlib.data.shards import SPLITS, ShardError, ShardInfo, file_hash, find_damage, read_info
 from matrixlib.files import from_home, read_json, remove_leftovers, write_text
@@ -30,12 +31,13 @@ REMOTE = "remote.json"  # beside the catalogue of a data set that lies elsewhere
 LARGEST = 2**36  # bytes of a shard: more is nonsense, and would have arrays made of that size
 COLUMNS = ("name", "split", "source", "count", "bytes", "sha256", "state", "reason", "quality")
 CREATE = (
-    """CREATE TABLE shards (
+    """CREATE TABLE IF NOT EXISTS shards (
 name TEXT PRIMARY KEY, split TEXT NOT NULL, source TEXT NOT NULL,
 count INTEGER NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, state TEXT NOT NULL,
 reason TEXT NOT NULL, quality TEXT NOT NULL, digest TEXT NOT NULL
 ) WITHOUT ROWID""",
-    "CREATE TABLE imports (name TEXT, step INTEGER, data TEXT, digest TEXT, PRIMARY KEY (name, step))",
+    """CREATE TABLE IF NOT EXISTS imports
+(name TEXT, step INTEGER, data TEXT, digest TEXT, PRIMARY KEY (name, step))""",
 )
 PUT = f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
 PUT_IMPORT = "INSERT OR REPLACE INTO imports VALUES (?, ?, ?, ?)"
@@ -44,6 +46,7 @@ DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 BUSY_SECONDS = 30.0
 
 State = Literal["healthy", "quarantined"]
+Log = tuple[str, int, Mapping[str, Any]]  # of an import: its name, step and JSON data
 
 
 class CatalogueError(ValueError):
@@ -69,11 +72,32 @@ class ShardRow:
     remote: Path | None = None
 
 
+class _Columns(BaseModel):
+    """A row as it is stored. Somebody else may have written it, and paths are made of the name and the hash."""
+
+    model_config = ConfigDict(strict=True)
+    name: Annotated[str, Field(pattern=r"\.npz$")]
+    split: Literal["train", "validation"]
+    source: str
+    count: Annotated[int, Field(gt=0)]
+    bytes: Annotated[int, Field(le=LARGEST)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    state: State
+    reason: str
+    quality: Json[dict[str, Any]]
+
+
 def _values(row: ShardRow) -> list[Any]:
     """The columns of a row, followed by its digest."""
     data = asdict(row) | {"quality": json.dumps(row.quality, sort_keys=True)}
     columns = [data[column] for column in COLUMNS]
     return [*columns, _digest(columns)]
+
+
+def _import_values(log: Log) -> list[Any]:
+    name, step, data = log
+    values = [name, step, json.dumps(data, sort_keys=True)]
+    return [*values, _digest(values)]
 
 
 def _digest(columns: Sequence[Any]) -> str:
@@ -93,16 +117,12 @@ class Catalogue:
         if self.path.is_dir():
             raise CatalogueError(f"{self.path} is a folder, not a catalogue: move it away, and one is made anew")
         self.messages: list[str] = []
-        present = self.path.is_file()
         self.remote = (self.folder / REMOTE).is_file()
-        self.writable = (
-            not self.remote and os.access(self.folder, os.W_OK) and (not present or os.access(self.path, os.W_OK))
-        )
-        self._memory: dict[str, ShardRow] | None = None  # the rows, where there is no database to write to
-        if problem := self._problem() if present else "there is no catalogue":
+        may_write = os.access(self.folder, os.W_OK) and (not self._is_present() or os.access(self.path, os.W_OK))
+        self.writable = may_write and not self.remote
+        self._memory: sqlite3.Connection | None = None  # the database, where there is none to write to
+        if problem := self._problem() if self._is_present() else "there is no catalogue":
             self._rebuild(problem)
-        if not self.writable and self._memory is None:
-            self._memory = {row.name: row for row in self._rows()}
         if not self.remote:
             self._reconcile()
 
@@ -125,11 +145,10 @@ class Catalogue:
     def add_all(
         self,
         shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]],
-        log: Callable[[Sequence[ShardRow]], tuple[str, int, Mapping[str, Any]]] | None = None,
+        log: Callable[[Sequence[ShardRow]], Log] | None = None,
     ) -> list[ShardRow]:
-        """`add` for several shards (info, split, source, quality): all of them at once or, on an error, none.
-
-        log(rows): what is put down of an import in the same transaction: its name, step and JSON data.
+        """`add` for several shards (info, split, source, quality), and the log of an import that they are from: all of
+        it at once or, on an error, nothing.
         """
         rows = []
         for info, split, source, quality in shards:
@@ -146,9 +165,7 @@ class Catalogue:
         return rows
 
     def imports(self, name: str = "") -> list[tuple[str, int, dict[str, Any]]]:
-        """What was put down of imports, of one or all: name, step and data, in order. What was damaged is left out."""
-        if self._memory is not None and not self.path.is_file():
-            return []
+        """The logs of imports, of one or all: name, step and data, in order. What was damaged is left out."""
         with self._connection() as db:
             found = db.execute("SELECT * FROM imports WHERE ? IN ('', name) ORDER BY name, step", [name]).fetchall()
         return [
@@ -179,11 +196,8 @@ class Catalogue:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
             reason_file(self.folder / name).unlink(missing_ok=True)
-            if self._memory is not None:
-                self._memory.pop(name, None)
-        if self._memory is None:
-            with self._connection() as db:
-                db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
+        with self._connection() as db:
+            db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
 
     def set_quality(self, name: str, quality: Mapping[str, Any]) -> None:
         """Store the quality figures of a shard (JSON data)."""
@@ -210,9 +224,9 @@ class Catalogue:
         and reconciled with the shards that are there then. CatalogueError where it can't be written."""
         path = from_home(path)
         try:
-            os.replace(_database(path, self._rows(), self.imports()), path)
+            with self._connection() as db:
+                _copy(db, path)
         except (OSError, sqlite3.Error) as error:
-            _temporary(path).unlink(missing_ok=True)
             raise CatalogueError(f"backup {path} cannot be written: {error}") from error
 
     # Repairs
@@ -225,6 +239,10 @@ class Catalogue:
     def _problem(self) -> str:
         """Why the database cannot be used, or an empty string."""
         try:
+            if not self.writable:  # a copy, read without lock files
+                self._memory = _in_memory()
+                with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
+                    db.backup(self._memory)
             with self._connection() as db:
                 return _problem_of(db)
         except UnicodeDecodeError as error:  # sqlite3 quotes a schema that is no text in its message
@@ -234,29 +252,30 @@ class Catalogue:
                 return f"the catalogue is damaged ({error})"
             raise CatalogueError(f"{self.path}: cannot be opened ({error}); is another program using it?") from error
 
-    def _rebuild(self, problem: str, whole: Iterable[ShardRow] = ()) -> None:
-        """Make the database anew from the rows that are `whole`, and from the files of all other shards."""
+    def _rebuild(self, problem: str) -> None:
+        """Make the database anew from the files of all shards, and from the logs of imports that can still be read."""
         if self.remote:
             url = read_json(self.folder / REMOTE)["url"]
             raise CatalogueError(
                 f"{url}/{NAME}: {problem}; open the catalogue where the shards are, and copy it there again"
             )
-        known = {row.name: row for row in whole}
-        rows = [*known.values(), *self._read_files(name for name in self._files() if name not in known)]
-        text, present = f"{self.path}: {problem}; rebuilt from {len(rows)} shards", self.path.is_file()
+        rows, logs, present = self._read_files(self._files()), list[Log](), self._is_present()
+        with suppress(sqlite3.Error, UnicodeDecodeError):
+            logs += self.imports() if present else []
+        text = f"{self.path}: {problem}; rebuilt from {len(rows)} shards"
         if present:
             self._say(text)
         elif rows:  # shards that were unpacked or copied without their catalogue: nothing is wrong
             self.messages.append(text)
+        self._memory = _in_memory(rows, logs)
         if not self.writable or not (present or rows):
-            self._memory = {row.name: row for row in rows}
             return
         remove_leftovers(self.path)
-        temporary = _database(self.path, rows, self.imports() if known else ())
         if present:
             os.replace(self.path, self.path.with_name(f"{NAME}.damaged"))
         self.path.with_name(f"{NAME}-journal").unlink(missing_ok=True)  # it belongs to the old database
-        os.replace(temporary, self.path)
+        _copy(self._memory, self.path)
+        self._memory = None
 
     def _reconcile(self) -> None:
         """Add shards without a row; quarantine rows without a file, until it returns, those whose file was cut short
@@ -282,12 +301,9 @@ class Catalogue:
 
     def _exchange(self, before: ShardRow, after: ShardRow) -> bool:
         """Put a row in the place of another, unless another process has written that meanwhile."""
-        if self._memory is not None:
-            self._memory[after.name] = after
-            return True
         statement = "UPDATE shards SET state = ?, reason = ?, digest = ? WHERE name = ? AND digest = ?"
+        values = (after.state, after.reason, _values(after)[-1], after.name, _values(before)[-1])
         with self._connection() as db:
-            values = (after.state, after.reason, _values(after)[-1], after.name, _values(before)[-1])
             return db.execute(statement, values).rowcount > 0
 
     def _read_files(self, names: Iterable[str]) -> list[ShardRow]:
@@ -329,11 +345,12 @@ class Catalogue:
             raise CatalogueError(f"{self.path} has no shard '{name}'; .shards(state=None) lists all")
         return rows[name]
 
+    def _is_present(self) -> bool:
+        """An empty file is what a process leaves that is killed while it makes the first row."""
+        return self.path.is_file() and self.path.stat().st_size > 0
+
     def _rows(self) -> list[ShardRow]:
         """Every row, by name; where one is not what was written, the catalogue is rebuilt."""
-        if self._memory is not None and not (self.writable and self.path.is_file()):
-            return [self._memory[name] for name in sorted(self._memory)]
-        self._memory = None  # another process has added the first shard
         with self._connection() as db:
             stored = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM shards ORDER BY name").fetchall()
         rows = []
@@ -342,49 +359,27 @@ class Catalogue:
                 rows.append(replace(row, remote=self.folder) if self.remote else row)
         if len(rows) == len(stored):
             return rows
-        self._rebuild("a row was changed or damaged", rows)
+        self._rebuild("a row was changed or damaged")
         return self._rows()
 
-    def _put(
-        self,
-        rows: Sequence[ShardRow],
-        logs: Iterable[tuple[str, int, Mapping[str, Any]]] = (),
-        insert: str = PUT,
-    ) -> None:
-        if not self.writable:
-            assert self._memory is not None
-            self._memory |= {row.name: row for row in rows}
-            return
-        if not self.path.is_file():
-            temporary = _database(self.path)
-            try:
-                os.link(temporary, self.path)
-            except FileExistsError:  # another process was faster
-                pass
-            except OSError:  # of a file system without links
-                os.replace(temporary, self.path)
-            temporary.unlink(missing_ok=True)
-        self._memory = None
+    def _put(self, rows: Sequence[ShardRow], logs: Iterable[Log] = (), insert: str = PUT) -> None:
+        if self.writable:
+            self._memory = None
         with self._connection() as db:
-            db.executemany(insert, map(_values, rows))
-            db.executemany(PUT_IMPORT, map(_import_values, logs))
+            _fill(db, rows, logs, insert)
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection for one short transaction, committed unless there is an exception."""
-        if self.writable:
-            db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")
-        else:
-            db = sqlite3.connect(_read_only(self.path), uri=True)
-        db.text_factory = lambda text: text.decode("utf-8", "replace")  # left to the digest
-        with closing(db), db:
+        if self.writable and self._is_present():  # another process may have added the first shard
+            self._memory = None
+        if self._memory is not None:
+            with self._memory:
+                yield self._memory
+            return
+        with closing(sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level="IMMEDIATE")) as db, db:
+            db.text_factory = _text
             yield db
-
-
-def _import_values(log: tuple[str, int, Mapping[str, Any]]) -> list[Any]:
-    name, step, data = log
-    values = [name, step, json.dumps(data, sort_keys=True)]
-    return [*values, _digest(values)]
 
 
 def _quarantined(row: ShardRow, reason: str) -> ShardRow:
@@ -392,21 +387,14 @@ def _quarantined(row: ShardRow, reason: str) -> ShardRow:
 
 
 def _row_of(columns: Sequence[Any], folder: Path) -> ShardRow | None:
-    """A row as it was stored; None where it is none of a shard inside the folder: somebody else may have written it."""
-    facts = dict(zip(COLUMNS, columns, strict=True))
-    texts = [facts[name] for name in ("name", "split", "source", "sha256", "state", "reason", "quality")]
-    if not all(isinstance(text, str) for text in texts) or not _is_inside(facts["name"], folder):
-        return None
-    if not all(isinstance(facts[name], int) for name in ("count", "bytes")):
-        return None
-    sound = facts["name"].endswith(".npz") and re.fullmatch("[0-9a-f]{64}", facts["sha256"])  # paths are made of both
-    if not sound or not 0 < facts["count"] <= facts["bytes"] <= LARGEST:
-        return None
+    """A row as it was stored; None where it is none of a shard inside the folder."""
     try:
-        quality = json.loads(facts["quality"])
-    except (ValueError, RecursionError):
+        facts = _Columns.model_validate(dict(zip(COLUMNS, columns, strict=True))).model_dump()
+    except ValidationError:
         return None
-    return ShardRow(path=folder / facts["name"], **facts | {"quality": quality}) if isinstance(quality, dict) else None
+    if not _is_inside(facts["name"], folder) or facts["count"] > facts["bytes"]:
+        return None
+    return ShardRow(path=folder / facts["name"], **facts)
 
 
 def _is_inside(name: str, folder: Path) -> bool:
@@ -454,24 +442,34 @@ def _problem_of(db: sqlite3.Connection) -> str:
     return ""
 
 
-def _temporary(path: Path) -> Path:
-    return path.parent / f"{path.name}.{os.getpid()}.tmp"
+def _fill(db: sqlite3.Connection, rows: Iterable[ShardRow], logs: Iterable[Log], insert: str = PUT) -> None:
+    """Put rows and logs into a database, all in one transaction, with its tables where it has none yet."""
+    db.execute("BEGIN IMMEDIATE")
+    for statement in CREATE:
+        db.execute(statement)
+    db.executemany(insert, map(_values, rows))
+    db.executemany(PUT_IMPORT, map(_import_values, logs))
 
 
-def _database(
-    path: Path, rows: Iterable[ShardRow] = (), logs: Iterable[tuple[str, int, Mapping[str, Any]]] = ()
-) -> Path:
-    """Write a catalogue under a temporary name beside `path`; returns that."""
-    temporary = _temporary(path)
-    temporary.unlink(missing_ok=True)
-    with closing(sqlite3.connect(temporary)) as db, db:
-        for statement in CREATE:
-            db.execute(statement)
-        db.executemany(PUT, map(_values, rows))
-        db.executemany(PUT_IMPORT, map(_import_values, logs))
-    return temporary
+def _in_memory(rows: Iterable[ShardRow] = (), logs: Iterable[Log] = ()) -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:", check_same_thread=False)
+    db.text_factory = _text
+    with db:
+        _fill(db, rows, logs)
+    return db
 
 
-def _read_only(path: Path) -> str:
-    """URI of a database that is not written: no lock files."""
-    return f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+def _copy(db: sqlite3.Connection, path: Path) -> None:
+    """Copy a database to `path`, whole or not at all."""
+    temporary = path.parent / f"{path.name}.{os.getpid()}.tmp"
+    try:
+        with closing(sqlite3.connect(temporary)) as copy:
+            db.backup(copy)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _text(data: bytes) -> str:
+    """What is no text is left to the digest."""
+    return data.decode("utf-8", "replace")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -66,7 +66,7 @@ class Storage:
     outliers: Callable[[Catalogue, Sequence[str]], list[str]] = lambda catalogue, names: []
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImportLog:
     """What one step did. parts: numbers of its first part and of the one after its last. positions: by split.
     shards: name -> SHA-256."""
@@ -77,20 +77,25 @@ class ImportLog:
     reader: Mapping[str, Any]
     step: int
     parts: tuple[int, int]
-    last: bool
-    entries: int
-    stored: int
-    positions: Mapping[str, int]
-    skipped: Mapping[str, int]
-    warned: Mapping[str, int]
-    refused: Sequence[Refused]
-    shards: Mapping[str, str]
+    last: bool = False
+    entries: int = 0
+    stored: int = 0
+    positions: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    warned: Counter[str] = field(default_factory=Counter)
+    refused: list[Refused] = field(default_factory=list)
+    shards: dict[str, str] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return vars(self) | {"refused": [vars(entry) for entry in self.refused]}
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> "ImportLog":
-        """Inverse of `asdict`, after a way through JSON."""
-        refused = tuple(Refused(**entry) for entry in data["refused"])
-        return cls(**{**data, "parts": tuple(data["parts"]), "refused": refused})
+        """Inverse of `data`, after a way through JSON."""
+        counters = {name: Counter(data[name]) for name in ("positions", "skipped", "warned")}
+        refused = [Refused(**entry) for entry in data["refused"]]
+        return cls(**{**data, **counters, "parts": tuple(data["parts"]), "refused": refused})
 
 
 def import_logs(folder: Path | str, name: str = "") -> list[ImportLog]:
@@ -103,49 +108,35 @@ def quarantined(folder: Path | str) -> list[tuple[str, Refused]]:
     return [(log.file, entry) for log in import_logs(folder) for entry in log.refused]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImportReport:
-    """What the files of a call hold: entries = stored + sum(refused) + sum(skipped); fresh_*: done by this call.
+    """What the files of a call hold, by their `logs`: entries = stored + sum(refused) + sum(skipped).
 
-    outliers: figures of new shards that are far from those of the other shards of their source. remarks: what the
-    catalogue repaired when it was opened.
+    fresh: the logs of this call's own work. outliers: figures of new shards that are far from those of the other shards
+    of their source. remarks: what the catalogue repaired when it was opened.
     """
 
-    entries: int = 0
-    stored: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    warned: Mapping[str, int] = field(default_factory=dict)
-    positions: Mapping[str, int] = field(default_factory=dict)
-    shards: Sequence[str] = ()
-    fresh_entries: int = 0
-    fresh_positions: int = 0
-    seconds: float = 0.0
-    outliers: Sequence[str] = ()
-    remarks: Sequence[str] = ()
+    logs: Sequence[ImportLog]
+    fresh: Sequence[ImportLog]
+    seconds: float
+    outliers: Sequence[str]
+    remarks: Sequence[str]
 
-    @classmethod
-    def of(cls, logs: Sequence[ImportLog], fresh: Sequence[ImportLog], **more: Any) -> "ImportReport":
-        """Of a call: the logs of its files, and those of them that are new."""
-        return cls(
-            entries=sum(log.entries for log in logs),
-            stored=sum(log.stored for log in logs),
-            refused=Counter(entry.reason for log in logs for entry in log.refused),
-            skipped=sum((Counter(log.skipped) for log in logs), Counter()),
-            warned=sum((Counter(log.warned) for log in logs), Counter()),
-            positions=sum((Counter(log.positions) for log in logs), Counter()),
-            shards=[name for log in logs for name in log.shards],
-            fresh_entries=sum(log.entries for log in fresh),
-            fresh_positions=sum(sum(log.positions.values()) for log in fresh),
-            **more,
-        )
+    def __post_init__(self) -> None:
+        self.entries, self.stored = (sum(getattr(log, name) for log in self.logs) for name in ("entries", "stored"))
+        self.skipped = sum((log.skipped for log in self.logs), Counter[str]())
+        self.warned = sum((log.warned for log in self.logs), Counter[str]())
+        self.positions = sum((log.positions for log in self.logs), Counter[str]())
+        self.refused = Counter(entry.reason for log in self.logs for entry in log.refused)
+        self.shards = [name for log in self.logs for name in log.shards]
+        self.fresh_entries = sum(log.entries for log in self.fresh)
 
     def text(self, rows: str = "positions") -> str:
         """A few lines for people. rows: what the task calls them."""
-        train, validation = (self.positions.get(split, 0) for split in ("train", "validation"))
+        train, validation = self.positions["train"], self.positions["validation"]
         lines = [
-            f"{self.entries:,} entries: {self.stored:,} stored, {sum(self.refused.values()):,} in quarantine, "
-            f"{sum(self.skipped.values()):,} left out",
+            f"{self.entries:,} entries: {self.stored:,} stored, {self.refused.total():,} in quarantine, "
+            f"{self.skipped.total():,} left out",
             f"{train:,} training and {validation:,} validation {rows} in {len(self.shards)} shards",
         ]
         titles = {"in quarantine": self.refused, "left out": self.skipped, "stored, but": self.warned}
@@ -156,7 +147,8 @@ class ImportReport:
         if not self.fresh_entries:
             return "\n".join([*lines, "nothing new: all of it had been imported before"])
         before = self.entries - self.fresh_entries
-        rate = f"{self.fresh_entries / self.seconds:,.0f} entries/s, {self.fresh_positions / self.seconds:,.0f}"
+        positions = sum(log.positions.total() for log in self.fresh)
+        rate = f"{self.fresh_entries / self.seconds:,.0f} entries/s, {positions / self.seconds:,.0f}"
         had = f", {before:,} had been imported before" if before else ""
         return "\n".join([*lines, f"{self.fresh_entries:,} read in {self.seconds:.1f} s ({rate} {rows}/s){had}"])
 
@@ -201,8 +193,7 @@ def import_each(
             logs += done
             fresh += done[before:]
         outliers = storage.outliers(catalogue, [name for log in fresh for name in log.shards])
-    seconds = time.monotonic() - start
-    return ImportReport.of(logs, fresh, seconds=seconds, outliers=outliers, remarks=tuple(catalogue.messages))
+    return ImportReport(logs, fresh, time.monotonic() - start, outliers, catalogue.messages)
 
 
 # The files
@@ -285,21 +276,16 @@ def read_parts(
 
 @dataclass
 class _Step:
-    """Parts that are read and not stored yet."""
+    """Parts that are read and not stored yet, and their log so far."""
 
     storage: Storage
+    log: ImportLog
     batches: list[Batch] = field(default_factory=list)
     training: int = 0
-    parts: int = 0
-    entries: int = 0
-    stored: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    warned: Counter[str] = field(default_factory=Counter)
-    refused: list[Refused] = field(default_factory=list)
 
     def add(self, result: ParseResult, known_games: Callable[[], set[int]]) -> None:
         """Add a part, but for games that are there already."""
-        batch, stored = result.batch, result.stored
+        log, batch, stored = self.log, result.batch, result.stored
         if result.rows is not None and stored:
             ids = batch["records"]["game"][np.cumsum(result.rows) - result.rows].tolist()
             new, games = np.ones(stored, bool), known_games()
@@ -308,16 +294,16 @@ class _Step:
                 games.add(game)
             if not new.all():
                 batch = select(batch, np.flatnonzero(np.repeat(new, result.rows)), self.storage.layout)
-                self.skipped["stored before"] += int((~new).sum())
+                log.skipped["stored before"] += int((~new).sum())
                 stored = int(new.sum())
         self.batches.append(batch)
         self.training += int((~self.storage.is_held_out(batch["records"])).sum())
-        self.parts += 1
-        self.entries += result.entries
-        self.stored += stored
-        self.skipped.update(result.skipped)
-        self.warned.update(result.warned)
-        self.refused += result.refused
+        log.parts = log.parts[0], log.parts[1] + 1
+        log.entries += result.entries
+        log.stored += stored
+        log.skipped.update(result.skipped)
+        log.warned.update(result.warned)
+        log.refused += result.refused
 
 
 @dataclass(frozen=True)
@@ -341,11 +327,11 @@ class _FileImport:
         done = self.finished_steps()
         self.clear(len(done))
         before = len(done)
-        positions = sum(sum(log.positions.values()) for log in done)
+        positions = sum(log.positions.total() for log in done)
         if done and (done[-1].last or (limit is not None and positions >= limit)):
             return done, before
         known = functools.cache(functools.partial(self.known_games, before))
-        step, first = _Step(self.storage), done[-1].parts[1] if done else 0
+        step = self.step(len(done), first := done[-1].parts[1] if done else 0)
         with ThreadPoolExecutor(1) as writer:  # while a step goes to disk, the next one is read
             storing: Future[ImportLog] | None = None
             for part, result in read_parts(self.reader, self.storage.faults, self.parts_left(first, bar), workers):
@@ -356,17 +342,24 @@ class _FileImport:
                     continue
                 if storing:
                     done.append(storing.result())
-                storing = writer.submit(self.store, step, len(done), first, last=False)
+                storing = writer.submit(self.store, step)
                 positions += sum(len(batch["records"]) for batch in step.batches)
-                step, first = _Step(self.storage), first + step.parts
+                step = self.step(step.log.step + 1, step.log.parts[1])
                 if limit is not None and positions >= limit:
                     return [*done, storing.result()], before
             if storing:
                 done.append(storing.result())
-        if not done and not step.parts:
+        if not done and not step.batches:
             raise ValueError(f"{self.path}: holds nothing that {type(self.reader).__name__} could read")
-        done.append(self.store(step, len(done), first, last=True))
+        step.log.last = True
+        done.append(self.store(step))
         return done, before
+
+    def step(self, number: int, first: int) -> _Step:
+        log = ImportLog(
+            self.reader.source, self.path.name, self.sha256, _options(self.reader), number, parts=(first, first)
+        )
+        return _Step(self.storage, log)
 
     def finished_steps(self) -> list[ImportLog]:
         """The logs of the first steps, as far as their shards are as they were written; reads these."""
@@ -415,54 +408,39 @@ class _FileImport:
                     bar.update(len(part.data))
                 number += 1
 
-    def store(self, step: _Step, number: int, first: int, last: bool) -> ImportLog:
+    def store(self, step: _Step) -> ImportLog:
         """Write the shards of a step, then add them to the catalogue together with its log."""
-        layout = self.storage.layout
+        layout, log = self.storage.layout, step.log
         batch = concat(step.batches, layout)
         changed = datetime.fromtimestamp(int(self.path.stat().st_mtime), UTC)
-        parts, options = (first, first + step.parts), _options(self.reader)
+        facts = {"intake": self.storage.version, "reader": log.reader, "file": self.sha256, "parts": log.parts}
         meta = {
             "source": self.reader.source,
-            "generator": {"intake": self.storage.version, "reader": options, "file": self.sha256, "parts": parts},
+            "generator": facts,
             "seed": 0,
             "created": changed.isoformat().replace("+00:00", "Z"),  # the file's: the same bytes every time
         }
         validation = self.storage.is_held_out(batch["records"])
-        jobs: dict[str, tuple[str, np.ndarray]] = {}
+        jobs: list[tuple[str, int, np.ndarray]] = []
         for split, mask in (("train", ~validation), ("validation", validation)):
             rows = np.flatnonzero(mask)
+            log.positions[split] = len(rows)
             pieces = np.array_split(rows, max(1, round(len(rows) / self.storage.shard))) if len(rows) else []
-            for piece, members in enumerate(pieces):
-                jobs[f"{self.name}_{number:06d}_{split}_{piece}.npz"] = split, members
+            jobs += [(split, piece, members) for piece, members in enumerate(pieces)]
 
-        def write(job: tuple[str, tuple[str, np.ndarray]]) -> tuple[ShardInfo, str, str, dict[str, Any]]:
-            name, (split, members) = job
+        def write(job: tuple[str, int, np.ndarray]) -> tuple[ShardInfo, str, str, dict[str, Any]]:
+            split, piece, members = job
             part = select(batch, members, layout)
             figures = self.storage.figures(part)
-            more = {"split": split, "quality": figures}
-            info = write_shard(self.catalogue.folder / name, layout, part, {**meta, **more})
+            path = self.catalogue.folder / f"{self.name}_{log.step:06d}_{split}_{piece}.npz"
+            info = write_shard(path, layout, part, {**meta, "split": split, "quality": figures})
             return info, split, self.reader.source, figures
 
-        def log_of(added: Sequence[ShardRow]) -> ImportLog:
-            return ImportLog(
-                source=self.reader.source,
-                file=self.path.name,
-                sha256=self.sha256,
-                reader=options,
-                step=number,
-                parts=parts,
-                last=last,
-                entries=step.entries,
-                stored=step.stored,
-                positions={"train": int((~validation).sum()), "validation": int(validation.sum())},
-                skipped=dict(step.skipped),
-                warned=dict(step.warned),
-                refused=tuple(step.refused),
-                shards={row.name: row.sha256 for row in added},
-            )
+        def log_of(added: Sequence[ShardRow]) -> tuple[str, int, dict[str, Any]]:
+            log.shards = {row.name: row.sha256 for row in added}
+            return self.name, log.step, log.data()
 
         with ThreadPoolExecutor(max(1, len(jobs))) as pool:  # most of it is waiting for the disk
-            shards = list(pool.map(write, jobs.items()))
-        added = self.catalogue.add_all(shards, lambda rows: (self.name, number, asdict(log_of(rows))))
-        self.rows.update({row.name: row for row in added})
-        return log_of(added)
+            shards = list(pool.map(write, jobs))
+        self.rows.update({row.name: row for row in self.catalogue.add_all(shards, log_of)})
+        return log

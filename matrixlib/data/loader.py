@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +47,6 @@ from matrixlib.hardware import backend
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, torch.Tensor]
 Prepare = Callable[[Batch, np.random.Generator], Arrays]
-OnDamage = Callable[[str, int, str], None]  # `Damage`
-OnLoss = Callable[[str], None]  # (what happened)
 
 ENDLESS = 2**62
 MAX_RESTARTS = 3  # times that lost workers are started again, over the life of one iterator
@@ -101,24 +99,28 @@ class Item:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
 class Numbered:
     """Batches by their number: what a worker has."""
 
-    def __init__(self, reader: Reader, prepare: Prepare, ranks: RankSlice) -> None:
-        self.reader, self.prepare, self.ranks = reader, prepare, ranks
-
-    def arrays(self, i: int) -> Arrays:
-        """Batch i."""
-        raise NotImplementedError
+    reader: Reader
+    prepare: Prepare
+    ranks: RankSlice
 
     def members(self, i: int) -> np.ndarray:
         """(B,) row numbers of batch i, those of all ranks."""
         raise NotImplementedError
 
-    def made(self, rows: np.ndarray, stream: np.random.Generator) -> Arrays:
-        """This rank's of these rows (B,), prepared with its part of the stream."""
+    def stream(self, i: int) -> np.random.Generator:
+        """The random stream of batch i."""
+        raise NotImplementedError
+
+    def arrays(self, i: int) -> Arrays:
+        """This rank's rows of batch i, prepared with its part of the stream."""
+        rows = self.members(i)
         own = self.ranks.rows(rows)
-        return checked(self.prepare(self.reader.gather(own), self.ranks.stream(stream, len(rows))), len(own))
+        batch = self.prepare(self.reader.gather(own), self.ranks.stream(self.stream(i), len(rows)))
+        return checked(batch, len(own))
 
     def item(self, i: int) -> Item:
         """Batch i as tensors; an error is sent, not raised."""
@@ -131,42 +133,33 @@ class Numbered:
         return Item(tensors, self.reader.new_damage(), seconds=time.perf_counter() - began)
 
 
+@dataclass(frozen=True)
 class Rows(Numbered):
     """These rows once, in their order; the last batch may be short."""
 
-    def __init__(
-        self, reader: Reader, rows: np.ndarray, size: int, prepare: Prepare, seed: int, ranks: RankSlice
-    ) -> None:
-        super().__init__(reader, prepare, ranks)
-        self.rows, self.size, self.seed = rows, size, seed
+    rows: np.ndarray
+    size: int
+    seed: int
 
     def __len__(self) -> int:
         """A last batch with too few rows for every rank is none of this one's where it has no row of it."""
         whole, rest = divmod(len(self.rows), self.size)
         return whole + (rest > self.ranks.rank)
 
-    def arrays(self, i: int) -> Arrays:
-        return self.made(self.members(i), generator(SEQUENTIAL, self.seed, i))
-
     def members(self, i: int) -> np.ndarray:
         return self.rows[i * self.size : (i + 1) * self.size]
 
+    def stream(self, i: int) -> np.random.Generator:
+        return generator(SEQUENTIAL, self.seed, i)
 
+
+@dataclass(frozen=True)
 class Batches(Numbered):
-    """The endless stream of shuffled epochs."""
+    """The endless stream of shuffled epochs, but for ranges (start, stop) of batches that are skipped."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        order: Order | Mixture,
-        size: int,
-        prepare: Prepare,
-        ranks: RankSlice,
-        skip: Sequence[tuple[int, int]],
-    ) -> None:
-        super().__init__(reader, prepare, ranks)
-        self.order, self.size = order, size
-        self.skip = merge_ranges(skip)
+    order: Order | Mixture
+    size: int
+    skip: tuple[tuple[int, int], ...]
 
     def unskipped_index(self, i: int) -> int:
         """The number of the i-th batch that is not skipped, in the stream with nothing skipped."""
@@ -174,18 +167,16 @@ class Batches(Numbered):
             i += stop - start if i >= start else 0
         return i
 
-    def arrays(self, i: int) -> Arrays:
-        number = self.unskipped_index(i)
-        epoch = number * self.size // self.reader.count
-        stream = generator(PREPARE, self.order.seed, self.order.phase, epoch, number)
-        return self.made(self.rows(number), stream)
+    def rows(self, number: int) -> np.ndarray:
+        """(B,) row numbers of the batch of this number in the stream with nothing skipped."""
+        return self.order.rows(np.arange(number * self.size, (number + 1) * self.size))
 
     def members(self, i: int) -> np.ndarray:
         return self.rows(self.unskipped_index(i))
 
-    def rows(self, number: int) -> np.ndarray:
-        """(B,) row numbers of the batch of this number in the stream with nothing skipped."""
-        return self.order.rows(np.arange(number * self.size, (number + 1) * self.size))
+    def stream(self, i: int) -> np.random.Generator:
+        number = self.unskipped_index(i)
+        return generator(PREPARE, self.order.seed, self.order.phase, number * self.size // self.reader.count, number)
 
 
 # Worker processes
@@ -269,14 +260,6 @@ def _row_of(item: ShardRow | Path | str, layout: Layout) -> ShardRow:
     return ShardRow(path.name, path, "", "", len(Shard(path, layout)), 0, "", "healthy", "", {})
 
 
-def _by_source(weights: Mapping[str, float], shards: Sequence[ShardRow]) -> list[ShardRow]:
-    """The shards of the weighted sources, those of one source together. LoaderError where one has none."""
-    own = {name: [row for row in shards if row.source == name] for name in weights}
-    if lacking := [name for name, members in own.items() if not members]:
-        raise LoaderError(f"no healthy shard of source '{lacking[0]}', which has a weight")
-    return [row for members in own.values() for row in members]
-
-
 class Loader:
     """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
 
@@ -307,8 +290,8 @@ class Loader:
         skip: Sequence[tuple[int, int]] = (),
         pin: bool = False,
         timeout: float = 0.0,
-        on_damage: OnDamage | None = None,
-        on_loss: OnLoss = lambda text: None,
+        on_damage: Callable[[str, int, str], None] = lambda *damage: None,
+        on_loss: Callable[[str], None] = lambda text: None,
         sidecars: Sidecars | None = None,
         ranks: RankSlice = RankSlice(),  # noqa: B008 - frozen
     ) -> None:
@@ -319,13 +302,16 @@ class Loader:
         if batch_size < ranks.size:
             raise ValueError(f"a batch of {batch_size} rows for {ranks.size} ranks: use a larger one, or fewer ranks")
         rows = [_row_of(item, layout) for item in shards]
-        rows = _by_source(weights, rows) if weights else rows
+        if weights:
+            rows = [row for name in weights for row in rows if row.source == name]
+            if lacking := set(weights) - {row.source for row in rows}:
+                raise LoaderError(f"no healthy shard of source '{min(lacking)}', which has a weight")
         self._window = window_blocks * len(weights or (0,))  # blocks, and so shards, from which rows come at a time
         self._reader = Reader(rows, layout, limit, bool(weights), sidecars, 2 * self._window)
         orders = [Order(first, seed, phase, window_blocks) for first in self._reader.firsts()]
         order = Mixture(tuple(orders), tuple(places_of(weights).values())) if weights else orders[0]
-        self._batches = Batches(self._reader, order, batch_size, prepare, ranks, skip)
-        self._seed, self._workers, self._prefetch, self._pin = seed, workers, prefetch, pin
+        self._batches = Batches(self._reader, prepare, ranks, order, batch_size, merge_ranges(skip))
+        self._workers, self._prefetch, self._pin = workers, prefetch, pin
         self._on_damage, self._reported = on_damage, set[tuple[str, int]]()
         self._on_loss, self._timeout, self._max_restarts = on_loss, timeout, MAX_RESTARTS
         self._stats: dict[str, float] = {}
@@ -340,8 +326,8 @@ class Loader:
 
     def skipping(self, skip: Sequence[tuple[int, int]]) -> Loader:
         """This loader with other ranges of unskipped batch numbers left out; both share the files that are open."""
-        other, own = copy.copy(self), self._batches
-        other._batches = Batches(self._reader, own.order, self.batch_size, own.prepare, own.ranks, skip)
+        other = copy.copy(self)
+        other._batches = replace(self._batches, skip=merge_ranges(skip))
         return other
 
     def of_records(self, look: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -378,9 +364,10 @@ class Loader:
         """Every row once, in order (validation); the last batch may be short. `sample` > 0: so many rows,
         always the same for a seed. The random stream depends on the seed and the batch's number alone."""
         rows = np.arange(self.count) if self._only is None else self._only
+        own = self._batches
         if 0 < sample < len(rows):
-            rows = rows[np.sort(permute(np.arange(sample), len(rows), make_key(SAMPLE, self._seed)))]
-        source = Rows(self._reader, rows, batch_size, self._batches.prepare, self._seed, self._batches.ranks)
+            rows = rows[np.sort(permute(np.arange(sample), len(rows), make_key(SAMPLE, own.order.seed)))]
+        source = Rows(own.reader, own.prepare, own.ranks, rows, batch_size, own.order.seed)
         workers = self._workers if len(source) >= MIN_WORKER_BATCHES else 0
         return Pass(len(source), lambda: self._iterate(source, range(len(source)), workers))
 
@@ -479,5 +466,4 @@ class Loader:
         for name, block, reason in damage:
             if (name, block) not in self._reported:
                 self._reported.add((name, block))
-                if self._on_damage:
-                    self._on_damage(name, block, reason)
+                self._on_damage(name, block, reason)

@@ -39,6 +39,8 @@ LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEAD_BYTES = 2**16  # of a member in the zip file, before its first item: more than the headers of any of ours
 LFS_POINTER = b"version https://git-lfs"
 SYSTEM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # too many open files, no memory: the machine refuses
+DAMAGED = (EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, tokenize.TokenError)
+FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, SyntaxError)
 REMEDY = "restore the file from a copy, make it again, or quarantine it in the catalogue"
 
 Batch = dict[str, np.ndarray]
@@ -168,12 +170,8 @@ def file_hash(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def crc(array: np.ndarray) -> int:
+def _crc(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
-
-
-def rows_of_block(block: int, count: int) -> tuple[int, int]:
-    return block * BLOCK, min((block + 1) * BLOCK, count)
 
 
 def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -181,7 +179,7 @@ def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str
 
     An offset slice comes before the members it cuts, so that a reader can check it before it is used.
     """
-    start, stop = rows_of_block(block, len(batch["records"]))
+    start, stop = block * BLOCK, min((block + 1) * BLOCK, len(batch["records"]))
     yield "records", batch["records"][start:stop]
     for group, members in layout.ragged.items():
         offset = batch[f"{group}_offset"]
@@ -192,7 +190,7 @@ def _block_parts(batch: Batch, layout: Layout, block: int) -> Iterator[tuple[str
 
 def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
     blocks = -(-len(batch["records"]) // BLOCK)
-    columns = [[crc(part) for _, part in _block_parts(batch, layout, b)] for b in range(blocks)]
+    columns = [[_crc(part) for _, part in _block_parts(batch, layout, b)] for b in range(blocks)]
     return np.ascontiguousarray(np.array(columns, dtype="<u4").T)
 
 
@@ -276,14 +274,14 @@ def _write_member(archive: zipfile.ZipFile, file: BinaryIO, name: str, array: np
 def read_info(path: Path | str) -> ShardInfo:
     """Facts of a shard, without knowing its layout; the file is hashed. Raises ShardError."""
     path = Path(path)
-    meta = _read_zip(path, lambda archive: read_meta(path, archive))
+    meta = _read_zip(path, lambda archive: _read_meta(path, archive))
     return ShardInfo(path, meta["count"], path.stat().st_size, file_hash(path), meta)
 
 
 def is_shard(path: Path) -> bool:
     """Whether a file says of itself that it is a shard; whether it is whole is not looked at."""
     try:
-        _read_zip(path, lambda archive: read_meta(path, archive))
+        _read_zip(path, lambda archive: _read_meta(path, archive))
     except ShardError:
         return False
     return True
@@ -296,35 +294,23 @@ def find_damage(path: Path | str) -> str:
 
 
 def _read_zip(path: Path, read: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """read(open zip file). Raises ShardError."""
-
-    def opened() -> Result:
+    """read(open zip file); every way in which a foreign or damaged file can fail becomes a ShardError."""
+    try:
         with open(path, "rb") as file:
-            head = file.read(len(LFS_POINTER))
-        if head == LFS_POINTER:
-            raise ShardError(f"{path}: only a Git LFS pointer, not the data; run `git lfs pull`")
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ShardError(f"{path}: only a Git LFS pointer, not the data; run `git lfs pull`")
         with zipfile.ZipFile(path) as archive:
             return read(archive)
-
-    return guarded(path, opened)
-
-
-def guarded(path: Path | str, read: Callable[[], Result]) -> Result:
-    """read(); every way in which reading a foreign or damaged zip file can fail becomes a ShardError."""
-    try:
-        return read()
+    except ShardError:
+        raise
     except FileNotFoundError:
         raise ShardError(f"{path}: no such file; {REMEDY}") from None
     except OSError as error:
         if error.errno in SYSTEM:
             raise  # nothing is wrong with the file
         raise ShardError(f"{path}: cannot be read ({error}); {REMEDY}") from error
-    except (EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
+    except (*DAMAGED, *FOREIGN) as error:
         raise ShardError(f"{path}: truncated, damaged or not a shard ({error}); {REMEDY}") from error
-    except (ValueError, KeyError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise ShardError(f"{path}: damaged or not a shard ({error}); {REMEDY}") from error
 
 
 def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
@@ -339,10 +325,12 @@ def _stored(path: Path | str, archive: zipfile.ZipFile, name: str) -> zipfile.Zi
     return info
 
 
-def read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member read whole, its zip checksum verified."""
-    _stored(path, archive, name)
-    return read_npy(archive.read(f"{name}.npy"))
+def _read_small(path: Path | str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """A member read whole, its zip checksum verified. ValueError where it claims more than it has."""
+    data = archive.read(_stored(path, archive, name))
+    file = io.BytesIO(data)
+    shape, _, dtype = _npy_header(file)
+    return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape)
 
 
 def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -351,54 +339,40 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return header(file)
 
 
-def read_npy(data: bytes) -> np.ndarray:
-    """The array of an NPY file. ValueError where it claims more than it has: NumPy would take the memory first."""
-    shape, _, dtype = _npy_header(io.BytesIO(data))
-    if math.prod(shape) * dtype.itemsize > len(data):
-        raise ValueError(f"{len(data):,} bytes claim to be an array of shape {shape}")
-    return npy.read_array(io.BytesIO(data), allow_pickle=False)
-
-
-def read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
-    meta = json.loads(read_small(path, archive, "meta").tobytes())
+def _read_meta(path: Path | str, archive: zipfile.ZipFile) -> dict[str, Any]:
+    """Meta data, of which what a catalogue keeps is of its type, with no more rows or items than bytes in the file."""
+    meta = json.loads(_read_small(path, archive, "meta").tobytes())
     if not isinstance(meta, dict) or not {*OURS, *PROVENANCE} <= set(meta):
         raise ShardError(f"{path}: its meta data is incomplete, so it is not a shard of ours; {REMEDY}")
     if meta["format"] > FORMAT:
         raise ShardError(f"{path}: shard format {meta['format']} is newer than {FORMAT}; update matrixlib")
-    if not _is_sound(meta, archive.start_dir):
+    counts = [meta["count"], *meta["sizes"].values()]
+    sound = all(isinstance(count, int) and 0 <= count <= archive.start_dir for count in counts) and counts[0] > 0
+    sound &= all(isinstance(text, str) and text.isprintable() for text in (meta["task"], meta["source"]))
+    if not sound or meta["split"] not in SPLITS or not isinstance(meta.get("quality", {}), dict):
         raise ShardError(f"{path}: its meta data is none that a shard can have; {REMEDY}")
     return meta
 
 
-def _is_sound(meta: Mapping[str, Any], size: int) -> bool:
-    """Whether what a catalogue keeps of meta data is of its type, with no more rows or items than bytes in the file."""
-    sizes = meta["sizes"].values() if isinstance(meta["sizes"], dict) else [None]
-    return (
-        all(isinstance(count, int) and 0 <= count <= size for count in (meta["count"], *sizes))
-        and meta["count"] > 0
-        and meta["split"] in SPLITS
-        and all(isinstance(text, str) and text.isprintable() for text in (meta["task"], meta["source"]))
-        and isinstance(meta.get("quality", {}), dict)
-    )
-
-
-def check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> None:
+def _check_layout(path: Path | str, meta: Mapping[str, Any], layout: Layout) -> None:
+    problem = ""
     if meta["task"] != layout.task:
-        raise ShardError(f"{path}: data of task '{meta['task']}', not '{layout.task}'; choose another source")
-    if meta["version"] != layout.version:
+        problem = f"data of task '{meta['task']}', not '{layout.task}'; choose another source"
+    elif meta["version"] != layout.version:
         remedy = "make the shards again" if meta["version"] < layout.version else "update matrixlib"
-        versions = f"layout version {meta['version']}, this program has {layout.version}"
-        raise ShardError(f"{path}: {versions}; {remedy}")
-    if meta["layout"] != layout.describe():
-        raise ShardError(f"{path}: its fields are not those of layout '{layout.task}'; make the shards again")
+        problem = f"layout version {meta['version']}, this program has {layout.version}; {remedy}"
+    elif meta["layout"] != layout.describe():
+        problem = f"its fields are not those of layout '{layout.task}'; make the shards again"
+    if problem:
+        raise ShardError(f"{path}: {problem}")
 
 
-def array_lengths(meta: Mapping[str, Any], layout: Layout) -> dict[str, int]:
+def _lengths(meta: Mapping[str, Any], layout: Layout) -> dict[str, int]:
     """How many items each array of a shard has, in the order of its layout's members."""
-    lengths = {"records": int(meta["count"])}
+    lengths = {"records": meta["count"]}
     for group, members in layout.ragged.items():
-        lengths[f"{group}_offset"] = int(meta["count"]) + 1
-        lengths |= {f"{group}_{member}": int(meta["sizes"][group]) for member in members}
+        lengths[f"{group}_offset"] = meta["count"] + 1
+        lengths |= {f"{group}_{member}": meta["sizes"][group] for member in members}
     return lengths
 
 
@@ -433,19 +407,19 @@ class Shard:
         _read_zip(self.path, self._open)
 
     def _open(self, archive: zipfile.ZipFile) -> None:
-        self.meta: Mapping[str, Any] = read_meta(self.path, archive)
-        check_layout(self.path, self.meta, self.layout)
+        self.meta: Mapping[str, Any] = _read_meta(self.path, archive)
+        _check_layout(self.path, self.meta, self.layout)
         with open(self.path, "rb") as opened:
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self.bytes = len(self._map)
         file = np.frombuffer(self._map, np.uint8)
-        lengths, count = array_lengths(self.meta, self.layout), int(self.meta["count"])
+        lengths, count = _lengths(self.meta, self.layout), self.meta["count"]
         self.arrays: Batch = {
             name: _map_member(self.path, archive, file, name, dtype, lengths[name])
             for name, dtype in self.layout.members()
         }
         self.blocks = -(-count // BLOCK)
-        self._crc = read_small(self.path, archive, "block_crc")
+        self._crc = _read_small(self.path, archive, "block_crc")
         if self._crc.shape != (len(lengths), self.blocks):
             raise ShardError(f"{self.path}: its checksums do not fit its records; {REMEDY}")
         self._checked = np.zeros(self.blocks, bool)
@@ -472,13 +446,13 @@ class Shard:
         if self._checked[block]:
             return
         for row, (member, part) in enumerate(_block_parts(self._safe(block), self.layout, block)):
-            if crc(part) != self._crc[row, block]:
+            if _crc(part) != self._crc[row, block]:
                 raise DamagedBlock(self.path, block, member)
         self._checked[block] = True
 
     def _safe(self, block: int) -> Batch:
         """The arrays, once this block's offsets are known to rise and to stay inside their members."""
-        start, stop = rows_of_block(block, len(self))
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, len(self))
         for group in self.layout.ragged:
             offset = self.arrays[f"{group}_offset"][start : stop + 1]
             if offset[0] < 0 or offset[-1] > self.meta["sizes"][group] or (np.diff(offset) < 0).any():
