@@ -9,12 +9,12 @@ import pytest
 from test_sample import make_work
 
 from matrixlib.data.shards import Shard
-from matrixlib.data.shipped import MANIFEST, damage, read_manifest
 from matrixlib.tasks.chess import sample_set as shipped
 from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, policy_index, to_board
 from matrixlib.tasks.chess.sample_set import ship, unpack_sample
 from matrixlib.tasks.chess.stockfish.sample import pack
+from matrixlib.tasks.shipped import MANIFEST, damage, read_manifest
 
 SHIPPED = pytest.mark.skipif(not (shipped.SAMPLE / MANIFEST).exists(), reason="no sample set is shipped")
 
@@ -88,7 +88,7 @@ def test_a_damaged_package_is_refused(package, tmp_path):
 UNPACK = """
 import sys
 from pathlib import Path
-from matrixlib.data.shipped import damage, read_manifest
+from matrixlib.tasks.shipped import damage, read_manifest
 from matrixlib.tasks.chess.sample_set import unpack_sample
 print("ready", flush=True)
 sys.stdin.readline()

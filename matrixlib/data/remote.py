@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -82,22 +81,21 @@ class Remote:
                 return act(where)
             except FileNotFoundError as error:
                 raise RemoteError(f"{where} is not there: is data.source right, and all of the set there?") from error
-            except PermissionError as error:
-                raise RemoteError(f"{where} may not be read ({error}): are these the right credentials?") from error
-            except _connection_errors() as error:
-                if isinstance(error, OSError) and error.errno in REFUSALS:
-                    raise  # of the folder that is written here
+            except Exception as error:
+                if "Credential" in type(error).__name__ or isinstance(error, PermissionError):
+                    raise RemoteError(
+                        f"{where} may not be read: {error}: log in, or set AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
+                        "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL"
+                    ) from error
+                of_library = type(error).__module__.partition(".")[0] in ("aiohttp", "botocore")
+                if not of_library and (not isinstance(error, OSError) or error.errno in REFUSALS):
+                    raise  # of the folder that is written here, or a mistake
                 if seconds is None:
                     raise RemoteError(
                         f"{where} could not be read in {len(RETRY_SECONDS) + 1} tries ({type(error).__name__}: {error})"
                         ": is the network up, and the address right? The same command resumes"
                     ) from error
                 time.sleep(seconds)
-            except _access_errors() as error:
-                raise RemoteError(
-                    f"{where}: {error}: log in, or set AWS_PROFILE, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
-                    "AWS_ENDPOINT_URL"
-                ) from error
         raise AssertionError("the last try raises")
 
     def update(self) -> Path:
@@ -129,8 +127,8 @@ class Remote:
         with self._filling(path):
             if _is_sound(path, row):  # another process was faster
                 return path
-            part, place = path.with_suffix(".tmp"), path.with_suffix(".part")
-            self._reserve(row.bytes, place)
+            part = path.with_suffix(f".{row.bytes}.tmp")
+            self._reserve(row.bytes, part)
             try:
                 for _ in range(2):  # what is wrong may have become so on the way
                     self._ask(row.name, lambda where: self._download(where, part, row.bytes))
@@ -144,7 +142,6 @@ class Remote:
                     )
             finally:
                 part.unlink(missing_ok=True)
-                place.unlink(missing_ok=True)
         raise ShardError(f"{self.url}/{row.name}: its bytes differ from those that were written (SHA-256)")
 
     def _download(self, where: str, path: Path, size: int) -> None:
@@ -165,9 +162,9 @@ class Remote:
                 "lower data.cache, or let MATRIXLIB_CACHE name another folder"
             ) from error
 
-    def _reserve(self, size: int, place: Path) -> None:
-        """Remove the shards that were used longest ago until `size` bytes are free; `place` counts as so many. A file
-        that another process has mapped stays readable there, and its room is free when it is closed.
+    def _reserve(self, size: int, part: Path) -> None:
+        """Remove the shards that were used longest ago until `size` bytes are free for `part`. A file that another
+        process has mapped stays readable there, and its room is free when it is closed.
         """
         if size > self.bytes:
             raise RemoteError(
@@ -176,18 +173,17 @@ class Remote:
             )
         with FileLock(self.root / "reserve.lock"):
             files = []
-            for path in place.parent.iterdir():
+            for path in part.parent.iterdir():
                 with suppress(FileNotFoundError):  # whoever wrote it has renamed or removed it
-                    files.append((path.stat().st_mtime, path.stat().st_size, path))
-            used = sum(size for _, size, path in files if path.suffix in (".npz", ".part"))
-            for when, old, path in sorted(files):
-                stale = path.suffix != ".npz" and when < time.time() - STALE_SECONDS
-                if stale or (path.suffix == ".npz" and used + size > self.bytes):
+                    facts, whole = path.stat(), path.suffix == ".npz"
+                    files.append((facts.st_mtime, facts.st_size if whole else int(path.suffixes[0][1:]), whole, path))
+            used = sum(own for _, own, *_ in files)
+            for when, own, whole, path in sorted(files):
+                if used + size > self.bytes if whole else when < time.time() - STALE_SECONDS:
                     with suppress(PermissionError):  # Windows keeps a file that somebody has mapped
                         path.unlink(missing_ok=True)
-                        used -= old if path.suffix in (".npz", ".part") else 0
-            with place.open("wb") as file:
-                file.truncate(size)
+                        used -= own
+            part.touch()
 
 
 def _is_sound(path: Path, row: ShardRow) -> bool:
@@ -269,25 +265,3 @@ def fetch_ahead(
                 yield batch
     finally:
         pool.terminate()
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """What is raised where a connection fails, by the libraries that are loaded."""
-    errors: list[type[Exception]] = [OSError, TimeoutError]
-    if "aiohttp" in sys.modules:
-        errors.append(sys.modules["aiohttp"].ClientError)
-    if "botocore" in sys.modules:
-        from botocore.exceptions import ConnectionError as RefusedError
-        from botocore.exceptions import FlexibleChecksumError, HTTPClientError, IncompleteReadError
-
-        errors += [HTTPClientError, IncompleteReadError, FlexibleChecksumError, RefusedError]
-    return tuple(errors)
-
-
-def _access_errors() -> tuple[type[Exception], ...]:
-    """What is raised where it isn't known how to get at the source: mostly without credentials."""
-    if "botocore" not in sys.modules:
-        return ()
-    from botocore.exceptions import BotoCoreError
-
-    return (BotoCoreError,)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from matrixlib.data.shipped import unpack, write_shipped
 from matrixlib.tasks.chess.records import RECORD
 from matrixlib.tasks.chess.stockfish.labels import Positions, assemble
 from matrixlib.tasks.chess.stockfish.sample import collect, provenance, write_splits
+from matrixlib.tasks.shipped import unpack, write_shipped
 
 SAMPLE = Path(__file__).parent / "sample"
 DATA = "sample.npz.xz"

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from matrixlib.data.shards import ShardInfo, concat, file_hash, write_shard
-from matrixlib.data.shipped import unpack, write_shipped
 from matrixlib.tasks.melee.columns import CONTROLLER, ITEM, LAYOUT, PLAYER
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.replay import Replay, read
 from matrixlib.tasks.melee.stretches import figures, stretches
+from matrixlib.tasks.shipped import unpack, write_shipped
 from matrixlib.tasks.spec import given_folder
 
 SAMPLE = Path(__file__).parent / "sample"

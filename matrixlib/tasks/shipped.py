@@ -16,6 +16,8 @@ from filelock import FileLock
 from matrixlib.data.shards import ShardInfo, file_hash
 from matrixlib.files import cache_root, write_bytes
 
+Write = Callable[[Path, bytes, dict[str, Any]], object]
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 REINSTALL = "install the package again, or take the file from a fresh clone"
@@ -25,15 +27,9 @@ def write_shipped(
     folder: Path, file: str, data: bytes, facts: dict[str, Any], meta: dict[str, Any], infos: Iterable[ShardInfo]
 ) -> dict[str, Any]:
     """Write the file and its manifest, which is returned. facts: about all of it; meta: of each shard."""
-    manifest = {
-        "format": FORMAT,
-        "file": file,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
-        **facts,
-        "meta": meta,
-        "shards": {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos},
-    }
+    shards = {info.path.name: {"sha256": info.sha256, "bytes": info.bytes, "count": info.count} for info in infos}
+    whole = {"format": FORMAT, "file": file, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    manifest = {**whole, **facts, "meta": meta, "shards": shards}
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes(folder / file, data)
     write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
@@ -54,17 +50,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def damage(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Names of the shards that are missing or differ from the manifest; [] for a whole set."""
-    bad = []
-    for name, shard in manifest["shards"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != shard["bytes"] or file_hash(path) != shard["sha256"]:
-            bad.append(name)
-    return bad
+    shards = ((name, folder / name, shard["sha256"]) for name, shard in manifest["shards"].items())
+    return [name for name, path, sha256 in shards if not path.is_file() or file_hash(path) != sha256]
 
 
-def unpack(
-    folder: Path, name: str, write: Callable[[Path, bytes, dict[str, Any]], object], cache: Path | None = None
-) -> Path:
+def unpack(folder: Path, name: str, write: Write, cache: Path | None = None) -> Path:
     """The folder with the unpacked shards of what ships in `folder`, unpacked on first use, verified every time.
 
     It lies in `cache` (default: cache_root()) under `name`. write(folder, data, meta) makes the shards of the bytes. A
@@ -86,13 +76,7 @@ def unpack(
     return target
 
 
-def _make(
-    folder: Path,
-    name: str,
-    write: Callable[[Path, bytes, dict[str, Any]], object],
-    manifest: dict[str, Any],
-    target: Path,
-) -> None:
+def _make(folder: Path, name: str, write: Write, manifest: dict[str, Any], target: Path) -> None:
     """Makes `target` anew: written beside it, checked, renamed. The lock is held."""
     path = folder / manifest["file"]
     data = path.read_bytes() if path.is_file() else b""
@@ -105,6 +89,5 @@ def _make(
     if bad := damage(temporary, manifest):
         shutil.rmtree(temporary)
         raise ValueError(f"{path} unpacks to other data than its manifest says ({', '.join(bad)}): {REINSTALL}")
-    if target.exists():
-        shutil.rmtree(target)
+    shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
