@@ -136,10 +136,8 @@ class Catalogue:
         return [row for row in self._rows() if split in (None, row.split) and state in (None, row.state)]
 
     def add(self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None) -> ShardRow:
-        """Put a written shard into the catalogue, in place of an older row of that name; returns the row.
-
-        Raises CatalogueError when the file is outside the folder or `split` is not that in its meta data.
-        """
+        """Put a written shard into the catalogue, in place of an older row of that name. CatalogueError when the file is
+        outside the folder or `split` is not that in its meta data."""
         return self.add_all([(info, split, source, quality or {})])[0]
 
     def add_all(
@@ -147,9 +145,7 @@ class Catalogue:
         shards: Iterable[tuple[ShardInfo, str, str, Mapping[str, Any]]],
         log: Callable[[Sequence[ShardRow]], Log] | None = None,
     ) -> list[ShardRow]:
-        """`add` for several shards (info, split, source, quality), and the log of an import that they are from: all of
-        it at once or, on an error, nothing.
-        """
+        """`add` for several shards, and the log of the import that they are from: all at once or nothing."""
         rows = []
         for info, split, source, quality in shards:
             try:
@@ -209,8 +205,8 @@ class Catalogue:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def verify(self, bring: Callable[[ShardRow], Path] | None = None) -> dict[str, str]:
-        """Healthy shards that are not the bytes that were catalogued: name -> reason. Reads every file. bring: has one
-        of a set elsewhere brought here (`matrixlib.data.remote.local_path`)."""
+        """Healthy shards that are not the bytes that were catalogued: name -> reason. bring: has one of a set elsewhere
+        brought here (`matrixlib.data.remote.local_path`)."""
         problems = {}
         for row in self.shards():
             try:
@@ -220,8 +216,8 @@ class Catalogue:
         return {name: problem for name, problem in problems.items() if problem}
 
     def backup(self, path: Path | str) -> None:
-        """Copy the catalogue to `path`, whole or not at all; put back under its name, it is checked when it is opened,
-        and reconciled with the shards that are there then. CatalogueError where it can't be written."""
+        """Copy the catalogue to `path`, whole or not at all; put back under its name, it is reconciled with the shards.
+        CatalogueError where it can't be written."""
         path = from_home(path)
         try:
             with self._connection() as db:
@@ -278,11 +274,8 @@ class Catalogue:
         self._memory = None
 
     def _reconcile(self) -> None:
-        """Add shards without a row; quarantine rows without a file, until it returns, those whose file was cut short
-        or replaced by one of another size (the loader could not even open it), and those with a note.
-
-        Other processes may write meanwhile: what they say of a shard stands.
-        """
+        """Add shards without a row; quarantine those with a note or a file of another size, and rows without a file
+        until it returns. Other processes may write meanwhile: what they say of a shard stands."""
         rows, files = {row.name: row for row in self._rows()}, self._files()
         new = self._read_files(name for name in files if name not in rows)
         for row in new:

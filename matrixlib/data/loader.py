@@ -1,8 +1,6 @@
 """The loader: batch i is a pure function of (seed, phase, i, skipped ranges), whatever the number of workers.
 
-The rows of an epoch are a counter-based permutation (a Feistel network with cycle walking), so there is no
-list of N, the state is one cursor, and going on in the middle costs nothing. Batches are cut from the endless
-stream of epochs, so each is full. Rows of a damaged block are replaced by others, from the next sound one.
+The state is one cursor, so resuming costs nothing. Batches are cut from the endless stream of epochs, so each is full.
 """
 
 from __future__ import annotations
@@ -206,10 +204,8 @@ def _pinned(future: Future[Item]) -> tuple[Item, str]:
 
 
 class Workers:
-    """Processes that make batches ahead, `prefetch` each. Tensors come through shared memory.
-
-    Never by fork, which copies locks and threads of this process in any state.
-    """
+    """Processes that make batches ahead, `prefetch` each; tensors come through shared memory. Never by fork, which
+    copies locks and threads in any state."""
 
     def __init__(self, source: bytes, numbers: range, workers: int, prefetch: int, pin: bool) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -263,14 +259,13 @@ def _row_of(item: ShardRow | Path | str, layout: Layout) -> ShardRow:
 class Loader:
     """Batches of the shards' rows, in an order fixed by (seed, phase), made by `prepare`.
 
-    `shards` are catalogue rows or paths, in catalogue order; `limit` keeps N rows of them (0: all; see `kept_rows`);
-    `window_blocks` is the shuffle window (0: everything). `weights` gives each source's part of every batch; without
-    it a source counts as much as it has rows. `skip` holds ranges (start, stop) of batch numbers
-    that are left out. `prepare(batch, rng)` is sent to workers by cloudpickle. `on_damage(name, block,
-    reason)` is called in this process once for every damaged block, `on_loss(text)` when workers were lost and
-    are started again, or memory could not be page-locked. `timeout`: seconds without a batch after which the workers
-    count as hung; 0 = never. `sidecars`: what comes beside each row. `ranks`: which rows of each batch are made.
-    Raises ShardError, LoaderError, RemoteError.
+    shards: catalogue rows or paths, in catalogue order. limit: rows that are kept (0: all; see `kept_rows`).
+    window_blocks: the shuffle window (0: everything). weights: each source's part of every batch; without them a source
+    counts as much as it has rows. skip: ranges (start, stop) of batch numbers that are left out. prepare(batch, rng) is
+    sent to workers by cloudpickle. on_damage(name, block, reason) is called here once for every damaged block,
+    on_loss(text) when workers are started again or memory could not be page-locked. timeout: seconds without a batch
+    after which workers count as hung (0: never). sidecars: what comes beside each row. ranks: which rows of each batch
+    are made. Raises ShardError, LoaderError, RemoteError.
     """
 
     def __init__(
@@ -352,17 +347,14 @@ class Loader:
         return arrays
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[Tensors]:
-        """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers.
-
-        One iterator is meant to live as long as the training; closing it ends the workers. Where a worker is gone
-        (killed, crashed) or hangs, all are started again from the batch that never came: no batch is lost or changed,
-        as each is a function of its number. LoaderError when that has happened `MAX_RESTARTS` times and once more.
-        """
+        """Batches start, start + 1, ... (endless when `stop` is None) as tensors, made by the workers, which end when
+        the iterator is closed. Where one is gone or hangs, all are started again from the batch that never came;
+        LoaderError when that happens more than `MAX_RESTARTS` times."""
         return self._iterate(self._batches, range(start, ENDLESS if stop is None else stop), self._workers)
 
     def sequential(self, batch_size: int, sample: int = 0) -> Pass:
-        """Every row once, in order (validation); the last batch may be short. `sample` > 0: so many rows,
-        always the same for a seed. The random stream depends on the seed and the batch's number alone."""
+        """Every row once, in order (validation); the last batch may be short. sample > 0: so many rows, always the
+        same for a seed."""
         rows = np.arange(self.count) if self._only is None else self._only
         own = self._batches
         if 0 < sample < len(rows):
@@ -376,15 +368,13 @@ class Loader:
         return self._reader.rows_in(name, block)
 
     def prefetch_stats(self) -> dict[str, float]:
-        """How workers keep up, by the batch that came last: seconds that one took to `prepare` it, and how many lay
-        `ready` behind it. Empty without workers.
-        """
+        """Of the batch that came last: seconds that a worker took to `prepare` it, and how many were `ready` behind it.
+        Empty without workers."""
         return self._stats
 
     def try_workers(self) -> str:
-        """Have the first batches made by the workers, as a trial; what went wrong, or "" where they came as they are
-        made here. A system may refuse processes, or their shared memory; what hangs is given up after a minute.
-        """
+        """Have the first batches made by the workers, as a trial: what went wrong, or "" where they are those that are
+        made here. A system may refuse processes, or their shared memory."""
         if not self._workers:
             return ""
         trial = copy.copy(self)

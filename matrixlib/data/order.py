@@ -1,7 +1,5 @@
-"""The order of rows: a counter-based permutation of an epoch, over all rows or in windows, mixtures of sources, and
-which rows of a batch each of several ranks makes.
-
-Nothing here is a list of N, and the state of an order is one number: the place in its endless stream.
+"""The order of rows: permutations of an epoch, over all rows or in windows, mixtures of sources, and the rows of a
+batch that each rank makes. Nothing is a list of N; the state of an order is the place in its endless stream.
 """
 
 import hashlib
@@ -36,9 +34,8 @@ def generator(*parts: int) -> np.random.Generator:
 def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
     """Where a permutation of 0..n-1, chosen by `key` (64 bytes), sends each `index`; same shape, int64.
 
-    O(1) memory beside the argument. A Feistel network (Luby and Rackoff 1988) on the smallest power of two
-    that holds n, with the finaliser of SplitMix64 as round function; results of n or more are sent through it
-    again until they fall inside (cycle walking: Black and Rogaway 2002), for n > 2 under two passes each.
+    A Feistel network (Luby and Rackoff 1988) on the smallest power of two that holds n, with the finaliser of
+    SplitMix64 as round function; results of n or more go through it again (cycle walking: Black and Rogaway 2002).
     """
     assert n >= 1
     flat = np.ascontiguousarray(index, np.uint64).ravel()
@@ -80,8 +77,8 @@ def _mix(value: np.uint64, key: np.uint64) -> np.uint64:
 class Order:
     """Which row comes at each place of the endless stream.
 
-    `first` (blocks+1,) is the first row of each block and, last, N. With `window` 0 an epoch is one
-    permutation of all rows; else the blocks are permuted, and the rows inside each `window` consecutive ones.
+    first (blocks+1,): first row of each block and, last, N. With `window` 0 an epoch is one permutation of all rows;
+    else the blocks are permuted, and the rows inside each `window` consecutive ones.
     """
 
     first: np.ndarray
@@ -155,8 +152,8 @@ def places_of(weights: Mapping[str, float]) -> dict[str, int]:
 class Mixture:
     """The stream of several sources, each in an order of its own, drawn by weight whatever the sources' sizes.
 
-    parts: the sources' orders, whose rows follow each other in the whole; places: how many of PERIOD places in a
-    row belong to each, spread evenly, so that every batch has nearly the same share of each source.
+    parts: the sources' orders, whose rows follow each other in the whole. places: how many of PERIOD places in a row
+    belong to each, spread evenly.
     """
 
     parts: tuple[Order, ...]
@@ -194,9 +191,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Every `size`-th row of a batch from row `rank` on: of all ranks together each row once. So the rows of a batch
-    are the same for any number of ranks, and the first rows of all of them are the first rows of the batch.
-    """
+    """Every `size`-th row of a batch from row `rank` on: a batch has the same rows for any number of ranks."""
 
     rank: int = 0
     size: int = 1
@@ -211,9 +206,8 @@ class RankSlice:
 
 
 class RowGenerator:
-    """Draws for every row of a batch and gives the numbers of one rank's, so that a row gets the same ones whoever
-    makes it. The leading size of each draw is the number of the rank's rows.
-    """
+    """Draws for every row of a batch and gives those of one rank's rows, whose number is the leading size of each
+    draw, so that a row gets the same numbers whoever makes it."""
 
     def __init__(self, generator: np.random.Generator, rows: int, ranks: RankSlice) -> None:
         self._generator, self._rows, self._ranks = generator, rows, ranks

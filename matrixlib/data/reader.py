@@ -26,9 +26,7 @@ class LoaderError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sidecars:
-    """A file beside each shard that has rows in use, with a row of its own for each of the shard's: `paths` by the
-    shard's name. Whoever makes them makes one anew where there is a note that it is damaged.
-    """
+    """A file beside each shard in use, with a row for each of the shard's: `paths` by the shard's name."""
 
     layout: Layout
     paths: Mapping[str, Path]
@@ -45,7 +43,7 @@ class Sidecars:
 
     @staticmethod
     def note(path: Path) -> Path:
-        """What lies beside such a file where it was damaged when rows of it were read."""
+        """What lies beside such a file where it was damaged when rows of it were read; then it is made anew."""
         return path.with_name(f"{path.name}.damaged")
 
 
@@ -58,11 +56,8 @@ class Unopened(Exception):
 
 
 def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list[int]:
-    """How many rows of each shard (counts, sources) a limit keeps, from its beginning on; 0 keeps all.
-
-    Every source keeps the same part, or a limited set would be one of the source that comes first; of a source the
-    first rows in the order of its shards.
-    """
+    """How many rows of each shard (counts, sources) a limit keeps: the same part of every source, its first rows; 0
+    keeps all."""
     total = sum(counts)
     if not limit or limit >= total:
         return list(counts)
@@ -79,25 +74,18 @@ def kept_rows(counts: Sequence[int], sources: Sequence[str], limit: int) -> list
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as the system allows it: each open shard is one, and many systems allow fewer
-    unasked.
-    """
-    try:
+    """Let this process open as many files as the system allows: each open shard is one."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limit, macOS may count otherwise
         import resource
-    except ImportError:  # Windows has no such limit
-        return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # of a system that counts them otherwise, as macOS does
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @kernel
 def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.ndarray, target: np.ndarray) -> int:
-    """Bytes source[start[i] : start[i] + length[i]] to target[place[i] :], for each row i. Returns a sum of no meaning.
-
-    The first and last byte of all rows are read before: the processor waits for many of them at once instead of one
-    after the other, which is three times as fast where nothing is in its caches.
-    """
+    """Bytes source[start[i] : start[i] + length[i]] to target[place[i] :], for each row i. Returns a sum of no meaning:
+    reading the ends of all rows before is three times as fast, as the processor waits for many of them at once."""
     touched = 0
     for i in range(len(start)):
         if length[i]:
@@ -111,8 +99,7 @@ def _copy(source: np.ndarray, start: np.ndarray, length: np.ndarray, place: np.n
 def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, layout: Layout) -> Batch:
     """Copies of row rows[i] of open shard which[i], (B,) each, as one batch. Their blocks have been checked.
 
-    Raises DamagedBlock where an offset leads out of its array: the file has changed since its block was checked.
-    """
+    Raises DamagedBlock where a file has changed since."""
     parts = [(shards[number], np.flatnonzero(which == number)) for number in np.unique(which).tolist()]
     out: Batch = {}
 
@@ -141,15 +128,14 @@ def gather(shards: Mapping[int, Shard], which: np.ndarray, rows: np.ndarray, lay
 
 
 class Reader:
-    """Rows of several shards by one running number, damaged blocks replaced. Workers open their own maps.
+    """Rows of several shards by one running number. Workers open their own maps, each when its first row is asked for.
 
     shards: those of a source follow each other where `by_source`; then rows of a source are replaced by rows of it.
     sidecars: what else there is of each row comes as `sidecar` (B,); where it is damaged, the row counts as lost.
     keep_open: shards of a remote data set that stay open (0: all), as an open one takes room after it left the cache.
 
-    A row of a bad block becomes the row at the same place of the next sound block (cyclic), so what a batch
-    holds depends on the files alone and not on who found the damage first. A shard is opened when its first row is
-    asked for: opening a data set of thousands costs nothing. One that cannot be opened then is all bad blocks.
+    A row of a bad block, or of a shard that cannot be opened, becomes the row at the same place of the next sound block
+    (cyclic), so what a batch holds depends on the files alone and not on who found the damage first.
     """
 
     def __init__(
@@ -169,40 +155,37 @@ class Reader:
         if sidecars is not None:
             beside = [replace(row, path=sidecars.paths.get(row.name, Path()), remote=None) for row in shards]
             self._sidecars = Reader(beside, sidecars.layout, limit)
-        sources = [row.source for row in shards]
-        kept = kept_rows([row.count for row in shards], sources, limit)
+        kept = kept_rows([row.count for row in shards], [row.source for row in shards], limit)
         self.start = np.cumsum([0, *kept], dtype=np.int64)  # first row of each shard, and N
         self.count = int(self.start[-1])
         firsts = [np.arange(a, b, BLOCK) for a, b in itertools.pairwise(self.start)]
         self.first = np.concatenate([*firsts, [self.count]]).astype(np.int64)  # first row of each block, and N
-        self._parts = self._by_source(sources) if by_source else [("", 0, self.count)]  # (source, first row, end)
+        self._parts = [("", 0, self.count)]  # (source, first row, end)
+        if by_source:
+            self._parts, end = [], 0
+            for source, rows in itertools.groupby(zip(shards, kept, strict=True), lambda pair: pair[0].source):
+                begin, end = end, end + sum(count for _, count in rows)
+                if begin == end:
+                    raise LoaderError(f"data.limit {self.count} leaves no row of source '{source}'; raise it")
+                self._parts.append((source, begin, end))
         self._sound = np.arange(len(self.first) - 1)  # the block that stands in for each block
         self._bad = np.zeros(len(self._sound), bool)
-        raise_file_limit()
-        self._forget()
+        self._begin()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        raise_file_limit()  # a worker has that of the process that it was forked from
-        self._forget()
+        self._begin()
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
         """Nothing is open, checked or mapped yet in this process."""
+        raise_file_limit()
         self._open: dict[int, Shard] = {}  # by number, the one used longest ago first
         self._checked = np.zeros(len(self.first) - 1, bool)
         self._touched, self._resident = set[int](), 0
         self._new_damage: list[Damage] = []
-
-    def _by_source(self, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-        changes = [i for i, name in enumerate(sources) if i == 0 or name != sources[i - 1]]
-        edges = [int(self.start[i]) for i in changes] + [self.count]
-        parts = [(sources[i], a, b) for i, (a, b) in zip(changes, itertools.pairwise(edges), strict=True)]
-        if lacking := [source for source, a, b in parts if a == b]:
-            raise LoaderError(f"data.limit {self.count} leaves no row of source '{lacking[0]}'; raise it")
-        return parts
 
     def firsts(self) -> list[np.ndarray]:
         """First row of each block and, last, N, of the whole or of each source."""
@@ -230,16 +213,20 @@ class Reader:
             try:
                 return self._read(actual, sound)
             except DamagedBlock as error:
-                beside = self._sidecars.shards if self._sidecars is not None else ()
-                paths = [shard.path for shard in self._open.values()]
-                i = list(self._open)[paths.index(error.path)] if error.path in paths else -1
-                if i < 0:
-                    i = [row.path for row in beside].index(error.path)
+                i = self._number_of(error.path)
                 block = int(np.searchsorted(self.first, self.start[i] + error.block * BLOCK))
                 self._replace(slice(block, block + 1), (self.shards[i].name, error.block, str(error)))
             except Unopened as error:
                 start, stop = np.searchsorted(self.first, self.start[error.shard : error.shard + 2])
                 self._replace(slice(start, stop), (self.shards[error.shard].name, WHOLE, str(error)))
+
+    def _number_of(self, path: Path) -> int:
+        """Which shard a file is of, or lies beside."""
+        for i, shard in self._open.items():
+            if shard.path == path:
+                return i
+        assert self._sidecars is not None
+        return [row.path for row in self._sidecars.shards].index(path)
 
     def _read(self, rows: np.ndarray, blocks: np.ndarray) -> Batch:
         shards = self.shards_of(rows)
@@ -265,8 +252,8 @@ class Reader:
                 path = row.path if self.remote is None else self.remote.fetch(row)
                 shard = Shard(path, self.layout)
             except ShardError as error:
-                if self.remote is not None and path.suffix and not path.exists():  # another process has taken its room
-                    continue
+                if self.remote is not None and path.suffix and not path.exists():
+                    continue  # another process has taken its room
                 raise Unopened(i, str(error)) from error
             except OSError as error:  # of the machine, not of the file
                 remedy = "raise the limit of open files (`ulimit -n`), or close other programs"

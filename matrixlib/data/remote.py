@@ -1,10 +1,8 @@
 """Data sets that lie elsewhere (S3, HTTP, a shared folder): their shards in a bounded folder of this machine.
 
 A data set is named by a URL of fsspec. Its catalogue is read when a run begins; shards come whole when their first row
-is asked for, are checked by the SHA-256 of the catalogue wherever they are opened, and go again when the folder is
-full, the one used longest ago first. A shard that is not what was written is damaged, as a local one. A source that
-refuses, or cannot be reached, is no damage: rows would be replaced by others that are only late, so it ends the run,
-which can be resumed.
+is asked for, are checked by the catalogue's SHA-256, and go again when the folder is full, the one used longest ago
+first. A shard that is not what was written is damaged, as a local one; a source that cannot be reached ends the run.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ class RemoteError(ValueError):
 
 
 class Remote:
-    """A data set at `url`. `bytes`: how much of it, and of all other such sets, may lie on this machine.
-
-    Its catalogue lies in a folder of its own for each bound, so that every run enforces the bound that it was given.
-    """
+    """A data set at `url`. bytes: how much of it, and of all other such sets, may lie on this machine; its catalogue
+    lies in a folder of its own for each bound, so that every run keeps its own."""
 
     def __init__(self, url: str, bytes: int) -> None:
         import fsspec
@@ -118,9 +114,7 @@ class Remote:
         return self.root / "shards" / f"{row.sha256}.npz"
 
     def fetch(self, row: ShardRow) -> Path:
-        """The file of a shard, brought here and checked. ShardError where its bytes are, twice, not those that were
-        catalogued; RemoteError.
-        """
+        """The file of a shard, brought here. ShardError where it is, twice, not what was catalogued; RemoteError."""
         path = self.path(row)
         if _is_sound(path, row):
             return path
@@ -202,9 +196,8 @@ def is_remote(source: str) -> bool:
 
 
 def bring_catalogue(url: str, cache: float, look: bool = False) -> Path:
-    """Folder with the catalogue of the data set at a URL as it is now. cache: GiB that its shards, and those of all
-    other such sets, may take on this machine; look: unless a training has set another. Raises RemoteError.
-    """
+    """Folder with the catalogue of the data set at a URL as it is now. cache: GiB for shards of all such sets on this
+    machine; look: unless a training has set another. Raises RemoteError."""
     remote = Remote(url, int(cache * 2**30))
     known = sorted(remote.folder.glob(f"*/{REMOTE}"), key=lambda path: path.stat().st_mtime)
     return (Remote.open(known[-1].parent) if look and known else remote).update()
@@ -219,9 +212,7 @@ def local_path(row: ShardRow) -> Path:
 
 
 def check_cache(remote: Remote, shards: Sequence[ShardRow], at_once: int) -> None:
-    """Raises RemoteError where so many shards (0: all), which rows come from at a time, do not fit in the cache: each
-    batch would bring anew what the last one had.
-    """
+    """Raises RemoteError where so many shards (0: all), which rows come from at a time, do not fit in the cache."""
     size = sum(sorted((row.bytes for row in shards), reverse=True)[: at_once or None])
     if size > remote.bytes:
         raise RemoteError(
@@ -237,10 +228,7 @@ def fetch_ahead(
     wanted: Iterator[set[int]],
     ahead: int,
 ) -> Iterator[Result]:
-    """The batches, while the shards of the next `ahead` ones are brought here.
-
-    wanted: for each batch the numbers of its shards.
-    """
+    """The batches, while the shards of the next `ahead` ones are brought here. wanted: numbers of each one's shards."""
     before: set[int] = set()
 
     def bring(number: int) -> None:

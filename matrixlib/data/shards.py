@@ -1,8 +1,7 @@
 """Shards: uncompressed NPZ files of fixed-size records and ragged members, mapped and checked by block.
 
-Plain ``numpy.load`` opens a shard. NumPy's ``mmap_mode`` silently reads NPZ members whole at every access, so
-here each stored member is mapped at its own offset in the zip file. A CRC-32 for every member and block of
-4,096 records is checked when the block is first read; ``meta`` and ``block_crc`` are checked on opening.
+Plain ``numpy.load`` opens a shard. NumPy's ``mmap_mode`` silently reads NPZ members whole at every access, so here each
+is mapped at its own offset in the zip file. A CRC-32 for every member and block is checked when it is first read.
 """
 
 import errno
@@ -200,10 +199,9 @@ def _block_crcs(batch: Batch, layout: Layout) -> np.ndarray:
 def write_shard(path: Path | str, layout: Layout, batch: Batch, meta: Mapping[str, Any]) -> ShardInfo:
     """Write `batch` so that the file appears whole or not at all; an existing file of that name is replaced.
 
-    `meta` is JSON data; it must have source, generator, seed and split ("train" or "validation"), and may
-    have created (UTC, ISO 8601; default now), quality (figures for the catalogue) and replaces (names of shards of the
-    folder that this one stands for). Task, versions, layout and counts are added. The same data and
-    meta (with created) give the same bytes. Raises ValueError if the batch is empty or not of this layout.
+    meta: JSON data with source, generator, seed and split ("train" or "validation"), maybe with created (UTC, ISO 8601;
+    default now) and quality (figures for the catalogue). The same data and meta (with created) give the same bytes.
+    Raises ValueError if the batch is empty or not of this layout.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -396,10 +394,9 @@ def _map_member(
 
 
 class Shard:
-    """A memory-mapped shard; nothing is read before it is asked for, and each block is checked once.
+    """A memory-mapped shard; nothing is read before it is asked for, and each block is checked once. bytes: its size.
 
     Raises ShardError when the file is missing, truncated, foreign, of another task or of another version.
-    Pickling carries the path and the layout only. bytes: size of the file.
     """
 
     def __init__(self, path: Path | str, layout: Layout) -> None:
@@ -428,8 +425,7 @@ class Shard:
         return Shard, (self.path, self.layout)
 
     def release(self) -> None:
-        """Give the mapped pages back, so that they do not count as this process's memory; the system's cache keeps
-        them, and the next access maps them again. Nothing where the platform cannot (Windows)."""
+        """Give the mapped pages back, so that they do not count as this process's memory (not on Windows)."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
