@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -18,9 +17,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_shards import LAYOUT, META, Toy, count_threads, process, sparse_shard, toy_batch, toy_shards
+from toy_shards import LAYOUT, META, Toy, process, toy_batch, toy_shards
 
 from matrixlib.data import loader as loader_module
+from matrixlib.data import reader as reader_module
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.loader import Loader, Prepare, WorkerTraceback
 from matrixlib.data.order import generator, merge_ranges
@@ -144,33 +144,21 @@ def test_a_weight_needs_rows(tmp_path: Path) -> None:
         Loader(rows, LAYOUT, 200, 3, Toy().prepare, weights={"one": 1, "two": 1}, limit=1)
 
 
-def test_a_limited_set_of_two_sources_has_rows_of_both(tmp_path: Path) -> None:
-    for name, first, source in (("a", 0, "one"), ("b", 6000, "two")):
-        write_shard(tmp_path / f"{name}.npz", LAYOUT, toy_batch(6000, first), META | {"source": source})
-    loader = Loader(Catalogue(tmp_path).shards("train"), LAYOUT, 500, 3, Toy().prepare, limit=1000)
-    assert loader.count == 1000
-    found = np.sort(rows_of(loader, range(2)))
-    assert (found == np.concatenate([np.arange(500), np.arange(6000, 6500)])).all()
-    held = np.concatenate([batch["row"].numpy() for batch in loader.sequential(300)])
-    assert (held == found).all()
-
-
-def test_batch_larger_than_the_data(folder: Path) -> None:
-    loader = open_loader(folder, 100, limit=16)
-    rows = loader.batch(0)["row"]
-    assert (np.bincount(rows) >= 6).all()
-    assert loader.per_epoch == 1
+def backwards(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Views that torch cannot take as they are."""
+    return {name: array[::-1] for name, array in Toy().prepare(batch, rng).items()}
 
 
 def test_arrays_follow_their_rows(folder: Path) -> None:
-    """Records and ragged members stay together across shards and shuffling."""
+    """Records and ragged members stay together across shards and shuffling, and views become contiguous."""
     whole = [toy_batch(n, seed=i) for i, n in enumerate(COUNTS)]
     slices = [(b["target_weight"], a, z) for b in whole for a, z in pairwise(b["target_offset"])]
     sums = np.array([weight[a:z].sum(dtype=np.int64) for weight, a, z in slices])
     pixels = np.concatenate([b["records"]["pixels"] for b in whole])
-    batch = open_loader(folder).batch(5)
+    batch = open_loader(folder, prepare=backwards).batch(5)
     assert (batch["sum"] == sums[batch["row"]]).all()
     assert (batch["pixels"] == pixels[batch["row"]]).all()
+    assert all(array.flags.c_contiguous for array in batch.values())
 
 
 # Skipping
@@ -190,7 +178,7 @@ def test_skipped_batches_are_left_out(folder: Path, skip: list[tuple[int, int]])
 def test_skipping_changes_nothing_else(folder: Path) -> None:
     plain, skipping = open_loader(folder), open_loader(folder, skip=((2, 4), (3, 7)))
     assert [equal(skipping.batch(i), plain.batch(j)) for i, j in enumerate([0, 1, 7, 8])] == [True] * 4
-    for bad in ((3, 3), (-1, 2), (5, 2)):
+    for bad in ((3, 3), (-1, 2)):
         with pytest.raises(ValueError, match="cannot skip"):
             merge_ranges([bad])
 
@@ -199,7 +187,7 @@ def test_skipping_changes_nothing_else(folder: Path) -> None:
 
 
 def test_random_streams_differ_and_repeat(folder: Path) -> None:
-    """The trap: a generator held by the dataset repeats in every worker and every epoch."""
+    """A generator held by the dataset would repeat in every worker and every epoch."""
     loader = open_loader(folder, 64, limit=64)
     noise = [loader.batch(i)["noise"].tobytes() for i in range(6)]  # each batch is one epoch
     assert len(set(noise)) == 6
@@ -229,14 +217,6 @@ def test_same_bits_with_any_workers_and_from_any_start(folder: Path) -> None:
         assert all(equal(a, b) for a, b in zip(loader.batches(start), reference[start:], strict=False))
     workers_on = open_loader(folder, skip=skip, workers=1).batches(5)  # endless
     assert all(equal(a, b) for a, b in zip(islice(workers_on, 4), reference[5:], strict=True))
-
-
-def test_workers_compute_on_one_thread(folder: Path) -> None:
-    loader = open_loader(folder, 8, workers=1, prepare=count_threads)
-    before = dict(os.environ)
-    (batch,) = loader.batches(0, 1)
-    assert batch["threads"].unique().tolist() == [1]
-    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -323,27 +303,15 @@ def test_a_worker_that_hangs_is_ended_and_started_again(
 def test_workers_are_tried_before_they_are_needed(folder: Path) -> None:
     assert open_loader(folder).try_workers() == "", "there are none"
     assert open_loader(folder, 64, workers=1).try_workers() == ""
-    assert "differs" in open_loader(folder, 64, workers=1, prepare=process).try_workers()
+    stranger = open_loader(folder, 64, workers=1, prepare=process)
+    assert "differs" in stranger.try_workers()
+    assert {batch["threads"].unique().item() for batch in stranger.batches(0, 1)} == {1}
     offset = 5  # a cell's own function is sent by value
     local = open_loader(folder, 64, workers=1, prepare=lambda batch, rng: {"row": batch["records"]["row"] + offset})
     assert local.try_workers() == ""
     lock = threading.Lock()
     unsendable = open_loader(folder, 64, workers=1, prepare=lambda batch, rng: {"lock": lock})
     assert "cannot be sent" in unsendable.try_workers()
-
-
-def test_what_the_workers_have_ready_is_counted(folder: Path) -> None:
-    loader = open_loader(folder, 64, workers=1, prefetch=4)
-    iterator = loader.batches(0)
-    for _ in range(2):
-        next(iterator)
-    assert loader.prefetch_stats()["prepare"] > 0
-    deadline = time.monotonic() + 20
-    while loader.prefetch_stats().get("ready", 9) == 0 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        next(iterator)
-    assert loader.prefetch_stats().get("ready", 9) > 0
-    assert open_loader(folder).prefetch_stats() == {}
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locks memory")
@@ -361,24 +329,9 @@ def test_closing_ends_the_workers(folder: Path, tmp_path: Path) -> None:
     next(iterator)
     iterator.close()  # type: ignore[attr-defined]
     deadline = time.monotonic() + 20
-    while _alive(int(pid_file.read_text())):
+    while psutil.pid_exists(int(pid_file.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_prepare_that_cannot_be_sent(folder: Path) -> None:
-    lock = threading.Lock()
-    loader = open_loader(folder, workers=1, prepare=lambda batch, rng: {"lock": lock})
-    with pytest.raises(LoaderError, match="cannot be sent to workers"):
-        next(loader.batches(0))
 
 
 @pytest.mark.parametrize(
@@ -394,13 +347,6 @@ def test_prepare_that_cannot_be_sent(folder: Path) -> None:
 def test_prepare_must_return_what_torch_can_slice(folder: Path, bad: Callable[[Batch], Any], message: str) -> None:
     with pytest.raises(LoaderError, match=message):
         open_loader(folder, 10, prepare=lambda b, rng: {"x": bad(b)}).batch(0)
-
-
-def test_views_become_contiguous_tensors(folder: Path) -> None:
-    loader = open_loader(folder, 10, prepare=lambda b, rng: {"x": b["records"]["row"][::-1]})
-    (batch,) = loader.batches(0, 1)
-    assert batch["x"].is_contiguous()
-    assert batch["x"].tolist() == loader.batch(0)["x"].tolist()
 
 
 # Damage
@@ -448,24 +394,6 @@ def test_damaged_blocks_are_replaced_alike_by_all(tmp_path: Path) -> None:
     expected[5696 : 5696 + 700] += 1  # and those of b/0 too
     expected[:5] += 1  # c/2 wraps around to a/0
     assert (repeats == expected).all()
-
-
-def test_sound_rows_do_not_move(tmp_path: Path, folder: Path) -> None:
-    whole, broken = open_loader(folder), open_loader(damaged(tmp_path, {"b.npz": [3]}))
-    for i in range(4):
-        before, after = whole.batch(i)["row"], broken.batch(i)["row"]
-        in_bad_block = (before >= COUNTS[0]) & (before < COUNTS[0] + 700)
-        assert (before == after)[~in_bad_block].all()
-        assert (before != after)[in_bad_block].all()
-
-
-def test_the_same_after_going_on_in_the_middle(tmp_path: Path) -> None:
-    """A fresh loader has not met the damage yet, and still makes the same batches."""
-    folder = damaged(tmp_path, {"a.npz": [5], "c.npz": [5]})
-    reference = [open_loader(folder, 500, window_blocks=1).batch(i) for i in range(20)]
-    for start in (0, 7, 19):
-        going_on = open_loader(folder, 500, window_blocks=1).batches(start, 20)
-        assert all(equal(a, b) for a, b in zip(going_on, reference[start:], strict=True))
 
 
 def test_nothing_sound_left(tmp_path: Path) -> None:
@@ -607,32 +535,25 @@ def test_too_few_open_files_are_no_damage(tmp_path: Path, forkserver: Any) -> No
     assert re.search("npz cannot be opened: .*Too many open files.*; raise the limit", limited(100, 120))
 
 
-def read_much(folders: list[Path], answer: Path) -> None:
-    """In a process of its own: the rows and the memory after 30 batches of each folder, one after the other."""
-    lines = []
-    for folder in folders:
-        loader = Loader(Catalogue(folder).shards("train"), LAYOUT, 128, 0, Toy().prepare)
-        rows_of(loader, range(30))
-        lines.append(f"{loader.count} {psutil.Process().memory_info().rss}")
-    answer.write_text("\n".join(lines))
+def read_much(folder: Path, answer: Path) -> None:
+    """In a process of its own: the memory before and after all of a folder has been read, of which 4 MB may stay."""
+    reader_module.RESIDENT_BYTES = 2**22
+    loader = open_loader(folder, 4096)
+    rows_of(loader, range(2))
+    before = psutil.Process().memory_info().rss
+    rows_of(loader, range(2, loader.per_epoch))
+    answer.write_text(str(psutil.Process().memory_info().rss - before))
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, forkserver: Any) -> None:
-    """A hundred million rows take less than 200 MB more than a thousand, pages of the files included."""
-    if shutil.disk_usage(tmp_path).free < 2**31:
-        pytest.skip("needs 2 GiB of free disk for sparse files")
-    for name, shards, count in (("small", 1, 1000), ("large", 100, 1_000_000)):
-        (folder := tmp_path / name).mkdir()
-        catalogue = Catalogue(folder)
-        for i in range(shards):
-            catalogue.add(sparse_shard(folder / f"{i:03d}.npz", count), "train", "made")
-    process = forkserver.Process(target=read_much, args=([tmp_path / "small", tmp_path / "large"], tmp_path / "answer"))
+    """Pages of the files included."""
+    toy_shards(tmp_path, [400_000] * 4)
+    process = forkserver.Process(target=read_much, args=(tmp_path, tmp_path / "answer"))
     process.start()
     process.join()
-    small, large = (map(int, line.split()) for line in (tmp_path / "answer").read_text().splitlines())
-    (few, before), (many, after) = small, large
-    assert (few, many) == (1000, 100_000_000)
-    assert after - before < 200e6
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.npz"))
+    assert size > 50e6
+    assert int((tmp_path / "answer").read_text()) < size / 3
 
 
 # Validation
@@ -671,12 +592,3 @@ def test_sequential_sample(folder: Path) -> None:
     assert (sample(500, phase=2) == chosen).all()  # comparable over phases
     assert not np.array_equal(sample(500, seed=8), chosen)
     assert len(sample(N + 10)) == N
-
-
-def test_catalogue_rows(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    catalogue = Catalogue(tmp_path)
-    for info in toy_shards(tmp_path / "in", [40, 30]):
-        catalogue.add(info, "train", "made")
-    loader = Loader(catalogue.shards("train"), LAYOUT, 7, 0, Toy().prepare)
-    assert (np.sort(rows_of(loader, range(10))) == np.arange(70)).all()

@@ -29,7 +29,6 @@ from matrixlib.data.shards import (
     file_hash,
     find_damage,
     read_info,
-    read_npy,
     select,
     write_shard,
 )
@@ -114,13 +113,6 @@ def test_same_data_and_meta_same_bytes(tmp_path: Path) -> None:
     assert other.sha256 != one.sha256
 
 
-def test_large_gather_crosses_blocks(written: tuple[Path, shards.Batch]) -> None:
-    path, batch = written
-    shard, indices = Shard(path, LAYOUT), np.random.default_rng(1).permutation(2 * BLOCK + 100)
-    assert (len(shard), shard.blocks) == (len(indices), 3)
-    assert same(shard.gather(indices), select(batch, indices, LAYOUT))
-
-
 @pytest.mark.parametrize("index", [-1, 2 * BLOCK + 100])
 def test_index_outside(written: tuple[Path, shards.Batch], index: int) -> None:
     with pytest.raises(IndexError, match="outside"):
@@ -147,8 +139,8 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
-def flips(tmp_path: Path, count: int) -> int:
-    """Flip `count` random bits one at a time; each must be detected or leave every row as it was."""
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.soak)])
+def test_flipped_bits_are_detected_or_change_no_row(tmp_path: Path, count: int) -> None:
     path, batch, detected = tmp_path / "a.npz", toy_batch(BLOCK + 200), 0
     size = write_shard(path, LAYOUT, batch, META).bytes
     rng = np.random.default_rng(7)
@@ -162,16 +154,7 @@ def flips(tmp_path: Path, count: int) -> int:
             detected += 1
         flip(path, bit)
     assert same(Shard(path, LAYOUT).gather(np.arange(len(batch["records"]))), batch)
-    return detected
-
-
-def test_flipped_bits(tmp_path: Path) -> None:
-    assert flips(tmp_path, 60) > 20
-
-
-@pytest.mark.soak
-def test_flipped_bits_many(tmp_path: Path) -> None:
-    assert flips(tmp_path, 3000) > 1000
+    assert detected > count // 3
 
 
 @pytest.mark.parametrize("member", ["records", "target_index", "target_weight", "target_offset"])
@@ -252,13 +235,14 @@ def test_foreign_npz(tmp_path: Path) -> None:
         Shard(path, LAYOUT)
 
 
-def test_an_array_that_claims_more_than_its_file_takes_no_memory() -> None:
-    whole = io.BytesIO()
-    np.save(whole, np.arange(5))
-    assert read_npy(whole.getvalue()).tolist() == [0, 1, 2, 3, 4]
-    claim = whole.getvalue().replace(b"(5,), }" + b" " * 12, b"(5000000000000,), }")
-    with pytest.raises(ValueError, match="claim to be an array of shape"):
-        read_npy(claim)
+def test_an_array_that_claims_more_than_its_file_takes_no_memory(tmp_path: Path) -> None:
+    array = io.BytesIO()
+    np.save(array, np.arange(5, dtype=np.uint8))
+    claim = array.getvalue().replace(b"(5,), }" + b" " * 12, b"(5000000000000,), }")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("meta.npy", claim)
+    with pytest.raises(ShardError, match="buffer is smaller"):
+        Shard(tmp_path / "a.npz", LAYOUT)
 
 
 def test_other_layouts(tmp_path: Path) -> None:

@@ -103,13 +103,9 @@ class Toy:
         return {"row": rows, "noise": noise, "sum": np.diff(sums), "pixels": batch["records"]["pixels"]}
 
 
-def count_threads(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """How many threads torch uses where this runs."""
+def process(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The process in which this runs, and its threads: a batch that is not a function of its number."""
     import torch  # the tests of shards and catalogue need none
 
-    return {"threads": np.full(len(batch["records"]), torch.get_num_threads())}
-
-
-def process(batch: Batch, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The process in which this runs: a batch that is not a function of its number."""
-    return {"process": np.full(len(batch["records"]), os.getpid())}
+    facts = {"process": os.getpid(), "threads": torch.get_num_threads()}
+    return {name: np.full(len(batch["records"]), fact) for name, fact in facts.items()}

@@ -136,8 +136,8 @@ class Catalogue:
         return [row for row in self._rows() if split in (None, row.split) and state in (None, row.state)]
 
     def add(self, info: ShardInfo, split: str, source: str, quality: Mapping[str, Any] | None = None) -> ShardRow:
-        """Put a written shard into the catalogue, in place of an older row of that name. CatalogueError when the file is
-        outside the folder or `split` is not that in its meta data."""
+        """Put a written shard into the catalogue, in place of an older row of that name. CatalogueError when the file
+        is outside the folder or `split` is not that in its meta data."""
         return self.add_all([(info, split, source, quality or {})])[0]
 
     def add_all(
