@@ -84,7 +84,7 @@ train-full: $(STAMP)
 		$(if $(TARGET_LOSS),--target-loss $(TARGET_LOSS))
 
 hw-report: $(STAMP)
-	@$(BIN)/python -m matrixlib.hardware.probe
+	@$(BIN)/python -m matrixlib.bench --hardware
 
 GAMES ?= 1000
 generate-data: $(STAMP)

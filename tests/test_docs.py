@@ -17,12 +17,13 @@ from unittest import mock
 import pytest
 import yaml
 from bench import bench_verdicts
+from cells import definitions
 from options import options_of
 from pages import PAGES, ROOT, anchor, lines, papermill_calls, read, section, spans
 from papermill.cli import papermill
 
 from matrixlib import config, files
-from matrixlib.bench import report as bench
+from matrixlib.bench import __main__ as bench
 from matrixlib.runs import launch
 from matrixlib.runs.cycle_config import CycleConfig, load_cycle
 from matrixlib.runs.sweep import SweepConfig, load_sweep
@@ -114,7 +115,7 @@ def commands_help() -> str:
 def bench_tables(record: dict[str, Any]) -> str:
     """A table for each workload of a record."""
     parts = []
-    for name, part in bench.text(record).groupby(level=0, sort=False):
+    for name, part in definitions("bench")["text"](record).groupby(level=0, sort=False):
         rows = [(str(figure), *map(str, row)) for (_, figure), row in zip(part.index, part.to_numpy(), strict=True)]
         parts.append(markdown(", ".join([str(name), *part.columns]), rows))
     return "\n\n".join(parts)
@@ -298,7 +299,7 @@ def test_papermill_examples_would_be_accepted() -> None:
 
 
 def test_options_of_commands_exist() -> None:
-    sources = (ROOT / "matrixlib" / name for name in ("runs/launch.py", "bench/report.py"))
+    sources = (ROOT / "matrixlib" / name for name in ("runs/launch.py", "bench/__main__.py"))
     source = "".join(path.read_text(encoding="utf-8") for path in sources)
     papermills = {option for parameter in papermill.params for option in (*parameter.opts, *parameter.secondary_opts)}
     asked = {word for span in spans([README]) for word in span.split() if word.startswith("--")}

@@ -194,7 +194,7 @@ def test_targets_of_the_specification_start_what_they_name(tmp_path: Path) -> No
     assert full.split()[1:] == ["-m", "matrixlib.runs.launch", "--preset", "small", "--target-loss", "0.09"]
     assert commands("train-full", "STEPS=7")[0].split()[-2:] == ["--steps", "7"]
     assert commands("train-full")[0].split()[-2:] == ["--preset", "small"]
-    assert commands("hw-report") == [f"{tmp_path}/bin/python -m matrixlib.hardware.probe"]
+    assert commands("hw-report") == [f"{tmp_path}/bin/python -m matrixlib.bench --hardware"]
     (data,) = commands("generate-data", "GAMES=7")
     assert "notebooks/sample.ipynb" in data
     assert "-p games 7" in data

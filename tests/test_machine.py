@@ -1,18 +1,21 @@
-"""Facts of machines, read from the files that the operating system shows of them."""
+"""Facts of machines, read from the files that the operating system shows of them; how fast they are."""
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils import collect_env
 
-from matrixlib.hardware import machine
-from matrixlib.hardware.machine import DeviceFacts
+from matrixlib.hardware import machine, runtime, speed
+from matrixlib.hardware.machine import DeviceFacts, Gpu
 
 AMD = """processor\t: 0
 vendor_id\t: AuthenticAMD
 cpu family\t: 25
-model\t\t: 97
 model name\t: AMD Ryzen 5 7600X 6-Core Processor
 flags\t\t: fpu avx avx2 fma avx512f avx512_bf16
 
@@ -24,12 +27,11 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd i8mm bf16\nCPU implementer\t: 0x41\n
 
 def test_processors_are_read_from_flags_not_from_names() -> None:
     amd = machine.processor(AMD)
-    assert (amd.vendor, amd.family, amd.model) == ("AuthenticAMD", 25, 97)
+    assert (amd.vendor, amd.family, amd.name) == ("AuthenticAMD", 25, "AMD Ryzen 5 7600X 6-Core Processor")
     assert amd.instructions == ("avx", "avx2", "fma", "avx512f", "avx512_bf16")
-    assert DeviceFacts(instructions=amd.instructions).bf16
-    arm = machine.processor(ARM)
-    assert set(arm.instructions) == {"asimd", "i8mm", "bf16"}
-    assert not DeviceFacts(instructions=machine.processor("").instructions).bf16
+    assert set(machine.processor(ARM).instructions) == {"asimd", "i8mm", "bf16"}
+    for text, bf16 in ((AMD, True), (ARM, True), ("", False)):
+        assert runtime.native_bf16(DeviceFacts(instructions=machine.processor(text).instructions), "cpu") is bf16
 
 
 def cpu_tree(root: Path, l3: list[tuple[str, str]], siblings: list[str]) -> Path:
@@ -37,11 +39,14 @@ def cpu_tree(root: Path, l3: list[tuple[str, str]], siblings: list[str]) -> Path
     for number, ((size, shared), twins) in enumerate(zip(l3, siblings, strict=True)):
         texts = {"cache/index3/size": size, "cache/index3/shared_cpu_list": shared, "cache/index3/level": "3"}
         texts |= {"cache/index2/size": "1024K", "cache/index2/level": "2", "topology/thread_siblings_list": twins}
-        for name, text in texts.items():
-            path = root / f"cpu{number}" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
+        written(root / f"cpu{number}", texts)
     return root
+
+
+def written(root: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
 
 
 def test_l3_is_counted_by_instance_so_an_epyc_is_no_vcache(tmp_path: Path) -> None:
@@ -60,19 +65,16 @@ def test_l3_is_counted_by_instance_so_an_epyc_is_no_vcache(tmp_path: Path) -> No
 
 def test_cores_are_physical_and_within_affinity_and_quota(tmp_path: Path) -> None:
     tree = cpu_tree(tmp_path / "cpu", [("32768K", "0-3")] * 4, ["0,2", "1,3", "0,2", "1,3"])
-    free = tmp_path / "free"
-    free.mkdir()
-    assert machine.cores(tree, free, range(4)) == 2
-    assert machine.cores(tree, free, [0, 2]) == 1
-    (free / "cpu.max").write_text("50000 100000\n")
-    assert machine.cores(tree, free, range(4)) == 1
+    assert machine.cores(tree, tmp_path, range(4)) == 2
+    assert machine.cores(tree, tmp_path, [0, 2]) == 1
+    written(tmp_path, {"cpu.max": "50000 100000"})
+    assert machine.cores(tree, tmp_path, range(4)) == 1
 
 
 @pytest.mark.parametrize(
     "files, membership, expected",
     [
         ({"cpu.max": "max 100000"}, "0::/\n", 0.0),
-        ({"cpu.max": "350000 100000"}, "0::/\n", 3.5),
         ({"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 2.0),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "1:cpu:/\n", 0.0),
         ({"cpu/j/cpu.cfs_quota_us": "150000", "cpu/j/cpu.cfs_period_us": "100000"}, "1:cpu,cpuacct:/j\n", 1.5),
@@ -80,25 +82,17 @@ def test_cores_are_physical_and_within_affinity_and_quota(tmp_path: Path) -> Non
     ],
 )
 def test_quota_of_both_cgroup_versions(tmp_path: Path, files: dict[str, str], membership: str, expected: float) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "membership").write_text(membership)
+    written(tmp_path, {**files, "membership": membership, "memory.max": "1048576"})
     assert machine.quota(tmp_path, tmp_path / "membership") == expected
-
-
-def test_memory_is_limited_by_the_cgroup(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1048576\n")
-    (tmp_path / "membership").write_text("0::/\n")
     assert machine.memory(tmp_path, tmp_path / "membership") == 2**20
     assert machine.memory(tmp_path / "none", tmp_path / "membership") > 2**27
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("text", ["2,1", "two", "0", "-1", "1.5"])
+@pytest.mark.parametrize("text", ["2,1", "two", "0", "-1"])
 def test_a_number_of_threads_that_is_none_is_named(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, text)
-    with pytest.raises(machine.ThreadsError, match=rf"{name} is '{text}'; set it to one whole number above 0"):
+    with pytest.raises(ValueError, match=rf"{name} is '{text}'; set it to one whole number above 0"):
         machine.facts()
 
 
@@ -115,10 +109,7 @@ def test_threads_wait_a_short_while_unless_somebody_has_decided(variable: str, m
     assert done.stdout.strip() == {"": "10000", "GOMP_SPINCOUNT": "1"}.get(variable, "None")
 
 
-def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from torch.utils import collect_env
-
+def test_versions_name_what_cuda_is_made_of_and_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     here = machine.versions()
     assert {"python", "torch", "numpy", "matrixlib"} <= set(here)
     assert not {"driver", "nccl"} & set(here) or torch.version.cuda, "what is not there is left out"
@@ -128,10 +119,57 @@ def test_versions_name_what_cuda_is_made_of(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
     monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65.06")
-    there = machine.versions()
-    assert {name: there[name] for name in ("cuda", "cudnn", "nccl", "driver")} == {
-        "cuda": "13.0",
-        "cudnn": "91002",
-        "nccl": "2.27.7",
-        "driver": "580.65.06",
-    }
+    there = {"cuda": "13.0", "cudnn": "91002", "nccl": "2.27.7", "driver": "580.65.06"}
+    assert there.items() <= machine.versions().items()
+    gpu = Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)
+    monkeypatch.setattr(machine, "facts", lambda ranks=1: DeviceFacts(cores=16, gpu=gpu))
+    assert machine.name("cuda") == "nvidia-h200"
+    assert machine.name("cpu").endswith("-16-cores")
+
+
+def test_calls_take_turns_and_the_median_is_of_those_after_a_warm_up() -> None:
+    order: list[str] = []
+    waits = iter([0.05, 0.0, 0.0, 0.0])
+    works = {"a": lambda: time.sleep(next(waits)), "b": lambda: order.append("b")}
+    medians = speed.turns({**works, "c": lambda: order.append("c")}, 0.0)
+    assert order == ["b", "c"] * (1 + speed.MIN_CALLS)
+    assert medians.keys() == {"a", "b", "c"}
+    assert medians["a"] < 0.04
+
+
+def test_short_calls_warm_up_ten_times_and_count_two_hundred_times() -> None:
+    calls: list[None] = []
+    speed.turns({"a": lambda: calls.append(None)}, 10.0)
+    assert len(calls) == speed.WARM_CALLS + speed.MAX_CALLS == 210
+
+
+def test_rates_are_of_data_and_leave_threads_and_random_streams_alone() -> None:
+    """Ones make a GPU clock higher than data do."""
+    threads, stream = torch.get_num_threads(), torch.get_rng_state()
+    noise = speed._noise("cpu", torch.bfloat16, 64, 64)
+    assert noise.dtype == torch.bfloat16
+    assert 0.8 < float(noise.float().std()) < 1.2
+    rates = speed.rates("cpu", bf16=False, seconds=0.05)
+    assert rates.matrix_fp32 > 0 < rates.conv_fp32_last
+    assert rates.matrix_bf16 == rates.conv_bf16 == 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops", "side"),
+    [("cpu", 0.02, 1024), ("cpu", 1, 2048), ("cuda", 4, 2048), ("cuda", 20, 4096), ("cuda", 400, 8192)],
+)
+def test_matrices_are_as_large_as_the_device_multiplies_in_the_time(
+    monkeypatch: pytest.MonkeyPatch, device: str, tflops: float, side: int
+) -> None:
+    sides: list[int] = []
+
+    def product(device: str, dtype: torch.dtype, n: int) -> tuple[float, Callable[[], object]]:
+        sides.append(n)
+        return 1.0, lambda: None
+
+    monkeypatch.setattr(speed, "_product", product)
+    monkeypatch.setattr(speed, "_best", lambda kinds, seconds: dict.fromkeys(kinds, tflops * 1e3))
+    assert speed.matrix_rate(device, "fp32", 1, seconds=0.3) == tflops * 1e3
+    assert sides[-1] == side

@@ -102,7 +102,7 @@ def packed(net: Net, count: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("heads", [frozenset(), frozenset({"piece", "threat"})], ids=["play", "maps"])
 def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: frozenset[str]) -> None:
     plain = random_net(ssl=["piece", "threat"], **model)
-    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False, ()))
+    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False))
     batch = packed(plain, 37)
     expected, outputs = plain.predict(batch, heads), filled.predict(batch, heads)
     assert expected.keys() == outputs.keys()
@@ -114,7 +114,7 @@ def test_cut_and_filled_batches_say_the_same(model: dict[str, Any], heads: froze
 
 def test_batches_have_few_sizes_and_the_host_waits_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = random_net()
-    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False, ()))
+    filled = Net(plain.model, plain.task, plain.runtime, Serving((4, 16), True, False))
     sizes, reads = [], []
     plain.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     numpy = torch.Tensor.numpy
@@ -137,7 +137,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], **model: Any
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    return plain, Net(plain.model, plain.task, plain.runtime, Serving(sizes, True, True, ())), graphs
+    return plain, Net(plain.model, plain.task, plain.runtime, Serving(sizes, True, True)), graphs
 
 
 def test_a_compiled_network_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_compiler_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no C++ compiler here")
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
-    net = Net(plain.model, plain.task, plain.runtime, Serving((16,), True, True, ()))
+    net = Net(plain.model, plain.task, plain.runtime, Serving((16,), True, True))
     batch = packed(plain, 3)
     with pytest.warns(RuntimeWarning, match="going on without it: .*no C\\+\\+ compiler here"):
         first = net.predict(batch)
@@ -198,7 +198,7 @@ def test_the_compiler_is_not_blamed_for_what_fails_later_or_for_lack_of_memory(
 
     plain = random_net()
     monkeypatch.setattr(torch, "compile", Failing)
-    net = Net(plain.model, plain.task, plain.runtime, Serving((4,), True, True, ()))
+    net = Net(plain.model, plain.task, plain.runtime, Serving((4,), True, True))
     for _ in range(good):
         net.predict(packed(plain, 4))
     with pytest.raises(error, match="no room"):

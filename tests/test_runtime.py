@@ -15,26 +15,13 @@ from matrixlib.hardware.runtime import Runtime, policy, resolve, reuse, select_d
 
 # Only ratios matter to the policy. Those of processors were measured, in GFLOP/s a core; those of Apple's GPUs are
 # what is published of them: no units for bf16 before the M5.
-_ZEN4 = Rates(183, 420, 160, 165, 300, 310)
-_AMX = Rates(235, 1972, 190, 205, 480, 753)
-_NO_BF16 = Rates(120, 0, 90, 95, 0, 0)
-_M3, _M5 = Rates(1, 1, 1, 0, 1, 0), Rates(1, 2, 1, 0, 1.3, 0)
-MACHINES: dict[str, DeviceFacts] = {
-    "H200": DeviceFacts(cores=16, gpu=Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9)),
-    "H100": DeviceFacts(cores=16, gpu=Gpu("NVIDIA H100", (9, 0), True, 80 * 10**9)),
-    "A100": DeviceFacts(cores=8, gpu=Gpu("NVIDIA A100", (8, 0), True, 40 * 10**9)),
-    "T4": DeviceFacts(cores=4, gpu=Gpu("Tesla T4", (7, 5), False, 16 * 10**9)),
-    "V100": DeviceFacts(cores=8, gpu=Gpu("Tesla V100", (7, 0), False, 16 * 10**9)),
-    "MacBook M3": DeviceFacts(platform="darwin", cores=8, mps=True, macos=(15, 0), rates=_M3),
-    "MacBook M5": DeviceFacts(platform="darwin", cores=10, mps=True, macos=(26, 0), rates=_M5),
-    "Zen 4 laptop": DeviceFacts(cores=8, instructions=("avx512f", "avx512_bf16"), rates=_ZEN4),
-    "Xeon with AMX": DeviceFacts(cores=2, instructions=("avx512_bf16", "amx_bf16"), rates=_AMX),
-    "older desktop": DeviceFacts(cores=4, instructions=("avx2",), rates=_NO_BF16),
-}
-H200, T4, V100, M3, M5, ZEN4 = (
-    MACHINES[name] for name in ("H200", "T4", "V100", "MacBook M3", "MacBook M5", "Zen 4 laptop")
-)
-OLD_CPU = MACHINES["older desktop"]
+H200 = DeviceFacts(cores=16, gpu=Gpu("NVIDIA H200", (9, 0), True, 141 * 10**9))
+T4 = DeviceFacts(cores=4, gpu=Gpu("Tesla T4", (7, 5), False, 16 * 10**9))
+V100 = DeviceFacts(cores=8, gpu=Gpu("Tesla V100", (7, 0), False, 16 * 10**9))
+M3 = DeviceFacts(platform="darwin", cores=8, mps=True, macos=(15, 0), rates=Rates(1, 1, 1, 0, 1, 0))
+M5 = DeviceFacts(platform="darwin", cores=10, mps=True, macos=(26, 0), rates=Rates(1, 2, 1, 0, 1.3, 0))
+ZEN4 = DeviceFacts(cores=8, instructions=("avx512f", "avx512_bf16"), rates=Rates(183, 420, 160, 165, 300, 310))
+OLD_CPU = DeviceFacts(cores=4, instructions=("avx2",), rates=Rates(120, 0, 90, 95, 0, 0))
 OLD_MAC = replace(M3, macos=(13, 6))
 SMALL_GPU = DeviceFacts(cores=6, gpu=Gpu("RTX 3050", (8, 6), True, 4 * 2**30))
 SLOW_BF16, BAD_LAST = Rates(90, 95, 150, 200, 160, 210), Rates(90, 30, 200, 100, 0, 0)
@@ -80,10 +67,9 @@ POLICY: list[tuple[DeviceFacts, dict[str, Any], str]] = [  # machine, options, w
     (OLD_CPU, {"precision": "bf16"}, "bf16 no-scaler 'slow'"),
 ]
 REFUSED = [
-    (ZEN4, {"device": "cuda"}, "no CUDA device was found; use 'auto' or one that works here: cpu"),
+    (ZEN4, {"device": "cuda"}, r"no CUDA device was found .*TORCH_INDEX.*; use .auto. or one that works here: cpu"),
     (M3, {"device": "cuda"}, "works here: mps, cpu"),
     (H200, {"device": "mps"}, "no Apple GPU was found; use 'auto' or one that works here: cuda, cpu"),
-    (replace(ZEN4, gpu_problem="this build has no CUDA"), {"device": "cuda"}, "has no CUDA.*TORCH_INDEX"),
     *((facts, {"precision": "fp16"}, r"fp16.*loss scaler.*use 'bf16'") for facts in (ZEN4, OLD_CPU, M3)),
     (OLD_MAC, {"precision": "bf16"}, "macOS 14"),
 ]
@@ -119,9 +105,9 @@ def test_the_policy(facts: DeviceFacts, options: Mapping[str, Any], expected: st
             assert bool(getattr(runtime, name.removeprefix("no-"))) is not name.startswith("no-"), word
     for part in expected.split(" '")[1:]:
         assert part.rstrip("'") in runtime.table()
-    tried = {"benchmark"}  # chosen by a run's own updates alone, see test_layout.py
-    fields = {*runtime.reasons, "reasons", "requested", "ranks"} | tried
-    assert fields == set(Runtime.__dataclass_fields__), "every choice has its reason"
+    assert {*runtime.reasons, "reasons", "requested", "ranks"} == set(Runtime.__dataclass_fields__), (
+        "each has its reason"
+    )
     assert all(runtime.reasons.values())
     assert runtime.scaler == (runtime.dtype == "fp16")
     for name, (value, _) in suggest(facts, runtime.device).items():
@@ -142,19 +128,12 @@ def test_round_trip_through_json_and_reuse() -> None:
     assert reuse(stored, T4) == runtime
     with pytest.raises(ValueError, match=r"began on 'cuda'.*no CUDA device was found"):
         reuse(stored, ZEN4)
-    for strange in (
-        {"device": []},
-        {"threads": "x"},
-        {"threads": -1},
-        {"dtype": "fp8"},
-        {"reasons": [1]},
-        {"tf32": None},
-    ):
+    for strange in ({"device": []}, {"threads": "x"}, {"threads": -1}, {"dtype": "fp8"}, {"reasons": [1]}, {"new": 1}):
         (name,) = strange
-        with pytest.raises(ValueError, match=f"the stored runtime's {name} is .*bring it back"):
+        with pytest.raises(ValueError, match=f"the stored runtime's {name}: .*bring it back"):
             Runtime.from_dict(stored | strange)
     del stored["tf32"]
-    with pytest.raises(ValueError, match="missing or unknown keys: tf32"):
+    with pytest.raises(ValueError, match="tf32: Field required"):
         Runtime.from_dict(stored)
 
 
@@ -244,13 +223,12 @@ def test_bf16_on_mps_is_measured_and_left_alone_where_it_fails(monkeypatch: pyte
 
 def test_another_choice_takes_its_reason_along() -> None:
     runtime = policy(T4, *sections(compile="default"))
-    plain = runtime.in_fp32("fp16 gave nonsense")
-    assert (plain.dtype, plain.scaler) == ("fp32", False)
-    assert plain.reasons == {**runtime.reasons, "dtype": "fp16 gave nonsense", "scaler": "fp32 needs none"}
     assert runtime.requested == ("compile",)
-    tried = plain.with_choice("compile", "", "slower")
-    assert tried.table().count("slower") == 1
-    assert tried.requested == (), "another choice is not the user's"
+    plain = runtime.in_fp32("fp16 gave nonsense").with_choice("compile", "", "slower")
+    assert (plain.dtype, plain.scaler, plain.compile) == ("fp32", False, "")
+    reasons = {"dtype": "fp16 gave nonsense", "scaler": "fp32 needs none", "compile": "slower"}
+    assert plain.reasons == {**runtime.reasons, **reasons}
+    assert plain.requested == (), "another choice is not the user's"
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,18 +249,10 @@ def test_resolve_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "option", "largest", "fill", "compiled"),
-    [
-        ("cpu", "auto", 256, False, False),
-        ("cpu", True, 256, True, True),
-        ("cuda", "auto", 1024, True, False),
-        ("cuda", False, 1024, True, False),
-        ("mps", "auto", 1024, True, False),
-    ],
+    ("device", "option", "largest", "fill"),
+    [("cpu", "auto", 256, False), ("cpu", True, 256, True), ("cuda", "auto", 1024, True), ("mps", False, 1024, True)],
 )
-def test_how_networks_are_evaluated(device: str, option: bool | str, largest: int, fill: bool, compiled: bool) -> None:
+def test_how_networks_are_evaluated(device: str, option: bool | str, largest: int, fill: bool) -> None:
     plan = serving(device, option)
-    assert (plan.sizes[-1], plan.fill, plan.compile) == (largest, fill, compiled)
+    assert (plan.sizes[-1], plan.fill, plan.compile) == (largest, fill, option is True)
     assert list(plan.sizes) == sorted(plan.sizes)
-    assert [reason.split()[0] for reason in plan.reasons] == ["batch", "fill", "compile"]
-    assert ("asked for" in plan.reasons[2]) == (option != "auto")

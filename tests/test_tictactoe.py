@@ -104,7 +104,7 @@ def test_a_network_evaluates_legal_moves_alone(fill: bool) -> None:
     """Whatever the sizes of the batches, and whether they are filled up."""
     states = solve().states[::37]
     moves, offsets = GAME.legal(states)
-    priors, values = Evaluator(network(Serving((8, 50), fill, False, ())))(states, moves, offsets)
+    priors, values = Evaluator(network(Serving((8, 50), fill, False)))(states, moves, offsets)
     sums = np.add.reduceat(priors, offsets[:-1])
     np.testing.assert_allclose(sums, 1, atol=1e-5)
     assert (np.abs(values) < 1).all()

@@ -183,7 +183,7 @@ def _end_with_parent() -> None:
 
 def compile_kernels() -> None:
     """What a training and a search call of numba's functions, into the cache that all processes read, or from it."""
-    from matrixlib.bench.workloads import open_loader
+    from matrixlib.bench.updates import open_loader
     from matrixlib.play.game import uniform
     from matrixlib.play.search import Search, SearchOptions
     from matrixlib.tasks import get_task, load_config

@@ -1,8 +1,69 @@
-"""`python -m matrixlib.bench`."""
+"""Measures this machine: executes bench.ipynb, or probe.ipynb, and prints what it shows.
 
+    python -m matrixlib.bench [--only updates,loader] [--device cuda] [--compile] [--fail]
+    python -m matrixlib.bench --hardware
+
+The notebook is kept in `reports/bench/`, beside a record for each machine.
+"""
+
+import argparse
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from matrixlib.bench.report import main
+import nbformat
+import papermill
+
+from matrixlib import files
+from matrixlib.hardware import machine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; exit code 1 where the notebook's verdict fails, 2 where something cannot be measured."""
+    parser = argparse.ArgumentParser(prog="python -m matrixlib.bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hardware", action="store_true", help="only what the machine is, can do and uses")
+    parser.add_argument("--only", default="", help="workloads, separated by commas, such as updates,loader")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time of each group of figures")
+    parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU, too: takes minutes")
+    parser.add_argument("--fail", action="store_true", help="exit with 1 where something got slower")
+    flags = parser.parse_args(arguments)
+    if flags.hardware:
+        return show("probe", {"device": flags.device})
+    only = [name for name in flags.only.split(",") if name]
+    more = {"compile": flags.compile, "fail": flags.fail, "brief": False}
+    return show("bench", {"device": flags.device, "seconds": flags.seconds, "only": only} | more)
+
+
+def show(name: str, parameters: dict[str, Any]) -> int:
+    """Execute a notebook and print the tables and texts that its cells show."""
+    path = files.reports_root() / name / f"{name}.ipynb"
+    machine.set_waiting_policy()  # for the notebook's kernel
+    problem = None
+    try:
+        files.make_folder(path.parent)
+        papermill.execute_notebook(
+            files.NOTEBOOKS / path.name,
+            path,
+            parameters,
+            kernel_name="python3",
+            extra_arguments=["--log-level=ERROR"],  # ipykernel warns about unencrypted TCP on every start
+        )
+    except files.FolderError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except papermill.PapermillExecutionError as error:
+        problem = error
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if text := output.get("text") or ("" if "image/png" in data else data.get("text/plain")):
+                print(f"{text.rstrip()}\n")
+    if problem is None:
+        return 0
+    print(f"{problem.ename}: {problem.evalue}", file=sys.stderr)
+    return 1 if problem.ename == "VerdictFailed" else 2
+
 
 if __name__ == "__main__":
     sys.exit(main())

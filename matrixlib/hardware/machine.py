@@ -6,13 +6,14 @@ torch is imported inside functions.
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # the last is Arm's
 INSTRUCTIONS = (
@@ -23,16 +24,13 @@ VCACHE_BYTES = (64 * 2**20, 128 * 2**20)  # an AMD die with V-Cache has 96 MiB, 
 VCACHE_SHARERS = 16  # logical processors of one die; a virtual machine may report one huge L3 for all
 CPU_TREE = Path("/sys/devices/system/cpu")
 CGROUP_TREE = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which somebody has decided how threads wait."""
 PACKAGES = (
     *("matrixlib", "torch", "triton", "numpy", "numba", "safetensors", "zstandard"),
     *("pydantic", "chess", "papermill", "matplotlib"),
 )
-
-
-class ThreadsError(ValueError):
-    """A number of threads that cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,6 @@ class Gpu:
     bf16: bool  # in hardware: Turing emulates it and would say yes
     memory: int
 
-    @property
-    def fp8(self) -> bool:
-        """Whether an NVIDIA GPU multiplies FP8 in hardware: Ada, Hopper and later. Nothing here uses it."""
-        return self.capability >= (8, 9)
-
 
 @dataclass(frozen=True)
 class Processor:
@@ -73,7 +66,6 @@ class Processor:
 
     vendor: str = ""
     family: int = 0
-    model: int = 0
     name: str = ""
     instructions: tuple[str, ...] = ()
 
@@ -87,20 +79,13 @@ class DeviceFacts:
     cores: int = 1  # physical cores that this process may use (affinity and cgroup quota)
     ranks: int = 1  # processes that share this machine for one training, each with so many cores
     thread_limit: int = 0  # OMP_NUM_THREADS; 0 = not set
-    memory: int = 0  # bytes that this process may use
     vcache: bool = False
     gpu: Gpu | None = None
     gpu_problem: str = "no CUDA device was found"  # why gpu is None
     mps: bool = False
-    mps_problem: str = "no Apple GPU was found"  # why mps is False
-    macos: tuple[int, int] = (0, 0)
+    macos: tuple[int, ...] = ()
     rates: Rates | None = None
     bf16_problem: str = ""  # why bf16 does not work where it should
-
-    @property
-    def bf16(self) -> bool:
-        """Whether the processor multiplies bf16 in hardware."""
-        return any(name in self.instructions for name in BF16_INSTRUCTIONS)
 
     @property
     def threads(self) -> int:
@@ -109,28 +94,27 @@ class DeviceFacts:
 
 
 def facts(ranks: int = 1) -> DeviceFacts:
-    """Read this machine; nothing is measured (`rates` is None). Raises ThreadsError (see `thread_limit`).
+    """Read this machine; nothing is measured (`rates` is None).
 
-    ranks: processes that this one is to start, which share the cores as those of torchrun do.
+    ranks: processes that this one is to start, which share the cores as those of torchrun do. Raises ValueError where
+    the environment asks for a number of threads or ranks that is none.
     """
-    ranks = max(ranks, local_ranks())
+    import torch
+
+    ranks = max(ranks, _requested("LOCAL_WORLD_SIZE"))
     gpu, gpu_problem = _gpu()
-    mps, mps_problem = _mps()
     cpu = processor()
-    version = [int(part) for part in platform.mac_ver()[0].split(".")[:2] if part.isdigit()]
     return DeviceFacts(
         platform=sys.platform,
         instructions=cpu.instructions,
         cores=max(1, cores() // ranks),
         ranks=ranks,
-        thread_limit=thread_limit(),
-        memory=memory(),
+        thread_limit=_requested("OMP_NUM_THREADS"),
         vcache=vcache(cpu.vendor, l3_caches()),
         gpu=gpu,
         gpu_problem=gpu_problem,
-        mps=mps,
-        mps_problem=mps_problem,
-        macos=(version[0], version[1]) if len(version) == 2 else (0, 0),
+        mps=torch.backends.mps.is_available(),
+        macos=tuple(int(part) for part in platform.mac_ver()[0].split(".") if part),
     )
 
 
@@ -147,24 +131,12 @@ def set_waiting_policy() -> None:
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
-def local_ranks() -> int:
-    """Processes that share this machine for one training: torchrun tells."""
-    return max(1, _asked_for("LOCAL_WORLD_SIZE"))
-
-
-def thread_limit() -> int:
-    """What OMP_NUM_THREADS asks for; 0 where it is not set. Raises ThreadsError unless it is one number above 0."""
-    return _asked_for("OMP_NUM_THREADS")
-
-
-def _asked_for(name: str) -> int:
+def _requested(name: str) -> int:
     """A number of the environment; 0 where it is not set."""
     text = os.environ.get(name, "").strip()
-    if not text:
-        return 0
-    if not text.isdecimal() or int(text) == 0:
-        raise ThreadsError(f"{name} is '{text}'; set it to one whole number above 0, such as {name}=2, or unset it")
-    return int(text)
+    if text and not (text.isdecimal() and int(text)):
+        raise ValueError(f"{name} is '{text}'; set it to one whole number above 0, such as {name}=2, or unset it")
+    return int(text or 0)
 
 
 def _gpu() -> tuple[Gpu | None, str]:
@@ -183,35 +155,21 @@ def _gpu() -> tuple[Gpu | None, str]:
     return Gpu(about.name, (about.major, about.minor), bf16, about.total_memory), ""
 
 
-def _mps() -> tuple[bool, str]:
-    import torch
-
-    if not torch.backends.mps.is_built():
-        return False, "this build of torch has no MPS"
-    if not torch.backends.mps.is_available():
-        return False, "MPS needs an Apple GPU and a newer macOS"
-    return True, ""
-
-
 def processor(cpuinfo: str | None = None) -> Processor:
     """Describe the processor; `cpuinfo` is the text of /proc/cpuinfo (read where None)."""
     if cpuinfo is None and sys.platform == "darwin":
         bf16 = _sysctl("hw.optional.arm.FEAT_BF16") == "1"
         return Processor("Apple", name=_sysctl("machdep.cpu.brand_string"), instructions=("bf16",) if bf16 else ())
-    path = Path("/proc/cpuinfo")
-    if cpuinfo is None:
-        cpuinfo = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     first: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
+    for line in (_read(Path("/proc/cpuinfo")) if cpuinfo is None else cpuinfo).splitlines():
         key, _, value = line.partition(":")
         first.setdefault(key.strip().lower(), value.strip())
-    flags = set((first.get("flags") or first.get("features", "")).split())
+    flags = (first.get("flags") or first.get("features", "")).split()
     return Processor(
-        vendor=first.get("vendor_id") or first.get("cpu implementer", ""),
+        vendor=first.get("vendor_id", ""),
         family=int(first.get("cpu family", "0")),
-        model=int(first.get("model", "0")),
         name=first.get("model name", platform.machine()),
-        instructions=tuple(name for name in INSTRUCTIONS if name in flags),
+        instructions=tuple(flag for flag in INSTRUCTIONS if flag in flags),
     )
 
 
@@ -221,28 +179,22 @@ def _sysctl(name: str) -> str:
 
 def usable_processors() -> list[int]:
     """Logical processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    return sorted(affinity(0))
 
 
 def cores(tree: Path = CPU_TREE, cgroups: Path = CGROUP_TREE, processors: Iterable[int] | None = None) -> int:
     """Physical cores that this process may use: affinity without hyper-threads, and the cgroup's quota."""
-    logical = usable_processors() if processors is None else list(processors)
-    siblings = {_read(tree / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in logical}
-    count = len(siblings)
-    if processors is None and sys.platform == "darwin":
-        import psutil
-
-        count = psutil.cpu_count(logical=False) or count
+    logical = usable_processors() if processors is None else processors
+    count = len({_read(tree / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in logical})
     limit = quota(cgroups)
     return max(1, min(count, int(limit))) if limit else count
 
 
-def quota(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> float:
+def quota(cgroups: Path = CGROUP_TREE, membership: Path = CGROUP_MEMBERSHIP) -> float:
     """Processors that the cgroup (version 1 or 2, or one above it) grants; 0.0 = no limit."""
     quotas = []
-    for folder in _groups(cgroups, membership, ("cpu", "cpu,cpuacct")):
+    for folder in _groups(cgroups, membership, "cpu"):
         most, _, period = _read(folder / "cpu.max").partition(" ")
         if not period:
             most, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -251,28 +203,27 @@ def quota(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgrou
     return min(quotas, default=0.0)
 
 
-def memory(cgroups: Path = CGROUP_TREE, membership: Path = Path("/proc/self/cgroup")) -> int:
+def memory(cgroups: Path = CGROUP_TREE, membership: Path = CGROUP_MEMBERSHIP) -> int:
     """Bytes of memory that this process may use."""
     import psutil
 
     limits = [int(psutil.virtual_memory().total)]
-    for folder in _groups(cgroups, membership, ("memory",)):
-        texts = (_read(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
+    for folder in _groups(cgroups, membership, "memory"):
+        texts = (_read(folder / file) for file in ("memory.max", "memory.limit_in_bytes"))
         limits += [int(text) for text in texts if text.isdigit()]
     return min(limits)
 
 
-def _groups(cgroups: Path, membership: Path, controllers: tuple[str, ...]) -> list[Path]:
+def _groups(cgroups: Path, membership: Path, controller: str) -> list[Path]:
     """Folders of this process's cgroups and of all above them; in a container the path is often not there."""
     folders: list[Path] = []
-    for line in [*_read(membership).splitlines(), "0::/"]:
+    for line in [*_read(membership).splitlines(), "0::/", f"1:{controller}:/"]:
         _, names, path = line.split(":", 2)
-        roots = [cgroups / name for name in controllers if name in (names, *names.split(","))]
-        for root in roots if names else [cgroups]:
+        if not names or controller in names.split(","):
+            root = cgroups / controller if names else cgroups
             folder = root / path.lstrip("/")
             folders += [folder, *(up for up in folder.parents if up.is_relative_to(root))]
-    folders += [cgroups / name for name in controllers]
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+    return folders
 
 
 def l3_caches(tree: Path = CPU_TREE, processors: Iterable[int] | None = None) -> list[tuple[int, int]]:
@@ -285,7 +236,8 @@ def l3_caches(tree: Path = CPU_TREE, processors: Iterable[int] | None = None) ->
         for folder in (tree / f"cpu{number}/cache").glob("index*"):
             size, shared = _read(folder / "size"), _read(folder / "shared_cpu_list")
             if _read(folder / "level") == "3" and size.endswith("K"):
-                caches[shared] = (int(size[:-1]) * 1024, len(_numbers(shared)))
+                ranges = [part.split("-") for part in shared.split(",")]  # such as 0-2,8
+                caches[shared] = int(size[:-1]) * 1024, sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
     return sorted(caches.values(), reverse=True)
 
 
@@ -295,17 +247,17 @@ def vcache(vendor: str, caches: list[tuple[int, int]]) -> bool:
     return vendor == "AuthenticAMD" and any(low < size < high and n <= VCACHE_SHARERS for size, n in caches)
 
 
-def _numbers(text: str) -> list[int]:
-    """Read a list as the kernel writes it: 0-2,8 is [0, 1, 2, 8]."""
-    out: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        out += range(int(first), int(last or first) + 1)
-    return out
-
-
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+
+
+def name(device: str = "cpu") -> str:
+    """Folder name of this machine: its GPU, or its processor's model and the cores that may be used."""
+    here = facts()
+    about = processor()
+    family = f" family {about.family}" if about.family else ""
+    words = here.gpu.name if device == "cuda" and here.gpu else f"{about.name}{family} {here.cores} cores"
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def versions() -> dict[str, str]:
@@ -316,33 +268,17 @@ def versions() -> dict[str, str]:
     from torch.utils import collect_env
 
     out: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            out[name] = None
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            out[package] = metadata.version(package)
     cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
     out |= {
         "torch": torch.__version__,  # with the name of the build, which the package's metadata may lack
         "cuda": cuda,
         "hip": torch.version.hip,
-        "cudnn": None if cudnn is None else str(cudnn),
+        "cudnn": str(cudnn or ""),
         "nccl": ".".join(map(str, nccl)),
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
     }
-    return {name: version for name, version in out.items() if version}
-
-
-def environment() -> dict[str, Any]:
-    """Versions, and what of the operating system and of torch's build can change a result."""
-    import torch
-
-    return {
-        "platform": platform.platform(),
-        "versions": versions(),
-        "mkl": torch.backends.mkl.is_available(),
-        "onednn": torch.backends.mkldnn.is_available(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch_build": torch.__config__.show(),
-    }
+    return {package: version for package, version in out.items() if version}

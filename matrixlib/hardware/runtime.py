@@ -10,10 +10,10 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from matrixlib.config import Count, CountOrZero
 from matrixlib.hardware import backend, machine, speed
@@ -35,16 +35,18 @@ times too large with the right loss: https://github.com/pytorch/pytorch/issues/1
 LOADER = {"workers": 4, "prefetch": 4}  # ahead of a GPU
 LOADER_VCACHE = {"workers": 8, "prefetch": 6}  # the V-Cache rule: a large L3 helps the loader, not the update
 SERVING_SIZES: tuple[int, ...] = (16, 64, 128, 256, 512, 1024)  # rows of a batch without training
-SERVING_ON_CPU = 256  # rows at most
 MEASURED = "on two cores of an EPYC"  # where the figures in reasons are from that no measurement at the start gives
 SLOW_CONVOLUTION = "convolution backward is up to 30 times slower with it on mps (pytorch issue 193349)"
 REQUESTED = "asked for"  # the reason of what `auto` did not decide
+NO_MPS = "no Apple GPU was found"
 SLOW_COMPILE = "training was 4.5 to 9 times slower compiled on mps (pytorch issue 192551)"
 
 
 @dataclass(frozen=True)
 class Runtime:
     """All choices for one run; stored with it and reused on resume: the result's bits depend on them."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of what is stored
 
     device: str  # cpu, cuda or mps
     dtype: Literal["fp32", "bf16", "fp16"]  # of autocast (fp32: off); parameters and optimiser state are always fp32
@@ -58,7 +60,6 @@ class Runtime:
     micro_batch: Count
     reasons: Mapping[str, str] = field(default_factory=dict)  # choice -> why
     requested: tuple[str, ...] = ()  # choices of the user's own: nothing else may quietly stand in for them
-    benchmark: bool = False  # cuDNN looks for the fastest algorithm of each shape
     ranks: Count = 1  # processes that shared the machine when threads and workers were chosen
 
     @property
@@ -100,7 +101,6 @@ class Runtime:
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = self.tf32  # on by default, even where the precision is fp32
-            torch.backends.cudnn.benchmark = self.benchmark
 
     def with_choice(self, name: str, value: Any, why: str) -> Runtime:
         """The same with another value of one choice, which is not the user's then, and `why` as its reason."""
@@ -122,15 +122,12 @@ class Runtime:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Runtime:
         """Inverse of to_dict. Raises ValueError on a missing or unknown key, and a value that is none of it."""
-        if wrong := {item.name for item in fields(cls)} ^ set(data):
-            keys = ", ".join(sorted(wrong))
-            raise ValueError(f"the stored runtime has missing or unknown keys: {keys}; start a new run")
         try:
             return TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
-            name, strange = first["loc"][0], str(first["input"])[:80]
-            raise ValueError(f"the stored runtime's {name} is '{strange}': bring it back, or start a new run") from None
+            name, problem = first["loc"][0], first["msg"]
+            raise ValueError(f"the stored runtime's {name}: {problem}; bring it back, or start a new run") from None
 
 
 @dataclass(frozen=True)
@@ -144,31 +141,16 @@ class Serving:
     sizes: tuple[int, ...]
     fill: bool
     compile: bool
-    reasons: tuple[str, ...]
 
 
 def serving(device: str, compile: bool | str = "auto") -> Serving:
-    """Decide how a network is evaluated on a device; `compile` may be required or forbidden."""
-    sizes, why = SERVING_SIZES, "memory"
-    if device == "cpu":
-        sizes = tuple(size for size in SERVING_SIZES if size <= SERVING_ON_CPU)
-        why = f"the memory of larger ones comes anew from the system each time: 1.4 times slower {MEASURED}"
-    compiled, reason = _compile_serving(device, compile)
-    fill = device != "cpu" or compiled
-    reasons = (
-        f"batch {sizes[-1]}: {why}",
-        f"fill {'yes: each new size costs time' if fill else 'no: a new size costs nothing'}",
-        f"compile {'yes' if compiled else 'no'}: {reason}",
-    )
-    return Serving(sizes, fill, compiled, reasons)
-
-
-def _compile_serving(device: str, option: bool | str) -> tuple[bool, str]:
-    if isinstance(option, bool):
-        return option, REQUESTED
-    if device == "cpu":
-        return False, f"0.9 to 1.0 times as fast {MEASURED}, after seconds of compiling for each size"
-    return False, f"not measured on {device}"
+    """How a network is evaluated on a device. `auto` compiles nowhere: 0.9 to 1.0 times as fast on two cores of an
+    EPYC, after seconds for each size, and not measured on a GPU.
+    """
+    # the memory of larger batches comes anew from the system each time: 1.4 times slower on two cores of an EPYC
+    sizes = tuple(size for size in SERVING_SIZES if device != "cpu" or size <= 256)
+    compiled = compile is True
+    return Serving(sizes, fill=device != "cpu" or compiled, compile=compiled)  # where each new size costs time
 
 
 def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks: int = 1) -> Runtime:
@@ -183,14 +165,12 @@ def resolve(runtime: RuntimeConfig, train: TrainConfig, data: DataConfig, ranks:
         raise ValueError(f"MATRIXLIB_DEVICE is '{forced}'; use auto, {', '.join(MICRO_BATCH)}, or unset it")
     runtime = runtime.model_copy(update={"device": forced}) if forced else runtime
     facts = machine.facts(ranks)
-    device, _ = select_device(facts, runtime.device)
+    device, why = select_device(facts, runtime.device)
     if "auto" in {"cpu": (runtime.precision, runtime.channels_last), "mps": (runtime.precision,)}.get(device, ()):
         facts = _measured(facts, device)
     resolved = policy(facts, runtime, train, data)
-    if not forced:
-        return resolved
-    why = f"{resolved.reasons['device']} by MATRIXLIB_DEVICE"
-    return replace(resolved, reasons={**resolved.reasons, "device": why})
+    reasons = {**resolved.reasons, "device": f"{why} by MATRIXLIB_DEVICE"}
+    return replace(resolved, reasons=reasons) if forced else resolved
 
 
 def _measured(facts: DeviceFacts, device: str) -> DeviceFacts:
@@ -228,23 +208,24 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
 
     Raises ValueError where the device or the dtype that `runtime` names cannot work on such a machine.
     """
-    device, why = select_device(facts, runtime.device)
-    choices: dict[str, tuple[Any, str]] = {"device": (device, why)}
-    choices["dtype"] = _dtype(facts, device, runtime.precision)
-    dtype = choices["dtype"][0]
-    if dtype == "fp16":
-        choices["scaler"] = True, "fp16 loses small gradients unless the loss is scaled"
-    else:
-        choices["scaler"] = False, f"{dtype} has the exponents of fp32"
-    choices["tf32"] = _tf32(facts, device, runtime.precision)
-    choices["channels_last"] = _channels_last(facts, device, dtype, runtime.channels_last)
-    choices["compile"] = compile_mode(device, runtime.compile)
-    options: dict[str, Any] = {"threads": runtime.threads, "workers": data.workers}
-    options |= {"prefetch": data.prefetch, "micro_batch": train.micro_batch}
-    for name, advice in suggest(facts, device).items():
-        choices[name] = advice if options[name] == "auto" else (options[name], REQUESTED)
-    options |= {"device": runtime.device, "dtype": runtime.precision}
-    options |= {"channels_last": runtime.channels_last, "compile": runtime.compile}
+    device, _ = found = select_device(facts, runtime.device)
+    dtype, why = _dtype(facts, device, runtime.precision)
+    scaler = "fp16 loses small gradients unless the loss is scaled", f"{dtype} has the exponents of fp32"
+    suggested = suggest(facts, device)
+    choices: dict[str, tuple[Any, str]] = {
+        "device": found,
+        "dtype": (dtype, why),
+        "scaler": (dtype == "fp16", scaler[dtype != "fp16"]),
+        "tf32": _tf32(facts, device, runtime.precision),
+        "channels_last": _channels_last(facts, device, dtype, runtime.channels_last),
+        "compile": compile_mode(device, runtime.compile),
+        **suggested,
+    }
+    options: dict[str, Any] = {"device": runtime.device, "dtype": runtime.precision}
+    options |= {"channels_last": runtime.channels_last, "compile": runtime.compile, "threads": runtime.threads}
+    options |= {"workers": data.workers, "prefetch": data.prefetch, "micro_batch": train.micro_batch}
+    requested = {name: value for name, value in options.items() if value != "auto"}
+    choices |= {name: (value, REQUESTED) for name, value in requested.items() if name in suggested}
     if choices["threads"][0] > facts.cores:
         choices["threads"] = runtime.threads, f"{REQUESTED}; slower, as only {facts.cores} cores may be used"
     if choices["workers"][0] == 0 and data.prefetch == "auto":
@@ -254,7 +235,7 @@ def policy(facts: DeviceFacts, runtime: RuntimeConfig, train: TrainConfig, data:
     return Runtime(
         **{name: value for name, (value, _) in choices.items()},
         reasons={name: why for name, (_, why) in choices.items()},
-        requested=tuple(name for name in choices if options.get(name, "auto") != "auto"),
+        requested=tuple(name for name in choices if name in requested),
         ranks=facts.ranks,
     )
 
@@ -282,10 +263,10 @@ def suggest(facts: DeviceFacts, device: str) -> dict[str, tuple[int, str]]:
         prefetch = (rule["prefetch"], f"{prefetch[1]}{extra}")
     elif facts.cores <= 2:
         workers = (0, "the loader is far faster than the model, and would take one of so few cores")
-    micro_batch = (MICRO_BATCH[device], f"where more rows in one pass gain little: measured {MEASURED}")
-    if device != "cpu":
-        micro_batch = (MICRO_BATCH[device], "a start; a run on CUDA begins with all rows")
-    if facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
+    micro_batch = (MICRO_BATCH[device], "a start; a run on CUDA begins with all rows")
+    if device == "cpu":
+        micro_batch = (MICRO_BATCH[device], f"where more rows in one pass gain little: measured {MEASURED}")
+    elif facts.gpu and device == "cuda" and facts.gpu.memory < SMALL_GPU:
         micro_batch = (MICRO_BATCH["cpu"], f"the GPU has only {facts.gpu.memory / 2**30:.0f} GiB")
     return {"threads": (facts.threads, threads), "workers": workers, "prefetch": prefetch, "micro_batch": micro_batch}
 
@@ -294,52 +275,51 @@ def select_device(facts: DeviceFacts, option: str) -> tuple[str, str]:
     """(device, why) of the option `device`. Raises ValueError where the device that it names is absent."""
     there = {"cuda": facts.gpu is not None, "mps": facts.mps, "cpu": True}
     here = [name for name, present in there.items() if present]
+    about = {"mps": "Apple GPU", "cpu": f"{facts.gpu_problem}; {NO_MPS}"}
+    if facts.gpu:
+        about["cuda"] = f"{facts.gpu.name}, compute capability {'.'.join(map(str, facts.gpu.capability))}"
     if option == "auto":
-        about = {"cuda": "", "mps": "Apple GPU", "cpu": f"{facts.gpu_problem}; {facts.mps_problem}"}
-        if facts.gpu:
-            about["cuda"] = f"{facts.gpu.name}, compute capability {'.'.join(map(str, facts.gpu.capability))}"
         return here[0], about[here[0]]
+    if option in here:
+        return option, REQUESTED
     if option not in there:
         raise ValueError(f"device '{option}' is none; use auto, {', '.join(there)}")
-    if there[option]:
-        return option, REQUESTED
-    problem = facts.gpu_problem if option == "cuda" else facts.mps_problem
-    hint = "; for a CUDA build of torch see TORCH_INDEX in the README" if option == "cuda" else ""
+    problem = f"{facts.gpu_problem} (for a CUDA build of torch see TORCH_INDEX in the README)"
     raise ValueError(
-        f"device '{option}' was asked for, but {problem}; use 'auto' or one that works here: {', '.join(here)}{hint}"
+        f"device '{option}' was asked for, but {problem if option == 'cuda' else NO_MPS}; "
+        f"use 'auto' or one that works here: {', '.join(here)}"
     )
 
 
 def native_bf16(facts: DeviceFacts, device: str) -> bool:
     """Whether the hardware multiplies bf16 on `device` instead of emulating it."""
-    gpu = facts.gpu is not None and facts.gpu.bf16
-    return {"cuda": gpu, "mps": facts.macos >= (14, 0), "cpu": facts.bf16}[device]
+    if device == "cpu":
+        return any(name in facts.instructions for name in BF16_INSTRUCTIONS)
+    return facts.macos >= (14, 0) if device == "mps" else facts.gpu is not None and facts.gpu.bf16
 
 
 def _dtype(facts: DeviceFacts, device: str, option: str) -> tuple[str, str]:
     """(autocast dtype, why); ValueError where the one of the option cannot be trusted."""
+    native = native_bf16(facts, device)
     if option == "fp16" and device != "cuda":
         raise ValueError(
             f"precision 'fp16' needs a loss scaler, which is trusted on CUDA alone; "
             f"on {device} use 'bf16', 'fp32' or 'auto'"
         )
-    native = native_bf16(facts, device)
-    if option == "bf16" and device == "mps" and not native:
-        raise ValueError("precision 'bf16' needs macOS 14 or newer on mps; use 'fp32' or 'auto'")
     if option == "bf16" and not native:
+        if device == "mps":
+            raise ValueError("precision 'bf16' needs macOS 14 or newer on mps; use 'fp32' or 'auto'")
         return "bf16", f"{REQUESTED}; slow, as this hardware only emulates it"
     if option != "auto":
         return option, REQUESTED
     if device == "cuda":
         return ("bf16", "native on this GPU") if native else ("fp16", "this GPU has no native bf16")
-    if not native and device == "mps":
-        return "fp32", "bf16 needs macOS 14 or newer"
+    problem = f"bf16 does not work: {facts.bf16_problem}" if facts.bf16_problem else ""
     if not native:
-        return "fp32", f"the processor has none of {', '.join(BF16_INSTRUCTIONS)}"
-    if facts.rates is None:
-        return "fp32", "bf16 was not measured"
-    if facts.bf16_problem:
-        return "fp32", f"bf16 does not work: {facts.bf16_problem}"
+        missing = f"the processor has none of {', '.join(BF16_INSTRUCTIONS)}"
+        problem = "bf16 needs macOS 14 or newer" if device == "mps" else missing
+    if problem or facts.rates is None:
+        return "fp32", problem or "bf16 was not measured"
     low, full = facts.rates.matrix_bf16, facts.rates.matrix_fp32
     pays, core = low >= BF16_PAYS * full, " a core" if device == "cpu" else ""
     why = f"matrix product {low:,.0f} GFLOP/s{core} in bf16, {full:,.0f} in fp32"
@@ -354,18 +334,14 @@ def _tf32(facts: DeviceFacts, device: str, precision: str) -> tuple[bool, str]:
         return False, "CUDA alone has it"
     if facts.gpu.capability < TF32_CAPABILITY:
         return False, "the GPU is older than Ampere"
-    if precision == "fp32":
-        return False, "fp32 was asked for"
-    return True, "for what autocast leaves in fp32"
+    return precision != "fp32", "fp32 was asked for" if precision == "fp32" else "for what autocast leaves in fp32"
 
 
 def _channels_last(facts: DeviceFacts, device: str, dtype: str, option: bool | str) -> tuple[bool, str]:
     if isinstance(option, bool):
         return option, f"{REQUESTED}; {SLOW_CONVOLUTION}" if option and device == "mps" else REQUESTED
-    if device == "mps":
-        return False, SLOW_CONVOLUTION
-    if device == "cuda":
-        return True, "the layout of tensor cores"
+    if device != "cpu":
+        return device == "cuda", "the layout of tensor cores" if device == "cuda" else SLOW_CONVOLUTION
     if facts.rates is None:
         return False, "not measured"
     without, last = facts.rates.conv_fp32, facts.rates.conv_fp32_last
@@ -383,7 +359,6 @@ def compile_mode(device: str, option: bool | str) -> tuple[str, str]:
     why = {
         "mps": SLOW_COMPILE,
         "cpu": f"training ran 0.8 to 1.0 times as fast compiled {MEASURED}; oneDNN makes the convolutions in any case",
+        "cuda": "saves launches on a GPU; where the compiler fails the first update goes on without it",
     }
-    if device in why:
-        return "", why[device]
-    return "default", "saves launches on a GPU; where the compiler fails the first update goes on without it"
+    return "default" if device == "cuda" else "", why[device]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.storage import Checkpoint
     from matrixlib.engine.task import Task, Teacher
-    from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
     from matrixlib.play.match import Player
@@ -264,10 +263,6 @@ class TaskSpec(ABC, Generic[ConfigT]):
 
     def ssl_targets(self, task: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The targets of the self-supervised terms in a prepared batch on the host, by term; of none by default."""
-        return {}
-
-    def benchmarks(self) -> Mapping[str, Workload]:
-        """Workloads of its own for the benchmarks, by name."""
         return {}
 
 

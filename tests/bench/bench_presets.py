@@ -22,14 +22,13 @@ def measure(preset: str) -> dict[str, float]:
     """Figures of one preset, in this process."""
     import torch
 
-    from matrixlib.bench.workloads import Update
+    from matrixlib.bench.updates import Update, chosen_runtime
     from matrixlib.engine.memory import usage
-    from matrixlib.hardware.benchmark import make_plan
     from matrixlib.hardware.speed import turns
     from matrixlib.tasks import get_task, load_config
 
     config = load_config(preset)
-    update = Update(make_plan("cpu", 1.0), preset, {}, rows=min(config.train.batch_size, ROWS))
+    update = Update(chosen_runtime("cpu"), preset, {}, rows=min(config.train.batch_size, ROWS))
     seconds = turns({"": update}, 0.0)[""]
     model = get_task(config.task).task(config).build_model()
     return {
@@ -41,14 +40,14 @@ def measure(preset: str) -> dict[str, float]:
 
 def main(names: list[str]) -> None:
     from matrixlib import config
-    from matrixlib.bench import report as bench
+    from matrixlib.hardware import machine
 
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {"presets": {}}
     for name in names or [name for name in config.presets() if name not in LARGE_DATA]:
         done = subprocess.run([sys.executable, __file__, "--one", name], stdout=subprocess.PIPE, text=True, check=True)
         record["presets"][name] = json.loads(done.stdout.splitlines()[-1])
         print(name, record["presets"][name], flush=True)
-    record["machine"], record["date"] = (bench.machine_name(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+    record["machine"], record["date"] = (machine.name(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
     TARGET.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -141,11 +141,10 @@ class Bench:
 
     def cost(self, name: str) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of an update, bytes that its forward pass keeps and that the optimiser holds: of base and option."""
-        from matrixlib.bench.workloads import Update
-        from matrixlib.hardware.benchmark import make_plan
+        from matrixlib.bench.updates import Update, chosen_runtime
         from matrixlib.hardware.speed import turns
 
-        plan, arms = make_plan(), ("base", name)
+        plan, arms = chosen_runtime(), ("base", name)
         works = {arm: Update(plan, self.preset, self.changes(arm), self.config(arm).train.batch_size) for arm in arms}
         seconds = turns(works, SECONDS)
         one, other = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from matrixlib import config as configuration
-from matrixlib.bench.workloads import open_loader
+from matrixlib.bench.updates import open_loader
 from matrixlib.config import Config
 from matrixlib.engine.step import Step
 from matrixlib.engine.task import Batch

@@ -12,11 +12,12 @@ import pytest
 import torch
 from card import CALM, DEVICE, DRY, QUIET, ROWS, batches_of, configured, half_precision, overrides, step_of
 
-from matrixlib.bench.workloads import LARGE
 from matrixlib.engine import storage
 from matrixlib.engine.checkpoint import Checkpoint
 from matrixlib.runs.run import Run, open_run
 from matrixlib.tasks import get_task
+
+LARGE = "matrix0_53m"
 
 
 def newest(run: Run) -> Checkpoint:

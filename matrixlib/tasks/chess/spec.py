@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from matrixlib.engine.network import Network
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.engine.parts import Parts
-    from matrixlib.hardware.benchmark import Workload
     from matrixlib.hardware.runtime import Runtime, Serving
     from matrixlib.play.game import Game, Trace
     from matrixlib.play.match import Player
@@ -167,11 +166,6 @@ class ChessSpec(TaskSpec[ChessConfig]):
 
     def training_flops(self, config: ChessConfig) -> float:
         return self.task(config).training_flops()
-
-    def benchmarks(self) -> Mapping[str, Workload]:
-        from matrixlib.tasks.chess.benchmarks import BENCHMARKS
-
-        return BENCHMARKS
 
     def network(self, model: nn.Module, config: ChessConfig, runtime: Runtime, serving: Serving | None = None) -> Net:
         from matrixlib.tasks.chess.evaluate.net import Net
