@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -11,11 +12,11 @@ from cells import Shown, definitions, run_notebook
 
 from matrixlib import config
 from matrixlib.config import ConfigError
+from matrixlib.engine.folder import newest_complete
 from matrixlib.engine.metrics import MetricsLog
 from matrixlib.files import write_json
 from matrixlib.runs import compare
 from matrixlib.runs import run as runs
-from matrixlib.runs.run import RunError
 from matrixlib.tasks import load_config
 
 TINY: dict[str, Any] = {
@@ -71,16 +72,6 @@ def of_runs(a: str, b: str) -> Shown:
     return run_notebook("compare", run_a=a, run_b=b)
 
 
-def read(*folders: Path) -> list[compare.RunResult]:
-    return [compare.read_result(folder) for folder in folders]
-
-
-def test_the_interval_is_students() -> None:
-    low, high = compare.interval([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
-    assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)), rel=1e-3)
-    assert math.isnan(compare.interval([1.0], [2.0])[0])
-
-
 def test_two_configurations_over_three_seeds_are_a_frame_of_numbers() -> None:
     index = pandas.MultiIndex.from_product([["base", "other"], [0, 1, 2]])
     values = pandas.DataFrame({"kl": [1.0, 2.0, 3.0, 0.9, 1.8, 2.7]}, index=index)
@@ -102,15 +93,8 @@ def test_pairs_of_seeds_show_what_lies_below_the_spread_of_seeds(reports: Path) 
     assert "more than chance at this length on this data" in shown.text
     assert shown.pictures == 1
     assert shown.values["results"].loc[("B", 2), "validation loss"] == 4.89
-
-
-def test_one_seed_claims_nothing(reports: Path) -> None:
-    text = compared(reports, [3.0], [2.0]).text
-    assert (
-        "After 10 updates B's validation loss is 1.0000 lower than A's (2.0000 against 3.0000); "
-        "one seed gives no interval, so this may be chance.\n"
-    ) in text
-    assert "VERDICT: PASS" in text
+    speeds = shown.values["results"].loc[("B", 2), ["updates/s", "positions/s"]].tolist()
+    assert speeds == pytest.approx([10.0, 1280.0]), "of the median update: the first took fifty times as long"
 
 
 def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
@@ -123,39 +107,14 @@ def test_other_seeds_on_each_side_are_no_pairs(reports: Path) -> None:
     assert "same seeds on both sides" in shown.failed
 
 
-@pytest.mark.parametrize(
-    ("overrides", "same"),
-    [
-        ({"optim": {"learning_rate": 0.001}}, True),
-        ({"model": {"blocks": 1}}, True),
-        ({"data": {"workers": 1}}, True),
-        ({"data": {"mirror": False}}, False),
-        ({"data": {"limit": 100}}, False),
-        ({"train": {"batch_size": 64, "steps": 10}}, False),
-    ],
-)
-def test_same_data_is_claimed_only_when_it_is_true(reports: Path, overrides: dict[str, Any], same: bool) -> None:
-    (a,), (b,) = read(fake(reports, "a")), read(fake(reports, "b", overrides=overrides))
-    changes = compare.check_sides([a], [b])
-    assert changes
-    assert definitions("compare")["same_data"]([a], [b], changes) is same
-
-
-@pytest.mark.parametrize(
-    "overrides", [{"loss": {"value": 2.0}}, {"model": {"value": {"kind": "scalar"}}}, {"model": {"ssl": ["piece"]}}]
-)
-def test_losses_of_other_weights_are_not_compared(reports: Path, overrides: dict[str, Any]) -> None:
-    shown = compared(reports, [3.0], [2.0], overrides)
-    assert "their losses do not mean the same, so the conclusion is on a held-out figure" in shown.text
-    assert "Both sides end with the same top1" in shown.text
-    assert "validation loss" not in shown.values["differences"].index
-
-
-def test_equal_sides_end_the_same(reports: Path) -> None:
-    text = compared(reports, [3.0, 3.1], [3.0, 3.1], {}).text
-    assert "Both sides end with the same validation loss, 3.0500." in text
-    assert "B is configured exactly as A" in text
-    assert "same seed, same data order" in text
+def test_same_data_is_claimed_only_when_it_is_true() -> None:
+    cells = definitions("compare")
+    one = SimpleNamespace(seed=0, rows=[{}])
+    same = {"optim.learning_rate": True, "data.workers": True}
+    same |= dict.fromkeys(("data.mirror", "data.limit", "train.batch_size"), False)
+    for key, wanted in same.items():
+        assert cells["same_data"]([one], [one], {key: (0, 1)}) is wanted
+    assert not cells["same_data"]([one], [SimpleNamespace(seed=0, rows=[{"rollbacks": 1}])], {}), "another order"
 
 
 def test_a_run_that_did_not_end_gives_no_conclusion_on_the_loss(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,50 +133,55 @@ def test_a_run_that_did_not_end_gives_no_conclusion_on_the_loss(reports: Path, m
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "conclusion"),
+    ("a", "b", "overrides", "conclusion"),
     [
-        ([3.0, 3.1], [2.9, 3.1], "-0.6853 to +0.5853, which includes 0: no difference can be told from chance"),
-        ([3.0, 3.1, math.nan], [math.nan, 2.9, 2.8], "No conclusion: the validation loss is not finite"),
-        ([3.0, 3.1, math.inf], [math.inf, 2.9, 2.8], "No conclusion: the validation loss is not finite"),
+        (
+            [3.0],
+            [2.0],
+            {"optim": {"beta1": 0.8}},
+            "(2.0000 against 3.0000); one seed gives no interval, so this may be",
+        ),
+        ([3.0, 3.1], [3.0, 3.1], {}, "Both sides end with the same validation loss, 3.0500."),
+        ([3.0, 3.1], [2.9, 3.1], {"optim": {"beta1": 0.8}}, "-0.6853 to +0.5853, which includes 0: no difference can"),
+        ([3.0, 3.1, math.nan], [math.inf, 2.9, 2.8], {}, "No conclusion: the validation loss is not finite"),
+        ([3.0], [2.0], {"loss": {"value": 2.0}}, "Both sides end with the same top1"),
+        ([3.0], [2.0], {"model": {"ssl": ["piece"]}}, "Both sides end with the same top1"),
     ],
 )
-def test_what_proves_nothing_is_shown_and_concludes_nothing(
-    reports: Path, a: list[float], b: list[float], conclusion: str
+def test_a_conclusion_claims_no_more_than_it_may(
+    reports: Path, a: list[float], b: list[float], overrides: dict[str, Any], conclusion: str
 ) -> None:
-    assert conclusion in compared(reports, a, b).text
-
-
-def test_speeds_are_those_of_the_median_update(reports: Path) -> None:
-    """The first update, fifty times slower, must not count."""
-    figures = read(fake(reports, "a"))[0].figures()
-    assert (figures["updates/s"], figures["positions/s"]) == pytest.approx((10.0, 1280.0))
+    """On a held-out figure where the losses do not mean the same."""
+    shown = compared(reports, a, b, overrides)
+    assert conclusion in shown.text
+    assert not shown.failed
+    assert ("validation loss" in shown.values["differences"].index) is not ("top1" in conclusion)
+    assert ("B is configured exactly as A" in shown.text) is (not overrides)
 
 
 def test_sides_that_would_mislead_are_refused(reports: Path) -> None:
-    (a,), (again,) = read(fake(reports, "a")), read(fake(reports, "again"))
-    (other,) = read(fake(reports, "other", 1, overrides={"optim": {"beta1": 0.5}}))
-    (elsewhere,) = read(fake(reports, "elsewhere", catalogue="other games"))
-    (fewer,) = read(fake(reports, "fewer", overrides={"validation": {"limit": 64}}))
+    fake(reports, "a")
+    fake(reports, "again")
+    fake(reports, "other", 1, overrides={"optim": {"beta1": 0.5}})
+    fake(reports, "elsewhere", catalogue="other games")
+    fake(reports, "fewer", overrides={"validation": {"limit": 64}})
     foreign = fake(reports, "foreign")
     (foreign / "config.yaml").write_text((foreign / "config.yaml").read_text().replace("chess", "my.module:TASK"))
-    for sides, reason in (
-        (([a], []), "side B has no runs"),
-        (([a, again], [other]), "two runs of one seed"),
-        (([a, other], [again]), r"differ in more than the seed: optim\.beta1"),
-        (([a], [elsewhere]), "different data sets"),
-        (([a], [fewer]), r"validation\.limit, so they were measured on other held-out rows"),
-        ((read(foreign), [a], ["demo"]), r"'my\.module:TASK', somebody's own code: name a preset of it"),
+    fake(reports, "cut", complete=False)
+    for a, b, reason in (
+        ("a", "", "both sides"),
+        ("a", "cut", "no complete run 'cut'"),
+        ("a,again", "other", "two runs of one seed"),
+        ("a,other", "again", r"differ in more than the seed: optim\.beta1"),
+        ("a", "elsewhere", "different data sets"),
+        ("a", "fewer", r"validation\.limit, so they were measured on other held-out rows"),
+        ("foreign", "a", r"'my\.module:TASK', somebody's own code: name a preset of it"),
     ):
         with pytest.raises(ValueError, match=reason):
-            compare.check_sides(*sides)
+            of_runs(a, b)
     (reports / "empty").mkdir()
     with pytest.raises(ValueError, match="'empty' is no run"):
         compare.read_result(reports / "empty")
-    fake(reports, "cut", complete=False)
-    with pytest.raises(ValueError, match="both sides"):
-        of_runs("a", "")
-    with pytest.raises(RunError, match="no complete run 'cut'"):
-        of_runs("a,again", "cut")
 
 
 @pytest.mark.slow
@@ -229,29 +193,16 @@ def test_training_pairs_alternates_and_goes_on_under_its_name(reports: Path) -> 
     names = [folder.name for side in folders.values() for folder in side]
     assert names == ["pair-a3", "pair-a4", "pair-b3", "pair-b4"]
     results = compare.results(folders)
-    assert compare.stability(folders)["stable"].all()
     losses = results["validation loss"]
     assert losses["A"].tolist() == losses["B"].tolist(), "one configuration, one seed: the same bits on the CPU"
     assert losses["A", 3] != losses["A", 4], "another seed, another network"
     records = [json.loads((folder / "run.json").read_text()) for side in folders.values() for folder in side]
     assert {record["kind"] for record in records} == {"compare"}
+    assert newest_complete("chess", lambda requested: True) is None, "evaluation picks up none of them"
 
     lines.clear()
     assert compare.train_arms(PAIR, **options) == folders
     assert all(line.endswith("already complete") for line in lines)
-
-
-def test_eval_does_not_pick_up_a_compared_run(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = fake(reports, "a")
-    record = json.loads((folder / "run.json").read_text())
-    write_json(folder / "run.json", record | {"kind": "compare"})
-
-    def refuse(preset: str, overrides: object = None) -> runs.Run:
-        raise RunError("would train afresh")
-
-    monkeypatch.setattr(runs, "open_run", refuse)
-    with pytest.raises(RunError, match="would train afresh"):
-        runs.finished_run()
 
 
 @pytest.mark.usefixtures("drawn")

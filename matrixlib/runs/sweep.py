@@ -329,12 +329,11 @@ def part_of_machine(sweep: SweepConfig, names: Sequence[str], values: Mapping[st
 
 def measured(sweep: SweepConfig, result: RunResult) -> float:
     """What a run of the sweep is judged by. ConfigError for a figure that there is not, with the nearest."""
+    key, figures = sweep.measure.replace("_", " "), result.figures()
     if sweep.measure == "loss":
-        return result.figures()[LOSS]
-    key, figures = sweep.measure.replace("_", " "), result.held_out
+        return figures[LOSS]
     if key not in figures:
-        hint = f"{nearest(key, list(figures))} ({', '.join(figures)})"
-        raise ConfigError(f"measure: no held-out figure '{sweep.measure}'{hint}")
+        raise ConfigError(f"measure: no figure '{sweep.measure}'{nearest(key, list(figures))} ({', '.join(figures)})")
     return figures[key]
 
 

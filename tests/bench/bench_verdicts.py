@@ -188,9 +188,10 @@ class Bench:
 
         stems = {"base": self.stem, name: run}
         folders = {arm: [self.root / f"{stems[arm]}-{arm}{seed}" for seed in range(self.seeds)] for arm in stems}
-        if not compare.stability(folders)["complete"].all():
+        results = compare.results(folders)
+        if results[compare.LOSS].isna().any():
             return float("-inf"), ["-"] * len(FIGURES), "a run did not reach its end"
-        table = compare.differences(compare.results(folders), "base")[f"{name} - base"]
+        table = compare.differences(results, "base")[f"{name} - base"]
         texts, sure = [], {}
         for column, (figure, factor, form, unit) in FIGURES.items():
             difference, low, high = (float(value) * abs(factor) for value in table.loc[figure])
