@@ -120,13 +120,16 @@ def test_a_range_gives_points_in_it_in_order(low: int, width: int, points: int) 
     assert values == sorted(values)
 
 
-def test_a_logarithmic_grid_has_few_digits() -> None:
+def test_a_logarithmic_grid_has_few_digits_and_every_preset_is_a_sweep() -> None:
     assert sweep.grid(SweepConfig(space={RATE: "log 1e-4..1e-2 in 5"})) == [
         {RATE: value} for value in (0.0001, 0.0003162, 0.001, 0.003162, 0.01)
     ]
+    for name in config.presets(PARAMS / "sweep"):
+        assert sweep.search_space(load_sweep(name))
 
 
 EQUAL = {"equal": "flops", "arms": {"plain": {}, "deeper": {"model.blocks": 6}}}
+BUDGETS = {"space": {"preset": ["demo", "small"]}, "steps": 0, "measure": "policy_kl"}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ EQUAL = {"equal": "flops", "arms": {"plain": {}, "deeper": {"model.blocks": 6}}}
     [
         ({"space": {"optim.learing_rate": [1.0]}}, "did you mean 'learning_rate'"),
         ({"space": {RATE: "1e-2 to 1e-4"}}, "a range such as 0..0.3"),
-        ({"space": {RATE: "1e-2..1e-4"}}, "the first must be less"),
+        ({"space": {RATE: "1e-2..1e-4"}}, "the first number must be less"),
         ({"space": {RATE: "log 0..1 in 3"}}, "begin above 0"),
         ({"space": {RATE: "1e-4..1e-2"}}, "a grid needs the number of points of 'optim.learning_rate'"),
         ({"space": {RATE: [0.1, 0.1]}}, "values that differ"),
@@ -143,17 +146,8 @@ EQUAL = {"equal": "flops", "arms": {"plain": {}, "deeper": {"model.blocks": 6}}}
         ({"space": {"data.source": ["a", "b"]}}, "with another data.source trials would be measured on other rows"),
         ({"space": {"loss.label_smoothing": [0.0, 0.1]}}, "the losses do not mean the same; set `measure`"),
         ({"space": {"preset": ["demo", "latin_demo"]}}, "trials of chess and of latin cannot be compared"),
-        (
-            {"space": {"preset": ["demo", "small"]}, "steps": 0, "overrides": {"validation": {"limit": 64}}},
-            "losses do not mean the same",
-        ),
-        (
-            {"space": {"preset": ["demo", "small"]}, "steps": 0, "measure": "policy_kl"}
-            | {"overrides": {"validation": {"limit": 64}}},
-            "the presets have other budgets",
-        ),
+        (BUDGETS | {"overrides": {"validation": {"limit": 64}}}, "the presets have other budgets"),
         ({"space": {"validation.interval": [5, 10]}, "prune": True}, "pruning compares at the same updates"),
-        ({"space": {"validation.full_every": [1, 2]}, "prune": True}, "and all trials the same `validation`"),
         ({"prune": True, "steps": 9, "overrides": {"validation": {"interval": 2, "plateau": 1}}}, "plateau 0"),
         ({"measure": "top1"}, "Give `highest: true` or `highest: false`"),
         ({**EQUAL, "space": {"model.channels": [16, 32]}}, "equal: flops sets 'model.channels'"),
@@ -180,30 +174,19 @@ def test_a_trial_is_preset_arm_and_values_in_this_order() -> None:
     assert request(options, {"arm": "plain"})[0] == "demo"
 
 
-def test_trials_of_equal_minutes_took_them(swept: Any) -> None:
-    """Each of these took 1.2 seconds."""
-    for number, (minutes, kept) in enumerate([(0.02, True), (0.018, False), (0.05, False)]):
-        shown, _ = swept(by_rate, f"s{number}", space={RATE: [0.003]}, steps=0, minutes=minutes)
-        assert ("every complete trial has the same budget" not in shown.failed) is kept
-
-
-def test_every_preset_is_a_sweep() -> None:
-    for name in config.presets(PARAMS / "sweep"):
-        assert sweep.search_space(load_sweep(name))
-
-
 def test_another_request_under_the_same_name_is_refused(reports: Path) -> None:
+    open_folder = definitions("sweep")["open_folder"]
     options = load_sweep("demo", {"steps": 5})
-    sweep.open_folder("s", options)
-    with pytest.raises(sweep.SweepError, match="begun with other options"):
-        sweep.open_folder("s", load_sweep("demo", {"steps": 6}))
-    folder = sweep.open_folder("s", load_sweep("demo", {"steps": 5, "workers": 2}))
+    open_folder("s", options)
+    with pytest.raises(sweep.SweepError, match=r"begun with other options \(steps: "):
+        open_folder("s", load_sweep("demo", {"steps": 6}))
+    folder = open_folder("s", load_sweep("demo", {"steps": 5, "workers": 2}))
     with FileLock(folder / "lock"), pytest.raises(sweep.SweepError, match="another process"):
         run_notebook("sweep", sweep="s", overrides={"steps": 5})
     (reports / "victim").mkdir()
     write_json(reports / "victim" / "run.json", {})
     with pytest.raises(sweep.SweepError, match="name of a training"):
-        sweep.open_folder("victim", options)
+        open_folder("victim", options)
 
 
 def test_without_optuna_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,18 +196,17 @@ def test_without_optuna_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_threads_and_loader_processes_are_divided_but_for_a_run_that_has_begun(
-    reports: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    monkeypatch.setattr(sweep, "suggest", lambda *_: {"workers": (4, "")})
-    options = load_sweep("demo", {"workers": workers, "overrides": {"data": {"workers": "auto"}}})
-    values = {RATE: 0.001, "optim.optimiser": "adamw"}
+def test_threads_and_loader_processes_are_divided_but_for_a_run_that_has_begun(reports: Path, workers: int) -> None:
+    cells = definitions("sweep")
+    cells |= {"suggest": lambda *_: {"workers": (4, "")}, "options": load_sweep("demo", {"workers": workers})}
+    part_of_machine = cells["part_of_machine"]
     part = {"runtime": {"threads": max(1, machine.facts().threads // 2)}, "data": {"workers": 2}}
-    assert sweep.part_of_machine(options, ["one"], values) == (part if workers == 2 else {})
+    auto = {"data": {"workers": "auto"}}
+    assert part_of_machine(["one"], "demo", auto) == (part if workers == 2 else {})
     begun = {"runtime": {"threads": 7}, "data": {"workers": 3}}
     (reports / "one").mkdir()
     write_json(reports / "one" / "run.json", {"requested": begun})
-    assert sweep.part_of_machine(options, ["one"], values) == begun
+    assert part_of_machine(["one"], "demo", auto) == begun
 
 
 # What is tried, and how it ends
@@ -315,6 +297,13 @@ def test_a_sweep_in_which_everything_fails_says_so(swept: Any) -> None:
     assert "there is a best one (none)" in shown.failed
 
 
+def test_trials_of_equal_minutes_took_them(swept: Any) -> None:
+    """Each of these took 1.2 seconds."""
+    for number, (minutes, kept) in enumerate([(0.02, True), (0.05, False)]):
+        shown, _ = swept(by_rate, f"s{number}", space={RATE: [0.003]}, steps=0, minutes=minutes)
+        assert ("every complete trial has the same budget" not in shown.failed) is kept
+
+
 # Studies
 
 
@@ -358,23 +347,16 @@ def test_arms_of_one_rate_and_arms_that_cannot_be_equal(swept: Any) -> None:
 
 
 def test_a_power_law_comes_back_with_its_interval() -> None:
-    power_law = definitions("sweep")["power_law"]
+    power_law, best_size = (definitions("sweep")[name] for name in ("power_law", "best_size"))
     x = [1e12, 3e12, 1e13, 3e13, 1e14]
     exact = power_law(x, [30 * c**-0.05 for c in x])
     assert list(exact.values()) == pytest.approx([30, -0.05, -0.05, -0.05])
-    noise = [1.01, 0.99, 1.0, 1.01, 0.99]
-    law = power_law(x, [30 * c**-0.05 * n for c, n in zip(x, noise, strict=True)])
+    law = power_law(x, [30 * c**-0.05 * n for c, n in zip(x, [1.01, 0.99, 1.0, 1.01, 0.99], strict=True)])
     assert law["from"] < -0.05 < law["to"]
     assert math.isnan(power_law(x[:2], [2.0, 1.0])["from"])
-
-
-def test_the_best_size_lies_between_worse_ones_or_is_called_an_edge() -> None:
-    best_size = definitions("sweep")["best_size"]
-    counts = [1e4, 1e5, 1e6, 1e7]
-    size, inside = best_size(counts, [(math.log10(n) - 5.3) ** 2 + 2 for n in counts])
-    assert inside
-    assert size == pytest.approx(10**5.3)
-    assert best_size(counts, [4.0, 3.0, 2.0, 1.0]) == (pytest.approx(1e7), False)
+    sizes = [1e4, 1e5, 1e6, 1e7]
+    assert best_size(sizes, [(math.log10(n) - 5.3) ** 2 + 2 for n in sizes]) == (pytest.approx(10**5.3), True)
+    assert best_size(sizes, [4.0, 3.0, 2.0, 1.0]) == (pytest.approx(1e7), False), "an edge"
 
 
 def test_sizes_at_fixed_budgets_give_both_laws(swept: Any) -> None:
@@ -439,17 +421,16 @@ def test_a_configuration_that_fails_is_told_in_short_and_a_full_disk_ends_the_sw
 
 
 def test_a_run_that_another_node_still_writes_is_waited_for(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for = definitions("sweep")["wait_for"]
     folder = reports / "one"
     folder.mkdir(parents=True)
     lock = FileLock(folder / "lock", thread_local=False)
     lock.acquire()
     monkeypatch.setattr(record, "ORPHAN_SECONDS", 0.01)
-    monkeypatch.setattr(sweep, "LOCK_SECONDS", 0.3)
-    with pytest.raises(FolderError, match="end that process"):
-        sweep.wait_for("one")
-    monkeypatch.setattr(sweep, "LOCK_SECONDS", 30.0)
+    with pytest.raises(FolderError, match="end it"):
+        wait_for("one", 0.3)
     threading.Timer(0.2, lock.release).start()
-    sweep.wait_for("one")
+    wait_for("one")
     assert not lock.is_locked
 
 
