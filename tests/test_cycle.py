@@ -32,7 +32,7 @@ from matrixlib.runs.cycle_games import Games, Generation, Tally, read_generation
 from matrixlib.tasks import get_task
 from matrixlib.tasks.chess.keys import ids_of
 from matrixlib.tasks.chess.records import LAYOUT, legal_indices
-from matrixlib.tasks.tictactoe.records import LAYOUT as TICTACTOE
+from matrixlib.tasks.tictactoe.game import LAYOUT as TICTACTOE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TINY: dict[str, Any] = {

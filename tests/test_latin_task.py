@@ -3,6 +3,7 @@
 import math
 import pickle
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from matrixlib.config import merge
+from matrixlib.engine import onnx
 from matrixlib.engine.task import Batch
 from matrixlib.engine.validation import refuse_below_floor
 from matrixlib.tasks import load_config as load
-from matrixlib.tasks.latin import losses, pool, squares
-from matrixlib.tasks.latin.model import Block, LatinNet, cell_relations
-from matrixlib.tasks.latin.task import LatinTask
-from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token
+from matrixlib.tasks.latin import export, losses, pool, squares
+from matrixlib.tasks.latin.model import Block, LatinNet
+from matrixlib.tasks.latin.spec import TASK as SPEC
+from matrixlib.tasks.latin.task import LatinTask, tokens
+from matrixlib.tasks.latin.vocabulary import EMPTY, MODES, PAD, digits, token, token_table
 
 SMALL = {"model": {"width": 16, "layers": 2, "heads": 2, "feedforward": 2}}
 
@@ -26,6 +29,11 @@ def latin_task(**sections: Any) -> LatinTask:
     """`latin_quick` with a network of a few thousand parameters."""
     config: Any = load("latin_quick", merge(SMALL, sections))
     return LatinTask(config)
+
+
+def at(task: LatinTask, size: tuple[int, int], fill: tuple[float, float], *modes: str) -> LatinTask:
+    """The task in a stage of the curriculum."""
+    return replace(task, stage={"size": size, "fill": fill, "mode": modes or ("standard",)})
 
 
 def records(sizes: tuple[int, ...] = (3, 4, 5), each: int = 8, seed: int = 0) -> np.ndarray:
@@ -55,49 +63,42 @@ def logits_for(target: torch.Tensor, n: int, sharp: float = 50.0) -> torch.Tenso
 
 def test_the_stage_decides_size_mode_and_fill() -> None:
     task = latin_task(data={"easy_share": 0.0})
-    stage = {"size": (4, 4), "mode": ("standard", "negative", "zero_inclusive"), "fill": (0.5, 0.7)}
     rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
-    found = batch(task.at(stage), rows)
+    found = batch(at(task, (4, 4), (0.5, 0.7), "standard", "negative", "zero_inclusive"), rows)
     assert found["square"].shape == (4000, 4, 4)
     shares = torch.bincount(found["mode"], minlength=3) / 4000
     assert torch.allclose(shares, torch.tensor([0.5, 0.25, 0.25]), atol=0.03)
     assert abs(found["hidden"].double().mean() - 0.4) < 0.02
     mean = found["hidden"].flatten(1).double().mean(1)
     assert abs(mean.var() - (0.2**2 / 12 + 0.4 * 0.6 / 16)) < 0.003  # one fill a puzzle, then cell by cell
-    assert batch(task.at(stage | {"mode": ("negative",)}), rows)["mode"].unique().tolist() == [2]
-    with pytest.raises(ValueError, match="squares of size 4 to 4, but the stage has"):
-        batch(task.at(stage | {"size": (3, 3)}), rows)
-    assert task.at(stage).uses("size 4")
-    assert not task.at(stage).uses("size 3")
+    assert batch(at(task, (4, 4), (0.5, 0.7), "negative"), rows)["mode"].unique().tolist() == [2]
+    with pytest.raises(ValueError, match="squares of size 4 to 4, but the stage has 3 to 3"):
+        batch(at(task, (3, 3), (0.5, 0.7)), rows)
 
 
-def test_the_pool_has_the_squares_of_every_stage(tmp_path: Path) -> None:
+def test_the_pool_has_the_squares_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIXLIB_CACHE", str(tmp_path))
     stages = {"stages": [[5, 5], [3, 6]], "fractions": [0.5, 0.5]}
-    task = latin_task(curriculum={"size": stages}, data={"squares": 300}, seed=3)
-    assert task.pool_name == "latin_3-6_300_seed3"
-    task.make_pool(tmp_path)
-    assert sorted(pool.read(tmp_path.glob("*.npz"))) == [3, 4, 5, 6]
-    assert list(task.sizes) == [3, 4, 5, 6]
-    assert list(task.dimensions) == ["size", "mode", "fill"]
+    folder = SPEC.folder(latin_task(curriculum={"size": stages}, data={"squares": 300}, seed=3).config)
+    assert folder == tmp_path / "latin_3-6_300_seed3"
+    assert sorted(pool.read(folder.glob("*.npz"))) == [3, 4, 5, 6]
 
 
 def test_some_puzzles_stay_easy() -> None:
     """With next to nothing revealed no identity can be learned."""
     rows = pool.pack(np.resize(squares.every(4), (4000, 4, 4)))
-    task = latin_task(data={"easy_share": 0.5})
-    empty = {"size": (4, 4), "mode": ("standard",), "fill": (0.0, 0.0)}
-    hidden = batch(task.at(empty), rows)["hidden"].flatten(1).all(1).double().mean()
+    empty = at(latin_task(data={"easy_share": 0.5}), (4, 4), (0.0, 0.0))
+    hidden = batch(empty, rows)["hidden"].flatten(1).all(1).double().mean()
     assert 0.5 <= hidden < 0.56
-    assert batch(task.at(empty), rows, plain=True)["hidden"].all()
-    assert task.every_fill == (0.0, 0.7)
+    assert batch(empty, rows, plain=True)["hidden"].all()
 
 
 def test_validation_sees_every_fill_and_the_last_sizes_and_modes() -> None:
-    task = latin_task()
-    found = batch(task, records(each=300), plain=True)
+    rows = records(each=300)
+    found = batch(latin_task(), rows, plain=True)
     assert set(found["size"].tolist()) == {3, 4, 5}
     assert set(found["mode"].tolist()) == {0, 1, 2}
-    assert not found["key"].any()
+    assert np.array_equal(found["square"], pool.unpack(rows, 5)), "as stored"
     share = found["hidden"].flatten(1).sum(1) / found["size"].square()
     assert share.min() < 0.3
     assert share.max() == 1
@@ -106,31 +107,29 @@ def test_validation_sees_every_fill_and_the_last_sizes_and_modes() -> None:
 def test_streams_differ_between_batches_and_are_fixed_within() -> None:
     """A generator kept in the dataset gives every worker and every epoch the same permutations."""
     task = pickle.loads(pickle.dumps(latin_task()))  # noqa: S301 - what the loader does for its workers
-    rows = records()
+    rows = np.repeat(records(each=1), 8)
     one, same, other = batch(task, rows, 1), batch(task, rows, 1), batch(task, rows, 2)
     assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["key"], other["key"])
-    assert len(one["key"].unique()) == len(rows)
-    assert not batch(latin_task(data={"augment": False}), rows)["key"].any()
+    assert not torch.equal(one["square"], other["square"])
+    assert len(one["square"].flatten(1).unique(dim=0)) > 12, "each its own"
+    plain = batch(latin_task(data={"augment": False}), rows)["square"]
+    assert np.array_equal(plain, pool.unpack(rows, 5))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_show_the_revealed_digits_of_the_mode(mode: str) -> None:
     """The specification's test fed PAD for empty cells and compared tokens with digits: always 0 %."""
-    task = latin_task().at({"size": (3, 5), "mode": (mode,), "fill": (0.3, 0.7)})
-    found = batch(task, records())
-    tokens = task.tokens(found, found["square"].long())
-    for i, size in enumerate(found["size"].tolist()):
-        names = digits(mode, size)
-        for row in range(5):
-            for column in range(5):
-                shown, value = int(tokens[i, row, column]), int(found["square"][i, row, column])
-                if row >= size or column >= size:
-                    assert shown == PAD
-                elif found["hidden"][i, row, column]:
-                    assert shown == EMPTY
-                else:
-                    assert shown == token(names[value])
+    found = batch(at(latin_task(), (3, 5), (0.3, 0.7), mode), records())
+    for shown, square, hidden, size in zip(
+        tokens(found), *(found[n] for n in ("square", "hidden", "size")), strict=True
+    ):
+        names = digits(mode, int(size))
+        for (row, column), value in np.ndenumerate(square):
+            if row >= size or column >= size:
+                expected = PAD
+            else:
+                expected = EMPTY if hidden[row, column] else token(names[value])
+            assert shown[row, column] == expected
 
 
 # Losses
@@ -156,21 +155,19 @@ def test_only_hidden_cells_count() -> None:
         assert metrics["violations"] == 0
 
 
-def test_the_constraint_is_that_of_the_mode_s_own_digits() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_the_constraint_is_that_of_the_mode_s_own_digits(mode: str) -> None:
     """Over the tokens of 1..n the term says nothing about the other modes."""
-    task = latin_task()
-    model = task.build_model()
-    for mode in MODES:
-        stage = task.at({"size": (4, 4), "mode": (mode,), "fill": (0.0, 0.4)})
-        found = batch(stage, pool.pack(_training(4, 6, 0)), plain=True)
-        logits = model(stage.tokens(found, found["square"].long()), found["size"], found["mode"])
-        log_p = losses.digit_log_probabilities(logits, stage.digit_tokens(found))
-        assert torch.allclose(log_p.exp().sum(3), torch.ones(6, 4, 4))
-        same = torch.zeros_like(found["square"].long())
-        twice = losses.constraint_loss(logits_for(same, 4), same, torch.ones(6, 4, 4).bool(), found["size"])
-        # Every line has one digit four times: (4 - 1)^2 for one of four digits, rows and columns.
-        assert twice[0].item() == pytest.approx(6 * 2 * 9 / 4, rel=1e-4)
-        assert twice[1]["violations"] == 6 * 2 * 4 * 3
+    task = at(latin_task(), (4, 4), (0.0, 0.4), mode)
+    found = batch(task, pool.pack(_training(4, 6, 0)), plain=True)
+    logits = task.build_model()(tokens(found), found["size"], found["mode"])
+    log_p = losses.digit_log_probabilities(logits, found["digits"])
+    assert torch.allclose(log_p.exp().sum(3), torch.ones(6, 4, 4))
+    same = torch.zeros_like(found["square"].long())
+    twice = losses.constraint_loss(logits_for(same, 4), same, torch.ones(6, 4, 4).bool(), found["size"])
+    # Every line has one digit four times: (4 - 1)^2 for one of four digits, rows and columns.
+    assert twice[0].item() == pytest.approx(6 * 2 * 9 / 4, rel=1e-4)
+    assert twice[1]["violations"] == 6 * 2 * 4 * 3
 
 
 def test_uniform_predictions_satisfy_the_constraint_on_an_empty_grid() -> None:
@@ -233,19 +230,17 @@ def test_grids_of_several_sizes_do_not_disturb_each_other() -> None:
     task = latin_task()
     model = task.build_model().eval()
     found = batch(task, records(), plain=True)
-    tokens = task.tokens(found, found["square"].long())
+    shown = tokens(found)
     with torch.no_grad():
-        whole = model(tokens, found["size"], found["mode"])
+        whole = model(shown, found["size"], found["mode"])
         for i, size in enumerate(found["size"].tolist()):
-            alone = model(tokens[i : i + 1, :size, :size], found["size"][i : i + 1], found["mode"][i : i + 1])
+            alone = model(shown[i : i + 1, :size, :size], found["size"][i : i + 1], found["mode"][i : i + 1])
             assert torch.allclose(alone[0], whole[i, :size, :size], atol=1e-5)
 
 
 def test_the_mode_is_given_to_the_network() -> None:
     """The same empty grid has three sets of labels."""
-    task = latin_task()
-    tokens = torch.full((3, 4, 4), EMPTY)
-    logits = task.build_model().eval()(tokens, torch.full((3,), 4), torch.arange(3))
+    logits = latin_task().build_model().eval()(torch.full((3, 4, 4), EMPTY), torch.full((3,), 4), torch.arange(3))
     assert not torch.allclose(logits[0], logits[1])
     assert not torch.allclose(logits[1], logits[2])
 
@@ -254,19 +249,13 @@ def test_the_mode_is_given_to_the_network() -> None:
 def test_causal_cells_see_only_what_stands_before(causal: bool) -> None:
     model = latin_task(model={"causal": causal}).build_model().eval()
     size, mode = torch.tensor([4]), torch.tensor([0])
-    tokens = torch.full((1, 4, 4), EMPTY)
-    changed = tokens.clone()
+    before = torch.full((1, 4, 4), EMPTY)
+    changed = before.clone()
     changed[0, 2, 1] = 5
     with torch.no_grad():
-        difference = (model(tokens, size, mode) - model(changed, size, mode)).abs().sum(3).flatten()
+        difference = (model(before, size, mode) - model(changed, size, mode)).abs().sum(3).flatten()
     assert (difference[9:] > 0).all()
     assert bool((difference[:9] > 0).any()) is not causal
-
-
-def test_relations_are_those_of_the_grid() -> None:
-    relations = cell_relations(3, torch.device("cpu"))
-    assert relations[4].tolist() == [3, 2, 3, 1, 0, 1, 3, 2, 3]
-    assert torch.equal(relations, cell_relations(3, torch.device("cpu")).T)
 
 
 @pytest.mark.parametrize("changes", [{"repeats": 3}, {"relations": False}, {"causal": True}, {"dropout": 0.1}])
@@ -306,19 +295,23 @@ def test_the_full_preset_is_as_large_as_the_specification_s() -> None:
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(6_393_088, rel=0.02)
 
 
-def test_the_network_learns() -> None:
-    """A few updates on size 3 alone: cross-entropy well below chance."""
-    task = latin_task(model={"width": 32}).at({"size": (3, 3), "mode": ("standard",), "fill": (0.5, 0.7)})
-    model = task.build_model()
-    adam = torch.optim.AdamW(model.parameters(), 0.01)
-    rows = pool.pack(np.resize(_training(3, 100, 0), (128, 3, 3)))
-    found: list[float] = []
-    for step in range(60):
-        made = batch(task, rows, step)
-        sums, _ = task.losses(model, made, frozenset({"cell"}))
-        mean = sums["cell"] / task.counts(made)["cell"]
-        adam.zero_grad()
-        mean.backward()
-        adam.step()
-        found.append(mean.item())
-    assert np.mean(found[-5:]) < 0.6 * math.log(3)
+# ONNX
+
+
+@pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")
+@pytest.mark.slow
+def test_the_exported_network_says_the_same(tmp_path: Path) -> None:
+    file = export.export(latin_task().build_model(), tmp_path / "latin.onnx")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["latin.onnx"], "weights in a file beside it"
+    assert file.difference < 1e-4
+    assert file.examples == 4 * 14, "every size, in batches of 1 and 3"
+
+
+def test_hidden_cells_are_fed_as_empty_and_not_as_pad() -> None:
+    """An earlier consumer fed 0, which is PAD by now."""
+    grid, _, mode = export.puzzles(3, 4, seed=0)
+    assert set(mode.tolist()) == {0, 1, 2}
+    assert (grid[:, 4:] == PAD).all()
+    assert (grid == EMPTY).any()
+    for one, number in zip(grid, mode, strict=True):
+        assert set(one[:4, :4].ravel().tolist()) <= {EMPTY, *token_table()[number, 4, :4]}

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from matrixlib.runs import figures
-from matrixlib.tasks.plotting import beside, level, panels
+from matrixlib.tasks.plotting import beside, panels
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -58,15 +58,6 @@ def test_large_numbers_have_commas_and_close_ones_no_offset() -> None:
     assert "350,000.0" in labels
     assert "350,000.5" in labels
     assert axes.yaxis.get_offset_text().get_text() == ""
-
-
-def test_what_hardly_changes_looks_flat_and_what_changes_has_its_room() -> None:
-    _, (flat, steep) = panels(2)
-    level(flat, [1.9999, 2.0])
-    level(steep, [1.0, 3.0])
-    low, high = flat.get_ylim()
-    assert (2.0 - 1.9999) / (high - low) < 0.01
-    assert steep.get_ylim() == pytest.approx((0.9, 3.1))
 
 
 def test_what_flattens_a_picture_is_cut_off_and_says_its_height() -> None:

@@ -23,9 +23,8 @@ from matrixlib.tasks.latin import pool, squares
 from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.task import LatinTask
 from matrixlib.tasks.melee.stretches import stretches
-from matrixlib.tasks.tictactoe.game import TicTacToe
-from matrixlib.tasks.tictactoe.records import UNKNOWN, training_batch
-from matrixlib.tasks.tictactoe.task import TicTacToeTask
+from matrixlib.tasks.tictactoe.game import UNKNOWN, TicTacToe, training_batch
+from matrixlib.tasks.tictactoe.spec import TicTacToeTask
 
 FORBIDDEN = (np.uint16, np.uint32, np.uint64)
 

@@ -23,12 +23,9 @@ from matrixlib.play.match import play_pairs, random_player, search_player
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
 from matrixlib.runs.cycle_config import load_cycle
-from matrixlib.tasks.tictactoe.game import LINES, TicTacToe
-from matrixlib.tasks.tictactoe.records import LAYOUT, UNKNOWN, training_batch
-from matrixlib.tasks.tictactoe.solution import best_moves, solve
+from matrixlib.tasks.tictactoe.game import LAYOUT, LINES, UNKNOWN, TicTacToe, best_moves, perfect_player, solve
+from matrixlib.tasks.tictactoe.spec import SYMMETRIES, TicTacToeTask
 from matrixlib.tasks.tictactoe.spec import TASK as SPEC
-from matrixlib.tasks.tictactoe.spec import perfect_player
-from matrixlib.tasks.tictactoe.task import SYMMETRIES, TicTacToeTask
 
 GAME = TicTacToe()
 SETTINGS = load_cycle("tictactoe").network
@@ -41,8 +38,8 @@ def network(serving: Serving | None = None) -> Network:
 
 
 def test_the_solution_has_every_position_that_the_rules_reach() -> None:
-    states, found, solved = GAME.initial(1), 0, solve()
-    keys = dict(zip(GAME.key(solved.states).tolist(), solved.value.tolist(), strict=True))
+    states, found, (solved, values) = GAME.initial(1), 0, solve()
+    keys = set(GAME.key(solved).tolist())
     while len(states):
         assert all(int(key) in keys for key in GAME.key(states))
         found += len(states)
@@ -51,8 +48,7 @@ def test_the_solution_has_every_position_that_the_rules_reach() -> None:
         states = states[np.unique(GAME.key(states), return_index=True)[1]]
         states = states[np.isnan(GAME.terminal(states, np.diff(GAME.legal(states)[1])))]
     assert found == len(keys) == 4520
-    assert solved.value[0] == 0
-    assert (solved.moves[0] == 0).all(), "every first move draws"
+    assert (values[0] == 0).all(), "every first move draws"
     assert best_moves(0b011, 0b011000) == (1, (2,)), "two in a row are completed"
     assert best_moves(0b010000, 0b011) == (0, (2,)), "a threat is met"
 
@@ -66,11 +62,11 @@ def test_symmetries_are_the_eight_that_keep_the_lines() -> None:
 
 def test_augmentation_turns_the_policy_with_the_board() -> None:
     """Best moves as policy: they stay those of the turned board."""
-    solved = solve()
-    rows = np.zeros(len(solved.states), LAYOUT.record)
+    states, values = solve()
+    rows = np.zeros(len(states), LAYOUT.record)
     for name in ("ours", "theirs", "side"):
-        rows[name] = solved.states[name]
-    rows["policy"] = solved.moves == solved.value[:, None]
+        rows[name] = states[name]
+    rows["policy"] = values == values.max(1)[:, None]
     seen = TASK.prepare({"records": rows}, np.random.default_rng(0))
     assert (seen["squares"] != TASK.prepare_plain({"records": rows}, np.random.default_rng(0))["squares"]).any()
     for squares, policy in zip(seen["squares"], seen["policy"], strict=True):
@@ -85,7 +81,7 @@ def test_records_hold_what_was_searched_and_who_won() -> None:
     options = SelfPlayOptions(parallel=8, num_simulations=16, num_quick_simulations=4, full_share=0.7, plies=7)
     traces = list(play_games(GAME, uniform, range(20), options))
     ids = {number: 100 + number for number in range(20)}
-    batch = training_batch(traces, ids)
+    batch = SPEC.game.batch(traces, ids)
     check(batch, LAYOUT)
     assert len(batch["records"]) == sum(trace.full.sum() for trace in traces)
     for trace in traces:
@@ -96,13 +92,13 @@ def test_records_hold_what_was_searched_and_who_won() -> None:
     taken = batch["records"]["ours"] | batch["records"]["theirs"]
     assert not (batch["records"]["policy"] * (taken[:, None] >> np.arange(9) & 1)).any()
     assert (np.abs(batch["records"]["policy"].sum(1, dtype=np.int64) - 65535) < 9).all()
-    assert len(training_batch([], {})["records"]) == 0
+    assert len(SPEC.game.batch([], {})["records"]) == 0
 
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_a_network_evaluates_legal_moves_alone(fill: bool) -> None:
     """Whatever the sizes of the batches, and whether they are filled up."""
-    states = solve().states[::37]
+    states = solve()[0][::37]
     moves, offsets = GAME.legal(states)
     priors, values = Evaluator(network(Serving((8, 50), fill, False)))(states, moves, offsets)
     sums = np.add.reduceat(priors, offsets[:-1])
@@ -135,21 +131,23 @@ def test_a_network_that_says_nothing_passes_no_check(result: int) -> None:
     records["ours"][1:], records["theirs"][1:] = 0b1, 0b1000
     records["policy"][1, [1, 2]] = 32767  # the third has no policy
     records["result"] = result
-    tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
-    batch = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    held_out = SimpleNamespace(sequential=lambda size, sample: iter([batch]))
-    runtime = replace(network().runtime, dtype="fp32")
-    net: Any = SimpleNamespace(task=TASK, model=Blank(), runtime=runtime)
-    loader: Any = held_out
-    figures = SPEC.evaluate(net, loader, None)  # type: ignore[arg-type]
-    assert figures["top1"] == 1
-    assert figures["baselines"]["uniform_top1"] == pytest.approx((1 + 2 / 7) / 2)
-    assert ("wdl_accuracy" in figures) == ("WDL" in SPEC.headline(figures)) == (result != UNKNOWN)
+    net: Any = SimpleNamespace(task=TASK, model=Blank(), runtime=replace(network().runtime, dtype="fp32"))
+
+    def figures() -> dict[str, Any]:
+        tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
+        batch = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        held_out: Any = SimpleNamespace(sequential=lambda size, sample: iter([batch]))
+        return SPEC.evaluate(net, held_out, None)  # type: ignore[arg-type]
+
+    found = figures()
+    assert found["top1"] == 1
+    assert found["baselines"]["uniform_top1"] == pytest.approx((1 + 2 / 7) / 2)
+    assert ("wdl_accuracy" in found) == (result != UNKNOWN)
     records["policy"][1] = 0
-    tensors = TASK.prepare_plain({"records": records}, np.random.default_rng(0))
-    batch.update({name: torch.from_numpy(array) for name, array in tensors.items()})
-    figures = SPEC.evaluate(net, loader, None)  # type: ignore[arg-type]
-    assert [passed for _, passed, _ in SPEC.checks(figures)] == [False]
+    assert [passed for _, passed, _ in SPEC.checks(figures())] == [False]
+    records["policy"] = 0
+    with pytest.raises(ValueError, match="play more games"):
+        figures()
 
 
 def test_it_has_no_data_of_its_own() -> None:
@@ -167,8 +165,8 @@ def test_perfect_play_never_loses_and_is_the_same_again() -> None:
 
 
 def test_figures_beside_perfect_play_of_an_evaluator_that_knows_all_and_of_one_that_knows_nothing() -> None:
-    solved = solve()
-    known = dict(zip(GAME.key(solved.states).tolist(), solved.moves, strict=True))
+    solved, values = solve()
+    known = dict(zip(GAME.key(solved).tolist(), values, strict=True))
 
     def oracle(states: np.ndarray, moves: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = np.array([known[key] for key in GAME.key(states).tolist()])

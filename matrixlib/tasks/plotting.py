@@ -4,7 +4,7 @@ Only Figure objects are used, never pyplot's global state: nothing leaks and no 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
-from numpy.typing import NDArray
 
 RED = "#b3261e"  # of what is wrong
 DIGITS = 10  # of a number, at most
 LEGEND: dict[str, Any] = {"frameon": False, "handlelength": 1.1, "handletextpad": 0.4, "columnspacing": 0.9}
-FLAT = 0.05  # of its size: a quantity's least room to both sides
-WRITTEN = 0.005  # share from which a matrix says its number
 
 
 class PlainNumbers(Formatter):
@@ -93,14 +90,6 @@ def log(axes: Axes, values: Iterable[float], name: Literal["x", "y"] = "y") -> N
     axis.set_minor_formatter(NullFormatter())
 
 
-def level(axes: Axes, values: Sequence[float]) -> None:
-    """Room upwards and downwards, so that what hardly changes looks flat."""
-    if values:
-        middle, least = (max(values) + min(values)) / 2, FLAT * max(map(abs, values))
-        half = max(0.55 * (max(values) - min(values)), least)
-        axes.set_ylim(middle - half, middle + half)
-
-
 def beside(figure: Figure) -> None:
     """One legend for all panels, at the right of them, with each label once."""
     entries: dict[str, Any] = {}
@@ -119,29 +108,3 @@ def above(axes: Axes, handles: Sequence[Any] = (), labels: Sequence[str] = (), n
         handles, labels = [*handles, Line2D([], [], linestyle="none")], [*labels, note]
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.1}
     axes.legend(handles, labels, fontsize=6.5, **place, **LEGEND)
-
-
-def bars(axes: Axes, names: Sequence[str], series: Mapping[str, tuple[str, Any]], ends: Mapping[str, Any] = {}) -> None:
-    """Groups of bars with these names, in each a bar for each of the series.
-
-    series: label -> (colour, a height for each group). ends: label -> (lower, upper) ends of the heights' intervals.
-    """
-    width = 0.84 / max(len(series), 1)
-    for number, (label, (colour, heights)) in enumerate(series.items()):
-        reach = np.abs(np.array(ends[label]) - heights) if label in ends else None
-        places = np.arange(len(names)) + width * (number + 0.5) - 0.42
-        style: dict[str, Any] = {"color": colour, "ecolor": "0.15", "capsize": 2, "error_kw": {"elinewidth": 1}}
-        axes.bar(places, heights, width, yerr=reach, label=label, **style)
-    axes.set_xticks(range(len(names)), names)
-
-
-def matrix(axes: Axes, shares: NDArray[Any], rows: Sequence[str], columns: Sequence[str]) -> None:
-    """Shares (R, C) as shades and in percent, with the names of the rows and columns."""
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.grid(False)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
-    for row, column in np.argwhere(shares >= WRITTEN):
-        share = shares[row, column]
-        style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white" if share > 0.6 else "black"}
-        axes.text(column, row, f"{100 * share:.0f}", fontsize=7, **style)

@@ -1,54 +1,51 @@
-"""Filling a grid cell by cell, for many grids at once: one by one, or by beam search, always by the rules.
+"""Filling grids by a network: all at once, cell by cell, by beam search; and how often that gives valid grids.
 
-Both work with the network's probabilities or, as the baseline, with none (a random digit). A digit is only ever put
-where its row and column lack it, so a rate of valid grids says something about the network only beside the rate of
-the baseline, which has the same rules and the same order of cells.
+Cell by cell and by beam search a digit is only ever put where its row and column lack it, so a rate of valid grids
+says something about the network only beside the baseline, which has the same rules and the same order of cells, and a
+random digit in the network's place.
 
 Arrays: G grids, N side, K = N digit indices; `cells` (G, N, N) int64 digit indices, -1 where empty or outside.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from matrixlib.engine.task import Batch
-from matrixlib.tasks.latin.augment import inside
-from matrixlib.tasks.latin.losses import digit_log_probabilities
-from matrixlib.tasks.latin.task import LatinTask
+from matrixlib.tasks.latin import squares
+from matrixlib.tasks.latin.losses import digit_log_probabilities, inside, violations
+from matrixlib.tasks.latin.task import tokens
+from matrixlib.tasks.latin.vocabulary import MODES, token_table
 
 NEVER = -1e9
+FILLS = ((0.0, 0.0), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7))
+EXACT_SIZE, EXACT_FILL = 5, 0.5  # up to this size and from this fill on, all completions can be counted
+WIDTH = 4  # grids that beam search keeps
 Predict = Callable[[Tensor], Tensor]
 """cells (G, N, N) -> log-probabilities (G, N, N, K) of the digit indices."""
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Outcome of decoding. cells: (G, N, N), -1 where none was possible; valid (G,) bool: filled by the rules;
-    steps: cells after each step, if they were asked for.
-    """
-
-    cells: Tensor
-    valid: Tensor
-    steps: tuple[Tensor, ...] = ()
-
-
-def network(task: LatinTask, model: nn.Module, size: Tensor, mode: Tensor) -> Predict:
-    """The network as a predictor for grids of these sizes and modes (G,)."""
+def network(model: nn.Module, mode: str, size: int) -> Predict:
+    """The network as a predictor for grids of a mode and a size."""
+    digits = torch.from_numpy(token_table()[MODES.index(mode), size, :size])
 
     def predict(cells: Tensor) -> Tensor:
-        batch: Batch = {"square": cells.clamp(min=0), "hidden": cells < 0, "size": size, "mode": mode}
-        logits = model(task.tokens(batch, batch["square"]), size, mode)
-        return digit_log_probabilities(logits, task.digit_tokens(batch))
+        def each(value: Tensor) -> Tensor:
+            return value.to(cells.device).expand(len(cells), *value.shape)
+
+        batch = {"square": cells.clamp(min=0), "hidden": cells < 0, "size": each(torch.tensor(size))}
+        batch |= {"digits": each(digits), "mode": each(torch.tensor(MODES.index(mode)))}
+        return digit_log_probabilities(model(tokens(batch), batch["size"], batch["mode"]), batch["digits"])
 
     return predict
 
 
-def puzzle(square: Tensor, hidden: Tensor, size: Tensor) -> Tensor:
-    """`cells` of squares (G, N, N) with the `hidden` ones emptied."""
-    return torch.where(hidden | ~inside(size, square.shape[1]), -1, square.long())
+def empty(cells: Tensor, size: Tensor) -> Tensor:
+    """(G, N, N) bool: cells of the grids that have no digit yet; a decoded grid without one is valid."""
+    return (cells < 0) & inside(size, cells.shape[1])
 
 
 def candidates(cells: Tensor, size: Tensor) -> Tensor:
@@ -57,42 +54,39 @@ def candidates(cells: Tensor, size: Tensor) -> Tensor:
     placed = functional.one_hot(cells + 1, side + 1)[..., 1:].bool()
     used = placed.any(1)[:, None] | placed.any(2)[:, :, None]
     known = torch.arange(side, device=cells.device) < size[:, None]
-    empty = (cells < 0) & inside(size, side)
-    return ~used & known[:, None, None] & empty[..., None]
+    return ~used & known[:, None, None] & empty(cells, size)[..., None]
 
 
 def one_pass(cells: Tensor, size: Tensor, predict: Predict) -> Tensor:
     """(G, N, N): every empty cell filled with the network's best digit at once, whatever the others are."""
-    best = predict(cells).argmax(3)
-    return torch.where((cells < 0) & inside(size, cells.shape[1]), best, cells)
+    return torch.where(empty(cells, size), predict(cells).argmax(3), cells)
 
 
-def iterative(
-    cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, keep_steps: bool = False
-) -> Decoded:
-    """Fill the cell with the fewest candidates with the best of them, again and again.
+def fill_one(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator) -> Tensor:
+    """One more cell of each grid: the one with the fewest candidates gets the best of them; of several, the one that
+    the network is surest of. predict None: ties and digits at random.
 
-    Ties between cells go to the one that the network is surest of. predict None: ties and digits at random. A
-    grid with a cell that has no candidate stays as it is. generator: on the device of `cells`.
+    A grid with a cell that has no candidate stays as it is; `cells` itself where no grid goes on. generator: on the
+    device of `cells`.
     """
-    steps = [cells.clone()]
-    while True:
-        possible = candidates(cells, size)
-        number = possible.sum(3).flatten(1)
-        empty = ((cells < 0) & inside(size, cells.shape[1])).flatten(1)
-        alive = empty.any(1) & ~(empty & (number == 0)).any(1)
-        if not alive.any():
-            return Decoded(cells, ~empty.any(1), tuple(steps) if keep_steps else ())
-        scores = _scores(cells, possible, predict, generator)
-        place = _cell(number, empty, scores)
-        digit = _at(scores, place).argmax(1)
-        filled = cells.flatten(1).scatter(1, place[:, None], digit[:, None]).view_as(cells)
-        cells = torch.where(alive[:, None, None], filled, cells)
-        steps.append(cells)
+    possible, left = candidates(cells, size), empty(cells, size)
+    alive = left.flatten(1).any(1) & ~(left & ~possible.any(3)).flatten(1).any(1)
+    if not alive.any():
+        return cells
+    place, scores = _next_cell(cells, size, possible, predict, generator)
+    filled = cells.flatten(1).scatter(1, place[:, None], scores.argmax(1, keepdim=True)).view_as(cells)
+    return torch.where(alive[:, None, None], filled, cells)
 
 
-def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, width: int) -> Decoded:
-    """Beam search: `width` partial grids for each grid, ranked by the sum of their log-probabilities.
+def iterative(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator) -> Tensor:
+    """(G, N, N): `fill_one` as long as there is a grid that goes on."""
+    while (after := fill_one(cells, size, predict, generator)) is not cells:
+        cells = after
+    return cells
+
+
+def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.Generator, width: int) -> Tensor:
+    """(G, N, N) by beam search: `width` partial grids for each grid, ranked by the sum of their log-probabilities.
 
     Every partial grid is extended in its cell with the fewest candidates by each of them; those without one
     are dropped. predict None: ranked at random. `predict` gets G * width grids, those of one grid together.
@@ -103,12 +97,9 @@ def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.
     total = torch.full((count, width), NEVER, device=cells.device)
     total[:, 0] = 0.0
     for _ in range(int((candidates(cells, size).any(3)).flatten(1).sum(1).max())):
-        possible = candidates(beams, sizes)
-        empty = ((beams < 0) & inside(sizes, side)).flatten(1)
-        scores = _scores(beams, possible, predict, generator)
-        place = _cell(possible.sum(3).flatten(1), empty, scores)
-        extended = total.view(-1, 1) + _at(scores, place)
-        done = ~empty.any(1)
+        place, scores = _next_cell(beams, sizes, candidates(beams, sizes), predict, generator)
+        extended = total.view(-1, 1) + scores
+        done = ~empty(beams, sizes).flatten(1).any(1)
         # A finished grid goes on as itself, by way of digit 0.
         extended = torch.where(done[:, None], torch.full_like(extended, NEVER), extended)
         extended[:, 0] = torch.where(done, total.flatten(), extended[:, 0])
@@ -119,29 +110,91 @@ def beam(cells: Tensor, size: Tensor, predict: Predict | None, generator: torch.
         beams = beams[parent].flatten(1)
         changed = beams.scatter(1, place[parent][:, None], digit[:, None])
         beams = torch.where(keep[:, None], beams, changed).view(-1, side, side)
-    dead = total <= NEVER / 2
-    best = beams.view(count, width, side, side)[torch.arange(count), total.argmax(1)]
-    empty = ((best < 0) & inside(size, side)).flatten(1)
-    return Decoded(best, ~empty.any(1) & ~dead.all(1))
+    return beams.view(count, width, side, side)[torch.arange(count), total.argmax(1)]
 
 
-def _scores(cells: Tensor, possible: Tensor, predict: Predict | None, generator: torch.Generator) -> Tensor:
-    """(G, N, N, K) log-probabilities of the candidates, NEVER elsewhere; without a network random ones."""
+def _next_cell(
+    cells: Tensor, size: Tensor, possible: Tensor, predict: Predict | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """(G,) flat index of the empty cell to fill, and (G, K) log-probabilities of its candidates, NEVER of others;
+    without a network random ones."""
     if predict is None:
         scores = torch.rand(possible.shape, device=cells.device, generator=generator).log()
     else:
         scores = predict(cells)
-    return scores.masked_fill(~possible, NEVER)
-
-
-def _cell(number: Tensor, empty: Tensor, scores: Tensor) -> Tensor:
-    """(G,) flat index of the empty cell with the fewest candidates; of several, that with the best score."""
+    scores = scores.masked_fill(~possible, NEVER)
     surest = scores.amax(3).flatten(1).clamp(min=-1e3).exp()  # in 0..1: never outweighs a candidate
-    rank = number + 1 - surest
-    return rank.masked_fill(~empty, torch.inf).argmin(1)
+    rank = possible.sum(3).flatten(1) + 1 - surest
+    place = rank.masked_fill(~empty(cells, size).flatten(1), torch.inf).argmin(1)
+    return place, scores.flatten(1, 2)[torch.arange(len(scores), device=cells.device), place]
 
 
-def _at(scores: Tensor, place: Tensor) -> Tensor:
-    """(G, K) scores of the cell with flat index `place` (G,)."""
-    flat = scores.flatten(1, 2)
-    return flat[torch.arange(len(flat), device=flat.device), place]
+# Rates
+
+
+@torch.inference_mode()
+def measure(
+    model: nn.Module,
+    pool: np.ndarray,
+    mode: str,
+    fill: tuple[float, float],
+    *,
+    grids: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Figures of a network (on any device, left in eval mode) on `grids` held-out puzzles of one kind; shares in 0..1.
+
+    pool: (count, n, n) digit indices, drawn from with repetition. The same seed makes the same puzzles, in all modes,
+    and the same baselines.
+
+    valid: completed by the best digits of one pass. exact: the same with the exact probabilities in the network's
+    place, which no network can beat by much; None where they cannot be counted. accuracy: hidden cells whose best digit
+    is the square's (1 cannot be reached where a puzzle has several completions). violations: repeated digits a grid
+    after one pass. iterative, beam: valid by decoding; *_baseline: the same without a network.
+    """
+    side, device = pool.shape[1], next(model.parameters()).device
+    rng = np.random.default_rng([seed, side, round(1000 * fill[0])])
+    square = pool[rng.integers(0, len(pool), grids)].astype(np.int64)
+    revealed = rng.uniform(*fill, grids)
+    hidden = rng.random(square.shape) >= revealed[:, None, None]
+    target, gap = torch.from_numpy(square).to(device), torch.from_numpy(hidden).to(device)
+    cells, size = torch.where(gap, -1, target), torch.full((grids,), side, device=device)
+    predict, stream = network(model.eval(), mode, side), torch.Generator(device).manual_seed(seed)
+    filled = one_pass(cells, size, predict)
+    wrong = violations(filled, size)
+
+    def valid(decoded: Tensor) -> float:
+        return _share(~empty(decoded, size).flatten(1).any(1))
+
+    return {
+        "size": side,
+        "mode": mode,
+        "fill": fill,
+        "grids": grids,
+        "valid": _share(wrong == 0),
+        "exact": exact_rate(square, hidden) if side <= EXACT_SIZE and fill[0] >= EXACT_FILL else None,
+        "accuracy": _share((filled == target)[gap]),
+        "violations": wrong.cpu().double().mean().item(),
+        "iterative": valid(iterative(cells, size, predict, stream)),
+        "iterative_baseline": valid(iterative(cells, size, None, stream)),
+        "beam": valid(beam(cells, size, predict, stream, WIDTH)),
+        "beam_baseline": valid(beam(cells, size, None, stream, WIDTH)),
+    }
+
+
+def _share(hits: Tensor) -> float:
+    return hits.cpu().double().mean().item() if hits.numel() else 1.0  # MPS has no float64
+
+
+def exact_rate(square: np.ndarray, hidden: np.ndarray) -> float:
+    """Share of puzzles (G, n, n) that are valid when each hidden cell gets its most frequent digit of all
+    completions: what one pass of a perfect network reaches.
+    """
+    cells = np.where(hidden, -1, square)
+    best = np.stack([squares.marginals(puzzle)[0].argmax(2) for puzzle in cells])
+    return float(squares.is_latin(np.where(hidden, best, square)).mean())
+
+
+def rates(model: nn.Module, pools: Mapping[int, np.ndarray], modes: tuple[str, ...], **options: Any) -> list[dict]:
+    """`measure` of all sizes of `pools`, modes and ranges of fill."""
+    return [measure(model, pools[size], mode, fill, **options) for size in pools for mode in modes for fill in FILLS]

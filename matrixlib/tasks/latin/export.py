@@ -45,14 +45,11 @@ def export(model: LatinNet, path: Path | str) -> OnnxFile:
 
 
 def puzzles(count: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs for `count` grids of a size, about half revealed, the modes in turn: (b, 16, 16), (b,), (b,) int64.
-
-    Revealed digits are random: nothing here needs a valid puzzle.
-    """
+    """Inputs for `count` grids of a size, about half revealed by random digits, the modes in turn: (b, 16, 16), (b,),
+    (b,) int64."""
     rng = np.random.default_rng([seed, size])
     mode = np.arange(count) % len(MODES)
     grid = np.full((count, SIDE, SIDE), PAD, np.int64)
-    digits = token_table()[mode, size][np.arange(count)[:, None], rng.integers(0, size, (count, size * size))]
-    shown = np.where(rng.random(digits.shape) < 0.5, digits, EMPTY)
-    grid[:, :size, :size] = shown.reshape(count, size, size)
+    digits = token_table()[mode, size][np.arange(count)[:, None, None], rng.integers(0, size, (count, size, size))]
+    grid[:, :size, :size] = np.where(rng.random(digits.shape) < 0.5, digits, EMPTY)
     return grid, np.full(count, size, np.int64), mode

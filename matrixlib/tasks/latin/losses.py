@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from matrixlib.tasks.latin.augment import inside
-
 IMPOSSIBLE = -1e9  # log-probability of a digit that the puzzle does not have
 
 Sums = dict[str, Tensor]
+
+
+def inside(size: Tensor, side: int) -> Tensor:
+    """(B, side, side) bool: cells of the grids of these sizes (B,)."""
+    places = torch.arange(side, device=size.device) < size[:, None]
+    return places[:, :, None] & places[:, None, :]
 
 
 def digit_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:

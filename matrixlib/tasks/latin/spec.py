@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from matrixlib.engine.onnx import OnnxFile
     from matrixlib.tasks.latin.task import LatinTask
 
-LEAST_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
-BLOCK = 4096
+MIN_GRIDS = 16  # held-out puzzles of each kind; a tenth of `validation.sample` where that is more
 
 
 class LatinSpec(TaskSpec[LatinConfig]):
@@ -30,12 +30,7 @@ class LatinSpec(TaskSpec[LatinConfig]):
     name, demo = "latin", "latin_demo"
     config = LatinConfig
     objective_options = ("loss.",)
-    measured_on_options = (
-        "validation.limit",
-        "curriculum.size.stages",
-        "curriculum.mode.stages",
-        "curriculum.fill.stages",
-    )
+    measured_on_options = ("validation.limit", *(f"curriculum.{name}.stages" for name in ("size", "mode", "fill")))
     held_out = "about one square in eight is held out"
     overfit = Overfit(
         overrides={
@@ -45,16 +40,15 @@ class LatinSpec(TaskSpec[LatinConfig]):
             "train": {"steps": 400},
             "loss": {"label_smoothing": 0.0},
             "curriculum": {
-                "size": {"enabled": False, "stages": [[4, 4]], "fractions": [1.0]},
-                "mode": {"enabled": False, "stages": [["standard"]], "fractions": [1.0]},
-                "fill": {"enabled": False, "stages": [[0.8, 0.8]], "fractions": [1.0]},
+                name: {"enabled": False, "stages": [stage], "fractions": [1.0]}
+                for name, stage in (("size", [4, 4]), ("mode", ["standard"]), ("fill", [0.8, 0.8]))
             },
         },
         gaps={"cell": 0.05},
         exact=("cell/accuracy",),
     )
     small = {
-        "data": {"squares": 5 * BLOCK},
+        "data": {"squares": 20480},
         "model": {"width": 16, "layers": 1, "heads": 2, "feedforward": 2},
         "curriculum": {  # a phase long enough before the fault that its band is known, and one after it
             "size": {"fractions": [0.2, 0.8]},
@@ -80,11 +74,13 @@ class LatinSpec(TaskSpec[LatinConfig]):
         return LatinTask(config)
 
     def folder(self, config: LatinConfig) -> Path:
+        from matrixlib.tasks.latin import pool
+
         if config.data.source != "generated":
             return given_folder(config.data, "generated")
-        task = self.task(config)
-        folder = cache_root() / task.pool_name
-        task.make_pool(folder)
+        sizes = self.task(config).every_size
+        folder = cache_root() / f"latin_{sizes[0]}-{sizes[-1]}_{config.data.squares}_seed{config.seed}"
+        pool.build(folder, sizes, config.data.squares, config.seed)
         return folder
 
     def curriculum(self, config: LatinConfig) -> Curriculum:
@@ -94,8 +90,9 @@ class LatinSpec(TaskSpec[LatinConfig]):
     def stage(self, task: Any, phase: Phase) -> Stage:
         from matrixlib.tasks.latin import pool
 
-        staged = task.at(phase.values)
-        return Stage(staged, [pool.source(size) for size in staged.sizes])
+        staged = replace(task, stage=phase.values)
+        smallest, largest = staged.values["size"]
+        return Stage(staged, [pool.source(size) for size in range(smallest, largest + 1)])
 
     def export(self, net: Any, path: Path | str) -> OnnxFile:
         from matrixlib.tasks.latin.export import export
@@ -105,28 +102,28 @@ class LatinSpec(TaskSpec[LatinConfig]):
     def evaluate(self, net: Any, held_out: Loader, catalogue: Catalogue, sample: int = 0) -> dict[str, Any]:
         """Valid grids and right cells over all kinds of puzzles, beside decoding without a network."""
         from matrixlib.data.remote import local_path
-        from matrixlib.tasks.latin import pool, rates
+        from matrixlib.tasks.latin import decode, pool
 
         task = net.task
         squares = pool.read(local_path(row) for row in catalogue.shards("validation"))
-        grids = max(LEAST_GRIDS, (sample or task.config.validation.sample) // 10)
-        by_kind = rates.measure(task, net.model, squares, grids=grids, seed=task.config.seed)
-        means = {
-            name: float(np.mean([getattr(rate, name) for rate in by_kind]))
-            for name in ("valid", "accuracy", "iterative", "beam", "iterative_baseline", "beam_baseline")
-        }
+        grids = max(MIN_GRIDS, (sample or task.config.validation.sample) // 10)
+        rates = decode.rates(net.model, squares, task.values["mode"], grids=grids, seed=task.config.seed)
+
+        def mean(name: str) -> float:
+            return float(np.mean([rate[name] for rate in rates]))
+
         return {
-            "puzzles": grids * len(by_kind),
-            "one_pass_valid": means["valid"],
-            "cell_accuracy": means["accuracy"],
-            "iterative_valid": means["iterative"],
-            "beam_valid": means["beam"],
+            "puzzles": grids * len(rates),
+            "one_pass_valid": mean("valid"),
+            "cell_accuracy": mean("accuracy"),
+            "iterative_valid": mean("iterative"),
+            "beam_valid": mean("beam"),
             "baselines": {
-                "uniform_accuracy": float(np.mean([1 / rate.size for rate in by_kind])),
-                "no_network_iterative": means["iterative_baseline"],
-                "no_network_beam": means["beam_baseline"],
+                "uniform_accuracy": float(np.mean([1 / rate["size"] for rate in rates])),
+                "no_network_iterative": mean("iterative_baseline"),
+                "no_network_beam": mean("beam_baseline"),
             },
-            "rates": [rate.to_dict() for rate in by_kind],
+            "rates": rates,
         }
 
     def headline(self, figures: Mapping[str, Any]) -> str:
@@ -139,13 +136,8 @@ class LatinSpec(TaskSpec[LatinConfig]):
         )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:
-        return [
-            (
-                "held-out cells better than uniform",
-                figures["cell_accuracy"] > figures["baselines"]["uniform_accuracy"],
-                "the best digit is right more often than a random one",
-            )
-        ]
+        better = figures["cell_accuracy"] > figures["baselines"]["uniform_accuracy"]
+        return [("held-out cells better than uniform", better, "the best digit is right more often than a random one")]
 
 
 TASK = LatinSpec()

@@ -4,6 +4,8 @@ Squares hold digit *indices* 0..n-1, the same in every mode; a mode says which d
 order. So a change of mode is an order-preserving bijection, and only tokens know of signs.
 """
 
+import functools
+
 import numpy as np
 
 PAD, EMPTY = 0, 1  # outside the grid; a hidden cell
@@ -31,6 +33,7 @@ def digits(mode: str, size: int) -> list[int]:
     raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
 
 
+@functools.cache
 def token_table() -> np.ndarray:
     """(modes, 17, 16) int64: the token of each digit index, by mode and size; PAD where there is none."""
     table = np.full((len(MODES), SIDE + 1, SIDE), PAD, np.int64)

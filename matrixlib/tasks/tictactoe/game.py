@@ -1,13 +1,31 @@
-"""Tic-tac-toe as a Game: states are two bit maps, moves the squares 0 to 8, row by row."""
+"""Tic-tac-toe as a game of self-play: rules, stored positions, and the solution by minimax without the rules.
+
+States are two bit maps, moves the squares 0 to 8, row by row.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.play.game import GameRecord, Moves, Offsets, States, Values, endings, unknown
+from matrixlib.data.shards import Batch, Layout
+from matrixlib.play import match
+from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, endings, unknown
 
 SQUARES = 9
 STATE = np.dtype([("ours", "<u2"), ("theirs", "<u2"), ("side", "u1")])  # bit = square, side 0 = X
 LINES = np.array([0o7, 0o70, 0o700, 0o111, 0o222, 0o444, 0o421, 0o124], np.uint16)
+UNKNOWN = 2  # result
+RECORD = np.dtype(
+    [
+        *((name, STATE[name]) for name in STATE.names or ()),
+        ("policy", "<u2", SQUARES),  # shares of the moves, sum about 65535; 0 on taken squares
+        ("result", "i1"),  # of the game, from the side to move: 1 win, 0 draw, -1 loss, 2 unknown
+        ("game", "<u8"),  # id of the game
+    ]
+)
+LAYOUT = Layout("tictactoe", 1, RECORD, {})
 
 
 class TicTacToe:
@@ -17,7 +35,6 @@ class TicTacToe:
     actions = SQUARES
 
     def initial(self, n: int) -> States:
-        """n times the empty board."""
         return np.zeros(n, STATE)
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
@@ -28,7 +45,6 @@ class TicTacToe:
         return np.nonzero(free)[1].astype(np.int32), np.concatenate([[0], free.sum(1).cumsum()])
 
     def play(self, states: States, moves: Moves) -> States:
-        """The boards after a move in each."""
         after = np.empty(len(states), STATE)
         after["ours"] = states["theirs"]
         after["theirs"] = states["ours"] | np.left_shift(1, moves)
@@ -40,7 +56,6 @@ class TicTacToe:
         return np.where(_won(states), -1, np.where(counts == 0, 0, np.nan)).astype(np.float32)
 
     def to_move(self, states: States) -> NDArray[np.uint8]:
-        """(N,) 0 X, 1 O."""
         return states["side"]
 
     def key(self, states: States) -> NDArray[np.uint64]:
@@ -53,7 +68,6 @@ class TicTacToe:
         return states
 
     def endings(self, states: States, moves: Moves, offsets: Offsets) -> Values:
-        """Values (K,) of the moves that end the game, for their mover."""
         return endings(self, states, moves, offsets)
 
     def proven(self, states: States) -> Values:
@@ -75,3 +89,60 @@ class TicTacToe:
 def _won(states: States) -> NDArray[np.bool_]:
     """Whether the side that has just moved has three in a row."""
     return ((states["theirs"][:, None] & LINES) == LINES).any(1)
+
+
+def training_batch(traces: Sequence[Trace], ids: Mapping[int, int]) -> Batch:
+    """The positions of games that were fully searched, with the search's policy; ids: game number -> its id."""
+    parts = [np.empty(0, RECORD)]
+    for trace in traces:
+        records, result = np.zeros(len(trace.states), RECORD), trace.results()
+        for name in STATE.names or ():
+            records[name] = trace.states[name]
+        owner = np.repeat(np.arange(len(records)), np.diff(trace.offsets))
+        records["policy"][owner, trace.moves] = np.rint(trace.policy * 65535)
+        records["result"] = np.where(np.isnan(result), UNKNOWN, result)
+        records["game"] = ids[trace.number]
+        parts.append(records[trace.full])
+    return {"records": np.concatenate(parts)}
+
+
+@cache
+def best_moves(ours: int, theirs: int) -> tuple[int, tuple[int, ...]]:
+    """(value for the side to move, every move that keeps it) of two bit maps; no move where the game is over."""
+    if any(theirs & line == line for line in LINES.tolist()):
+        return -1, ()
+    values = _move_values(ours, theirs)
+    best = max(values.values(), default=0)
+    return best, tuple(square for square, value in values.items() if value == best)
+
+
+def _move_values(ours: int, theirs: int) -> dict[int, int]:
+    """Move -> its value for the mover."""
+    free = (square for square in range(SQUARES) if not (ours | theirs) >> square & 1)
+    return {square: -best_moves(theirs, ours | 1 << square)[0] for square in free}
+
+
+@cache
+def solve() -> tuple[States, NDArray[np.int8]]:
+    """The 4,520 positions (N,) that can arise and have a move, and the value for the mover of each move (N, 9), -2
+    where the square is taken."""
+    states, values = [], []
+    reached, side = {(0, 0)}, 0
+    while level := sorted(pair for pair in reached if best_moves(*pair)[1]):
+        states += [(*pair, side) for pair in level]
+        values += [[_move_values(*pair).get(square, -2) for square in range(SQUARES)] for pair in level]
+        reached = {(theirs, ours | 1 << square) for ours, theirs in level for square in _move_values(ours, theirs)}
+        side = 1 - side
+    return np.array(states, STATE), np.array(values, np.int8)
+
+
+def perfect_player(seed: int) -> match.Player:
+    """Plays any move that keeps what the position is worth; in a game of a number always the same."""
+
+    def play(turn: match.Turn) -> match.Choice:
+        options = [best_moves(int(state["ours"]), int(state["theirs"]))[1] for state in turn.states]
+        numbers = zip(turn.games, turn.history, options, strict=True)
+        picks = [np.random.default_rng([seed, n, len(past)]).choice(moves) for n, past, moves in numbers]
+        return match.Choice(np.array(picks, np.int32))
+
+    return play
