@@ -13,8 +13,7 @@ from matrixlib.data.shards import Layout, Shard, write_shard
 from matrixlib.runs.run import open_run
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.config import MeleeConfig
-from matrixlib.tasks.melee.rates import statistics
-from matrixlib.tasks.melee.sample_set import GAMES, SAMPLE, decode, encode, unpack_sample
+from matrixlib.tasks.melee.sample_set import GAMES, SAMPLE, decode, encode, statistics, unpack_sample
 from matrixlib.tasks.melee.statistics import Statistics
 from matrixlib.tasks.shipped import read_manifest
 

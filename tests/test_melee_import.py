@@ -80,9 +80,9 @@ def test_what_a_version_lacks_is_unknown_and_not_zero(replays: Path, name: str, 
     ("name", "sticks"), [("joystick_udlr.slp", (0, 1)), ("cstick_udlr.slp", (2, 3)), ("buttons_abxy.slp", ())]
 )
 def test_each_input_is_read_as_what_it_is(replays: Path, name: str, sticks: tuple[int, ...]) -> None:
-    _, frames = replay._parse(replays / name)  # of one player and a computer, which `read` leaves out
+    _, frames = replay.parse(replays / name)  # of one player and a computer, which `read` leaves out
     pre = frames.field("ports").field("P1").field("leader").field("pre")
-    held = replay._controller(pre, np.arange(len(frames)))
+    held = replay.controllers(pre, np.arange(len(frames)))
     moved = np.flatnonzero(np.abs(held["sticks"].astype(int)).max(0) > 60)
     assert moved.tolist() == list(sticks)
     pressed = [button for bit, button in enumerate(BUTTONS) if (held["buttons"] >> bit & 1).any()]
@@ -266,11 +266,11 @@ def test_a_state_that_cannot_be_is_refused() -> None:
     players = game(10).players
     players["x"][4, 1] = np.nan
     with pytest.raises(ReplayError, match="frame -35: no sound state"):
-        replay._check(players, game(10).number)
+        replay.check(players, game(10).number)
     players = game(10).players
     players["character"][4, 1] = 200
     with pytest.raises(ReplayError, match="frame -35"):
-        replay._check(players, game(10).number)
+        replay.check(players, game(10).number)
 
 
 def test_paths_without_replays_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ from melee_batches import melee_batch, melee_task
 
 from matrixlib.engine.task import Batch, active_terms
 from matrixlib.tasks.melee.controller import HEADS, LOGITS
-from matrixlib.tasks.melee.heads import gumbel
-from matrixlib.tasks.melee.model import MeleeNet
+from matrixlib.tasks.melee.model import MeleeNet, gumbel
 
 TRUNKS = ("mlp", "residual", "gru", "lstm", "transformer")
 

@@ -12,6 +12,7 @@ import torch
 from melee_batches import melee_task
 from melee_games import game
 from networks import CPU
+from test_melee_windows import window_of
 
 from matrixlib.engine import onnx
 from matrixlib.hardware.runtime import resolve
@@ -19,10 +20,13 @@ from matrixlib.tasks.melee import export, features
 from matrixlib.tasks.melee.controller import HEADS, NEUTRAL, Controller, choices_of, controllers
 from matrixlib.tasks.melee.features import Window
 from matrixlib.tasks.melee.player import MeleeNetwork
-from matrixlib.tasks.melee.stretches import watch
 from matrixlib.tasks.melee.task import MeleeTask
 
 REST = Controller.of(NEUTRAL)
+
+
+def first_frames(count: int, delay: int = 0) -> Window:
+    return window_of(game(), count, delay)
 
 
 def network(**sections: Any) -> MeleeNetwork:
@@ -32,42 +36,28 @@ def network(**sections: Any) -> MeleeNetwork:
     return MeleeNetwork(task.build_model(), task, runtime)  # type: ignore[arg-type]
 
 
-def window_of(frames: int, delay: int = 0) -> Window:
-    return watch(game(frames), delay=delay)
-
-
-def batch_logits(net: MeleeNetwork, window: Window, choices: list[np.ndarray]) -> np.ndarray:
-    """(T, 81) of a whole window at once, the parts decided as they were in play."""
-    arrays = features.inputs(window) | {"previous": choices_of(window.previous)}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    decided = torch.from_numpy(np.stack(choices))[None]
-    with torch.inference_mode():
-        inputs = (tensors["numeric"], tensors["action"].long(), tensors["character"].long(), tensors["previous"].long())
-        logits: np.ndarray = net.model(*inputs, decided)[0].numpy()
-    return logits
-
-
 @pytest.mark.parametrize("delay", [0, 3])
 @pytest.mark.parametrize("trunk", ["mlp", "gru", "lstm", "transformer"])
 def test_a_played_game_is_as_its_recording(trunk: str, delay: int) -> None:
-    """Followed along a recording, and with its own decisions as what it held."""
+    """Frame by frame as the whole window at once, with the player's own decisions as what it held."""
     net = network(model={"trunk": trunk}, data={"delay": [delay, delay]})
-    window = window_of(30, delay)
-    for follow in (True, False):
-        player = net.player(seed=1)
-        logits, choices = [], []
-        for frame in range(30):
-            player.act(window.at(frame), follow)
-            logits.append(player.logits)
-            choices.append(player.decision)
-        if not follow:
-            own = np.stack([NEUTRAL, *choices[:-1]])[None]
-            window = replace(window, previous=controllers(own))
-        assert np.abs(np.stack(logits) - batch_logits(net, window, choices)).max() < 1e-5
+    window = first_frames(30, delay)
+    player = net.player(seed=1)
+    logits, choices = [], []
+    for frame in range(30):
+        player.act(window.at(frame))
+        logits.append(player.logits)
+        choices.append(player.decision)
+    window = replace(window, previous=controllers(np.stack([NEUTRAL, *choices[:-1]])[None]))
+    arrays = features.inputs(window) | {"previous": choices_of(window.previous), "choices": np.stack(choices)[None]}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    inputs = {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}
+    with torch.inference_mode():
+        assert np.abs(np.stack(logits) - net.model(**inputs)[0].numpy()).max() < 1e-5
 
 
 def test_a_decision_is_held_after_the_delay() -> None:
-    net, window = network(data={"delay": [2, 4]}), window_of(8, delay=2)
+    net, window = network(data={"delay": [2, 4]}), first_frames(8, 2)
     player = net.player(seed=3)
     controllers_, decided = [], []
     for frame in range(8):
@@ -78,7 +68,7 @@ def test_a_decision_is_held_after_the_delay() -> None:
 
 
 def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
-    net, window = network(), window_of(10)
+    net, window = network(), first_frames(10)
 
     def play(**options: Any) -> list[Controller]:
         player = net.player(**options)
@@ -94,7 +84,7 @@ def test_players_of_one_seed_play_alike_and_the_likeliest_needs_none() -> None:
 
 
 def test_a_bot_chooses_a_delay_among_those_of_training() -> None:
-    net, window = network(data={"delay": [2, 4]}), window_of(8, delay=2)
+    net, window = network(data={"delay": [2, 4]}), first_frames(8, 2)
 
     def rests(act: Callable[[Window], Controller]) -> int:
         return [act(window.at(frame)) != REST for frame in range(8)].index(True)
@@ -143,7 +133,7 @@ def test_what_is_played_is_corrected_for_the_loss(loss: dict[str, float], presse
     outer.weight.zero_()
     outer.bias.fill_(0.5)
     player = net.player(temperature=0.0)
-    player.act(window_of(1))
+    player.act(first_frames(1))
     weights = torch.as_tensor(net.model.heads.weights)  # type: ignore
     assert player.decision[:8].tolist() == [int(pressed or weight < 1.6) for weight in weights]
     assert pressed or 0 in player.decision[:8]
@@ -151,14 +141,12 @@ def test_what_is_played_is_corrected_for_the_loss(loss: dict[str, float], presse
 
 def test_what_cannot_be_played_is_refused() -> None:
     net = network()
-    with pytest.raises(ValueError, match="one at a time"):
-        net.act(window_of(2))
-    with pytest.raises(ValueError, match="not ndarray: make it"):
-        net.act(window_of(1).frames)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"temperature -1\.0"):
-        net.player(temperature=-1.0)
-    with pytest.raises(ValueError, match="temperature nan"):
-        net.player(temperature=float("nan"))
+    for frame in (first_frames(2), first_frames(1).frames):
+        with pytest.raises(ValueError, match="one frame at a time"):
+            net.act(frame)  # type: ignore[arg-type]
+    for temperature in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature {temperature}"):
+            net.player(temperature=temperature)
 
 
 @pytest.mark.skipif(not onnx.installed(), reason=f"needs {', '.join(onnx.PACKAGES)}")

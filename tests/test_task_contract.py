@@ -22,7 +22,7 @@ from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import pool, squares
 from matrixlib.tasks.latin.config import LatinConfig
 from matrixlib.tasks.latin.task import LatinTask
-from matrixlib.tasks.melee.stretches import stretches
+from matrixlib.tasks.melee.windows import stretches
 from matrixlib.tasks.tictactoe.game import UNKNOWN, TicTacToe, training_batch
 from matrixlib.tasks.tictactoe.spec import TicTacToeTask
 

@@ -14,9 +14,8 @@ from matrixlib.engine.onnx import export as write
 from matrixlib.tasks.melee.columns import BUTTONS, DELAYS
 from matrixlib.tasks.melee.controller import AXES, LOGITS, NEUTRAL
 from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
-from matrixlib.tasks.melee.heads import gumbel
 from matrixlib.tasks.melee.losses import Objective
-from matrixlib.tasks.melee.model import MeleeNet
+from matrixlib.tasks.melee.model import MeleeNet, gumbel
 
 
 class MeleeOnnx(OnnxModule):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,8 @@ DEAD_SIDEWAYS = (1, 2)
 """Action states of a player who is lost over the left and the right edge."""
 SLOTS = 5
 """Items that a network is told of."""
+NOTHING = 0xFFFF
+"""Type of an item that is not there."""
 
 # Kinds of action state: the first state of each. From 341 on they are a character's own.
 KINDS = np.array(
@@ -84,39 +86,33 @@ CONTINUOUS = np.array(
 
 @dataclass(frozen=True)
 class Window:
-    """B stretches of T frames. Followers and items say first which they belong to: (row, frame, whose or slot).
+    """B stretches of T frames.
 
-    frames: (B, T) FRAME. previous: (B, T) CONTROLLER, what the player decided last. first: (B,) Slippi's number of the
-    first frame. stage, known, delay: (B,). follower: (K,) PLAYER at follower_at (3, K); item: (M,) ITEM at item_at.
+    frames: (B, T) FRAME, whose own controllers are not looked at. previous: (B, T) CONTROLLER, what the player decided
+    last. number: (B, T) Slippi's of each frame. stage, known, delay: (B,). follower: (B, T, 2) PLAYER, ours first,
+    character UNKNOWN = nobody. item: (B, T, SLOTS) ITEM, type NOTHING = none.
     """
 
     frames: np.ndarray
     previous: np.ndarray
-    first: np.ndarray
+    number: np.ndarray
     stage: np.ndarray
     known: np.ndarray
     delay: np.ndarray
     follower: np.ndarray
-    follower_at: np.ndarray
     item: np.ndarray
-    item_at: np.ndarray
 
     def at(self, frame: int) -> Window:
         """One frame of each row."""
-        follower, item = self.follower_at[1] == frame, self.item_at[1] == frame
-        moved = np.array([[0], [frame], [0]])
-        return Window(
-            frames=self.frames[:, frame : frame + 1],
-            previous=self.previous[:, frame : frame + 1],
-            first=self.first + frame,
-            stage=self.stage,
-            known=self.known,
-            delay=self.delay,
-            follower=self.follower[follower],
-            follower_at=self.follower_at[:, follower] - moved,
-            item=self.item[item],
-            item_at=self.item_at[:, item] - moved,
-        )
+        parts = ("frames", "previous", "number", "follower", "item")
+        return replace(self, **{name: getattr(self, name)[:, frame : frame + 1] for name in parts})
+
+
+def nobody(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """`follower` (*shape, 2) and `item` (*shape, SLOTS) of a window, all of them absent."""
+    follower, item = np.zeros((*shape, 2), PLAYER), np.zeros((*shape, SLOTS), ITEM)
+    follower["character"], item["type"] = UNKNOWN, NOTHING
+    return follower, item
 
 
 def live(
@@ -130,22 +126,22 @@ def live(
 ) -> Window:
     """One frame as it is played, as a window of one: FRAME and CONTROLLER scalars, Slippi's number of the frame.
 
-    followers: whose (0 ours, 1 theirs) -> PLAYER. items: (M,) ITEM. The frame's own controller is not looked at.
+    followers: whose (0 ours, 1 theirs) -> PLAYER. items: (M,) ITEM.
     """
-    second = followers or {}
-    things = np.zeros(0, ITEM) if items is None else items[:SLOTS]
-    whose = np.array(list(second), np.int64)
+    follower, item = nobody(1, 1)
+    for whose, state in (followers or {}).items():
+        follower[0, 0, whose] = state
+    for slot, thing in enumerate([] if items is None else items[:SLOTS]):
+        item[0, 0, slot] = thing
     return Window(
         frames=np.asarray(frame, FRAME).reshape(1, 1),
         previous=np.asarray(previous, CONTROLLER).reshape(1, 1),
-        first=np.array([number]),
+        number=np.array([[number]]),
         stage=np.array([stage]),
         known=np.array([EVERYTHING]),
         delay=np.array([delay]),
-        follower=np.array([second[who] for who in second], PLAYER),
-        follower_at=np.stack([np.zeros_like(whose), np.zeros_like(whose), whose]),
-        item=things,
-        item_at=np.stack([np.zeros(len(things), np.int64), np.zeros(len(things), np.int64), np.arange(len(things))]),
+        follower=follower,
+        item=item,
     )
 
 
@@ -156,20 +152,17 @@ def inputs(window: Window) -> dict[str, np.ndarray]:
     leader = _leader(players)
     both = _block(out, f"own {LEADER[0]}", 2, len(LEADER) + len(SECOND))
     both[..., : len(LEADER)] = leader
-    if len(window.follower):
-        row, frame, whose = window.follower_at
-        both[row, frame, whose, len(LEADER) :] = _second(window.follower)
+    there = window.follower["character"] != UNKNOWN
+    both[..., len(LEADER) :][there] = _second(window.follower[there])
     stage = window.stage[:, None] == np.array(list(STAGES))
     _block(out, f"stage {STAGES[2]}", 1, len(STAGES) + 1)[:, :, 0] = np.c_[stage, ~stage.any(1)][:, None]
     _controls(_block(out, f"previous {CONTROLS[0]}", 1, len(CONTROLS))[:, :, 0], window.previous)
     x, y = np.moveaxis(leader[..., 1, 2:4] - leader[..., 0, 2:4], -1, 0)  # in twenties
-    number = window.first[:, None] + np.arange(out.shape[1])
-    values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, number / GAME_FRAMES)
+    values = (np.minimum(np.hypot(x, y) / 10, 1.5), x / 10, y / 5, window.number / GAME_FRAMES)
     for name, column in zip(SPATIAL, values, strict=True):
         out[..., PLACE[name]] = column
-    if len(window.item):
-        row, frame, slot = window.item_at
-        _block(out, f"item 0 {ITEM_FIELDS[0]}", SLOTS, len(ITEM_FIELDS))[row, frame, slot] = _items(window.item)
+    there = window.item["type"] != NOTHING
+    _block(out, f"item 0 {ITEM_FIELDS[0]}", SLOTS, len(ITEM_FIELDS))[there] = _items(window.item[there])
     out[..., PLACE["delay"]] = window.delay[:, None] / DELAYS
     known = window.known[:, None, None] >> np.arange(len(KNOWN)) & 1
     _block(out, f"known {KNOWN[0]}", 1, len(KNOWN))[:, :, 0] = known
@@ -231,24 +224,15 @@ def _items(item: np.ndarray) -> np.ndarray:
     return np.c_[np.ones(len(item)), item["owner"] * 0.5, place, item["type"] * 0.01, speed]
 
 
-# Left and right
-
-
 def mirror(window: Window, rows: np.ndarray) -> None:
     """Exchange left and right in `rows` (B,) bool, in place."""
-    for who in ("self", "other"):
-        _mirror_players(window.frames[who], rows)
+    for players in (window.frames["self"], window.frames["other"], window.follower):
+        players.view(HALVES)["halves"].view("<u2")[rows] ^= SIGNS
+        flags = players["flags"][rows]
+        turned = (flags & RIGHT) // RIGHT * LEFT | (flags & LEFT) // LEFT * RIGHT
+        players["flags"][rows] = flags & ~np.uint8(RIGHT | LEFT) | turned
+        action = players["action"][rows]
+        players["action"][rows] = np.where(np.isin(action, DEAD_SIDEWAYS), sum(DEAD_SIDEWAYS) - action, action)
     mirror_sticks(window.previous, rows)
-    _mirror_players(window.follower, rows[window.follower_at[0]])
-    things = rows[window.item_at[0]]
     for field in ("place", "speed"):
-        window.item[field][things, 0] *= -1
-
-
-def _mirror_players(state: np.ndarray, rows: np.ndarray) -> None:
-    state.view(HALVES)["halves"].view("<u2")[rows] ^= SIGNS
-    flags = state["flags"][rows]
-    turned = (flags & RIGHT) // RIGHT * LEFT | (flags & LEFT) // LEFT * RIGHT
-    state["flags"][rows] = flags & ~np.uint8(RIGHT | LEFT) | turned
-    action = state["action"][rows]
-    state["action"][rows] = np.where(np.isin(action, DEAD_SIDEWAYS), sum(DEAD_SIDEWAYS) - action, action)
+        window.item[field][rows, ..., 0] *= -1

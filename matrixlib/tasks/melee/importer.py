@@ -22,7 +22,7 @@ from matrixlib.data.shards import Batch, Shard, concat, file_hash
 from matrixlib.files import from_home
 from matrixlib.tasks.melee.columns import LAYOUT
 from matrixlib.tasks.melee.replay import NoGame, ReplayError, read
-from matrixlib.tasks.melee.stretches import figures, stretches
+from matrixlib.tasks.melee.windows import figures, stretches
 
 VERSION = 1  # of what decides about names and bytes
 SHARD = 2048  # rows of a shard: some 17 MB, six games
@@ -47,17 +47,14 @@ class Slippi:
 
     def read(self, part: Part) -> ParseResult:
         """The rows of a replay, one that is refused, or one that is left out."""
-        entries = Entries(replace(part, first=part.number))
-        batch = concat([], LAYOUT)
+        entries, batch = Entries(replace(part, first=part.number)), concat([], LAYOUT)
         try:
             if not part.data:
                 raise ReplayError(f"is empty, or larger than {LARGEST >> 20} MiB")
             with tempfile.TemporaryDirectory() as folder:  # peppi reads files alone
                 path = Path(folder, "replay.slp")
                 path.write_bytes(part.data)
-                replay = read(path)
-            held_out = hashlib.sha256(part.data).hexdigest() <= self.held_out
-            batch = stretches(replay, held_out)
+                batch = stretches(read(path), hashlib.sha256(part.data).hexdigest() <= self.held_out)
         except ReplayError as error:
             entries.refuse(0, DAMAGED, str(error), part.name)
         except NoGame as error:
@@ -98,20 +95,16 @@ def threshold(replays: Mapping[str, Path], stored: Set[int] = frozenset(), held_
     share = f"{2**256 // HELD_OUT:064x}"
     first, games = "", set(stored)
     for digest, path in [] if held_out else sorted(replays.items()):
-        if (game := _game(path)) is None or game in games:
+        try:
+            game = read(path).game
+        except (NoGame, ReplayError):
             continue
-        games.add(game)
-        first = first or digest
-        if len(games) > 1:
-            return max(share, first)
+        if game not in games:
+            games.add(game)
+            first = first or digest
+            if len(games) > 1:
+                return max(share, first)
     return share
-
-
-def _game(path: Path) -> int | None:
-    try:
-        return read(path).game
-    except (NoGame, ReplayError):
-        return None
 
 
 def _thresholds(folder: Path) -> dict[str, str]:

@@ -29,12 +29,6 @@ class Objective:
     gamma: float = 0.0
     smoothing: float = 0.0
 
-    @property
-    def exact(self) -> bool:
-        """Whether the logits are those of the true probabilities, but for a constant, so that `correct` changes no
-        decision."""
-        return not (self.gamma or self.smoothing) and bool((self.weights == 1).all())
-
     def losses(self, head: Head, logits: Tensor, choices: Tensor) -> Tensor:
         """(...) loss of each frame.
 

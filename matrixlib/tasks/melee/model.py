@@ -1,11 +1,13 @@
 """Networks that imitate a player: a frame's state and the controller held in it, a trunk, six heads.
 
-Shapes: B rows, T frames, N numbers of a frame, W width. A trunk sees a frame and those before it, never later ones.
+Shapes: B rows, T frames, N numbers of a frame, W width, ... any leading dimensions; `choices` (..., 13) and `logits`
+(..., 81) as in controller.py. A trunk sees a frame and those before it, never later ones.
 In training it is run over whole windows, `forward`; in play frame by frame, `step`, with what it has to remember handed
 in and out: a tuple of tensors whose first size is B.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import cast
 
 import torch
@@ -13,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matrixlib.tasks.melee.config import MeleeModelConfig
-from matrixlib.tasks.melee.controller import LOGITS
+from matrixlib.tasks.melee.controller import HEADS, LOGITS, Head
 from matrixlib.tasks.melee.features import ACTIONS, CHARACTERS, INPUTS
-from matrixlib.tasks.melee.heads import Heads
 
 State = tuple[Tensor, ...]
+Correct = Callable[[Head, Tensor], Tensor]
 ROTATION = 10_000.0  # longest wavelength of the rotary embedding
+SHOULDER_SHARE = 2  # the shoulder's head is so many times narrower
+DEVIATION = 0.02  # of the last weights: a fresh network says nearly what a constant predictor does
+SIZES = [head.classes for head in HEADS]
 
 
 def norm(config: MeleeModelConfig) -> nn.Module:
@@ -203,12 +208,77 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
     return (x * turn[0] + x.roll(x.shape[-1] // 2, -1) * turn[1]).to(x.dtype)
 
 
-def trunk(config: MeleeModelConfig, window: int) -> Trunk:
-    """The trunk that a configuration names."""
-    if config.trunk == "transformer":
-        return Transformer(config, window)
-    kinds = {"mlp": Mlp, "residual": Residual, "gru": Recurrent, "lstm": Recurrent}
-    return kinds[config.trunk](config)
+class Heads(nn.Module):
+    """Features (..., W) to logits. Autoregressive: each part also knows the choices of the parts before it.
+
+    prior: (81,) logits that a fresh network starts with. weights: (8,) of pressed buttons in the loss, kept with the
+    network, as what its logits mean depends on them.
+    """
+
+    weights: Tensor
+    values: Tensor
+    columns: Tensor
+
+    def __init__(
+        self, width: int, hidden: int, autoregressive: bool, prior: Sequence[float], weights: Sequence[float]
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+        # What each logit stands for: a value of a column of choices.
+        values = torch.cat([torch.ones(8) if head.name == "buttons" else torch.arange(head.classes) for head in HEADS])
+        columns = torch.cat([torch.arange(13)[head.choices].expand(head.classes) for head in HEADS])
+        self.register_buffer("values", values.long(), persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+        sizes = [hidden // SHOULDER_SHARE if head.name == "shoulder" else hidden for head in HEADS]
+        self.inner = nn.ModuleList(nn.Linear(width, size) for size in sizes)
+        self.outer = nn.ModuleList(nn.Linear(size, head.classes) for size, head in zip(sizes, HEADS, strict=True))
+        given = HEADS[:-1] if autoregressive else ()
+        self.given = nn.ModuleList(nn.Linear(head.classes, width, bias=False) for head in given)
+        start = torch.tensor(prior)
+        with torch.no_grad():
+            for head, layer in zip(HEADS, cast(Iterable[nn.Linear], self.outer), strict=True):
+                layer.weight.normal_(std=DEVIATION)
+                layer.bias.copy_(start[head.logits])
+
+    def unfold(self, choices: Tensor) -> Tensor:
+        """(..., 81) fp32 of whole controllers (..., 13): buttons as they are, a class as one of its places."""
+        return (choices.index_select(-1, self.columns) == self.values).float()
+
+    def forward(self, x: Tensor, choices: Tensor) -> Tensor:
+        """(..., 81) logits of each part, the parts before it being those of `choices` (..., 13)."""
+        return self._run(x, lambda number, logits: choices[..., HEADS[number].choices])[0]
+
+    def decide(self, x: Tensor, noise: Tensor, correct: Correct) -> tuple[Tensor, Tensor]:
+        """(logits (..., 81), choices (..., 13)) with each part decided by what its noise (..., 81) makes greatest.
+
+        noise: `gumbel` for a sample, zeros for the likeliest. correct: `Objective.correct`, from logits of a head to
+        log-odds (buttons) or log-probabilities.
+        """
+        noises = noise.split(SIZES, -1)
+
+        def pick(number: int, logits: Tensor) -> Tensor:
+            score = correct(HEADS[number], logits.float()) + noises[number]
+            return (score > 0).long() if number == 0 else score.argmax(-1, keepdim=True)
+
+        return self._run(x, pick)
+
+    def _run(self, x: Tensor, pick: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        parts, picks = [], []
+        layers = zip_longest(self.inner, self.outer, self.values.split(SIZES), self.given)
+        for number, (inner, outer, values, given) in enumerate(layers):
+            parts.append(outer(F.relu(inner(x))))
+            picks.append(pick(number, parts[-1]))
+            if given is not None:
+                x = x + given((picks[-1] == values).float())
+        return torch.cat(parts, -1), torch.cat(picks, -1)
+
+
+def gumbel(uniform: Tensor) -> Tensor:
+    """Noise for `decide` from numbers (..., 81) between 0 and 1: logistic for buttons, Gumbel for classes, so that what
+    becomes greatest is a sample (Maddison et al. 2014, "A* Sampling")."""
+    u = uniform.clamp(1e-7, 1 - 1e-7)
+    buttons = HEADS[0].logits
+    return torch.cat([u[..., buttons].logit(), -(-u[..., buttons.stop :].log()).log()], -1)
 
 
 class MeleeNet(nn.Module):
@@ -223,7 +293,9 @@ class MeleeNet(nn.Module):
         self.action = nn.Embedding(ACTIONS, config.embedding)
         self.character = nn.Embedding(CHARACTERS, config.embedding)
         self.first = nn.Linear(len(INPUTS) + 4 * config.embedding + LOGITS, config.width)
-        self.trunk = trunk(config, window)
+        kinds = {"mlp": Mlp, "residual": Residual, "gru": Recurrent, "lstm": Recurrent}
+        transformer = config.trunk == "transformer"
+        self.trunk: Trunk = Transformer(config, window) if transformer else kinds[config.trunk](config)
         self.heads = Heads(config.width, config.head_width, config.autoregressive, prior, weights)
 
     def edges(self) -> list[nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,8 +14,7 @@ from matrixlib.engine.network import Network
 from matrixlib.tasks.melee import features
 from matrixlib.tasks.melee.controller import LOGITS, NEUTRAL, Controller, choices_of, controllers
 from matrixlib.tasks.melee.features import Window
-from matrixlib.tasks.melee.heads import gumbel
-from matrixlib.tasks.melee.model import MeleeNet, State
+from matrixlib.tasks.melee.model import MeleeNet, State, gumbel
 
 
 class MeleeNetwork(Network):
@@ -67,50 +65,37 @@ class Player:
             raise ValueError(f"temperature {temperature}: give 1, more for variety, less for certainty, or 0")
         task: Any = net.task
         self._model = cast(MeleeNet, net.model)
-        objective = task.objective(self._model)
-        self._correct = None if objective.exact else objective.correct
+        self._correct = task.objective(self._model).correct
         self._device = net.runtime.torch_device
-        self._noise = self._noises(torch.Generator().manual_seed(seed), temperature)
+        self._stream, self._temperature = torch.Generator().manual_seed(seed), temperature
         self._remembered: State = self._model.trunk.initial(1)
-        self.decision = NEUTRAL
-        """(13,) what was decided last, as classes."""
         self._delay = np.array([delay])
         self._waiting = deque([NEUTRAL] * delay)
+        self.decision = NEUTRAL
+        """(13,) what was decided last, as classes."""
         self.logits = np.zeros(LOGITS, np.float32)
         """(81,) what the network said of the last frame."""
 
     @torch.inference_mode()
-    def act(self, frame: Window, follow: bool = False) -> Controller:
+    def act(self, frame: Window) -> Controller:
         """The controller to hold in the next frame, from the state after this one: a window of one frame, as
-        `features.live` makes it.
+        `features.live` makes it. What was decided last is its `previous`, whatever it says.
 
-        A network that was trained with a delay decides so many frames ahead: until then the controller rests. follow:
-        what was decided last is the frame's `previous`, as in a recording, not the player's own decision. ValueError
-        for a window of another length.
+        A network that was trained with a delay decides so many frames ahead: until then the controller rests.
+        ValueError for a window of another length.
         """
-        if not isinstance(frame, Window):
-            raise ValueError(f"a frame is a window of one, not {type(frame).__name__}: make it with features.live")
-        if frame.frames.shape != (1, 1):
-            raise ValueError(f"a window of {frame.frames.shape} frames: give one at a time, as features.live makes it")
-        if not follow:
-            frame = replace(frame, previous=controllers(self.decision[None, None]), delay=self._delay)
-        arrays = features.inputs(frame)
-        x, self._remembered = self._model.step(
-            self._row(arrays["numeric"], torch.float32),
-            self._row(arrays["action"], torch.int64),
-            self._row(arrays["character"], torch.int64),
-            self._row(choices_of(frame.previous), torch.int64),
-            self._remembered,
-        )
-        logits, choices = self._model.heads.decide(x, next(self._noise), self._correct)
+        if not isinstance(frame, Window) or frame.frames.shape != (1, 1):
+            raise ValueError("give one frame at a time, a window of one as features.live makes it")
+        frame = replace(frame, previous=controllers(self.decision[None, None]), delay=self._delay)
+        arrays = features.inputs(frame) | {"previous": choices_of(frame.previous)}
+        inputs = {name: self._row(array) for name, array in arrays.items()}
+        x, self._remembered = self._model.step(**inputs, state=self._remembered)
+        noise = self._temperature * gumbel(torch.rand(1, LOGITS, generator=self._stream)).to(self._device)
+        logits, choices = self._model.heads.decide(x, noise, self._correct)
         self.logits, self.decision = logits[0].cpu().numpy(), choices[0].cpu().numpy()
         self._waiting.append(self.decision)
         return Controller.of(self._waiting.popleft())
 
-    def _noises(self, stream: torch.Generator, temperature: float) -> Iterator[Tensor]:
-        """(1, 81) for each frame, made for a second at once."""
-        while True:
-            yield from (temperature * gumbel(torch.rand(60, LOGITS, generator=stream))).to(self._device).split(1)
-
-    def _row(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array.reshape(1, -1)).to(self._device, dtype)
+    def _row(self, array: np.ndarray) -> Tensor:
+        row = torch.from_numpy(array.reshape(1, -1)).to(self._device)
+        return row if row.is_floating_point() else row.long()

@@ -52,9 +52,8 @@ class Replay:
     @property
     def game(self) -> int:
         """64 bits that two recordings of one game have in common: stage, characters and what was pressed at first."""
-        facts = hashlib.blake2b(np.array([self.stage], "<i8").tobytes(), digest_size=8)
-        facts.update(self.players["character"][0].tobytes())
-        facts.update(np.ascontiguousarray(self.controllers[:SAME_GAME]).tobytes())
+        parts = (np.array([self.stage], "<i8"), self.players["character"][0], self.controllers[:SAME_GAME])
+        facts = hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=8)
         return int.from_bytes(facts.digest(), "little")
 
 
@@ -63,7 +62,7 @@ def read(path: Path | str) -> Replay:
 
     Raises ImportError with what to install where peppi-py is missing.
     """
-    start, frames = _parse(path)
+    start, frames = parse(path)
     people = start["players"]
     if len(people) != 2:
         raise NoGame(f"{len(people)} players")
@@ -71,35 +70,35 @@ def read(path: Path | str) -> Replay:
         raise NoGame("a computer plays")
     if frames is None or not len(frames):
         raise NoGame("no frames")
-    number = _numbers(frames.field("id"))
+    number = _column(frames, "id")
     keep = last_rows(number)
     keep = keep[number[keep] >= FIRST]
     if not (np.diff(number[keep]) == 1).any():
         raise NoGame("ends before anybody could act")
     names = [player["port"] for player in people]
+    places = (int(names[0][1:]) - 1, int(names[1][1:]) - 1)
     ports = [frames.field("ports").field(name) for name in names]
     leaders = [port.field("leader") for port in ports]
     if not all(np.asarray(leader.is_valid())[keep].all() for leader in leaders):
         raise NoGame("a player is away for some of the frames")
     players = np.stack([_player(leader.field("post"), keep) for leader in leaders], 1)
-    _check(players, number[keep])
+    check(players, number[keep])
     followers = [_follower(port, keep) for port in ports]
-    item, item_at, owner, items_known = _items(frames, keep, [int(name[1:]) - 1 for name in names])
-    stage, version = start["stage"], start["slippi"]["version"]
     follower_at = np.concatenate([at for _, at in followers])
     order = np.argsort(follower_at, kind="stable")
-    whose = np.repeat([0, 1], [len(at) for _, at in followers])
+    item, item_at, owner, items_known = _items(frames, keep, places)
+    version = start["slippi"]["version"]
     return Replay(
         version=(version[0], version[1], version[2]),
-        stage=stage,
-        ports=(int(names[0][1:]) - 1, int(names[1][1:]) - 1),
+        stage=start["stage"],
+        ports=places,
         known=_known(leaders[0].field("post")) | (columns.ITEMS if items_known else 0),
         number=number[keep],
         players=players,
-        controllers=np.stack([_controller(leader.field("pre"), keep) for leader in leaders], 1),
+        controllers=np.stack([controllers(leader.field("pre"), keep) for leader in leaders], 1),
         follower=np.concatenate([state for state, _ in followers])[order],
         follower_at=follower_at[order],
-        whose=whose[order],
+        whose=np.repeat([0, 1], [len(at) for _, at in followers])[order],
         item=item,
         item_at=item_at,
         owner=owner,
@@ -113,55 +112,56 @@ def last_rows(number: np.ndarray) -> np.ndarray:
     return len(number) - 1 - last
 
 
-def _parse(path: Path | str) -> tuple[dict[str, Any], Any]:
-    """(facts of the game's start, Arrow struct of its frames or None)."""
+def parse(path: Path | str) -> tuple[dict[str, Any], Any]:
+    """(facts of the game's start, Arrow struct of its frames or None); errors as of `read`."""
     try:
         from peppi_py._peppi import read_slippi  # its public form leaves the items out
     except ImportError as error:
         raise ImportError("reading .slp files needs peppi-py: pip install 'matrixlib[melee]'") from error
     try:
         game = read_slippi(os.fspath(path), False)
-    except Exception as error:
-        raise ReplayError(_short(error)) from error
     except BaseException as error:
-        if type(error).__name__ != PANIC:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
-        raise ReplayError(_short(error)) from error
+        text = str(error).splitlines() or [type(error).__name__]
+        raise ReplayError(text[0][:200]) from error
     return game.start, game.frames
 
 
-def _check(players: np.ndarray, number: np.ndarray) -> None:
+def check(players: np.ndarray, number: np.ndarray) -> None:
     """ReplayError for what cannot have happened: a file has no checksum of its own."""
-    odd = (players["character"] >= CHARACTERS) | ~np.isfinite(players["percent"])
-    odd |= ~np.isfinite(players["x"]) | ~np.isfinite(players["y"])
+    odd = players["character"] >= CHARACTERS
+    for name in ("percent", "x", "y"):
+        odd |= ~np.isfinite(players[name])
     if odd.any():
         frame, player = np.argwhere(odd)[0]
         raise ReplayError(f"frame {number[frame]}: no sound state of a player ({players[frame, player]})"[:200])
 
 
-def _short(error: BaseException) -> str:
-    text = str(error).splitlines()
-    return (text[0] if text else type(error).__name__)[:200]
-
-
-def _numbers(values: Any) -> np.ndarray:
-    return values.to_numpy(zero_copy_only=False)
+def _column(struct: Any, *path: str) -> np.ndarray:
+    """A field of fields, as an array."""
+    for name in path:
+        struct = struct.field(name)
+    return struct.to_numpy(zero_copy_only=False)
 
 
 def _names(struct: Any) -> set[str]:
-    return {struct.type.field(number).name for number in range(struct.type.num_fields)}
+    return {field.name for field in struct.type}
 
 
 def _known(post: Any) -> int:
-    """What this version records of a player."""
+    """Bits of what this version records of a player."""
     bits = {
-        columns.SPEEDS: ("velocities",),
-        columns.GROUNDED: ("airborne", "jumps", "misc_as", "state_flags"),
-        columns.ACTION_FRAME: ("state_age",),
-        columns.SAFETY: ("hurtbox_state",),
+        columns.SPEEDS: {"velocities"},
+        columns.GROUNDED: {"airborne", "jumps", "misc_as", "state_flags"},
+        columns.ACTION_FRAME: {"state_age"},
+        columns.SAFETY: {"hurtbox_state"},
     }
-    present = _names(post)
-    return sum(bit for bit, names in bits.items() if present.issuperset(names))
+    return sum(bit for bit, names in bits.items() if names <= _names(post))
+
+
+def _half(values: np.ndarray) -> np.ndarray:
+    return np.clip(values, -LARGEST, LARGEST).astype(np.float16)
 
 
 def _player(post: Any, keep: np.ndarray) -> np.ndarray:
@@ -169,19 +169,11 @@ def _player(post: Any, keep: np.ndarray) -> np.ndarray:
     known, out = _known(post), np.zeros(len(keep), PLAYER)
 
     def column(*path: str) -> np.ndarray:
-        values = post
-        for name in path:
-            values = values.field(name)
-        return _numbers(values)[keep]
-
-    def half(values: np.ndarray) -> np.ndarray:
-        return np.clip(values, -LARGEST, LARGEST).astype(np.float16)
+        return _column(post, *path)[keep]
 
     out["action"], out["character"], out["stocks"] = column("state"), column("character"), column("stocks")
-    for name in ("percent", "shield"):
-        out[name] = half(column(name))
-    for axis in "xy":
-        out[axis] = half(column("position", axis))
+    out["percent"], out["shield"] = _half(column("percent")), _half(column("shield"))
+    out["x"], out["y"] = _half(column("position", "x")), _half(column("position", "y"))
     facing = column("direction")
     flags = np.where(facing > 0, columns.RIGHT, 0) | np.where(facing < 0, columns.LEFT, 0)
     out["jumps"], out["hitstun"], out["speeds"], out["action_frame"] = UNKNOWN, np.nan, np.nan, np.nan
@@ -189,34 +181,33 @@ def _player(post: Any, keep: np.ndarray) -> np.ndarray:
         flags |= np.where(column("airborne") > 0, columns.AIR, columns.GROUND)
         out["jumps"] = column("jumps")
         stunned = (column("state_flags", "3").astype(np.uint8) & HITSTUN) > 0
-        out["hitstun"] = half(np.where(stunned, column("misc_as"), 0.0))  # of anything else in other states
+        out["hitstun"] = _half(np.where(stunned, column("misc_as"), 0.0))  # of anything else in other states
     if known & columns.SAFETY:
         flags |= np.where(column("hurtbox_state") > 0, columns.SAFE, columns.OPEN)
     if known & columns.SPEEDS:
         parts = ("self_x_air", "self_x_ground", "self_y", "knockback_x", "knockback_y")
-        out["speeds"] = np.stack([half(column("velocities", part)) for part in parts], 1)
+        out["speeds"] = np.stack([_half(column("velocities", part)) for part in parts], 1)
     if known & columns.ACTION_FRAME:
-        out["action_frame"] = half(column("state_age"))
+        out["action_frame"] = _half(column("state_age"))
     out["flags"] = flags
     return out
 
 
-def _controller(pre: Any, keep: np.ndarray) -> np.ndarray:
-    """CONTROLLER of the rows to keep."""
+def controllers(pre: Any, keep: np.ndarray) -> np.ndarray:
+    """CONTROLLER of the rows to keep; an axis that is no number is at rest."""
     out = np.zeros(len(keep), CONTROLLER)
-    buttons = _numbers(pre.field("buttons_physical"))[keep].astype(np.uint16)
+    buttons = _column(pre, "buttons_physical")[keep].astype(np.uint16)
     for bit, mask in enumerate(columns.MASKS):
         out["buttons"] |= ((buttons & mask) > 0).astype(np.uint8) << bit
-    for number, (stick, axis) in enumerate((("joystick", "x"), ("joystick", "y"), ("cstick", "x"), ("cstick", "y"))):
-        out["sticks"][:, number] = _steps(pre.field(stick).field(axis), keep, -1.0, columns.STICK_STEPS)
-    out["shoulder"] = _steps(pre.field("triggers"), keep, 0.0, columns.SHOULDER_STEPS)
+
+    def steps(least: float, steps: int, *path: str) -> np.ndarray:
+        steady = np.nan_to_num(_column(pre, *path)[keep], nan=0.0, posinf=0.0, neginf=0.0)
+        return np.rint(np.clip(steady, least, 1.0) * steps)
+
+    for number, path in enumerate((("joystick", "x"), ("joystick", "y"), ("cstick", "x"), ("cstick", "y"))):
+        out["sticks"][:, number] = steps(-1.0, columns.STICK_STEPS, *path)
+    out["shoulder"] = steps(0.0, columns.SHOULDER_STEPS, "triggers")
     return out
-
-
-def _steps(values: Any, keep: np.ndarray, least: float, steps: int) -> np.ndarray:
-    """An axis in whole steps; what is no number is at rest."""
-    steady = np.nan_to_num(_numbers(values)[keep], nan=0.0, posinf=0.0, neginf=0.0)
-    return np.rint(np.clip(steady, least, 1.0) * steps)
 
 
 def _follower(port: Any, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +219,7 @@ def _follower(port: Any, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _player(follower.field("post"), keep[there]), there
 
 
-def _items(frames: Any, keep: np.ndarray, ports: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+def _items(frames: Any, keep: np.ndarray, ports: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """(ITEM, place among the kept rows, owner, whether the version records items and their owners); older ones in a
     frame come first."""
     if "item" not in _names(frames):
@@ -238,19 +229,13 @@ def _items(frames: Any, keep: np.ndarray, ports: list[int]) -> tuple[np.ndarray,
     length = np.diff(offset)[keep]
     at = np.repeat(np.arange(len(keep)), length)
     pick = np.repeat(offset[keep] - (np.cumsum(length) - length), length) + np.arange(length.sum())
-
-    def column(*path: str) -> np.ndarray:
-        field = values
-        for name in path:
-            field = field.field(name)
-        return _numbers(field)[pick]
-
-    order = np.lexsort((column("id"), at))
+    order = np.lexsort((_column(values, "id")[pick], at))
+    at, pick = at[order], pick[order]
     out = np.zeros(len(pick), ITEM)
-    out["type"] = column("type")
-    for number, axis in enumerate("xy"):
-        for name, field in (("place", "position"), ("speed", "velocity")):
-            out[name][:, number] = np.clip(column(field, axis), -LARGEST, LARGEST)
-    owners = column("owner") if "owner" in _names(values) else np.full(len(pick), -1)
-    owner = np.select([owners == ports[0], owners == ports[1]], [0, 1], -1)
-    return out[order], at[order], owner[order], "owner" in _names(values)
+    out["type"] = _column(values, "type")[pick]
+    for name, field in (("place", "position"), ("speed", "velocity")):
+        out[name] = np.stack([_half(_column(values, field, axis)[pick]) for axis in "xy"], 1)
+    if "owner" not in _names(values):
+        return out, at, np.full(len(pick), -1), False
+    owners = _column(values, "owner")[pick]
+    return out, at, np.select([owners == ports[0], owners == ports[1]], [0, 1], -1), True

@@ -1,27 +1,35 @@
-"""The sample set that ships with the package: games of people, column by column, and where the data of a run lie.
+"""The sample set that ships with the package: games of people, byte by byte along time; and the data of a run.
 
-`sample/sample.npz.xz` holds what `replay.read` gives of each game, one array for each field of all games, so that
-successive values are alike. `sample/manifest.json` says of each game where it is from, `sample/LICENSE` is the licence
-of the recordings. The file is made again from the replays by
+`sample/sample.npz.xz` holds what `replay.read` gives of each game, for each byte of a frame an array along time, so
+that successive values are alike. `sample/manifest.json` says of each game where it is from, `sample/LICENSE` is the
+licence of the recordings. The file is made again from the replays by
 
     python -m matrixlib.tasks.melee.sample_set FOLDER
 """
 
+import functools
 import io
 import lzma
+import operator
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from matrixlib.data.shards import ShardInfo, concat, file_hash, write_shard
+from matrixlib.config import ConfigError
+from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.reader import kept_rows
+from matrixlib.data.remote import local_path
+from matrixlib.data.shards import Shard, ShardInfo, concat, file_hash, select, write_shard
 from matrixlib.tasks.melee.columns import CONTROLLER, ITEM, LAYOUT, PLAYER
 from matrixlib.tasks.melee.config import MeleeConfig
 from matrixlib.tasks.melee.replay import Replay, read
-from matrixlib.tasks.melee.stretches import figures, stretches
+from matrixlib.tasks.melee.statistics import Statistics
+from matrixlib.tasks.melee.windows import count, figures, stretches
 from matrixlib.tasks.shipped import unpack, write_shipped
 from matrixlib.tasks.spec import given_folder
 
@@ -41,9 +49,15 @@ GAMES = {
 HELD_OUT = ("nintendont",)
 CREATED = "2026-01-01T00:00:00Z"
 """Creation time in every shard, so that they are the same bytes everywhere."""
-PER_GAME, PER_FRAME = ("version", "stage", "ports", "known"), ("number", "players", "controllers")
-SECONDS, ITEMS = ("follower", "follower_at", "whose"), ("item", "item_at", "owner")
-RISING = ("number", "follower_at", "item_at")
+ARRAYS: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+    "players": (PLAYER, (2,)),
+    "controllers": (CONTROLLER, (2,)),
+    "follower": (PLAYER, ()),
+    "item": (ITEM, ()),
+    **{name: (np.dtype("<i8"), ()) for name in ("number", "follower_at", "whose", "item_at", "owner")},
+}
+"""Of a replay: kind and shape of each entry."""
+RISING = ("number", "follower_at", "item_at")  # stored as differences
 
 
 def data_folder(config: MeleeConfig) -> Path:
@@ -51,15 +65,38 @@ def data_folder(config: MeleeConfig) -> Path:
     return unpack_sample() if config.data.source == "sample" else given_folder(config.data, "sample")
 
 
+def statistics(config: MeleeConfig) -> Statistics | None:
+    """Of the training rows of a configuration; None where its data are not on this machine.
+
+    The catalogue has the counts of each shard, made when it was written. They are added up over the shards in use, so
+    that another split, another limit or a shard in quarantine gives other rates; where a limit keeps a part of a shard,
+    the rows of that part are counted. Raises ShardError for a shard that cannot be read.
+    """
+    try:
+        folder = data_folder(config)
+    except ConfigError:
+        return None
+    rows = Catalogue(folder).shards("train")
+    kept = kept_rows([row.count for row in rows], [row.source for row in rows], config.data.limit)
+    parts = []
+    for row, rows_kept in zip(rows, kept, strict=True):
+        if rows_kept == row.count and "classes" in row.quality:
+            parts.append(Statistics(**row.quality["classes"]))
+        elif rows_kept:
+            parts.append(count(select(Shard(local_path(row), LAYOUT).arrays, np.arange(rows_kept), LAYOUT)))
+    return functools.reduce(operator.add, parts) if parts else None
+
+
 def encode(games: Sequence[Replay]) -> bytes:
     """Games to the bytes that ship; deterministic."""
-    columns: dict[str, np.ndarray] = {}
-    for name in (*PER_GAME, *PER_FRAME, *SECONDS, *ITEMS):
-        values = [np.asarray(getattr(game, name)) for game in games]
-        joined = np.stack(values) if name in PER_GAME else np.concatenate(values)
-        columns |= _columns(name, joined)
-    for name, member in (("frames", "number"), ("followers", "follower"), ("items", "item")):
-        columns[name] = np.array([len(getattr(game, member)) for game in games], "<i4")
+    columns = {}
+    for number, game in enumerate(games):
+        columns[f"{number} facts"] = np.array([*game.version, game.stage, *game.ports, game.known], "<i8")
+        for name, (kind, shape) in ARRAYS.items():
+            values = np.asarray(getattr(game, name), kind)
+            values = np.ascontiguousarray(np.diff(values, prepend=0) if name in RISING else values)
+            frames = values.view(np.uint8).reshape(len(values), kind.itemsize * prod(shape))
+            columns[f"{number} {name}"] = np.ascontiguousarray(frames.T)
     plain = io.BytesIO()
     np.savez(plain, **columns)  # type: ignore[arg-type]
     return lzma.compress(plain.getvalue(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
@@ -67,73 +104,28 @@ def encode(games: Sequence[Replay]) -> bytes:
 
 def decode(data: bytes) -> list[Replay]:
     """The inverse of `encode`. The bytes are trusted: their checksum is the caller's to check."""
-    with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
-        columns = {name: stored[name] for name in stored.files}
-    kinds = {"players": PLAYER, "controllers": CONTROLLER, "follower": PLAYER, "item": ITEM}
-    fields = {name: _join(name, columns, kinds.get(name)) for name in (*PER_GAME, *PER_FRAME, *SECONDS, *ITEMS)}
-    lengths = {
-        **dict.fromkeys(PER_FRAME, "frames"),
-        **dict.fromkeys(SECONDS, "followers"),
-        **dict.fromkeys(ITEMS, "items"),
-    }
-    parts = {name: np.split(fields[name], np.cumsum(columns[length])[:-1]) for name, length in lengths.items()}
     games = []
-    for number, (version, stage, ports, known) in enumerate(zip(*(fields[name] for name in PER_GAME), strict=True)):
-        own: dict[str, Any] = {name: part[number] for name, part in parts.items()}
-        own |= {"version": tuple(version.tolist()), "ports": tuple(ports.tolist())}
-        games.append(Replay(stage=int(stage), known=int(known), **own))
+    with np.load(io.BytesIO(lzma.decompress(data)), allow_pickle=False) as stored:
+        for number in range(len(stored.files) // (1 + len(ARRAYS))):
+            fields: dict[str, Any] = {}
+            for name, (kind, shape) in ARRAYS.items():
+                values = np.frombuffer(stored[f"{number} {name}"].T.tobytes(), kind).reshape(-1, *shape)
+                fields[name] = np.cumsum(values) if name in RISING else values
+            *version, stage, one, two, known = stored[f"{number} facts"].tolist()
+            games.append(Replay(tuple(version), stage, (one, two), known, **fields))
     return games
-
-
-def _columns(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Arrays that compress well: each field along time, halves as two bytes, of rising numbers the differences."""
-    if values.dtype.names:
-        parts = (_columns(f"{name}.{field}", values[field]) for field in values.dtype.names)
-        return {key: array for part in parts for key, array in part.items()}
-    if name in RISING:
-        return {name: np.diff(values, prepend=0).astype("<i4")}
-    column = np.ascontiguousarray(values.T)
-    if column.dtype == np.float16:
-        return {f"{name}.{byte}": column.view(np.uint8)[..., byte::2] for byte in (0, 1)}
-    return {name: column}
-
-
-def _join(name: str, columns: Mapping[str, np.ndarray], kind: np.dtype | None) -> np.ndarray:
-    """The inverse of `_columns`; kind: of its fields, where it has some."""
-    if kind is not None and kind.names:
-        assert kind.fields is not None
-        parts = {field: _join(f"{name}.{field}", columns, kind.fields[field][0].base) for field in kind.names}
-        sizes = [len(kind.fields[field][0].shape) for field in kind.names]
-        first = parts[kind.names[0]]
-        out = np.zeros(first.shape[: first.ndim - sizes[0]], kind)
-        for field, part in parts.items():
-            out[field] = part
-        return out
-    if name in RISING:
-        return np.cumsum(columns[name])
-    if kind == np.float16:
-        return np.stack([columns[f"{name}.{byte}"] for byte in (0, 1)], -1).view(np.float16)[..., 0].T
-    return columns[name].T
-
-
-# Made and unpacked
 
 
 def ship(replays: Path | str, folder: Path = SAMPLE) -> dict[str, Any]:
     """Compress the games of a folder of replays into `folder`; returns the manifest. For the makers of the package."""
     paths = [Path(replays, f"{name}.slp") for name in GAMES]
     games = [read(path) for path in paths]
-    facts = [
-        {
-            "file": path.name,
-            "from": origin,
-            "sha256": file_hash(path),
-            "frames": len(game.number),
-            "held_out": name in HELD_OUT,
-        }
-        for (name, origin), path, game in zip(GAMES.items(), paths, games, strict=True)
+    facts: list[dict[str, Any]] = [
+        {"file": path.name, "from": GAMES[path.stem], "sha256": file_hash(path), "frames": len(game.number)}
+        | {"held_out": path.stem in HELD_OUT}
+        for path, game in zip(paths, games, strict=True)
     ]
-    meta = {"source": "slippi", "generator": "sample", "seed": 0, "created": CREATED}
+    meta: dict[str, Any] = {"source": "slippi", "generator": "sample", "seed": 0, "created": CREATED}
     meta["held_out"] = [game["held_out"] for game in facts]
     data = encode(games)
     with tempfile.TemporaryDirectory() as scratch:

@@ -49,10 +49,10 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
         return LAYOUT
 
     def task(self, config: MeleeConfig) -> MeleeTask:
-        from matrixlib.tasks.melee import rates
+        from matrixlib.tasks.melee.sample_set import statistics
         from matrixlib.tasks.melee.task import MeleeTask
 
-        return MeleeTask(config, rates.statistics(config))
+        return MeleeTask(config, statistics(config))
 
     def folder(self, config: MeleeConfig) -> Path:
         from matrixlib.tasks.melee.sample_set import data_folder
@@ -77,17 +77,14 @@ class MeleeSpec(TaskSpec[MeleeConfig]):
 
         config = net.task.config
         batches = held_out.sequential(config.validation.batch_size, sample=sample)
-        return imitation.figures(imitation.judge(net, batches, config.seed), config.model.autoregressive)
+        return imitation.figures(imitation.judge(net, batches, config.seed))
 
     def headline(self, figures: Mapping[str, Any]) -> str:
-        from matrixlib.tasks.melee.imitation import onset_recall
-
-        total = figures["total"]
-        recall, other = onset_recall(figures, "sampled")
+        total, onsets = figures["total"], figures["onsets"]
         return (
             f"{total['nll']:.3f} nats a frame (repeating {total['repeating']:.3f}, constant {total['constant']:.3f}), "
             f"{total['change_nll']:.2f} where the controller changes (repeating {total['change_repeating']:.2f}), "
-            f"{recall:.1%} of the onsets (repeating 0 %, other frames {other:.1%})"
+            f"{onsets['recall']:.1%} of the onsets (repeating 0 %, other frames {onsets['false']:.1%})"
         )
 
     def checks(self, figures: Mapping[str, Any]) -> list[Check]:

@@ -1,9 +1,4 @@
-"""How often each class of the controller is held in a training set: what a constant predictor knows.
-
-The catalogue has the counts of each shard, made when it was written. They are added up over the shards in use, so that
-another split, another limit or a shard in quarantine gives other rates; where a limit keeps a part of a shard, the rows
-of that part are counted.
-"""
+"""How often each class of the controller is held in a training set: what a constant predictor knows."""
 
 from __future__ import annotations
 

@@ -1,36 +1,108 @@
-"""From stored rows to windows for training: where each begins, its delay, what it is paired with, what is changed at
-random.
+"""From games to stored rows, and from rows to windows for training: where each begins, its delay, what it is paired
+with, what is changed at random.
 
 The state after frame t is paired with the controller of frame t + 1 + delay. Slippi stores a frame's controller beside
 the state that it led to: paired with that, two of three pressed buttons could be read off the character's new action.
 What the player has decided last, the controller of t + delay, is an input.
 """
 
+import itertools
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 
-from matrixlib.tasks.melee.columns import OWN
+from matrixlib.data.shards import Batch, concat
+from matrixlib.tasks.melee.columns import FOLLOWER, FRAME, ITEM, LAYOUT, OWN, RECORD, ROW
 from matrixlib.tasks.melee.config import MeleeDataConfig
 from matrixlib.tasks.melee.controller import choices_of, mirror_sticks
-from matrixlib.tasks.melee.features import CONTINUOUS, SLOTS, SYMMETRIC, Window, inputs, mirror
+from matrixlib.tasks.melee.features import CONTINUOUS, SLOTS, SYMMETRIC, Window, inputs, mirror, nobody
+from matrixlib.tasks.melee.replay import Replay
+from matrixlib.tasks.melee.statistics import Statistics
 
-Arrays = dict[str, np.ndarray]
+# Rows
 
 
-def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> Arrays:
+def stretches(replay: Replay, held_out: bool) -> Batch:
+    """The rows of a game: each player's, in order. A row never crosses a gap in the frame numbers."""
+    breaks = np.flatnonzero(np.diff(replay.number) != 1) + 1
+    starts, ends = [], []
+    for first, after in itertools.pairwise([0, *breaks.tolist(), len(replay.number)]):
+        starts.append(np.arange(first, after - 1, OWN))  # the last frame has no controller after it
+        ends.append(np.full(len(starts[-1]), after))
+    start, end = np.concatenate(starts), np.concatenate(ends)
+    stop = np.minimum(start + ROW, end)
+    parts = []
+    for who in (0, 1):
+        frames = np.zeros(len(replay.number), FRAME)
+        frames["self"], frames["other"] = replay.players[:, who], replay.players[:, 1 - who]
+        frames["controller"] = replay.controllers[:, who]
+        records = np.zeros(len(start), RECORD)
+        records["game"], records["first"], records["stage"] = replay.game, replay.number[start], replay.stage
+        records["own"], records["port"] = np.minimum(end - start, OWN), replay.ports[who]
+        records["known"], records["held_out"] = replay.known, held_out
+        at, offset = _ranges(start, stop)
+        second, second_offset, place = _within(replay.follower_at, start, stop)
+        follower = np.zeros(len(second), FOLLOWER)
+        follower["at"], follower["whose"] = place, replay.whose[second] != who
+        follower["state"] = replay.follower[second]
+        thing, thing_offset, place = _within(replay.item_at, start, stop)
+        item: np.ndarray = replay.item[thing].astype(ITEM)
+        item["at"] = place
+        item["owner"] = np.where(replay.owner[thing] < 0, 0, np.where(replay.owner[thing] == who, 1, -1))
+        part = {"records": records, "frame_offset": offset, "frame_state": frames[at]}
+        part |= {"follower_offset": second_offset, "follower_state": follower}
+        parts.append(part | {"item_offset": thing_offset, "item_state": item})
+    return concat(parts, LAYOUT)
+
+
+def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(all of start..stop-1 one behind the other, offsets (rows + 1,) of each)."""
+    offset = np.concatenate([[0], np.cumsum(stop - start)]).astype("<i8")
+    return np.arange(offset[-1]) + np.repeat(start - offset[:-1], stop - start), offset
+
+
+def _within(at: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(which of the rising `at` lie in each range, offsets, their places from its start)."""
+    pick, offset = _ranges(np.searchsorted(at, start), np.searchsorted(at, stop))
+    return pick, offset, at[pick] - np.repeat(start, np.diff(offset))
+
+
+def count(batch: Batch) -> Statistics:
+    """Of the controllers of the own frames of rows."""
+    begin = batch["frame_offset"][:-1]
+    mine, _ = _ranges(begin, begin + batch["records"]["own"])
+    return Statistics.count(choices_of(batch["frame_state"]["controller"][mine]))
+
+
+def figures(batch: Batch) -> dict[str, Any]:
+    """What the catalogue says of a shard: rows, frames, games, and how often each class of the controller is held."""
+    records = batch["records"]
+    return {
+        "records": len(records),
+        "frames": int(records["own"].sum()),
+        "games": len(np.unique(records["game"])),
+        "classes": asdict(count(batch)),
+    }
+
+
+# Windows
+
+
+def augment(batch: Batch, data: MeleeDataConfig, rng: np.random.Generator) -> Batch:
     """Rows (B,) of LAYOUT to windows for training, at random starts and delays, mirrored and with noise.
 
     Gives what `features.inputs` gives, `choices` u1 (B, T, 13) that are to be predicted, `previous` likewise, the
     controller held, and `valid` u1 (B, T), 0 where there is nothing to predict: behind the end of a game.
     """
     records = batch["records"]
-    length = np.diff(batch["frame_offset"])
     draws = [rng.random(len(records)) for _ in range(4)]
     keys = rng.integers(2**63, size=len(records))  # of each row's noise
     least, most = data.delay
     delay = least + (draws[0] * (most - least + 1)).astype(np.int64)
-    starts = np.clip(length - data.window - delay, 1, records["own"]) if data.random_start else 1
-    start = (draws[1] * starts).astype(np.int64)
-    window, following = cut(batch, start, delay, data.window)
+    room = np.diff(batch["frame_offset"]) - data.window - delay
+    starts = np.clip(room, 1, records["own"]) if data.random_start else 1
+    window, following, valid = cut(batch, (draws[1] * starts).astype(np.int64), delay, data.window)
     turned = (draws[2] < data.mirror) & np.isin(records["stage"], SYMMETRIC)
     mirror(window, turned)
     mirror_sticks(following, turned)
@@ -40,75 +112,56 @@ def augment(batch: Arrays, data: MeleeDataConfig, rng: np.random.Generator) -> A
     measured = part.take(CONTINUOUS, -1)
     there = measured != 0  # what is exactly 0 is not there, unknown, or at rest
     for values, present, key in zip(measured, there, keys[noisy], strict=True):
-        values[present] += np.float32(data.noise_sigma) * np.random.default_rng(key).standard_normal(
-            present.sum(), np.float32
-        )
+        noise = np.random.default_rng(key).standard_normal(present.sum(), np.float32)
+        values[present] += np.float32(data.noise_sigma) * noise
     part[..., CONTINUOUS] = measured
     out["numeric"][noisy] = part
-    return out | _decisions(window, following) | {"valid": _valid(length, start, delay, data.window)}
+    return out | {"previous": choices_of(window.previous), "choices": choices_of(following), "valid": valid}
 
 
-def plain(batch: Arrays, data: MeleeDataConfig) -> Arrays:
+def plain(batch: Batch, data: MeleeDataConfig) -> Batch:
     """The same of all own frames of each row, however long a window is in training, with the least delay and nothing
     at random."""
-    count = len(batch["records"])
-    start, delay = np.zeros(count, np.int64), np.full(count, data.delay[0], np.int64)
-    window, following = cut(batch, start, delay, OWN)
-    valid = _valid(np.diff(batch["frame_offset"]), start, delay, OWN)
-    return inputs(window) | _decisions(window, following) | {"valid": valid}
+    start = np.zeros(len(batch["records"]), np.int64)
+    window, following, valid = cut(batch, start, start + data.delay[0], OWN)
+    choices = {"previous": choices_of(window.previous), "choices": choices_of(following)}
+    return inputs(window) | choices | {"valid": valid}
 
 
-def cut(batch: Arrays, start: np.ndarray, delay: np.ndarray, frames: int) -> tuple[Window, np.ndarray]:
-    """The windows that begin at frame `start` (B,) of each row, and the controllers (B, frames) that follow on them.
-
-    What lies behind the end of a row repeats its last frame.
+def cut(batch: Batch, start: np.ndarray, delay: np.ndarray, frames: int) -> tuple[Window, np.ndarray, np.ndarray]:
+    """The windows that begin at frame `start` (B,) of each row, the controllers (B, frames) that follow on them, and
+    whether these are stored, (B, frames) u1. What lies behind the end of a row repeats its last frame.
     """
-    offset = batch["frame_offset"]
+    offset, records = batch["frame_offset"], batch["records"]
     first, last = (offset[:-1] + start)[:, None], offset[1:, None] - 1
     at = first + np.arange(frames)
     stored = batch["frame_state"]  # `take` copies rows of fields many times faster than an index does
     after = at + delay[:, None]
-    records = batch["records"]
-    follower, follower_at = _inside(batch, "follower", start, frames)
-    item, item_at = _inside(batch, "item", start, frames)
-    few = (slot := _slots(item_at)) < SLOTS
+    follower, item = nobody(len(records), frames)
+    second, row, frame = _inside(batch, "follower", start, frames)
+    follower[row, frame, second["whose"]] = second["state"]
+    things, row, frame = _inside(batch, "item", start, frames)
+    place = row * frames + frame
+    slot = np.arange(len(place)) - np.searchsorted(place, place)  # of those in the same frame, which follow each other
+    few = slot < SLOTS
+    item[row[few], frame[few], slot[few]] = things[few]
     window = Window(
         frames=stored.take(np.minimum(at, last)),
         previous=stored.take(np.minimum(after, last))["controller"],
-        first=records["first"] + start,
+        number=(records["first"] + start)[:, None] + np.arange(frames),
         stage=records["stage"],
         known=records["known"],
         delay=delay,
-        follower=follower["state"],
-        follower_at=np.stack([*follower_at, follower["whose"].astype(np.int64)]),
-        item=item[few],
-        item_at=np.stack([*item_at, slot])[:, few],
+        follower=follower,
+        item=item,
     )
-    return window, stored.take(np.minimum(after + 1, last))["controller"]
+    return window, stored.take(np.minimum(after + 1, last))["controller"], (after < last).astype(np.uint8)
 
 
-def _inside(batch: Arrays, group: str, start: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a ragged group has inside the windows, and (2, K) the row and the frame of the window that it belongs to."""
+def _inside(batch: Batch, group: str, start: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a ragged group has inside the windows, and the row and the frame of the window that each belongs to."""
     stored, offset = batch[f"{group}_state"], batch[f"{group}_offset"]
     row = np.repeat(np.arange(len(start)), np.diff(offset))
     frame = stored["at"].astype(np.int64) - start[row]
     within = (frame >= 0) & (frame < frames)
-    return stored[within], np.stack([row[within], frame[within]])
-
-
-def _slots(at: np.ndarray) -> np.ndarray:
-    """(K,) how many of the same row and frame, which follow each other, come before."""
-    new = np.ones(at.shape[1], bool)
-    new[1:] = (np.diff(at) != 0).any(0)
-    begin = np.flatnonzero(new)
-    return np.arange(at.shape[1]) - np.repeat(begin, np.diff(begin, append=at.shape[1]))
-
-
-def _decisions(window: Window, following: np.ndarray) -> Arrays:
-    return {"previous": choices_of(window.previous), "choices": choices_of(following)}
-
-
-def _valid(length: np.ndarray, start: np.ndarray, delay: np.ndarray, frames: int) -> np.ndarray:
-    """(B, frames) u1: whether the controller that a frame is paired with is stored."""
-    known = start[:, None] + np.arange(frames) + delay[:, None] + 1 < length[:, None]
-    return known.astype(np.uint8)
+    return stored[within], row[within], frame[within]
