@@ -12,6 +12,7 @@ from readers import read_file, same
 
 from matrixlib.tasks.chess.importers import epd
 from matrixlib.tasks.chess.importers.epd import Epd, Labelled, operations_of
+from matrixlib.tasks.chess.importers.notation import Unusable
 from matrixlib.tasks.chess.scores import wdl_of_score
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish
 
@@ -143,7 +144,7 @@ def test_every_line_is_accounted_for(tmp_path_factory, lines):
 
 @given(st.text(alphabet='KQkq -w;"bmamce0129dehmvcf') | st.text())
 def test_any_operations_get_an_answer(text):
-    with contextlib.suppress(epd.Unusable):
+    with contextlib.suppress(Unusable):
         board, operations, _ = epd.parse(f"{START} {text}")
         epd.best_of(board, operations)
         epd.score_from(operations)

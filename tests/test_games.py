@@ -11,8 +11,8 @@ from positions import random_positions
 
 from matrixlib.tasks.chess.stockfish import labels
 from matrixlib.tasks.chess.stockfish.client import MATE
-from matrixlib.tasks.chess.stockfish.games import Game, Parameters, choose, ending_of
 from matrixlib.tasks.chess.stockfish.labels import label, levels, values, weights_of
+from matrixlib.tasks.chess.stockfish.sample import Parameters, choose, ending_of
 
 DEPTHS = Parameters.shallow_depth, Parameters.deep_depth
 
@@ -76,17 +76,12 @@ def test_the_board_is_left_alone(engine):
 
 def test_the_share_of_labelled_positions():
     parameters = Parameters(keep=0.6, keep_first=0.1, keep_decided=0.2)
-    played = [Game(n, (chess.Move.null(),) * 100, (0,) * 50 + (9000,) * 50, 2, "cap") for n in range(200)]
-    share = np.mean([choose(game, parameters) for game in played], axis=0)
+    scores = [0] * 50 + [9000] * 50
+    chosen = [choose(number, scores, parameters) for number in range(200)]
+    share = np.mean(chosen, axis=0)
     np.testing.assert_allclose([share[:4].mean(), share[4:50].mean(), share[50:].mean()], [0.1, 0.6, 0.2], atol=0.05)
-    assert (choose(played[3], parameters) == choose(played[3], parameters)).all()
-    assert (choose(played[3], parameters) != choose(played[4], parameters)).any()
-
-
-@pytest.mark.parametrize("wrong", [{"keep": 0.0}, {"plies": 0}])
-def test_senseless_parameters(wrong):
-    with pytest.raises(ValueError, match="give plies from 1, and keep between 0 and 1"):
-        Parameters(**wrong)
+    assert (choose(3, scores, parameters) == chosen[3]).all()
+    assert (chosen[3] != chosen[4]).any()
 
 
 # Targets

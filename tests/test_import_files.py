@@ -27,7 +27,7 @@ from matrixlib.tasks.chess.importers import pgn
 from matrixlib.tasks.chess.importers.audit import sample
 from matrixlib.tasks.chess.importers.import_files import data_folder, import_files, import_listed
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, Pgn
-from matrixlib.tasks.chess.keys import is_validation
+from matrixlib.tasks.chess.keys import held_out
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
 
@@ -105,7 +105,7 @@ def test_real_games_are_stored_refused_or_left_out(matches: Path, tmp_path: Path
     assert len(np.unique(found["game"])) == 42
     for row in Catalogue(tmp_path).shards():
         inside = Shard(row.path, LAYOUT).arrays["records"]
-        assert (is_validation(inside["game"]) == (row.split == "validation")).all()
+        assert (held_out(inside) == (row.split == "validation")).all()
         assert row.source == "pgn"
         assert row.quality["records"] == len(inside)
         assert row.quality["policy_weight_entropy_mean"] == 0

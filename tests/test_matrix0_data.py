@@ -209,8 +209,8 @@ def test_a_mask_that_is_not_the_legal_moves_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"s": np.zeros((2, 18, 8, 8), np.float32)}, r"'s' must be numbers of shape \('N', 19, 8, 8\)"),
-        ({"pi": np.zeros((3, 4672), np.float32)}, r"'pi' must be numbers of shape .* N = 2"),
+        ({"s": np.zeros((2, 18, 8, 8), np.float32)}, r"'s' must be numbers of shape \(2, 19, 8, 8\)"),
+        ({"pi": np.zeros((3, 4672), np.float32)}, r"'pi' must be numbers of shape \(2, 4672\)"),
         ({"z": np.zeros((), np.float32)}, r"'z' must be numbers of shape"),
         ({"z": np.array([None, 1])}, r"Object arrays cannot be loaded"),
         ({"z": np.array(["a", "b"])}, r"'z' must be numbers"),

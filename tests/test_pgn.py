@@ -17,8 +17,9 @@ from positions import HARD
 
 from matrixlib.data.entries import ParseResult, Part
 from matrixlib.data.shards import check
-from matrixlib.tasks.chess.importers import parsing, pgn
-from matrixlib.tasks.chess.importers.import_files import reader_for
+from matrixlib.tasks.chess.importers import notation as notations
+from matrixlib.tasks.chess.importers import pgn
+from matrixlib.tasks.chess.importers.import_files import reader_of
 from matrixlib.tasks.chess.importers.pgn import CONTRADICTED, FOREIGN, NOTHING, NULL_MOVE, Pgn, meaning, split
 from matrixlib.tasks.chess.keys import SOURCES
 from matrixlib.tasks.chess.records import LAYOUT, from_boards, policy_index
@@ -136,12 +137,12 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_line_that_no_text_has_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(parsing, "LONGEST", 1 << 12)
+    monkeypatch.setattr(notations, "LONGEST", 1 << 12)
     data = TEXTS[name] + b"x" * 10_000
     pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstandard.compress}[Path(name).suffix]
     (tmp_path / name).write_bytes(pack(data))
-    with pytest.raises(ValueError, match=rf"{name}: has a line of more than 0 MiB"):
-        list(reader_for(tmp_path / name).parts(tmp_path / name))
+    with pytest.raises(ValueError, match=rf"{name}: .*has a line of more than 0 MiB"):
+        list(reader_of(tmp_path / name).parts(tmp_path / name))
 
 
 @pytest.mark.parametrize("ending", ["gz", "bz2", "zst"])

@@ -26,11 +26,19 @@ from matrixlib.data.shards import Shard
 from matrixlib.files import FolderError
 from matrixlib.tasks.chess.keys import keys_of
 from matrixlib.tasks.chess.records import LAYOUT, RECORD, from_boards, policy_index, to_board
-from matrixlib.tasks.chess.stockfish import games, labels, sample
+from matrixlib.tasks.chess.stockfish import labels, sample
 from matrixlib.tasks.chess.stockfish.client import EngineError
-from matrixlib.tasks.chess.stockfish.games import Game, Parameters, position_key
-from matrixlib.tasks.chess.stockfish.labels import Label, oriented, weights_of
-from matrixlib.tasks.chess.stockfish.sample import GAMES, generate, make_set, pack, read_games
+from matrixlib.tasks.chess.stockfish.labels import Label, weights_of
+from matrixlib.tasks.chess.stockfish.sample import (
+    GAMES,
+    Parameters,
+    ending_of,
+    generate,
+    make_set,
+    pack,
+    position_key,
+    read_games,
+)
 
 TINY = Parameters(seed=5, nodes=(20, 60), plies=60, keep=0.3, shallow_depth=2, deep_depth=3)
 RANDOM = Parameters(seed=3, plies=90)
@@ -42,7 +50,7 @@ ENGINE = "Random 1"
 
 def fake_label(_engine: object, board: chess.Board, *_depths: int) -> Label:
     """A function of the oriented position."""
-    ours = oriented(board)
+    ours = board if board.turn else board.mirror()
     rng = random.Random(ours.epd())
     win = rng.randint(0, 1000)
     loss = rng.randint(0, 1000 - win)
@@ -61,14 +69,14 @@ def mates(board: chess.Board) -> list[chess.Move]:
     return found
 
 
-def fake_game(_engine: object, number: int, parameters: Parameters) -> Game:
+def fake_game(_engine: object, number: int, parameters: Parameters) -> tuple[list[chess.Move], list[int], int, str]:
     rng = random.Random(number // 2)  # every second game repeats the one before: duplicates
     board, moves, seen = chess.Board(), [], Counter[str]()
     while True:
         seen[position_key(board)] += 1
-        end = games.ending_of(board, seen[position_key(board)], parameters.plies)
+        end = ending_of(board, seen[position_key(board)], parameters.plies)
         if end is not None:
-            return Game(number, tuple(moves), (0,) * len(moves), *end)
+            return moves, [0] * len(moves), *end
         moves.append(rng.choice(mates(board) or list(board.legal_moves)))
         board.push(moves[-1])
 
@@ -151,8 +159,7 @@ def test_games_are_legal_and_their_results_and_positions_right(made):
 
 
 KILLED = """
-from matrixlib.tasks.chess.stockfish.games import Parameters
-from matrixlib.tasks.chess.stockfish.sample import generate
+from matrixlib.tasks.chess.stockfish.sample import Parameters, generate
 if __name__ == "__main__":
     generate({folder!r}, 4, Parameters(**{parameters!r}), {stockfish!r}, workers=1, progress=False, games_per_chunk=1)
 """

@@ -10,7 +10,7 @@ the ranks are mirrored and the colours swapped, the files kept. Squares: a1 = 0,
 * half-move clock.
 
 A move is a uint16: from | to << 6 | promotion << 12, promotion 0 none, 1 N, 2 B, 3 R, 4 Q; castling is the
-king's two-square move. The policy index is from * 73 + plane (`POLICY_INDEX` and `policy_index_of`).
+king's two-square move. The policy index is from * 73 + plane (`POLICY_INDEX`).
 
 Public functions take and return NumPy arrays with a leading batch axis N; they trust that every position has
 one king a side, which `records` checks. Kernels release the GIL. They and all they call stay in this file
@@ -93,28 +93,26 @@ def _pair_tables() -> tuple[U64, U64]:
 
 
 def _policy_tables() -> tuple[NDArray[np.int16], U16]:
-    """POLICY_INDEX (64, 64) by from and to (-1: no such move) and POLICY_MOVE (4672,), the inverse.
+    """POLICY_INDEX (65536,) of a move (-1: nothing moves so), and POLICY_MOVE (4672,), the inverse.
 
-    POLICY_INDEX holds all moves but under-promotions. POLICY_MOVE: from | to << 6 | promotion << 12, with the
-    promotion only for under-promotions (a ray to the last rank is a queen promotion if a pawn makes it),
+    A queen's promotion has the index of the plain move, so POLICY_MOVE has promotions to the other pieces alone, and
     NO_MOVE for an index that leads off the board or under-promotes from elsewhere than the seventh rank.
     """
-    index, move = np.full((64, 64), -1, np.int16), np.full(POLICY_SIZE, NO_MOVE, np.uint16)
+    index, move = np.full(1 << 16, -1, np.int16), np.full(POLICY_SIZE, NO_MOVE, np.uint16)
     for s in range(64):
         for d, (df, dr) in enumerate(RAYS):
             for steps, target in enumerate(_walk(s, df, dr)):
-                index[s, target] = s * PLANES + d * 7 + steps
+                index[s | target << 6] = s * PLANES + d * 7 + steps
         for j, (df, dr) in enumerate(JUMPS):
             for target in _walk(s, df, dr)[:1]:
-                index[s, target] = s * PLANES + 56 + j
-        if s // 8 == 6:
-            for direction, df in enumerate(UNDER_FILES):
-                for target in _walk(s, df, 1):
-                    for piece in range(3):
-                        under = s * PLANES + 64 + piece * 3 + direction
-                        move[under] = s | target << 6 | (piece + 1) << 12
-    origin, target_square = np.nonzero(index >= 0)
-    move[index[origin, target_square]] = origin | target_square << 6
+                index[s | target << 6] = s * PLANES + 56 + j
+        for direction, df in enumerate(UNDER_FILES if s // 8 == 6 else ()):
+            for target in _walk(s, df, 1):
+                for piece in range(3):
+                    index[s | target << 6 | (piece + 1) << 12] = s * PLANES + 64 + piece * 3 + direction
+                index[s | target << 6 | 4 << 12] = index[s | target << 6]
+    codes = np.flatnonzero(index[: 4 << 12] >= 0)
+    move[index[codes]] = codes
     return index, move
 
 
@@ -142,30 +140,21 @@ _E1, _A1, _H1 = np.uint64(1 << 4), np.uint64(1), np.uint64(1 << 7)
 # --- bits -----------------------------------------------------------------------------------------
 
 
-def _lower_ctz(typing_context: Any, x: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+def _instruction(name: str, result: Any, *options: Any) -> Any:
+    """A processor's instruction on 64 bits, by LLVM's name for it."""
 
-    return types.int64(types.uint64), build
+    def lower(typing_context: Any, x: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return getattr(builder, name)(args[0], *options)
 
+        return result(types.uint64), build
 
-def _lower_clz(typing_context: Any, x: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), build
+    return intrinsic(lower)
 
 
-def _lower_flip(typing_context: Any, x: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bswap(args[0])
-
-    return types.uint64(types.uint64), build
-
-
-_ctz: Any = intrinsic(_lower_ctz)  # index of the lowest set bit (64 for 0)
-_clz: Any = intrinsic(_lower_clz)  # number of leading zero bits (64 for 0)
-_flip: Any = intrinsic(_lower_flip)  # the board upside down (byte swap)
+_ctz = _instruction("cttz", types.int64, ir.Constant(ir.IntType(1), 0))  # index of the lowest set bit (64 for 0)
+_clz = _instruction("ctlz", types.int64, ir.Constant(ir.IntType(1), 0))  # number of leading zero bits (64 for 0)
+_flip = _instruction("bswap", types.uint64)  # the board upside down
 
 
 @kernel
@@ -458,19 +447,10 @@ def _make(bb: U64, castling: Int, file: Int, clock: Int, move: Int, after: U64) 
 
 
 @kernel
-def _index_of(move: Int) -> Int:
-    s, t, promotion = move & 63, move >> 6 & 63, move >> 12
-    if 1 <= promotion <= 3:
-        turn = t - s - 8
-        return s * PLANES + 64 + (promotion - 1) * 3 + (0 if turn == 0 else 1 if turn < 0 else 2)
-    return np.int64(POLICY_INDEX[s, t])
-
-
-@kernel
 def _sort_moves(moves: U16, keys: U16, n: Int) -> None:
     """Insertion sort by policy index; moves come grouped by from-square, so this is nearly linear."""
     for i in range(n):
-        keys[i] = _index_of(np.int64(moves[i]))
+        keys[i] = POLICY_INDEX[moves[i]]
     for i in range(1, n):
         key, move = keys[i], moves[i]
         j = i - 1
@@ -804,45 +784,24 @@ def mirror_policy(indices: U16, weights: U16, offsets: I64, rows: NDArray[np.boo
 # --- public ---------------------------------------------------------------------------------------
 
 
-def _dense(array: ArrayLike, dtype: Any) -> Any:
-    """C-ordered and writeable, so that every call meets the one compiled signature."""
-    return np.require(array, dtype, ["C", "W"])
-
-
-def _boards(pieces: ArrayLike) -> U8:
-    dense: U8 = _dense(pieces, np.uint8)
-    if dense.ndim != 2 or dense.shape[1] != 32:
-        raise ValueError(f"pieces must have shape (N, 32), not {dense.shape}")
+def _arguments(pieces: ArrayLike, *columns: tuple[ArrayLike, Any]) -> list[Any]:
+    """pieces (N, 32) and columns (N,), C-ordered and writeable, so that every call meets the one compiled signature."""
+    dense = [np.require(array, dtype, ["C", "W"]) for array, dtype in ((pieces, np.uint8), *columns)]
+    shapes = [array.shape for array in dense]
+    if shapes[0][1:] != (32,) or any(shape != shapes[0][:1] for shape in shapes[1:]):
+        raise ValueError(f"pieces must have shape (N, 32), and each value beside them (N,), not {shapes}")
     return dense
-
-
-def _columns(n: int, **columns: tuple[ArrayLike, Any]) -> list[Any]:
-    dense = [_dense(value, dtype) for value, dtype in columns.values()]
-    for name, column in zip(columns, dense, strict=True):
-        if column.shape != (n,):
-            raise ValueError(f"{name} must have shape ({n},) like pieces, not {column.shape}")
-    return dense
-
-
-def policy_index_of(move: int) -> int:
-    """Policy index (0-4671) of a uint16 move; -1 where no piece moves like that."""
-    s, t, promotion = move & 63, move >> 6 & 63, move >> 12
-    if promotion and (s // 8 != 6 or t // 8 != 7 or abs(s % 8 - t % 8) > 1):
-        return -1
-    if 1 <= promotion <= 3:
-        return s * PLANES + 64 + (promotion - 1) * 3 + UNDER_FILES.index(t - s - 8)
-    return int(POLICY_INDEX[s, t]) if promotion in (0, 4) else -1
 
 
 def bitboards(pieces: ArrayLike) -> U64:
     """Nibbles (N, 32) to bitboards (N, 12) uint64 in the order of the piece classes."""
-    return _bitboards_batch(_boards(pieces))
+    return _bitboards_batch(*_arguments(pieces))
 
 
 def pieces_of(boards: ArrayLike) -> U8:
     """Bitboards (N, 12) uint64 to nibbles (N, 32) uint8; the inverse of `bitboards`."""
-    dense = _dense(boards, np.uint64)
-    if dense.ndim != 2 or dense.shape[1] != 12:
+    dense: U64 = np.require(boards, np.uint64, ["C", "W"])
+    if dense.shape[1:] != (12,):
         raise ValueError(f"bitboards must have shape (N, 12), not {dense.shape}")
     return _pieces_batch(dense)
 
@@ -853,15 +812,7 @@ def legal_moves(pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike) -
     pieces (N, 32), castling (N,), en_passant (N,) -> moves (K,) uint16, policy indices (K,) uint16 and
     offsets (N + 1,) int64: position i owns [offsets[i]:offsets[i + 1]].
     """
-    dense = _boards(pieces)
-    columns = _columns(len(dense), castling=(castling, np.uint8), en_passant=(en_passant, np.int8))
-    return _legal_batch(dense, *columns)
-
-
-def legal_policy_indices(pieces: ArrayLike, castling: ArrayLike, en_passant: ArrayLike) -> tuple[U16, I64]:
-    """Policy indices (K,) uint16 of all legal moves, ascending in each position; offsets (N + 1,) int64."""
-    _, indices, offsets = legal_moves(pieces, castling, en_passant)
-    return indices, offsets
+    return _legal_batch(*_arguments(pieces, (castling, np.uint8), (en_passant, np.int8)))
 
 
 def make_moves(
@@ -872,18 +823,12 @@ def make_moves(
     Returns pieces (N, 32), castling, en_passant (set only where the capture is legal) and halfmove (N,).
     Legality is the caller's; a move without an own piece to move, or onto an own piece, raises ValueError.
     """
-    dense = _boards(pieces)
-    columns = _columns(
-        len(dense),
-        castling=(castling, np.uint8),
-        en_passant=(en_passant, np.int8),
-        halfmove=(halfmove, np.uint8),
-        moves=(moves, np.uint16),
-    )
-    *state, bad = _make_batch(dense, *columns)
+    state = ((castling, np.uint8), (en_passant, np.int8), (halfmove, np.uint8), (moves, np.uint16))
+    *after, bad = _make_batch(*_arguments(pieces, *state))
     if bad >= 0:
-        raise ValueError(f"move {int(columns[-1][bad])} of row {bad} can't be played there: take it from legal_moves")
-    return tuple(state)  # type: ignore[return-value]
+        move = int(np.asarray(moves)[bad])
+        raise ValueError(f"move {move} of row {bad} can't be played there: take it from legal_moves")
+    return tuple(after)  # type: ignore[return-value]
 
 
 class Replay(NamedTuple):
@@ -920,34 +865,27 @@ def replay(
     (8 unknown) | promotion << 17 (0 none, 1 N, 2 B, 3 R, 4 Q). Squares and ranks as White sees them, but the
     target of castling is 6 or 2 for both colours. A move must fit exactly one legal move.
     """
-    dense = _boards(pieces)
-    columns = _columns(
-        len(dense),
-        castling=(castling, np.uint8),
-        en_passant=(en_passant, np.int8),
-        halfmove=(halfmove, np.uint8),
-        black=(black, np.uint8),
-    )
-    words, bounds = _dense(notation, np.int32), _dense(offsets, np.int64)
-    if len(bounds) != len(dense) + 1 or bounds[0] != 0 or bounds[-1] != len(words):
+    state = ((castling, np.uint8), (en_passant, np.int8), (halfmove, np.uint8), (black, np.uint8))
+    start = _arguments(pieces, *state)
+    words, bounds = np.require(notation, np.int32, ["C", "W"]), np.require(offsets, np.int64, ["C", "W"])
+    if len(bounds) != len(start[0]) + 1 or bounds[0] != 0 or bounds[-1] != len(words):
         raise ValueError(f"offsets must run from 0 to {len(words)} with one entry more than there are games")
-    return Replay(*_replay(*[dense, *columns, words, bounds]))
+    return Replay(*_replay(*[*start, words, bounds]))
 
 
 def legal_en_passant(pieces: ArrayLike, en_passant: ArrayLike) -> I8:
     """The en-passant files (N,) int8, -1 where no capture is legal."""
-    dense = _boards(pieces)
-    return _legal_files_batch(dense, *_columns(len(dense), en_passant=(en_passant, np.int8)))
+    return _legal_files_batch(*_arguments(pieces, (en_passant, np.int8)))
 
 
 def in_check(pieces: ArrayLike) -> NDArray[np.bool_]:
     """Whether the side to move is in check, (N,) bool."""
-    return _check_batch(_boards(pieces))
+    return _check_batch(*_arguments(pieces))
 
 
 def attack_sets(pieces: ArrayLike) -> U64:
     """(N, 64) uint64: the squares that the piece on each square attacks (0 where empty), pins ignored."""
-    return _attack_sets_batch(_boards(pieces))
+    return _attack_sets_batch(*_arguments(pieces))
 
 
 def ssl_maps(pieces: ArrayLike) -> U64:
@@ -959,4 +897,4 @@ def ssl_maps(pieces: ArrayLike) -> U64:
     (P 1, N 3, B 3, R 5, Q 9, K above all) or undefended.
     control_ours, control_theirs: more attackers of ours than of theirs, and the reverse.
     """
-    return _ssl_batch(_boards(pieces))
+    return _ssl_batch(*_arguments(pieces))

@@ -20,7 +20,7 @@ from matrixlib.data.shards import Batch
 from matrixlib.play.game import GameRecord, Moves, Offsets, States, Trace, Values, unknown
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.keys import MIX, hashes_of
-from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, move_from_index, play, to_board
+from matrixlib.tasks.chess.records import RECORD, UNKNOWN, from_boards, legal_indices, move_from_index, play, to_board
 
 _DARK = np.uint64(chess.BB_DARK_SQUARES)
 
@@ -79,7 +79,7 @@ class ChessGame:
 
     def legal(self, states: States) -> tuple[Moves, Offsets]:
         """Policy indices (K,) of the legal moves and offsets (N + 1,)."""
-        indices, offsets = bitboard.legal_policy_indices(states["pieces"], states["castling"], states["en_passant"])
+        indices, offsets = legal_indices(states)
         return indices.astype(np.int32), offsets
 
     def play(self, states: States, moves: Moves) -> States:
@@ -118,7 +118,7 @@ class ChessGame:
             rows["pieces"], rows["castling"], rows["en_passant"], rows["halfmove"], move_codes(rows, moves[near])
         )
         checks = np.flatnonzero(bitboard.in_check(pieces))
-        _, replies = bitboard.legal_policy_indices(pieces[checks], castling[checks], file[checks])
+        *_, replies = bitboard.legal_moves(pieces[checks], castling[checks], file[checks])
         ends[near[checks[np.diff(replies) == 0]]] = 1
         return ends
 

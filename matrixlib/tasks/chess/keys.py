@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from matrixlib.tasks.chess.records import Records, mirror_pieces, mirrorable
+from matrixlib.tasks.chess.records import Records, mirror_files, mirror_pieces, mirrorable
 
 # RECORD's `source`: where a position comes from
 SOURCES: Mapping[str, int] = {
@@ -29,16 +29,11 @@ SHARD = 32768  # records in a shard
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mirrored_files(files: NDArray[np.int8]) -> NDArray[np.int8]:
-    """En-passant files (n,) after turning a-h to h-a; -1, which is none, stays."""
-    return np.where(files >= 0, 7 - files, files)
-
-
 def keys_of(records: Records) -> list[bytes]:
     """A key of 128 bits for each record that equal positions share: orientation has taken the colours out, and where
     no castling right is left, the left-right mirror image counts as equal."""
     pieces, files = records["pieces"], records["en_passant"]
-    images, image_files = mirror_pieces(pieces), mirrored_files(files)
+    images, image_files = mirror_pieces(pieces), mirror_files(files)
     keys = []
     rows = zip(pieces, images, files, image_files, records["castling"], strict=True)
     for plain, image, file, image_file, castling in rows:
@@ -56,7 +51,7 @@ def hashes_of(records: Records, mirrored: bool = False) -> NDArray[np.uint64]:
     plain = _mixed(records["pieces"], records["castling"], records["en_passant"])
     if not mirrored:
         return plain
-    files = mirrored_files(records["en_passant"])
+    files = mirror_files(records["en_passant"])
     image = _mixed(mirror_pieces(records["pieces"]), records["castling"], files)
     return np.where(mirrorable(records), np.minimum(plain, image), plain)
 
@@ -84,6 +79,7 @@ def game_id(*facts: str | bytes) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def is_validation(game: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which games, by id (n,) u8, itself a hash, are held out."""
-    return game // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
+def held_out(records: Records) -> NDArray[np.bool_]:
+    """Which records (n,) are for validation: those of about one game in twenty, whose id is itself a hash."""
+    chosen: NDArray[np.bool_] = records["game"] // np.uint64(1 << 20) % np.uint64(1000) < VALIDATION
+    return chosen

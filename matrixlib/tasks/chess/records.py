@@ -219,11 +219,9 @@ def to_board(record: np.void | Records) -> chess.Board:
 def policy_index(move: chess.Move, turn: chess.Color) -> int:
     """Policy index 0-4671 of a move made by `turn`, on the oriented board. ValueError if nothing moves so."""
     flip = 0 if turn else 56
-    promotion = 0 if move.promotion is None else move.promotion - 1
-    index = -1
-    if move and move.drop is None and promotion <= 4:
-        code = (move.from_square ^ flip) | (move.to_square ^ flip) << 6 | promotion << 12
-        index = bitboard.policy_index_of(code)
+    promotion = (move.promotion or 1) - 1
+    code = (move.from_square ^ flip) | (move.to_square ^ flip) << 6 | promotion << 12
+    index = -1 if move.drop else int(bitboard.POLICY_INDEX[code])
     if index < 0:
         raise ValueError(f"move '{move.uci()}' of {chess.COLOR_NAMES[turn]} has no policy index")
     return index
@@ -250,7 +248,7 @@ def move_from_index(index: int, board: chess.Board) -> chess.Move:
 def legal_indices(records: np.void | Records) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     """Policy indices of all legal moves: values (K,) uint16, ascending in a row; offsets (N + 1,) int64."""
     rows = np.atleast_1d(records)
-    return bitboard.legal_policy_indices(rows["pieces"], rows["castling"], rows["en_passant"])
+    return bitboard.legal_moves(rows["pieces"], rows["castling"], rows["en_passant"])[1:]
 
 
 def captured_value(pieces: NDArray[np.uint8], index: NDArray[Any]) -> NDArray[np.int64]:
@@ -322,6 +320,11 @@ def mirror_pieces(pieces: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return swapped.reshape(-1, 32)
 
 
+def mirror_files(files: NDArray[np.int8]) -> NDArray[np.int8]:
+    """En-passant files (N,) after turning a-h to h-a; -1, which is none, stays."""
+    return np.where(files >= 0, 7 - files, files)
+
+
 def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     """Mirror the chosen rows (B,) bool of a batch left and right: pieces, en-passant file and policy.
 
@@ -334,8 +337,7 @@ def mirror(batch: Batch, rows: NDArray[np.bool_]) -> Batch:
     if len(refused):
         raise ValueError(f"row {refused[0]} has castling rights left, so it can't be mirrored: use mirrorable(records)")
     records["pieces"][rows] = mirror_pieces(records["pieces"][rows])
-    files = records["en_passant"]
-    records["en_passant"] = np.where(rows & (files >= 0), 7 - files, files)
+    records["en_passant"][rows] = mirror_files(records["en_passant"][rows])
     index, weight = batch["policy_index"].copy(), batch["policy_weight"].copy()
     offset = batch["policy_offset"]
     bitboard.mirror_policy(index, weight, offset, rows, mirror_index)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from matrixlib.tasks.chess.importers.notation import classes_of
 from matrixlib.tasks.chess.records import RECORD
 from matrixlib.tasks.chess.stockfish.labels import Positions, assemble
 from matrixlib.tasks.chess.stockfish.sample import collect, provenance, write_splits
@@ -34,10 +35,9 @@ def encode(positions: Positions) -> bytes:
     """Positions to the bytes that ship; deterministic."""
     records = positions.records
     pieces, black = records["pieces"], records["side"] == 1
-    squares = np.stack([pieces & 15, pieces >> 4], axis=2).reshape(-1, 64)
     first = np.flatnonzero(np.diff(records["game"], prepend=~records["game"][:1]))
     columns = {
-        "squares": turned(squares, black),
+        "squares": turned(classes_of(pieces), black),
         **{name: records[name] for name in ("castling", "en_passant", "halfmove", "repetition", "side", "result")},
         "ply_step": np.diff(records["ply"].astype("<i2"), prepend=np.array([0], "<i2")),
         "source": records["source"],

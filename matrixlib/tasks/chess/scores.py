@@ -14,17 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from matrixlib.tasks.chess.records import WDL_SUM
-from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, score_of
+from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT
 
 EVEN = 100.0  # centipawns with which half of the games are won
 SCALE = 18.32  # centipawns: 66.13 of 361 engine units, the published polynomial at ply 62
-LARGEST = 10000
 LIMIT = 2000  # centipawns; beyond, nothing changes but the exponential, which overflows
-
-
-def bounded_score(kind: str, value: int) -> int:
-    """`stockfish.score_of` of a number from a file, cut to 10,000 moves to a mate or centipawns."""
-    return score_of(kind, max(-LARGEST, min(LARGEST, value)))
 
 
 def whole_shares(amounts: NDArray[Any], offset: NDArray[Any]) -> NDArray[np.uint16]:
@@ -56,10 +50,10 @@ def wdl_of_shares(shares: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def wdl_of_score(scores: ArrayLike) -> NDArray[np.uint16]:
-    """Win-draw-loss (n, 3) u2 as a record stores it, of scores (n,) from the mover's side (`stockfish.score_of`).
+    """Win-draw-loss (n, 3) u2 as a record stores it, of scores (n,) from the mover's side (`client.score_of`).
 
     For x centipawns win = 1 / (1 + exp((EVEN - x) / SCALE)), loss = 1 / (1 + exp((EVEN + x) / SCALE)), draw = the
-    rest. A mate, that is a score beyond `stockfish.CENTIPAWN_LIMIT`, is won or lost for certain.
+    rest. A mate, that is a score beyond `client.CENTIPAWN_LIMIT`, is won or lost for certain.
     """
     score = np.atleast_1d(np.asarray(scores, np.float64))
     x = np.clip(score, -LIMIT, LIMIT)

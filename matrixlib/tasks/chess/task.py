@@ -348,7 +348,7 @@ class ChessTask:
         """
         state = batch["state"]
         castling, en_passant = state[:, CASTLING].astype(np.uint8), state[:, EN_PASSANT].astype(np.int8)
-        legal, offset = bitboard.legal_policy_indices(batch["pieces"], castling, en_passant)
+        _, legal, offset = bitboard.legal_moves(batch["pieces"], castling, en_passant)
         table = np.zeros((len(state), bitboard.POLICY_SIZE), bool)
         table[np.repeat(np.arange(len(state)), np.diff(offset)), legal] = True
         index, weight = batch["policy_index"], batch["policy_weight"]

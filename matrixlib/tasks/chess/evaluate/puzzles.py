@@ -22,7 +22,7 @@ from matrixlib.tasks.chess.evaluate.net import Net
 from matrixlib.tasks.chess.evaluate.strength import SEARCH
 from matrixlib.tasks.chess.game import ChessGame, refuse_over
 from matrixlib.tasks.chess.importers import epd
-from matrixlib.tasks.chess.importers.parsing import opened, text_lines
+from matrixlib.tasks.chess.importers.notation import opened, text_lines
 from matrixlib.tasks.chess.records import PIECE_VALUES, before, from_boards, move_from_index, parse_fen
 
 Solver: TypeAlias = Callable[[Sequence[chess.Board]], list[str | None]]

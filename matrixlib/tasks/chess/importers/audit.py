@@ -1,8 +1,6 @@
-"""What is checked and measured on chess positions, and a folder of shards as tables: shards, imports, a sample."""
+"""What is checked and measured on chess positions, and a random sample of a folder of shards as a table."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from matrixlib.data.remote import local_path
 from matrixlib.data.shards import BLOCK, Batch, Shard, ShardError, ragged_rows
 from matrixlib.data.shards import concat as concat_batches
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import classes_of, standing_rights
+from matrixlib.tasks.chess.importers.notation import standing_rights
 from matrixlib.tasks.chess.keys import hashes_of
 from matrixlib.tasks.chess.records import (
     LAYOUT,
-    PIECE_VALUES,
     UNKNOWN,
     WDL_SUM,
     legal_indices,
@@ -31,16 +28,13 @@ from matrixlib.tasks.chess.records import (
 )
 
 MAX_BLOCKS = 64  # of a source that its sample is from: a set of any size is looked at in seconds
-MEASURED = 8 * BLOCK  # records of a shard without figures
-MATERIAL = np.array([*PIECE_VALUES, *(-value for value in PIECE_VALUES), 0])  # by class of a square
-PHASE = np.array([0, 1, 1, 2, 4, 0] * 2 + [0])  # 24 at the start, 0 where kings and pawns are left
 MIN_SHARDS = 9  # of a source and split, below which none is called an outlier
 FAR = 6.0  # robust standard deviations
-COMPARED = (
+COMPARED = [
     *("policy_mean", "policy_weight_entropy_mean", "policy_weight_entropy_std", "policy_weight_zero"),
     *("men", "ply", "black", "known_result", "known_wdl"),
     *("win", "draw", "loss", "white", "value", "value_gap"),
-)
+]
 
 
 # Positions
@@ -94,6 +88,9 @@ def columns(batch: Batch) -> dict[str, NDArray[Any]]:
     }
 
 
+# Shards
+
+
 def figures(batch: Batch) -> stats.Figures:
     """The quality figures of a shard: those of `data.stats`, and what is particular to chess.
 
@@ -102,76 +99,43 @@ def figures(batch: Batch) -> stats.Figures:
     1). value: mean expected points by win-draw-loss; value_gap: mean distance from the result, where both are known
     (0 to 2). The weight on legal moves needs no figure: `faults` lets no other move pass.
     """
-    records, points = batch["records"], columns(batch)
+    points = columns(batch)
     value, result = points["value"], points["result"]
     known, valued = ~np.isnan(result), ~np.isnan(value)
-    out = {
-        "men": points["men"].mean(),
-        "ply": records["ply"].mean(),
-        "black": records["side"].mean(),
-        "known_result": known.mean(),
-        "known_wdl": valued.mean(),
-    }
+    out = {"men": points["men"].mean(), "ply": points["ply"].mean(), "black": batch["records"]["side"].mean()}
+    out |= {"known_result": known.mean(), "known_wdl": valued.mean()}
     if known.any():
-        thirds = (("win", 1), ("draw", 0), ("loss", -1))
-        out |= {name: (result[known] == third).mean() for name, third in thirds}
+        out |= {name: (result[known] == third).mean() for name, third in (("win", 1), ("draw", 0), ("loss", -1))}
         out["white"] = points["white"][known].mean()
     if valued.any():
         out["value"] = value[valued].mean()
     if (known & valued).any():
         out["value_gap"] = np.abs(value - result)[known & valued].mean()
-    general = stats.figures(batch, LAYOUT, keys=hashes_of(records), weight="policy_weight")
+    general = stats.figures(batch, LAYOUT, keys=hashes_of(batch["records"]), weight="policy_weight")
     return general | {name: float(number) for name, number in out.items()}
 
 
-# Shards
-
-
-def shard_table(rows: Iterable[ShardRow]) -> DataFrame:
-    """Source, split, state, reason, records, MB and quality figures of shards, by name.
-
-    The figures are those of the import; of the first 64 shards that were not imported, they are measured here on a
-    few records.
-    """
-    facts, unmeasured = [], MAX_BLOCKS
-    for row in rows:
-        quality = row.quality
-        if not quality and row.state == "healthy" and unmeasured:
-            unmeasured -= 1
-            with contextlib.suppress(ShardError):  # `Catalogue.verify` names it
-                quality = figures(_opened(row).gather(np.arange(min(row.count, MEASURED))))
-        facts.append(
-            {"shard": row.name, "source": row.source, "split": row.split, "state": row.state, "reason": row.reason}
-            | {"records": row.count, "MB": row.bytes / 1e6}
-            | {figure: quality.get(figure, np.nan) for figure in COMPARED}
-        )
-    names = ("shard", "source", "split", "state", "reason", "records", "MB", *COMPARED)
-    return DataFrame(facts, columns=list(names)).set_index("shard")
-
-
-def distances(shards: DataFrame) -> DataFrame:
-    """How far each figure of a healthy shard (see `shard_table`) is from the median of those of its source and split,
-    where those are 9 at least, in robust standard deviations.
+def distances(rows: Iterable[ShardRow]) -> DataFrame:
+    """How far each quality figure of a shard is from the median of the shards of its source and split, where those
+    are 9 at least, in robust standard deviations; by name.
 
     One is 1.4826 times the median absolute deviation, at least 2 % of the median and 0.01 (entropies in nats, shares,
     points).
     """
-
-    def robust(group: DataFrame) -> DataFrame:
-        middle = group.median()
-        scale = 1.4826 * (group - middle).abs().median()
-        return (group - middle) / scale.clip(lower=(0.02 * middle.abs()).clip(lower=0.01))
-
-    healthy = shards[(shards["state"] == "healthy") & shards[list(COMPARED)].notna().any(axis=1)]
-    groups = [group[list(COMPARED)] for _, group in healthy.groupby(["source", "split"]) if len(group) >= MIN_SHARDS]
-    return concat([robust(group) for group in groups]) if groups else healthy[list(COMPARED)][:0]
+    measured = [row for row in rows if row.state == "healthy" and row.quality]
+    table = DataFrame([dict(row.quality) for row in measured], [row.name for row in measured], COMPARED, float)
+    groups = [[row.source for row in measured], [row.split for row in measured]]
+    middle = table.groupby(groups).transform("median")
+    scale = 1.4826 * (table - middle).abs().groupby(groups).transform("median")
+    far = (table - middle) / scale.clip(lower=(0.02 * middle.abs()).clip(lower=0.01))
+    return far[(table.assign(n=1.0).groupby(groups)["n"].transform("sum") >= MIN_SHARDS).to_numpy(bool)]
 
 
 def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
     """Put what is far off in the figures of these shards into the catalogue beside them ("outliers": figure -> robust
     z). Returns it in words."""
     rows = {row.name: row for row in catalogue.shards()}
-    found, lines = distances(shard_table(rows.values())), []
+    found, lines = distances(rows.values()), []
     for name in filter(set(names).__contains__, found.index):
         far = {figure: round(z, 1) for figure, z in found.loc[name].items() if abs(z) > FAR}
         if far:
@@ -183,51 +147,12 @@ def mark_outliers(catalogue: Catalogue, names: Sequence[str]) -> list[str]:
 # A folder
 
 
-def games(rows: Iterable[ShardRow]) -> DataFrame:
-    """Source, split and id of each game of healthy shards, once a shard."""
-    parts = [DataFrame(columns=["source", "split", "game"])]
-    for row in rows:
-        if row.state == "healthy":
-            with contextlib.suppress(ShardError):  # `Catalogue.verify` names it
-                ids = np.unique(_opened(row).arrays["records"]["game"])
-                parts.append(DataFrame({"source": row.source, "split": row.split, "game": ids}))
-    return concat(parts[1:] or parts, ignore_index=True)
-
-
-def imports(folder: Path | str) -> DataFrame:
-    """The steps of the imports into a folder: what became of the entries of each file; empty for a set that was made
-    here or copied. fault: why a step's log does not add up, or is not of the shards that are there; "" where all is
-    well."""
-    rows = {row.name: row for row in Catalogue(folder, warn=False).shards(state=None)}
-    facts = []
-    for log in import_logs(folder):
-        counts = {"stored": log.stored, "in quarantine": len(log.refused)}
-        counts["left out"] = sum(log.skipped.values())
-        positions = sum(log.positions.values())
-        lost = [name for name, sha in log.shards.items() if name not in rows or rows[name].sha256 != sha]
-        fault = ""
-        if sum(counts.values()) != log.entries:
-            fault = f"{log.entries} entries, {sum(counts.values())} accounted for"
-        elif lost:
-            fault = f"{', '.join(lost)} not as written"
-        elif sum(rows[name].count for name in log.shards) != positions:
-            fault = "its shards hold other numbers of positions than it says"
-        options = [option for option, value in log.reader.items() if value is True]
-        facts.append(
-            {"file": log.file, "kind": " ".join([log.source, *options]), "step": log.step}
-            | {"entries": log.entries, **counts, "positions": positions, "fault": fault}
-        )
-    names = ("file", "kind", "step", "entries", "stored", "in quarantine", "left out", "positions", "fault")
-    return DataFrame(facts, columns=list(names))
-
-
 def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[int, int] = (0, 65535)) -> DataFrame:
     """At most `count` random records of each source, from at most 64 blocks of it, as a table.
 
     Columns beside those of `columns`: source, split, shard, row (in the shard), fen; best, weight: the likeliest move
-    in UCI and its share, "" and nan without a policy, or where the record is at fault; phase: 24 at the start, 0 with
-    kings and pawns alone; balance: material of the side to move less the other's, in pawns; moves: legal ones; entropy:
-    of the policy, nats, nan without one; key: equal for equal positions and their mirror images; fault: see `faults`.
+    in UCI and its share, "" and nan without a policy, or where the record is at fault; moves: legal ones; entropy: of
+    the policy, nats, nan without one; key: equal for equal positions and their mirror images; fault: see `faults`.
 
     plies: the first and last ply of records to choose from. Blocks that cannot be read are left out; `Catalogue.verify`
     names their shards. ValueError for a folder without a healthy shard, and for a sample of nothing.
@@ -241,25 +166,16 @@ def sample(folder: Path | str, count: int = 4000, seed: int = 0, plies: tuple[in
         reasons += {entry.reason for log in import_logs(folder) for entry in log.refused}
         raise ValueError(f"{folder} holds no healthy shard; {'; '.join(reasons[:3]) or 'import something first'}")
     rng = np.random.default_rng(seed)
-    parts = []
+    parts = [_table(concat_batches([], LAYOUT), healthy[0], np.zeros(0, np.int64))]
     for source in sorted({row.source for row in healthy}):
-        own = [row for row in healthy if row.source == source]
-        blocks = list(_eligible(own, plies, rng))
+        blocks = list(_eligible([row for row in healthy if row.source == source], plies, rng))
         ends = np.cumsum([0, *(len(numbers) for _, numbers in blocks)])
         chosen = np.sort(rng.permutation(ends[-1])[:count])
         for (row, numbers), begin, end in zip(blocks, ends, ends[1:], strict=False):
             picked = numbers[chosen[(chosen >= begin) & (chosen < end)] - begin]
             if len(picked):
-                parts.append(_table(_opened(row).gather(picked), row, picked))
-    return (
-        concat(parts, ignore_index=True)
-        if parts
-        else _table(concat_batches([], LAYOUT), healthy[0], np.zeros(0, np.int64))
-    )
-
-
-def _opened(row: ShardRow) -> Shard:
-    return Shard(local_path(row), LAYOUT)
+                parts.append(_table(Shard(local_path(row), LAYOUT).gather(picked), row, picked))
+    return concat(parts[1:] or parts, ignore_index=True)
 
 
 def _eligible(
@@ -270,7 +186,7 @@ def _eligible(
     for number in np.sort(rng.permutation(len(blocks))[:MAX_BLOCKS]):
         row, start = blocks[number]
         try:
-            shard = _opened(row)
+            shard = Shard(local_path(row), LAYOUT)
             shard.verify_block(start // BLOCK)
         except ShardError:
             continue
@@ -283,24 +199,20 @@ def _table(batch: Batch, row: ShardRow, numbers: NDArray[np.int64]) -> DataFrame
     offset, weight, index = (batch[f"policy_{name}"] for name in ("offset", "weight", "index"))
     boards = [to_board(record) for record in batch["records"]]
     entropy, weighted = stats.row_entropy(weight, offset)
-    best = [begin + int(weight[begin:end].argmax()) for begin, end in pairwise(offset)]
     fault = np.full(len(boards), "", object)
     for name, mask in faults(batch).items():
         fault[mask] = name
-    valid = weighted & (fault == "")
-    moves = [
-        move_from_index(int(index[best[row]]), boards[row]).uci() if valid[row] else "" for row in range(len(best))
-    ]
-    share = weight / np.repeat(np.maximum(1, np.diff(np.append(0, np.cumsum(weight))[offset])), np.diff(offset))
-    classes = classes_of(batch["records"]["pieces"])
+    best, share = np.full(len(boards), "", object), np.full(len(boards), np.nan)
+    for item in np.flatnonzero(weighted & (fault == "")):
+        own = weight[offset[item] : offset[item + 1]]
+        best[item] = move_from_index(int(index[offset[item] + own.argmax()]), boards[item]).uci()
+        share[item] = own.max() / own.sum()
     facts = {
         **{"source": row.source, "split": row.split, "shard": row.name, "row": numbers},
         "fen": [board.fen() for board in boards],
-        "best": moves,
-        "weight": np.where(valid, share[best], np.nan),
+        "best": best,
+        "weight": share,
         **columns(batch),
-        "phase": PHASE[classes].sum(1),
-        "balance": MATERIAL[classes].sum(1),
         "moves": np.diff(offset),
         "entropy": np.where(weighted, entropy, np.nan),
         "key": hashes_of(batch["records"], mirrored=True),

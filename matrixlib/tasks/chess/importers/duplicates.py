@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from pandas import DataFrame, concat
+from pandas import DataFrame
 
 from matrixlib.data.catalogue import Catalogue
-from matrixlib.data.shards import Batch, Shard, ragged_rows, select, write_shard
-from matrixlib.data.shards import concat as concat_batches
+from matrixlib.data.shards import Batch, Shard, concat, ragged_rows, select, write_shard
 from matrixlib.files import sync_folder, write_text
 from matrixlib.tasks.chess.importers import audit
 from matrixlib.tasks.chess.keys import hashes_of
@@ -43,23 +42,23 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
         return dict(facts["counts"])
     # One shard is open at a time: each holds a file, and a folder may have more than a process may open
     keys = [hashes_of(Shard(row.path, LAYOUT).arrays["records"], mirrored=True) for row in rows]
-    parts = [DataFrame({"key": key, "shard": number, "row": range(len(key))}) for number, key in enumerate(keys)]
-    table = concat(parts) if parts else DataFrame({"key": [], "shard": [], "row": []}, dtype=np.int64)
+    shards = np.repeat(np.arange(len(rows)), np.array([row.count for row in rows], np.int64))
+    numbers = np.concatenate([np.zeros(0, np.int64), *(np.arange(row.count) for row in rows)])
+    table = DataFrame({"key": np.concatenate([np.zeros(0, np.uint64), *keys]), "shard": shards, "row": numbers})
     table = table[table.duplicated("key", keep=False)]
     gathered = [
         Shard(rows[cast(int, shard)].path, LAYOUT).gather(part["row"].to_numpy())
         for shard, part in table.groupby("shard")
     ]
     order = np.argsort(table["key"].to_numpy(), kind="stable")  # group by group, the first of a group first
-    batch, table = select(concat_batches(gathered, LAYOUT), order, LAYOUT), table.iloc[order]
+    batch, table = select(concat(gathered, LAYOUT), order, LAYOUT), table.iloc[order]
     group = table["key"].factorize()[0]
-    batch, alike = _like_first(batch, _firsts(group)[group])
+    batch, alike = _like_first(batch, np.searchsorted(group, group))
     batch, table, group = select(batch, np.flatnonzero(alike), LAYOUT), table[alike], group[alike]
-    first = _firsts(group)
-    source = batch["records"]["source"].astype(np.int64)
-    across = int((np.maximum.reduceat(source, first) > np.minimum.reduceat(source, first)).sum()) if len(first) else 0
-    merged, heirs, dropped = merge(batch, group), table.iloc[first], table.drop(columns="key").to_numpy()
-    dropped = np.delete(dropped, first, axis=0)
+    first = np.unique(group, return_index=True)[1]
+    sources = DataFrame({"group": group, "source": batch["records"]["source"]}).groupby("group")["source"].nunique()
+    merged, heirs = merge(batch, group), table.iloc[first]
+    dropped = np.delete(table[["shard", "row"]].to_numpy(), first, axis=0)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a call that was killed
     unfinished.mkdir(parents=True)
@@ -78,16 +77,11 @@ def deduplicate(folder: Path | str, out: Path | str) -> dict[str, int]:
         (unfinished / row.name).parent.mkdir(parents=True, exist_ok=True)
         write_shard(unfinished / row.name, LAYOUT, part, {**meta, "quality": audit.figures(part)})
     before = sum(row.count for row in rows)
-    counts = {"positions": before, "different": before - len(dropped), "in several sources": across}
+    counts = {"positions": before, "different": before - len(dropped), "in several sources": int((sources > 1).sum())}
     write_text(unfinished / FACTS, json.dumps({"made_of": made_of, "counts": counts}))
     os.rename(unfinished, out)
     sync_folder(out.parent)
     return counts
-
-
-def _firsts(group: np.ndarray) -> np.ndarray:
-    """Where each group of a sorted array (m,) begins."""
-    return np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(group)])
 
 
 def _like_first(batch: Batch, first: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -110,9 +104,8 @@ def merge(batch: Batch, group: np.ndarray) -> Batch:
     Policy and win-draw-loss: means over all entries that have one. Result: that of all that know one, if they agree;
     else unknown, and results stand in for a win-draw-loss that is not known. Repetition and half-move clock: the least.
     """
-    first, offset = _firsts(group), batch["policy_offset"]
-    length = np.diff(offset)
-    own_first = np.repeat(first, np.diff([*first, len(group)]))
+    first, offset = np.unique(group, return_index=True)[1], batch["policy_offset"]
+    length, own_first = np.diff(offset), np.searchsorted(group, group)
     place = np.arange(len(batch["policy_weight"])) - np.repeat(offset[:-1] - offset[own_first], length)
     total = np.bincount(place, batch["policy_weight"], len(place)).astype(np.int64)
     out = select({**batch, "policy_weight": total}, first, LAYOUT)
@@ -127,8 +120,7 @@ def merge(batch: Batch, group: np.ndarray) -> Batch:
     shares = old["wdl"].astype(np.int64)
     stands_in = known & ~shares.any(axis=1) & np.repeat(least < most, np.diff([*first, len(group)]))
     shares += WDL_SUM * stands_in[:, None] * ((1 - result)[:, None] == np.arange(3))
-    sums = np.add.reduceat(shares, first)
-    records["wdl"] = wdl_of_shares(sums)
+    records["wdl"] = wdl_of_shares(np.add.reduceat(shares, first))
     for name in ("repetition", "halfmove"):
         records[name] = np.minimum.reduceat(old[name], first)
     return out

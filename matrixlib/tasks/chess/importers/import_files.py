@@ -6,10 +6,7 @@ A game of a PGN file that the folder holds already is left out; what other files
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from matrixlib import config as configuration
 from matrixlib.data.entries import Reader
@@ -24,7 +21,7 @@ from matrixlib.tasks.chess.importers.lc0 import Lc0
 from matrixlib.tasks.chess.importers.matrix0_data import Matrix0Data
 from matrixlib.tasks.chess.importers.pgn import Pgn
 from matrixlib.tasks.chess.importers.puzzles import Puzzles
-from matrixlib.tasks.chess.keys import SHARD, is_validation
+from matrixlib.tasks.chess.keys import SHARD, held_out
 from matrixlib.tasks.chess.records import LAYOUT
 from matrixlib.tasks.chess.sample_set import unpack_sample
 
@@ -59,17 +56,13 @@ def import_files(
     Raises ValueError for a file that can't be imported, ImportStopped where a worker died.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    readers = [_checked_reader(path, reader) for path in files]
-    return import_each(zip(files, readers, strict=True), Path(folder), storage(), workers, progress, limit)
+    jobs = [(path, reader_of(path, reader)) for path in files]
+    return import_each(jobs, Path(folder), storage(), workers, progress, limit)
 
 
 def storage() -> Storage:
     """How positions are stored."""
-    return Storage(LAYOUT, VERSION, SHARD, STEP, _is_held_out, audit.faults, audit.figures, audit.mark_outliers)
-
-
-def _is_held_out(records: np.ndarray) -> np.ndarray:
-    return is_validation(records["game"])
+    return Storage(LAYOUT, VERSION, SHARD, STEP, held_out, audit.faults, audit.figures, audit.mark_outliers)
 
 
 def import_listed(
@@ -87,14 +80,12 @@ def import_listed(
         raise ValueError(f"unknown kind '{kind}'{close}; known: auto, {', '.join(readers)}")
     if workers < 0 or limit < 0:
         raise ValueError(f"workers is {workers} and limit {limit}; give whole numbers from 0")
-    jobs = []
-    for name in filter(None, (part.strip() for part in paths.split(","))):
-        path = from_home(name)
-        reader = _checked_reader(path, None if kind == "auto" else readers[kind]())
-        jobs.append((path, replace(reader, repair=repair) if isinstance(reader, Pgn) else reader))
+    files = [from_home(name) for name in map(str.strip, paths.split(",")) if name]
+    found = [reader_of(path, None if kind == "auto" else readers[kind]()) for path in files]
     texts = []
-    for path, reader in jobs:
-        report = import_files(path, folder, reader, workers or None, limit=limit or None)
+    for path, reader in zip(files, found, strict=True):
+        own = Pgn(repair) if isinstance(reader, Pgn) else reader
+        report = import_files(path, folder, own, workers or None, limit=limit or None)
         texts.append(f"{path.name} ({reader.source})\n{report.text()}")
     return "\n\n".join(texts)
 
@@ -109,40 +100,30 @@ def data_folder(folder: str, paths: str) -> Path:
     return reports_root() / "data" if paths.strip(", ") else unpack_sample()
 
 
-# The files
-
-
-def reader_for(path: Path) -> Reader:
-    """The reader of a file, by its name; of a folder, that of its first file. ValueError names the known kinds."""
-    if path.is_dir():
-        path = files_of(path)[0]
-    plain = path.with_suffix("") if path.suffix in COMPRESSED else path
-    kind = KINDS.get(plain.suffix.lower())
-    if kind is None and path.suffix == ".gz":
-        kind = Lc0  # one game: training.123456.gz
-    if kind is None:
-        known = ", ".join(KINDS)
-        raise ValueError(
-            f"{path}: unknown kind of file; known: {known} (also with {', '.join(COMPRESSED)}), and Leela's .gz"
-        )
-    return kind()
-
-
-def _checked_reader(path: Path, reader: Reader | None) -> Reader:
-    """The reader of a file. ValueError for what can't be imported, and what to do about it."""
+def reader_of(path: Path, reader: Reader | None = None) -> Reader:
+    """The reader of a file, by its name, or the one given; of a folder, that of its first file. ValueError for what
+    can't be imported, and what to do about it."""
     if not os.path.exists(path):
         raise ValueError(f"{path}: no such file")
     files = files_of(path)
     if not files:
         raise ValueError(f"{path}: a folder without files")
-    for name in files:
-        if name.name.lower().endswith(NESTED):
-            plain = name.with_suffix("").name
-            raise ValueError(f"{name}: can't be read with {name.suffix} around it; decompress it to {plain} first")
-        with open(name, "rb") as file:
-            head = file.read(len(LFS_POINTER))
+    for file in files:
+        if file.name.lower().endswith(NESTED):
+            bare = file.with_suffix("").name
+            raise ValueError(f"{file}: can't be read with {file.suffix} around it; decompress it to {bare} first")
+        with open(file, "rb") as stream:
+            head = stream.read(len(LFS_POINTER))
         if not head:
-            raise ValueError(f"{name}: is empty; get the file again")
+            raise ValueError(f"{file}: is empty; get the file again")
         if head == LFS_POINTER:
-            raise ValueError(f"{name}: only a Git LFS pointer, not the data; run `git lfs pull`")
-    return reader or reader_for(path)
+            raise ValueError(f"{file}: only a Git LFS pointer, not the data; run `git lfs pull`")
+    first = files[0]
+    plain = first.with_suffix("") if first.suffix in COMPRESSED else first
+    kind = KINDS.get(plain.suffix.lower(), Lc0 if first.suffix == ".gz" else None)  # training.123456.gz: a game
+    if reader is None and kind is None:
+        raise ValueError(
+            f"{first}: unknown kind of file; known: {', '.join(KINDS)} (also with {', '.join(COMPRESSED)}), and "
+            "Leela's .gz"
+        )
+    return reader or kind()  # type: ignore[misc]

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from matrixlib.data.entries import Entries, ParseResult, Part
+from matrixlib.data.shards import concat
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import Faults, Legal, first_faults, legal_of, standing_rights
-from matrixlib.tasks.chess.importers.parsing import blank, empty
+from matrixlib.tasks.chess.importers.notation import Faults, Legal, blank, first_faults, legal_of, standing_rights
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.lc0.moves import MOVES, POLICY, move_name
-from matrixlib.tasks.chess.records import UNKNOWN, Records, playable, to_board
+from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN, Records, playable, to_board
 from matrixlib.tasks.chess.scores import wdl_of_shares
 
 VERSION, KNOWN_VERSIONS = 6, (3, 4, 5, 6, 7)
@@ -33,8 +33,10 @@ FORMATS, CANONICAL, ARMAGEDDON = (1, 2, 3, 4, 5), 3, (132, 133)  # CANONICAL: fo
 FLIP, MIRROR, TRANSPOSE, TOO_LONG, DELETED = 1, 2, 4, 16, 64  # `flags`
 TOLERANCE = 0.01  # of the sum of the policy, and of the bounds of a value
 LONGEST = 64 << 20  # bytes of a game: sixteen times what any game of chess takes
-VALUES = ("root_q", "best_q", "root_d", "best_d", "root_m", "best_m", "plies_left", "result_q", "result_d")
-OTHERS = ("played_q", "played_d", "played_m", "original_q", "original_d", "original_m")
+VALUES = (
+    *("root_q", "best_q", "root_d", "best_d", "root_m", "best_m", "plies_left", "result_q", "result_d"),
+    *("played_q", "played_d", "played_m", "original_q", "original_d", "original_m"),
+)
 V6 = np.dtype(
     [
         ("version", "<u4"),
@@ -50,7 +52,7 @@ V6 = np.dtype(
         # 1 flip, 2 mirror, 4 transpose, 16 game too long, 64 to be deleted, 128 Black to move
         ("flags", "u1"),
         ("unused", "u1"),
-        *((name, "<f4") for name in VALUES + OTHERS),
+        *((name, "<f4") for name in VALUES),
         ("visits", "<u4"),
         ("played", "<u2"),
         ("best", "<u2"),
@@ -66,8 +68,7 @@ def _transforms() -> NDArray[np.int64]:
     """(8, 64): where each square goes by a transform: the files turned, then the ranks, then mirrored in h1-a8."""
     square, transform = np.arange(64), np.arange(8)[:, None]
     turned = square ^ np.where(transform & FLIP, 7, 0) ^ np.where(transform & MIRROR, 56, 0)
-    transposed = (7 - turned % 8) * 8 + 7 - turned // 8
-    return np.where(transform & TRANSPOSE, transposed, turned)
+    return np.where(transform & TRANSPOSE, (7 - turned % 8) * 8 + 7 - turned // 8, turned)
 
 
 TRANSFORMS = _transforms()
@@ -102,11 +103,11 @@ def inflate(data: bytes) -> bytes:
 
 
 def games_of(path: Path) -> Iterator[bytes]:
-    """The data of each game of a file; nothing for a member of a .tar that is no game. ValueError names the file."""
+    """The data of each game of a file; nothing for a member of a .tar that is no game. ValueError where it is none."""
     if ".tar" not in path.suffixes and path.suffix != ".tgz":
         data = inflate(path.read_bytes())
         if version_of(data) not in KNOWN_VERSIONS:
-            raise ValueError(f"{path} holds no training data of Leela: its first bytes are {data[:4]!r}")
+            raise ValueError(f"holds no training data of Leela: its first bytes are {data[:4]!r}")
         yield data
         return
     try:
@@ -120,7 +121,7 @@ def games_of(path: Path) -> Iterator[bytes]:
                         raise ValueError(f"'{member.name}' in it has more than {LONGEST >> 20} MiB, which is no game")
                     yield inflate(data)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise ValueError(f"{path} is cut short or no .tar file ({error}): restore it from a copy") from error
+        raise ValueError(f"is cut short or no .tar file ({error}): restore it from a copy") from error
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Lc0:
                 # Its records, with one that is cut short; 1 if there are none
                 first += max(1, -(-len(data) // V6.itemsize)) if version_of(data) == VERSION else 1
         except ValueError as error:
-            raise ValueError(str(error) if str(path) in str(error) else f"{path} {error}") from error
+            raise ValueError(f"{path} {error}") from error
 
     def read(self, part: Part) -> ParseResult:
         entries, version = Entries(part), version_of(part.data)
@@ -150,7 +151,7 @@ class Lc0:
                 entries.refuse(0, f"version {version} of the format", detail, "", 0)
             else:
                 entries.refuse(0, "not training data", f"{part.data[:4]!r}", "", 0)
-            return entries.result(empty(), 1)
+            return entries.result(concat([], LAYOUT), 1)
         count, rest = divmod(len(part.data), V6.itemsize)
         raw = np.frombuffer(part.data, V6, count)
         faults: Faults = []
@@ -171,9 +172,8 @@ class Lc0:
         both = np.bincount(owner, listed >= 0, len(rows))
         same = (both == np.diff(legal.offset)) & (both == (share[rows] >= 0).sum(1))
         for item in np.flatnonzero(~same).tolist():
-            ours = set(number[owner == item].tolist())
-            theirs = set(np.flatnonzero(share[rows[item]] >= 0).tolist())
-            names = ", ".join(sorted(map(move_name, ours ^ theirs)))
+            theirs = np.flatnonzero(share[rows[item]] >= 0)
+            names = ", ".join(sorted(map(move_name, np.setxor1d(number[owner == item], theirs).tolist())))
             reasons[int(rows[item])] = "legal moves differ"
             details[rows[item]] = f"(as its mover sees the board) in one list only: {names}"
         deleted = raw["flags"] & DELETED != 0
@@ -184,8 +184,9 @@ class Lc0:
         if rest:
             detail = f"{rest} of {V6.itemsize} bytes are there: restore the file from a copy"
             entries.refuse(count, "cut short", detail, "")
-        own, places = legal.rows(np.flatnonzero(same & ~deleted[rows]))
-        batch = own.batch_of_shares(records[rows[same & ~deleted[rows]]], np.maximum(listed[places], 0))
+        good = same & ~deleted[rows]
+        own, places = legal.rows(np.flatnonzero(good))
+        batch = own.batch_of_shares(records[rows[good]], np.maximum(listed[places], 0))
         return entries.result(batch, count + (rest > 0))
 
 

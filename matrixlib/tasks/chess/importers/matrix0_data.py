@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.importers.notation import Faults, classes_of, first_faults, legal_of, standing_rights
-from matrixlib.tasks.chess.importers.parsing import blank
+from matrixlib.tasks.chess.importers.notation import Faults, blank, classes_of, first_faults, legal_of, standing_rights
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import UNKNOWN, Records, absolute_index, playable, to_board
 from matrixlib.tasks.chess.scores import wdl_of_shares
@@ -46,7 +45,7 @@ TOLERANCE = 0.01  # of the policy's sum, of planes that hold 0 or 1, of |z| <= 1
 def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file by our names for them, with `game` and `result`, the game's from White's side (2 unknown).
 
-    Every byte is checked. ValueError names what is missing, there twice, or of another kind or shape.
+    Every byte is checked. ValueError says what is missing, there twice, or of another kind or shape.
     """
     with np.load(path, allow_pickle=False) as archive:
         found: dict[str, NDArray[Any]] = {}
@@ -54,17 +53,14 @@ def _arrays_of(path: Path) -> dict[str, NDArray[Any]]:
             ours = [name for name in names if name in archive.files]
             if len(ours) > 1 or (not ours and array in NEEDED):
                 words = f"{', '.join(ours)} at once" if ours else f"no array '{array}' (nor {', '.join(names[1:])})"
-                raise ValueError(f"{path} holds {words}; there are {', '.join(archive.files)}: not Matrix0's data")
+                raise ValueError(f"it holds {words}; there are {', '.join(archive.files)}")
             for name in ours:
                 values = archive[name]
                 if array == "z" and values.shape[1:] == (1,):
                     values = values[:, 0]
-                count = len(found["s"]) if found else values.shape[0] if values.ndim else 0
-                if values.dtype.kind not in "fiub" or values.shape != (count, *row):
-                    raise ValueError(
-                        f"{path}: '{name}' must be numbers of shape {('N', *row)} with N = {count}, not {values.dtype} "
-                        f"{values.shape}"
-                    )
+                shape = (len(found["s"]) if found else values.shape[0] if values.ndim else 0, *row)
+                if values.dtype.kind not in "fiub" or values.shape != shape:
+                    raise ValueError(f"'{name}' must be numbers of shape {shape}, not {values.dtype} {values.shape}")
                 found[array] = values
         info = archive.zip.infolist() if archive.zip else []
         game = game_id("matrix0", repr(sorted((item.filename, item.CRC) for item in info)))
@@ -84,11 +80,7 @@ class Matrix0Data:
         try:
             found = _arrays_of(path)
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
-            if str(path) in str(error):
-                raise
-            raise ValueError(
-                f"{path} is damaged or no NPZ file of numbers ({error}): restore it from a copy"
-            ) from error
+            raise ValueError(f"{path} is damaged or no NPZ file of Matrix0's data: {error}") from error
         for number, start in enumerate(range(0, len(found["z"]), ROWS)):
             data = io.BytesIO()
             rows = {name: array[start : start + ROWS] if array.ndim else array for name, array in found.items()}
@@ -142,12 +134,11 @@ def decode(s: NDArray[np.float32], faults: Faults) -> Records:
     """Records (N,) of planes (N, 19, 8, 8), without en passant and targets. What is wrong is added to `faults`."""
     constant = s[:, 12:, 0, 0]  # planes of one value each
     bits = s[:, :12, ::-1] > 0.5  # row 0 is rank 8
-    binary = (np.abs(s[:, :12, ::-1] - bits) <= TOLERANCE).all((1, 2, 3))
-    binary &= (np.abs(constant[:, :5] - (constant[:, :5] > 0.5)) <= TOLERANCE).all(1) & (
-        np.abs(constant - 0.5) <= 0.51
-    ).all(1)
-    binary &= (s[:, 12:] == constant[:, :, None, None]).all((1, 2, 3))
-    faults.append((~binary, "planes are not Matrix0's"))
+    good = (np.abs(s[:, :12, ::-1] - bits) <= TOLERANCE).all((1, 2, 3))
+    good &= (np.abs(constant[:, :5] - (constant[:, :5] > 0.5)) <= TOLERANCE).all(1)
+    good &= (np.abs(constant - 0.5) <= 0.51).all(1)
+    good &= (s[:, 12:] == constant[:, :, None, None]).all((1, 2, 3))
+    faults.append((~good, "planes are not Matrix0's"))
     boards = np.packbits(bits, axis=-1, bitorder="little").reshape(-1, 12, 8).view("<u8")[:, :, 0].astype(np.uint64)
     black = constant[:, 0] < 0.5
     boards[black] = np.roll(boards[black], 6, axis=1).byteswap()
@@ -171,7 +162,7 @@ def passed_files(pieces: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[
     files = np.full(len(pieces), -1, np.int64)
     for origin in range(32, 40):
         for target in (target for target in (origin + 7, origin + 9) if target >> 3 == 5):
-            takes = mask[:, bitboard.POLICY_INDEX[origin, target]] & (classes[:, origin] == bitboard.PAWN)
+            takes = mask[:, bitboard.POLICY_INDEX[origin | target << 6]] & (classes[:, origin] == bitboard.PAWN)
             takes &= (classes[:, target] == bitboard.EMPTY) & (classes[:, target - 8] == bitboard.PAWN + 6)
             files[takes] = target & 7
     return files

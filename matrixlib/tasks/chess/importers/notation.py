@@ -1,44 +1,168 @@
-"""FENs and UCI moves of many positions at once, without a board object for each: what the readers of tables need.
+"""What the readers of chess data share: files and lines in parts; FENs and UCI moves of many positions at once.
 
 A FEN costs a few microseconds here; python-chess needs about ten times that to make a board and turn it into a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bz2
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
 
 import chess
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from matrixlib.data.entries import Entries, Part
 from matrixlib.data.shards import Batch, ragged_rows
 from matrixlib.tasks.chess import bitboard
-from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, PLANES, POLICY_INDEX, ROOK
-from matrixlib.tasks.chess.importers.parsing import blank
-from matrixlib.tasks.chess.records import Records, playable
+from matrixlib.tasks.chess.bitboard import EMPTY, KING, NO_MOVE, POLICY_INDEX, ROOK
+from matrixlib.tasks.chess.keys import SOURCES
+from matrixlib.tasks.chess.records import RECORD, UNKNOWN, Records, playable
 from matrixlib.tasks.chess.scores import whole_shares
 
+LONGEST = 1 << 26  # bytes of a line
 NOT_A_FEN, NOT_A_POSITION, CHESS960 = "not a FEN", "not a position of chess", "Chess960 castling"
 DIGITS = 1000  # in a counter at most; int refuses some thousands
 RUNS = {ord(str(n)): "." * n for n in range(1, 9)}
-
-
-def _classes(letters: bytes) -> bytes:
-    """Table of bytes to piece classes in the order of `letters`; 255 for everything else."""
-    table = bytearray(b"\xff" * 256)
-    for number, letter in enumerate(letters):
-        table[letter] = number
-    return bytes(table)
-
-
-CLASSES = _classes(b"PNBRQKpnbrqk."), _classes(b"pnbrqkPNBRQK.")  # as White and as Black sees them
+CLASSES = [bytes.maketrans(letters, bytes(range(13))) for letters in (b"PNBRQKpnbrqk.", b"pnbrqkPNBRQK.")]
+"""From bytes to piece classes, as White and as Black sees them."""
 RIGHTS = {"K": 1, "Q": 2, "k": 4, "q": 8}
 SQUARES = {name: square for square, name in enumerate(chess.SQUARE_NAMES)}
 PROMOTIONS = {"": 0, "n": 1, "b": 2, "r": 3, "q": 4}
 CORNERS = ((7, KING, ROOK, 4), (0, KING, ROOK, 4), (63, KING + 6, ROOK + 6, 60), (56, KING + 6, ROOK + 6, 60))
+Text = TypeVar("Text")
+Parsed = TypeVar("Parsed")
+
+
+# Files and their entries
+
+
+class Unusable(ValueError):
+    """An entry that goes to quarantine: reason (the same words for all of its kind), detail, and how many positions it
+    would have given."""
+
+    def __init__(self, reason: str, detail: str, positions: int = 1) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.positions = reason, detail, positions
+
+
+class LeftOut(Exception):
+    """An entry that gives no positions on purpose, and the reason."""
+
+
+class _Zstandard(io.RawIOBase):
+    """The content of Zstandard frames. The package's own reader takes a file that was cut short for whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.content, self.chunks = b"", self._decompressed(path)
+
+    def _decompressed(self, path: Path) -> Iterator[bytes]:
+        import zstandard
+
+        frame = None
+        with open(path, "rb") as raw:
+            while data := raw.read(1 << 12):  # which unpacks to 128 MiB at most
+                while data:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    yield frame.decompress(data)
+                    data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame:
+            raise EOFError("it ends in the middle of a frame")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.content = self.content or next(filter(None, self.chunks), b"")
+        size = min(len(buffer), len(self.content))
+        buffer[:size], self.content = self.content[:size], self.content[size:]
+        return size
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The decompressed bytes of a file, by its ending: .gz, .bz2, .zst or as it is. ValueError if it is damaged."""
+    import zstandard
+
+    openers: dict[str, Callable[[Path], Any]] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".zst": lambda path: io.BufferedReader(_Zstandard(path), 1 << 20),
+    }
+    try:
+        with openers.get(path.suffix, lambda path: open(path, "rb"))(path) as file:
+            yield cast(BinaryIO, file)
+    except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
+        raise ValueError(f"{path}: damaged or cut short ({error}); get the file again") from error
+
+
+def text_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an `opened` file. EOFError for one that is longer than any of a text: what is packed may have any
+    length."""
+    while line := file.readline(LONGEST):
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            raise EOFError(f"it has a line of more than {LONGEST >> 20} MiB, so it is no text")
+        yield line
+
+
+def parts_of(entries: Iterable[bytes], size: int, most: int | None = None, header: bytes = b"") -> Iterator[Part]:
+    """Entries in parts of about `size` bytes and at most `most` entries, each part behind the header."""
+    entries, number, first = iter(entries), 0, 0
+    while some := list(_up_to(islice(entries, most), size)):
+        yield Part(number, first, header + b"".join(some))
+        number, first = number + 1, first + len(some)
+
+
+def _up_to(entries: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """The next entries, until they have more than `size` bytes."""
+    for entry in entries:
+        yield entry
+        size -= len(entry)
+        if size < 0:
+            return
+
+
+def lines_in_parts(path: Path, size: int) -> Iterator[Part]:
+    """A text file cut into parts of about `size` bytes; an entry is a line that is not blank."""
+    with opened(path) as file:
+        yield from parts_of(filter(bytes.strip, text_lines(file)), size)
+
+
+def lines_of(part: Part) -> list[str]:
+    """The lines of a part that are not blank; what is not UTF-8 is replaced."""
+    return [line.decode("utf-8-sig", "replace").strip() for line in part.data.split(b"\n") if line.strip()]
+
+
+def usable(
+    texts: Iterable[Text], parse: Callable[[Text], Parsed], entries: Entries, show: Callable[[Text], str] = str
+) -> Iterator[tuple[int, Parsed]]:
+    """(number, parsed) of the entries that `parse` takes. It raises Unusable for one that goes to quarantine, as the
+    text that `show` gives, and LeftOut."""
+    for number, text in enumerate(texts):
+        try:
+            parsed = parse(text)
+        except LeftOut as reason:
+            entries.skipped[str(reason)] += 1
+        except Unusable as error:
+            entries.refuse(number, error.reason, error.detail, show(text), error.positions)
+        else:
+            yield number, parsed
+
+
+def blank(n: int, source: str) -> np.ndarray:
+    """(n,) RECORD with result and win-draw-loss unknown and no en-passant file."""
+    records = np.zeros(n, RECORD)
+    records["en_passant"], records["result"], records["source"] = -1, UNKNOWN, SOURCES[source]
+    return records
 
 
 # Positions
@@ -62,7 +186,7 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
         return NOT_A_FEN
     placement, turn, castling, en_passant, *counters = fields
     text = placement.translate(RUNS)
-    if len(text) != 71 or text[8::9] != "///////" or "." in placement or not text.isascii():
+    if len(text) != 71 or text[8::9] != "///////" or "." in placement or not (text.isascii() and text.isprintable()):
         return NOT_A_FEN
     if turn not in ("w", "b") or not all(it.isdecimal() and len(it) <= DIGITS for it in counters):
         return NOT_A_FEN
@@ -70,12 +194,9 @@ def _read_fen(fen: str) -> tuple[bytes, tuple[int, int, int, int, int]] | str:
     rights = _rights(castling, black)
     if isinstance(rights, str):
         return rights
-    file = -1
-    if en_passant != "-":
-        if en_passant not in SQUARES:
-            return NOT_A_FEN
-        if en_passant[1] == ("3" if black else "6"):
-            file = SQUARES[en_passant] & 7
+    if en_passant != "-" and en_passant not in SQUARES:
+        return NOT_A_FEN
+    file = SQUARES[en_passant] & 7 if en_passant[1:] == ("3" if black else "6") else -1
     clock = min(int(counters[0]), 255) if counters else 0
     full = min(int(counters[1]), 40000) if len(counters) > 1 else 1
     squares = text.replace("/", "").encode().translate(CLASSES[black])
@@ -128,6 +249,14 @@ def standing_rights(castling: NDArray[np.integer[Any]], pieces: NDArray[np.uint8
     return standing
 
 
+Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a table, with the reason
+
+
+def first_faults(faults: Faults) -> dict[int, str]:
+    """Row -> the first of its faults."""
+    return {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask).tolist()}
+
+
 # Moves
 
 
@@ -147,11 +276,11 @@ class Legal:
             return np.full(len(code), -1, np.int64)
         length = np.diff(self.offset)
         keys = np.repeat(np.arange(len(length)), length) * bitboard.POLICY_SIZE + self.index
-        index = indices_of(code)
-        place = np.minimum(np.searchsorted(keys, row * bitboard.POLICY_SIZE + index), len(keys) - 1)
+        key = row * bitboard.POLICY_SIZE + POLICY_INDEX[code]
+        place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
         # A queen's promotion and a plain move to the last rank share an index, so the code must be the same too.
-        right = (keys[place] == row * bitboard.POLICY_SIZE + index) & (self.moves[place] == code)
-        return np.where(right & (index >= 0), place, -1)
+        right = (keys[place] == key) & (self.moves[place] == code)
+        return np.where(right & (POLICY_INDEX[code] >= 0), place, -1)
 
     def rows(self, rows: NDArray[np.int64]) -> tuple[Legal, NDArray[np.int64]]:
         """The lists of these rows alone, and where their moves stood in `moves`."""
@@ -172,27 +301,9 @@ class Legal:
         }
 
 
-Faults = list[tuple[NDArray[np.bool_], str]]  # masks (N,) of what is wrong with rows of a table, with the reason
-
-
-def first_faults(faults: Faults) -> dict[int, str]:
-    """Row -> the first of its faults."""
-    return {row: reason for mask, reason in reversed(faults) for row in np.flatnonzero(mask).tolist()}
-
-
 def legal_of(records: Records) -> Legal:
     """The legal moves of records (N,)."""
     return Legal(*bitboard.legal_moves(records["pieces"], records["castling"], records["en_passant"]))
-
-
-def indices_of(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Policy indices (M,) of the moves `codes` (M,); -1 where nothing moves so."""
-    s, t, promotion = codes & 63, codes >> 6 & 63, codes >> 12
-    aside = t - s - 8
-    under = s * PLANES + 64 + (promotion - 1) * 3 + np.where(aside < 0, 1, np.where(aside > 0, 2, 0))
-    straight = (s >> 3 == 6) & (t >> 3 == 7) & (np.abs(aside) <= 1)
-    index = np.where((promotion >= 1) & (promotion <= 3), under, POLICY_INDEX[s, t])
-    return np.where((promotion == 0) | straight & (promotion <= 4), index, -1)
 
 
 def code_of(uci: str, black: int) -> int:

@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import chess
 import numpy as np
 
 from matrixlib.data.entries import Entries, ParseResult, Part
-from matrixlib.data.shards import Batch, select
+from matrixlib.data.shards import Batch, concat, select
 from matrixlib.tasks.chess import bitboard
 from matrixlib.tasks.chess.game import dead
-from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.importers.parsing import Unusable, blank, empty, opened, text_lines, text_of
+from matrixlib.tasks.chess.importers.notation import (
+    LeftOut,
+    Legal,
+    Unusable,
+    blank,
+    opened,
+    parts_of,
+    read_fens,
+    text_lines,
+    usable,
+)
 from matrixlib.tasks.chess.keys import game_id
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.scores import wdl_of_score
@@ -68,6 +77,14 @@ GAME = re.compile(rb'^[ \t]*\[[ \t]*\w+[ \t]+"|\b1[ \t]*\.[ .]*[a-hNBRQKO]', re.
 BOM = b"\xef\xbb\xbf"
 BLANKS = b" \t\r\n"
 REMARKS = b"{;($)%"  # what a line begins with that still belongs to a game whose result was given
+
+
+def text_of(data: bytes) -> str:
+    """Bytes of a text as it was written: UTF-8, else Latin-1, which takes everything."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
 
 
 # Text to games
@@ -164,7 +181,7 @@ def main_line(text: bytes) -> tuple[list[bytes], str]:
 def meaning(word: bytes) -> int | float | str:
     """What a word means; move numbers before it and glyphs after it are taken off.
 
-    int: a move, as `bitboard.replay` wants it. float: an evaluation from White's side, see `stockfish.MATE`. str: a
+    int: a move, as `bitboard.replay` wants it. float: an evaluation from White's side, see `client.MATE`. str: a
     result (see POINTS), NULL_MOVE, FOREIGN or NOTHING.
     """
     if word in RESULTS:
@@ -198,10 +215,9 @@ def meaning(word: bytes) -> int | float | str:
 # Games
 
 
-@dataclass(frozen=True)
-class _Game:
-    """A game whose text could be read: its number in the part, FEN of its start, White's points, moves, and of a game
-    with evaluations all words in order."""
+class _Game(NamedTuple):
+    """A game whose text could be read. moves: see `meaning`. evaluated: all words in order, of a game with evaluations.
+    points: White's."""
 
     number: int
     fen: str
@@ -210,26 +226,22 @@ class _Game:
     evaluated: list[int | float | str]
 
 
-class _Left(Exception):
-    """A game that gives no positions on purpose, and the reason."""
-
-
 def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _Game:
-    """One game's text as numbers. Raises _Left, and Unusable for what goes to quarantine."""
+    """One game's text as numbers. Raises LeftOut, and Unusable for what goes to quarantine."""
     tag = {name.lower(): value.strip() for name, value in TAG.findall(tags)}
     variant = text_of(tag.get(b"variant", b""))
     if variant.lower() not in USUAL:
-        raise _Left(f"variant {variant}")
+        raise LeftOut(f"variant {variant}")
     words, fault = main_line(text)
     meanings = list(map(meaning, words))
     moves = [word for word in meanings if type(word) is int]
     special = [word for word in meanings if type(word) is str and word]
     if NULL_MOVE in special:
-        raise _Left("null move")
+        raise LeftOut("null move")
     if not fault and FOREIGN in special:
         fault = f"'{text_of(words[meanings.index(FOREIGN)])}' is no move"
     if not fault and not moves:
-        raise _Left("no moves")
+        raise LeftOut("no moves")
     if not fault and special and any(type(word) is int for word in meanings[meanings.index(special[0]) :]):
         fault = "moves go on after the result"
     if fault:
@@ -244,7 +256,7 @@ def understand(number: int, tags: bytes, text: bytes, warned: Counter[str]) -> _
     return _Game(number, fen, points, moves, meanings if b"%eval" in text else [])
 
 
-def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the rules say about last positions (n, 32) with their `Replay.ends` (n, 4): points (n,) of the side to
     move (2: the game may go on), and the reasons.
 
@@ -254,17 +266,15 @@ def endings(pieces: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[str]
     _, _, offsets = bitboard.legal_moves(pieces, castling.astype(np.uint8), file.astype(np.int8))
     stuck, check = np.diff(offsets) == 0, bitboard.in_check(pieces)
     reasons = {
-        "mate": stuck & check,
+        "fivefold repetition": earlier >= 4,
+        "seventy-five moves": clock >= 150,
+        "insufficient material": dead(pieces),
         "stalemate": stuck & ~check,
-        "insufficient material": ~stuck & dead(pieces),
-        "seventy-five moves": ~stuck & (clock >= 150),
-        "fivefold repetition": ~stuck & (earlier >= 4),
+        "mate": stuck & check,
     }
-    points, why = np.full(len(ends), UNKNOWN), [""] * len(ends)
-    for name, mask in reasons.items():
-        points[mask] = -1 if name == "mate" else 0
-        for row in np.flatnonzero(mask):
-            why[row] = why[row] or name
+    points, why = np.full(len(ends), UNKNOWN), np.full(len(ends), "", object)
+    for name, mask in reasons.items():  # the last counts
+        points[mask], why[mask] = -1 if name == "mate" else 0, name
     return points, why
 
 
@@ -280,44 +290,37 @@ class Pgn:
     repair: bool = False
 
     def parts(self, path: Path) -> Iterator[Part]:
-        """See `parsing.Reader`."""
         with opened(path) as file:
-            texts: list[bytes] = []
-            number = first = size = 0
-            for game in split(text_lines(file)):
-                texts += game
-                size += len(game[0]) + len(game[1])
-                if len(texts) == 2 * GAMES or size > PART_BYTES:
-                    yield _part(path, number, first, texts)
-                    number, first, size, texts = number + 1, first + len(texts) // 2, 0, []
-            if texts:
-                yield _part(path, number, first, texts)
+            games = (tags + text for tags, text in split(text_lines(file)))
+            for part in parts_of(games, PART_BYTES, GAMES):
+                if not part.number and (b"\0" in part.data or not GAME.search(part.data)):
+                    raise ValueError(
+                        f"{path} holds no games in PGN (text of one byte a letter): is it of another kind?"
+                    )
+                yield part
 
     def read(self, part: Part) -> ParseResult:
-        """See `parsing.Reader`."""
-        texts = list(split(io.BytesIO(part.data)))
-        games: list[_Game] = []
-        entries = Entries(part)
+        texts, entries = list(split(io.BytesIO(part.data))), Entries(part)
 
-        def refuse(number: int, reason: str, detail: str, positions: int) -> None:
-            entries.refuse(number, reason, detail, text_of(b"".join(texts[number])), positions)
+        def refuse(game: _Game, reason: str, detail: str) -> None:
+            entries.refuse(game.number, reason, detail, text_of(b"".join(texts[game.number])), len(game.moves))
 
-        for number, (tags, text) in enumerate(texts):
-            try:
-                games.append(understand(number, tags, text, entries.warned))
-            except _Left as left:
-                entries.skipped[str(left)] += 1
-            except Unusable as error:
-                refuse(number, error.reason, error.detail, error.positions)
+        found = usable(
+            [(number, *text) for number, text in enumerate(texts)],
+            lambda text: understand(*text, entries.warned),
+            entries,
+            lambda text: text_of(b"".join(text[1:])),
+        )
+        games = [game for _, game in found]
         rows_of = {fen: row for row, fen in enumerate(dict.fromkeys(game.fen for game in games))}
         start, faults = read_fens(list(rows_of), self.source)
         for game in games:
             if fault := faults[rows_of[game.fen]]:
-                refuse(game.number, "start that can't be played", f"{fault}: {game.fen}", len(game.moves))
+                refuse(game, "start that can't be played", f"{fault}: {game.fen}")
         games = [game for game in games if not faults[rows_of[game.fen]]]
-        start = start[[rows_of[game.fen] for game in games]]
         if not games:
-            return entries.result(empty(), len(texts), rows=np.zeros(0, np.int64))
+            return entries.result(concat([], LAYOUT), len(texts), rows=np.zeros(0, np.int64))
+        start = start[[rows_of[game.fen] for game in games]]
         bounds = np.array([0, *accumulate(len(game.moves) for game in games)])
         moves = np.array([code for game in games for code in game.moves], np.int32)
         board = [start[name] for name in ("pieces", "castling", "en_passant", "halfmove", "side")]
@@ -328,7 +331,7 @@ class Pgn:
             ply, count = int(start["ply"][row]) + move, int(replay.matches[row])
             fits = f"fits {count} legal moves" if count else "is not legal"
             detail = f"{ply // 2 + 1}.{'..' * (ply % 2)} {text_of(words[move])} {fits}"
-            refuse(game.number, "ambiguous move" if count else "illegal move", detail, len(game.moves))
+            refuse(game, "ambiguous move" if count else "illegal move", detail)
         legal = np.flatnonzero(replay.failed < 0)
         games, start = [games[row] for row in legal], start[legal]
         claims = np.array([game.points for game in games], np.int64)
@@ -337,17 +340,16 @@ class Pgn:
         black = (start["side"] + rows) % 2 == 1  # is to move at the end
         shown = np.where(black & (points != UNKNOWN), -points, points)
         wrong = (shown != UNKNOWN) & (claims != UNKNOWN) & (shown != claims)
-        for row in np.flatnonzero(wrong).tolist():
-            if self.repair:
-                entries.warned[CONTRADICTED + ": taken from the board"] += 1
-            else:
-                detail = f"{NAMES[claims[row]]} is said, the board shows {NAMES[shown[row]]}: {why[row]}"
-                refuse(games[row].number, CONTRADICTED, detail, int(rows[row]))
         batch = assemble(games, start, replay, np.where(shown == UNKNOWN, claims, shown))
-        if wrong.any() and not self.repair:
+        if self.repair:
+            entries.warned[CONTRADICTED + ": taken from the board"] += int(wrong.sum())
+            return entries.result(batch, len(texts), len(rows), rows)
+        for row in np.flatnonzero(wrong).tolist():
+            detail = f"{NAMES[claims[row]]} is said, the board shows {NAMES[shown[row]]}: {why[row]}"
+            refuse(games[row], CONTRADICTED, detail)
+        if wrong.any():
             batch = select(batch, np.flatnonzero(np.repeat(~wrong, rows)), LAYOUT)
-            rows = rows[~wrong]
-        return entries.result(batch, len(texts), len(rows), rows)
+        return entries.result(batch, len(texts), int((~wrong).sum()), rows[~wrong])
 
 
 def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, points: np.ndarray) -> Batch:
@@ -381,16 +383,4 @@ def assemble(games: list[_Game], start: np.ndarray, replay: bitboard.Replay, poi
     records["wdl"][places] = wdl_of_score(np.where(records["side"][places], -score, score))
     weight = np.zeros(len(replay.indices), "<u2")
     weight[replay.choice] = FULL_WEIGHT
-    return {
-        "records": records,
-        "policy_offset": replay.offsets.astype("<i8"),
-        "policy_index": replay.indices.astype("<u2"),
-        "policy_weight": weight,
-    }
-
-
-def _part(path: Path, number: int, first: int, texts: list[bytes]) -> Part:
-    data = b"".join(texts)
-    if not number and (b"\0" in data or not GAME.search(data)):
-        raise ValueError(f"{path}: holds no games in PGN (text of one byte a letter); is it of another kind?")
-    return Part(number, first, data)
+    return Legal(moves, replay.indices, replay.offsets).batch(records, weight)

@@ -9,6 +9,7 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,17 +17,13 @@ import numpy as np
 
 from matrixlib.data.entries import Entries, ParseResult, Part
 from matrixlib.data.shards import Batch, concat, select
-from matrixlib.tasks.chess.importers.notation import castled, code_of, legal_of, read_fens
-from matrixlib.tasks.chess.importers.parsing import Unusable, lines_in_parts, lines_of, opened, text_lines
+from matrixlib.tasks.chess.importers import notation
 from matrixlib.tasks.chess.keys import game_id, ids_of
 from matrixlib.tasks.chess.records import LAYOUT, Records, play
 
 COLUMNS = ("PuzzleId", "FEN", "Moves", "Rating", "RatingDeviation", "Popularity", "NbPlays", "Themes", "GameUrl")
 GAME = re.compile(r"lichess\.org/(\w{8})")
 PART = 1 << 18  # bytes, about 1,500 puzzles
-
-
-HEADER = ",".join(COLUMNS).encode() + b"\n"
 
 
 def fields_of(line: str) -> list[str]:
@@ -53,61 +50,59 @@ class Puzzles:
         return ("FEN", "Moves", *rating, *(("Themes",) if self.themes else ()))
 
     def parts(self, path: Path) -> Iterator[Part]:
-        with opened(path) as file:
-            fields = fields_of(next(text_lines(file), b"").decode("utf-8-sig", "replace"))
-        header = not any(field.count("/") == 7 for field in fields)  # only a puzzle has a FEN
-        standard = len(fields) >= len(COLUMNS) - 1
-        missing = [name for name in self.needed if name not in (fields if header else COLUMNS)]
-        if missing or not (header or standard):
-            raise ValueError(
-                f"{path} is no Lichess puzzle CSV (columns {', '.join(missing or self.needed)}): "
-                "give one, or name its columns in the first line"
-            )
-        for part in lines_in_parts(path, PART, header):
-            yield part if header else Part(part.number, part.first, HEADER + part.data)
+        with notation.opened(path) as file:
+            lines = filter(bytes.strip, notation.text_lines(file))
+            first = next(lines, b"")
+            header, rest = first, chain([], lines)
+            fields = fields_of(first.decode("utf-8-sig", "replace").strip())
+            if any(field.count("/") == 7 for field in fields) and len(fields) >= len(COLUMNS) - 1:
+                header = ",".join(COLUMNS).encode() + b"\n"  # only a puzzle has a FEN
+                rest, fields = chain([first], lines), list(COLUMNS)
+            if missing := [name for name in self.needed if name not in fields]:
+                raise ValueError(
+                    f"{path} is no Lichess puzzle CSV (columns {', '.join(missing)}): "
+                    "give one, or name its columns in the first line"
+                )
+            yield from notation.parts_of(rest, PART, header=header)
 
     def read(self, part: Part) -> ParseResult:
-        lines = lines_of(part)
-        names, lines = fields_of(lines[0]), lines[1:]
-        entries = Entries(part)
-        numbers: list[int] = []  # numbers in `lines` of the puzzles that are played through
-        rows: list[dict[str, str]] = []
-        for number, line in enumerate(lines):
+        header, *lines = notation.lines_of(part)
+        names, entries = fields_of(header), Entries(part)
+
+        def parse(line: str) -> tuple[dict[str, str], list[str]]:
             row = dict(zip(names, fields_of(line), strict=False))
-            try:
-                if reason := self._unwanted(row):
-                    entries.skipped[reason] += 1
-                else:
-                    numbers.append(number)
-                    rows.append(row)
-            except Unusable as error:
-                entries.refuse(number, error.reason, error.detail, line, error.positions)
-        fens, moves = [row["FEN"] for row in rows], [row["Moves"].split() for row in rows]
-        records, faults = read_fens(fens, self.source)
+            return row, self._solution(row)
+
+        found = list(notation.usable(lines, parse, entries))
+        moves = [solution for _, (_, solution) in found]
+        records, faults = notation.read_fens([row["FEN"] for _, (row, _) in found], self.source)
         records["game"] = ids_of(records)
-        for place, row in enumerate(rows):
+        for place, (_, (row, _)) in enumerate(found):
             if game := GAME.search(row.get("GameUrl", "")):
                 records["game"][place] = game_id("lichess.org", game[1])
-        details = [f"FEN '{fen}'" for fen in fens]
+        details = [f"FEN '{row['FEN']}'" for _, (row, _) in found]
         batch = _solve(records, moves, faults, details)
-        for place, number in enumerate(numbers):
+        for place, (number, _) in enumerate(found):
             if faults[place]:
                 entries.refuse(number, faults[place], details[place], lines[number], len(moves[place]) // 2)
         return entries.result(batch, len(lines), faults.count(""))
 
-    def _unwanted(self, row: dict[str, str]) -> str:
-        """Why a puzzle is left out on purpose, "" where it is wanted. Raises Unusable."""
+    def _solution(self, row: dict[str, str]) -> list[str]:
+        """The moves of a puzzle that is wanted. Raises Unusable, LeftOut."""
         solution = row.get("Moves", "").split()
+        positions = len(solution) // 2
         if missing := [name for name in self.needed if not row.get(name)]:
-            raise Unusable("missing columns", f"no {', '.join(missing)}: is the line cut off?", len(solution) // 2)
+            raise notation.Unusable("missing columns", f"no {', '.join(missing)}: is the line cut off?", positions)
         rated = "Rating" in self.needed
         if rated and not re.fullmatch(r"-?\d{1,5}", row["Rating"]):
-            raise Unusable("bad rating", f"'{row['Rating']}' is no number", len(solution) // 2)
-        if len(solution) < 2:
-            raise Unusable("no solution", f"'{row['Moves']}' ends before the solver's move", 0)
+            raise notation.Unusable("bad rating", f"'{row['Rating']}' is no number", positions)
+        if not positions:
+            raise notation.Unusable("no solution", f"'{row['Moves']}' ends before the solver's move", 0)
         if rated and not self.min_rating <= int(row["Rating"]) <= self.max_rating:
-            return "rating out of range"
-        return "other themes" if self.themes and not set(self.themes) & set(row["Themes"].split()) else ""
+            raise notation.LeftOut("rating out of range")
+        if self.themes and not set(self.themes) & set(row["Themes"].split()):
+            raise notation.LeftOut("other themes")
+        return solution
 
 
 def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], details: list[str]) -> Batch:
@@ -116,15 +111,14 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
     A puzzle with an illegal move gives no position; its fault and details are filled in.
     """
     state = records.copy()
-    batches, owners = [], []
+    batches, owners = [], [np.zeros(0, np.int64)]
     rows = np.flatnonzero([not fault for fault in faults])
     for step in range(max(map(len, moves), default=0)):
         rows = np.array([row for row in rows.tolist() if step < len(moves[row])], np.int64)
-        uci_codes = [
-            code_of(moves[row][step], side) for row, side in zip(rows.tolist(), state["side"][rows], strict=True)
-        ]
-        codes = castled(state["pieces"][rows], uci_codes)
-        legal = legal_of(state[rows])
+        sides = state["side"][rows].tolist()
+        words = [notation.code_of(moves[row][step], side) for row, side in zip(rows.tolist(), sides, strict=True)]
+        codes = notation.castled(state["pieces"][rows], words)
+        legal = notation.legal_of(state[rows])
         place = legal.find(np.arange(len(rows)), codes)
         for row in rows[place < 0].tolist():
             faults[row] = "illegal move"
@@ -136,7 +130,7 @@ def _solve(records: Records, moves: Sequence[Sequence[str]], faults: list[str], 
             owners.append(rows)
         rows, codes = rows[place >= 0], codes[place >= 0]
         state[rows] = play(state[rows], codes.astype(np.uint16))
-    owner = np.concatenate([np.zeros(0, np.int64), *owners])
+    owner = np.concatenate(owners)
     solved = np.array([not fault for fault in faults], bool)
     order = np.argsort(owner, kind="stable")  # puzzle by puzzle; within one the steps are in order already
     return select(concat(batches, LAYOUT), order[solved[owner[order]]], LAYOUT)

@@ -20,7 +20,7 @@ JUMPS = ((1, 2), (2, 1), (2, -1), (1, -2), (-1, -2), (-2, -1), (-2, 1), (-1, 2))
 def _policy_table() -> NDArray[np.int16]:
     """(5, 64, 64): number of a move by promotion, from and to; -1 where there is none."""
     table = np.full((5, 64, 64), -1, np.int16)
-    origin, target = np.nonzero(bitboard.POLICY_INDEX >= 0)
+    origin, target = np.nonzero(bitboard.POLICY_INDEX[: 1 << 12].reshape(64, 64).T >= 0)
     table[:2, origin, target] = np.arange(len(origin))
     number = len(origin)
     for s, t in ((s, t) for s in range(48, 56) for t in range(56, 64) if abs(s % 8 - t % 8) <= 1):

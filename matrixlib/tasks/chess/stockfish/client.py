@@ -1,7 +1,7 @@
-"""A small UCI client over pipes: one process, one thread, no state between searches unless asked for.
+"""A small UCI client over pipes: one process, no state between searches unless asked for.
 
-python-chess's own client labels half as many positions per second, because it builds boards and scores for every info
-line; labelling needs only the last line of each variation.
+python-chess's own client labels half as many positions per second: it builds boards and scores for every info line,
+and labelling needs only the last line of each variation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 MATE = 32000  # a mate in k moves is stored as sign * (MATE - k); every centipawn score is far below
-CENTIPAWN_LIMIT = 20000
+CENTIPAWN_LIMIT = 10000
 _FOLDERS = ("/usr/games", "/usr/local/bin", "/usr/local/games", "/opt/homebrew/bin")
 _OPTION = re.compile(r"option name (.+?) type (\w+)(.*)")
 _LINE = re.compile(
     r"multipv (\d+) score (cp|mate) (-?\d+) (?:(?:lower|upper)bound )?(?:wdl (\d+) (\d+) (\d+) )?.* pv (\S+)"
 )
+Option = int | bool | str
 
 
 class EngineError(RuntimeError):
@@ -43,7 +44,7 @@ def find_stockfish(path: str | Path | None = None) -> Path:
 
     Raises EngineError that says how to install it.
     """
-    name = "stockfish" if path is None else str(path)
+    name = str(path or "stockfish")
     if name.endswith(".js") and Path(name).is_file():  # the npm package `stockfish`
         return Path(name)
     file = shutil.which(name) or (None if path else shutil.which(name, path=os.pathsep.join(_FOLDERS)))
@@ -54,27 +55,26 @@ def find_stockfish(path: str | Path | None = None) -> Path:
 
 
 def score_of(kind: str, value: int) -> int:
-    """The integer score of `score cp 31` or `score mate -2`; `mate 0` (the mover is mated) is -MATE."""
+    """The integer score of `score cp 31` or `score mate -2`, cut to 10,000 centipawns or moves; `mate 0` (the mover is
+    mated) is -MATE."""
+    value = max(-CENTIPAWN_LIMIT, min(CENTIPAWN_LIMIT, value))
     if kind == "mate":
         return MATE - value if value > 0 else -MATE - value
-    return max(-CENTIPAWN_LIMIT, min(CENTIPAWN_LIMIT, value))
+    return value
 
 
 def parse_info(lines: list[str]) -> list[Line]:
     """The last complete block of variations in `lines` (best first); [] where there is none."""
     block: list[Line] = []
-    for line in reversed(lines):
-        match = _LINE.search(line)
-        if match is None:
-            continue
-        wdl = (int(match[4]), int(match[5]), int(match[6])) if match[4] is not None else None
+    for match in filter(None, map(_LINE.search, reversed(lines))):
+        wdl = (int(match[4]), int(match[5]), int(match[6])) if match[4] else None
         block.append(Line(match[7], score_of(match[2], int(match[3])), wdl))
-        if int(match[1]) == 1:
+        if match[1] == "1":
             return block[::-1]
     return []
 
 
-def nearest_value(kind: str, details: str, value: int | bool | str) -> int | bool | str:
+def nearest_value(kind: str, details: str, value: Option) -> Option:
     """The value nearest to `value` that an announced option takes.
 
     kind, details: of `option name MultiPV type spin default 1 min 1 max 256`, "spin" and the text after it. A number
@@ -106,14 +106,11 @@ class Stockfish:
         path: str | Path | None = None,
         hash_mb: int = 1,
         timeout: float = 60.0,
-        options: Mapping[str, int | bool | str] | None = None,
+        options: Mapping[str, Option] | None = None,
     ) -> None:
-        self.path = find_stockfish(path)
-        self.timeout = timeout
+        self.path, self.timeout = find_stockfish(path), timeout
         self.name = self.path.name
         self.announced: dict[str, tuple[str, str]] = {}  # option -> type, the rest of its line
-        self._before = ""  # commands to be sent with the next one
-        self._multipv = 1
         command = [*(["node"] if self.path.suffix == ".js" else []), str(self.path)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
@@ -121,43 +118,43 @@ class Stockfish:
         except OSError as error:
             raise EngineError(f"{' '.join(command)} cannot be started: {error}") from error
         try:
-            self._greet(hash_mb, options or {})
+            self._greet({"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True}, options or {})
         except BaseException:
             self.close()
             raise
 
-    def _greet(self, hash_mb: int, options: Mapping[str, int | bool | str]) -> None:
+    def _greet(self, own: Mapping[str, Option], asked: Mapping[str, Option]) -> None:
         try:
             lines = self._ask("uci", "uciok", min(self.timeout, 10.0))
         except EngineError as error:
             raise EngineError(f"{self.path} does not speak UCI: {error}") from error
         self.name = next((line[8:].strip() for line in lines if line.startswith("id name ")), self.name)
-        for match in filter(None, map(_OPTION.match, lines)):
-            self.announced[match[1]] = match[2], match[3]
+        self.announced = {match[1]: (match[2], match[3]) for match in filter(None, map(_OPTION.match, lines))}
         if "UCI_ShowWDL" not in self.announced:
             raise EngineError(f"{self.name} has no option UCI_ShowWDL: use Stockfish 12 or newer")
-        for name, value in {"Threads": 1, "Hash": hash_mb, "UCI_ShowWDL": True, **options}.items():
+        commands = []
+        for name, value in {**own, **asked}.items():
             kind, details = self.announced.get(name, ("", ""))
             taken = nearest_value(kind, details, value)
-            if name in options and (not kind or taken != value):
+            if name in asked and (not kind or taken != value):
                 raise EngineError(f"{self.name} refuses {name} {value}: it has {kind or 'no such option'}{details}")
-            self._before += f"setoption name {name} value {str(taken).lower() if isinstance(taken, bool) else taken}\n"
-        self._ask("isready", "readyok")
+            text = str(taken).lower() if isinstance(taken, bool) else taken
+            commands.append(f"setoption name {name} value {text}\n")
+        self._ask(f"{''.join(commands)}isready", "readyok")
 
     def _ask(self, text: str, word: str, timeout: float | None = None) -> list[str]:
         """Send a command; the lines up to and with the first that starts with `word`. An engine that is late is killed,
         so that the blocking read ends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timeout, begun = self.timeout if timeout is None else timeout, time.monotonic()
+        timeout, begun = timeout or self.timeout, time.monotonic()
         timer = threading.Timer(timeout, self._process.kill)
         timer.daemon = True
         timer.start()
         lines: list[str] = []
         try:
-            self._process.stdin.write(f"{self._before}{text}\n")
+            self._process.stdin.write(f"{text}\n")
             self._process.stdin.flush()
-            self._before = ""
             for line in self._process.stdout:
                 lines.append(line.rstrip())
                 if line.startswith(word):
@@ -172,8 +169,8 @@ class Stockfish:
         raise EngineError(f"no `{word}` from {self.name}: {why}")
 
     def new_game(self) -> None:
-        """Forgets hash and histories: the next search is a pure function of its position and limit."""
-        self._before = "ucinewgame\n"
+        """Forget hash and histories: the next search is a pure function of its position and limit."""
+        self._ask("ucinewgame\nisready", "readyok")
 
     def search(self, position: str, limit: str, lines: int = 1) -> list[Line]:
         """The `lines` best variations (fewer where there are fewer legal moves), best first.
@@ -181,10 +178,9 @@ class Stockfish:
         `position` as in UCI (`fen ... moves ...` or `startpos ...`), `limit` as after `go` (`depth 4`).
         Raises EngineError where the position has no legal move.
         """
-        lines = int(nearest_value(*self.announced.get("MultiPV", ("", "")), lines))
-        option = f"setoption name MultiPV value {lines}\n" if lines != self._multipv else ""
-        self._multipv = lines
-        variations = parse_info(self._ask(f"{option}position {position}\ngo {limit}", "bestmove"))
+        taken = nearest_value(*self.announced.get("MultiPV", ("", "")), lines)
+        command = f"setoption name MultiPV value {taken}\nposition {position}\ngo {limit}"
+        variations = parse_info(self._ask(command, "bestmove"))
         if not variations:
             raise EngineError(f"{self.name} gives no move in `{position}`: is it legal, and is the game not over?")
         return variations
@@ -200,7 +196,7 @@ class Stockfish:
         return move
 
     def close(self) -> None:
-        """Ends the process; safe to call twice."""
+        """End the process; safe to call twice."""
         self._process.kill()
         with contextlib.suppress(BrokenPipeError):  # bytes were still on their way to a process that is gone
             self._process.communicate()

@@ -17,7 +17,8 @@ import chess
 import numpy as np
 
 from matrixlib.data.shards import Batch
-from matrixlib.tasks.chess.records import legal_indices, policy_index
+from matrixlib.tasks.chess.importers.notation import legal_of
+from matrixlib.tasks.chess.records import policy_index
 from matrixlib.tasks.chess.scores import wdl_of_shares, whole_shares
 from matrixlib.tasks.chess.stockfish.client import CENTIPAWN_LIMIT, MATE, EngineError, Stockfish
 
@@ -43,22 +44,16 @@ class Label(NamedTuple):
     level: list[int]
 
 
-def oriented(board: chess.Board) -> chess.Board:
-    """The position with White to move: for Black the ranks are mirrored and the colours swapped."""
-    return board if board.turn == chess.WHITE else board.mirror()
-
-
 def label(engine: Stockfish, board: chess.Board, shallow_depth: int, deep_depth: int) -> Label:
     """The label of a position with a legal move: all moves at one depth, the best ones at a larger one."""
-    ours = oriented(board).copy(stack=False)
+    ours = board.copy(stack=False) if board.turn else board.mirror()
     ours.fullmove_number = FULLMOVE
     position = "fen " + ours.fen(en_passant="legal")
     engine.new_game()
-    shallow = engine.search(position, f"depth {shallow_depth}", ALL_LINES)
+    scores = {line.move: line.score for line in engine.search(position, f"depth {shallow_depth}", ALL_LINES)}
     moves = sorted(ours.legal_moves, key=lambda move: policy_index(move, chess.WHITE))
-    scores = {line.move: line.score for line in shallow}
     if scores.keys() != {move.uci() for move in moves}:
-        raise EngineError(f"{engine.name} lists {len(shallow)} moves in {position}, {len(moves)} are legal")
+        raise EngineError(f"{engine.name} lists {len(scores)} moves in {position}, {len(moves)} are legal")
     deep = engine.search(position, f"depth {deep_depth}", DEEP_LINES)
     if deep[0].wdl is None:
         raise EngineError(f"{engine.name} shows no win-draw-loss")
@@ -82,7 +77,7 @@ def levels(shallow: Mapping[str, int], deep: Mapping[str, int]) -> dict[str, int
 
 
 def values(scores: np.ndarray) -> np.ndarray:
-    """Stored scores (see stockfish.MATE) as centipawns: a shorter mate is better, any mate best."""
+    """Stored scores (see `client.MATE`) as centipawns: a shorter mate is better, any mate best."""
     scores = scores.astype(np.int64)
     moves = np.minimum(MATE - np.abs(scores), MATE_MOVES)
     mates = np.sign(scores) * (MATE_VALUE - MATE_STEP * moves)
@@ -106,13 +101,6 @@ def assemble(positions: Positions) -> Batch:
     """The batch that is stored: win-draw-loss and policy targets filled in."""
     records = positions.records.copy()
     records["wdl"] = wdl_of_shares(positions.per_mille)
-    index, offset = legal_indices(records)
-    if len(index) != len(positions.level):
-        raise ValueError(f"{len(positions.level)} policy levels for {len(index)} legal moves")
-    weight = weights_of(positions.level, offset)
-    return {
-        "records": records,
-        "policy_offset": offset.astype("<i8"),
-        "policy_index": index.astype("<u2"),
-        "policy_weight": weight,
-    }
+    legal = legal_of(records)
+    assert len(legal.index) == len(positions.level)
+    return legal.batch(records, weights_of(positions.level, legal.offset))

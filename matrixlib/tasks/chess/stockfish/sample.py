@@ -1,7 +1,7 @@
-"""Makes a training set with Stockfish: games and labels, appended to a file game by game, then shards.
+"""A training set made with Stockfish: games against itself, their labelled positions, and the shards of both.
 
-A game and its labels are a pure function of (parameters, number of the game), so stopped work is resumed
-and ends in the same bytes. The set that ships was made by this.
+A game and its labels are a pure function of (parameters, number of the game), and are appended to a file game by game,
+so stopped work is resumed and ends in the same bytes. The set that ships was made by this.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,35 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.data.shards import SPLITS, Batch, ShardInfo, read_info, select, write_shard
 from matrixlib.progress import live_bar
 from matrixlib.tasks.chess.importers.notation import read_fens
-from matrixlib.tasks.chess.keys import SHARD, game_id, is_validation, keys_of
+from matrixlib.tasks.chess.keys import SHARD, game_id, held_out, keys_of
 from matrixlib.tasks.chess.records import LAYOUT, UNKNOWN
 from matrixlib.tasks.chess.stockfish.client import EngineError, Stockfish, find_stockfish
-from matrixlib.tasks.chess.stockfish.games import Parameters, choose, play_game, position_key
 from matrixlib.tasks.chess.stockfish.labels import MARGIN, STEP, TEMPERATURE, Positions, assemble, label
 
 FORMAT = 2  # of the work folder, and of the rules that make shards of it
 GAMES = "games.jsonl"  # a game a line: number, result, ending, PGN, positions: FEN, repetition, win-draw-loss, levels
 FACTS = "generator.json"
 RESULTS = {1: "1-0", -1: "0-1", 0: "1/2-1/2", 2: "*"}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How games are played, positions chosen and labelled. Every value is stored beside the data."""
+
+    seed: int = 0
+    opening_plies: tuple[int, int] = (2, 8)  # plies drawn by score at a high temperature, inclusive
+    opening_temperature: float = 40.0  # centipawns
+    random_start: float = 0.1  # share of games that start with uniformly random moves instead
+    random_plies: tuple[int, int] = (4, 16)
+    nodes: tuple[int, int] = (150, 1500)  # log-uniform, drawn for each game and side
+    noise: tuple[float, float] = (0.0, 0.08)  # share of random moves, drawn for each game and side
+    plies: int = 200  # longer games end with an unknown result
+    keep: float = 0.7  # share of the positions that are labelled
+    keep_first: float = 0.1  # ... of the first four plies, which many games share
+    keep_decided: float = 0.2  # ... where one side is ahead by `decided` centipawns or sees a mate
+    decided: int = 700
+    shallow_depth: int = 4  # all legal moves
+    deep_depth: int = 7  # the best DEEP_LINES moves
 
 
 def make_set(
@@ -55,14 +74,10 @@ def make_set(
     `generate` and `pack`, and the folder. Raises EngineError without a working Stockfish, ValueError for a folder with
     other shards.
     """
-    if min(games, games_per_chunk, workers) < 1 or seed < 0:
+    if min(games, games_per_chunk, workers, nodes[0]) < 1 or seed < 0 or nodes[0] > nodes[1]:
         raise ValueError(
-            f"games is {games}, games_per_chunk {games_per_chunk}, workers {workers}, seed {seed}; give whole numbers "
-            "from 1, 1, 1 and 0"
-        )
-    if not 1 <= nodes[0] <= nodes[1]:
-        raise ValueError(
-            f"nodes_low is {nodes[0]} and nodes_high {nodes[1]}; give whole numbers from 1, the low one first"
+            f"games is {games}, games_per_chunk {games_per_chunk}, workers {workers}, nodes_low {nodes[0]}, nodes_high "
+            f"{nodes[1]}, seed {seed}; give whole numbers from 1, for seed from 0, and nodes_high from nodes_low"
         )
     folder = Path(out) if out else files.reports_root() / "sample"
     shards, work = folder / "shards", folder / "work"
@@ -71,9 +86,8 @@ def make_set(
         for path in sorted(shards.rglob("*.npz")):  # shards of others are not ours to delete
             if own is None or read_info(path).meta["generator"] != own:
                 raise ValueError(f"{path} was not made from {work}: give another folder as `out`")
-        figures = generate(
-            work, games, Parameters(seed=seed, nodes=nodes), stockfish or None, workers, games_per_chunk=games_per_chunk
-        )
+        parameters = Parameters(seed=seed, nodes=nodes)
+        figures = generate(work, games, parameters, stockfish or None, workers, games_per_chunk=games_per_chunk)
         if shards.is_dir():  # of fewer games
             catalogue = Catalogue(shards, warn=False)
             catalogue.remove([row.name for row in catalogue.shards(state=None)])
@@ -88,7 +102,7 @@ def make_set(
 def generate(
     folder: Path | str,
     games: int,
-    parameters: Parameters | None = None,
+    parameters: Parameters,
     stockfish: Path | str | None = None,
     workers: int | None = None,
     progress: bool = True,
@@ -100,32 +114,32 @@ def generate(
     games there are now, and those made by this call. Raises EngineError without a working Stockfish, ValueError for a
     folder made with other parameters or by another engine, or that another process writes.
     """
-    parameters, folder = parameters or Parameters(), Path(folder)
-    path = find_stockfish(stockfish)
+    path, folder = find_stockfish(stockfish), Path(folder)
     with Stockfish(path) as engine:
         name = engine.name
     files.make_folder(folder)
     busy = ValueError(f"another process makes games in {folder}; wait until it has ended")
-    with files.exclusive(FileLock(folder / "lock"), busy):
+    with files.exclusive(FileLock(folder / "lock"), busy), open(folder / GAMES, "ab+") as file:
         facts = {"format": FORMAT, "engine": name, "parameters": json.loads(json.dumps(asdict(parameters)))}
         have = files.read_json(folder / FACTS)
         if have and have != facts:
             raise ValueError(f"{folder} holds other work ({have}, requested {facts}): use another folder or delete it")
         if not have:
             files.write_text(folder / FACTS, json.dumps(facts, indent=1))
-        total = -(-games // games_per_chunk) * games_per_chunk
-        with open(folder / GAMES, "ab+") as file:
-            done = _cut_to_whole_lines(file)
-            starts = range(done, total, games_per_chunk)
-            jobs = [(path, parameters, range(start, min(start + games_per_chunk, total))) for start in starts]
-            bar = live_bar(total=total, initial=done, desc="games", disable=not progress)
-            pool = ProcessPoolExecutor(
-                max(1, min(workers or os.cpu_count() or 1, len(jobs))),
-                multiprocessing.get_context("spawn"),
-                files.end_with_parent,
-            )
-            begun, labelled = time.monotonic(), 0
-            try:
+        file.seek(0)
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)  # a kill may leave half a line
+        done, total = data.count(b"\n"), -(-games // games_per_chunk) * games_per_chunk
+        starts = range(done, total, games_per_chunk)
+        jobs = [(path, parameters, range(start, min(start + games_per_chunk, total))) for start in starts]
+        pool = ProcessPoolExecutor(
+            max(1, min(workers or os.cpu_count() or 1, len(jobs))),
+            multiprocessing.get_context("spawn"),
+            files.end_with_parent,
+        )
+        begun, labelled = time.monotonic(), 0
+        try:
+            with live_bar(total=total, initial=done, desc="games", disable=not progress) as bar:
                 for lines, positions in pool.map(_play, jobs):
                     file.write(lines)
                     file.flush()
@@ -133,20 +147,11 @@ def generate(
                     labelled += positions
                     bar.update(lines.count(b"\n"))
                     bar.set_postfix(rate=f"{labelled / (time.monotonic() - begun):.0f} positions/s", refresh=False)
-            except BrokenProcessPool as error:
-                raise EngineError(f"a generator process was killed ({error}); start again to go on") from error
-            finally:
-                bar.close()
-                pool.shutdown(wait=False, cancel_futures=True)
+        except BrokenProcessPool as error:
+            raise EngineError(f"a generator process was killed ({error}); start again to go on") from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return {"engine": name, "games": max(done, total), "new games": max(0, total - done)}
-
-
-def _cut_to_whole_lines(file: Any) -> int:
-    """The number of whole lines of a file, which is cut after the last of them: a kill may leave half a line."""
-    file.seek(0)
-    data = file.read()
-    file.truncate(data.rfind(b"\n") + 1)
-    return int(data.count(b"\n"))
 
 
 def _play(job: tuple[Path, Parameters, range]) -> tuple[bytes, int]:
@@ -159,10 +164,10 @@ def _play(job: tuple[Path, Parameters, range]) -> tuple[bytes, int]:
 
 def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[str, Any]:
     """A game with the labels of the positions that were chosen, as JSON data (see GAMES)."""
-    game = play_game(engine, number, parameters)
+    moves, scores, result, ending = play_game(engine, number, parameters)
     positions = []
     board, times = chess.Board(), Counter[str]()
-    for move, chosen in zip(game.moves, choose(game, parameters), strict=True):
+    for move, chosen in zip(moves, choose(number, scores, parameters), strict=True):
         key = position_key(board)
         if chosen:
             labelled = label(engine, board, parameters.shallow_depth, parameters.deep_depth)
@@ -170,14 +175,79 @@ def make_game(engine: Stockfish, number: int, parameters: Parameters) -> dict[st
         times[key] += 1
         board.push(move)
     pgn = chess.pgn.Game.from_board(board)
-    pgn.headers.update(Event="matrixlib", Round=str(number), Result=RESULTS[game.result], Termination=game.ending)
-    return {
-        "game": number,
-        "result": game.result,
-        "ending": game.ending,
-        "pgn": str(pgn),
-        "positions": positions,
-    }
+    pgn.headers.update(Event="matrixlib", Round=str(number), Result=RESULTS[result], Termination=ending)
+    return {"game": number, "result": result, "ending": ending, "pgn": str(pgn), "positions": positions}
+
+
+def play_game(engine: Stockfish, number: int, parameters: Parameters) -> tuple[list[chess.Move], list[int], int, str]:
+    """One game of Stockfish against itself, a pure function of (parameters, number): its moves, the player's score
+    before each (mover's side; the last known one at random moves), and what `ending_of` says."""
+    rng = np.random.default_rng([parameters.seed, number])
+    uniform = rng.random() < parameters.random_start
+    low, high = parameters.random_plies if uniform else parameters.opening_plies
+    opening = int(rng.integers(low, high + 1))
+    nodes = np.exp(rng.uniform(np.log(parameters.nodes[0]), np.log(parameters.nodes[1]), size=2)).astype(int)
+    noise = rng.uniform(*parameters.noise, size=2)
+    board = chess.Board()
+    scores: list[int] = []
+    times = Counter([position_key(board)])
+    line, score = "", 0
+    engine.new_game()
+    while (end := ending_of(board, times[position_key(board)], parameters.plies)) is None:
+        side = int(board.turn == chess.BLACK)
+        position = f"startpos moves{line}" if line else "startpos"
+        score = -score
+        if board.ply() < opening and not uniform:
+            lines = engine.search(position, "nodes 500", 12)
+            values = np.array([one.score for one in lines], dtype=float)
+            weights = np.exp((values - values.max()) / parameters.opening_temperature)
+            uci = lines[int(rng.choice(len(lines), p=weights / weights.sum()))].move
+            score = lines[0].score
+        elif board.ply() < opening or (blunder := rng.random()) < noise[side] / 4:
+            legal = sorted(move.uci() for move in board.legal_moves)
+            uci = legal[int(rng.integers(len(legal)))]
+        elif blunder < noise[side]:
+            lines = engine.search(position, f"nodes {nodes[side]}", 4)
+            uci, score = lines[int(rng.integers(len(lines)))].move, lines[0].score
+        else:
+            lines = engine.search(position, f"nodes {nodes[side]}")
+            uci, score = lines[0].move, lines[0].score
+        board.push_uci(uci)
+        times[position_key(board)] += 1
+        scores.append(score)
+        line += f" {uci}"
+    return board.move_stack, scores, *end
+
+
+def position_key(board: chess.Board) -> str:
+    """Pieces, side, castling rights and en passant where it is legal: what two equal positions share."""
+    return board.epd(en_passant="legal")
+
+
+def ending_of(board: chess.Board, occurrences: int, cap: int) -> tuple[int, str] | None:
+    """(result from White's side: 1, 0, -1, 2 unknown, how the game ended), or None while it goes on.
+
+    Mate comes before fifty moves, as in the rules; repetition and fifty moves end the game without a claim.
+    """
+    if outcome := board.outcome():
+        result = 0 if outcome.winner is None else 1 if outcome.winner else -1
+        return result, outcome.termination.name.lower().replace("_", " ")
+    if occurrences >= 3:
+        return 0, "repetition"
+    if board.halfmove_clock >= 100:
+        return 0, "fifty moves"
+    return (2, "cap") if board.ply() >= cap else None
+
+
+def choose(number: int, scores: list[int], parameters: Parameters) -> np.ndarray:
+    """(plies,) bool: which positions of a game are labelled; a pure function of its arguments."""
+    rng = np.random.default_rng([parameters.seed, number, 1])
+    share = np.where(np.abs(scores) >= parameters.decided, parameters.keep_decided, parameters.keep)
+    share[:4] = parameters.keep_first
+    return rng.random(len(scores)) < share
+
+
+# Shards
 
 
 def read_games(work: Path) -> Iterator[dict[str, Any]]:
@@ -192,28 +262,25 @@ def read_games(work: Path) -> Iterator[dict[str, Any]]:
             yield game
 
 
-# Shards
-
-
 def collect(work: Path) -> tuple[Positions, int]:
     """The positions of all finished games of a work folder in order, without duplicates, and how many were left out.
 
     A position is there once, its mirror image and its colour-swapped image included. ValueError for a damaged file and
     for a folder without a game.
     """
-    facts = provenance(work)["generator"]
+    parameters = json.dumps(provenance(work)["generator"]["parameters"], sort_keys=True)
     known: set[bytes] = set()
     parts, total = [], 0
     games = read_games(work)
     while some := list(itertools.islice(games, 1000)):  # text of so many games at a time
-        rows = [(game, *position) for game in some for position in game["positions"]]
-        records, faults = read_fens([fen for _, fen, *_ in rows], "stockfish")
+        rows = [(game["game"], game["result"], *position) for game in some for position in game["positions"]]
+        records, faults = read_fens([fen for _, _, fen, *_ in rows], "stockfish")
         if fault := next(filter(None, faults), ""):
             raise ValueError(f"{work / GAMES}: {fault}")
-        records["repetition"] = [repetition for _, _, repetition, *_ in rows]
-        ids = {it["game"]: game_id(json.dumps(facts["parameters"], sort_keys=True), str(it["game"])) for it in some}
-        records["game"] = [ids[game["game"]] for game, *_ in rows]
-        white = np.array([game["result"] for game, *_ in rows], np.int64)
+        records["repetition"] = [repetition for *_, repetition, _, _ in rows]
+        ids = {game["game"]: game_id(parameters, str(game["game"])) for game in some}
+        records["game"] = [ids[number] for number, *_ in rows]
+        white = np.array([result for _, result, *_ in rows], np.int64)
         records["result"] = np.where((records["side"] == 1) & (white != UNKNOWN), -white, white)
         new = np.zeros(len(rows), bool)
         for row, key in enumerate(keys_of(records)):
@@ -253,7 +320,7 @@ def write_splits(folder: Path, batch: Batch, meta: dict[str, Any]) -> list[Shard
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.npz")):
         raise ValueError(f"{folder} holds shards already: give another folder, or delete that one")
-    validation = is_validation(batch["records"]["game"])
+    validation = held_out(batch["records"])
     infos = []
     for split, mask in (("train", ~validation), ("validation", validation)):
         rows = np.flatnonzero(mask)
