@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -29,6 +29,7 @@ from filelock import FileLock
 from matrixlib import config as configuration
 from matrixlib import files
 from matrixlib.data.catalogue import Catalogue
+from matrixlib.data.shards import read_info
 from matrixlib.engine.network import Network
 from matrixlib.engine.optim import named_tensors
 from matrixlib.files import read_json, write_json, write_text
@@ -38,30 +39,26 @@ from matrixlib.play.elo import rating
 from matrixlib.play.evaluator import Evaluator
 from matrixlib.play.match import random_openings
 from matrixlib.progress import live_bar
-from matrixlib.runs import cycle_games
+from matrixlib.runs import cycle_games as games
 from matrixlib.runs import run as runs
 from matrixlib.runs.autotune import agreeing
-from matrixlib.runs.cycle_config import CycleConfig, load_cycle, parse_cycle
 from matrixlib.runs.cycle_games import (
-    Chunk,
+    Against,
+    CycleConfig,
     CycleError,
     Decision,
     Generation,
-    Pairing,
     Pairs,
-    TrainingInputs,
+    load_cycle,
     read_generations,
 )
 from matrixlib.runs.data import RunData
 from matrixlib.runs.fleet import Part, compute
-from matrixlib.runs.record import runtime_settings
+from matrixlib.runs.record import runtime_config
 from matrixlib.tasks import get_task
-from matrixlib.tasks.spec import Check
 
 FREE = ("generations", "workers", "fleet")
 """Options that change no game and no weight."""
-MEANINGFUL = 16  # pairs from which on a match with the untrained network is judged
-ELO_SHOWN = 1500  # beyond it lies what a side that lost every game could have
 
 
 def open_cycle(
@@ -79,7 +76,7 @@ def open_cycle(
     folder = files.reports_root() / name
     path = folder / "cycle.yaml"
     needed = max(config.match.pairs, config.match.anchor_pairs)  # a small game may have fewer: say so now
-    random_openings(cycle_games.rules(config).game, needed, config.seed, config.match.random_plies)
+    random_openings(games.rules(config).game, needed, config.seed, config.match.random_plies)
     for part in ("shards", "matches"):
         files.make_folder(folder / part)
     # One of several that begin it decides. It is a lock of its own, as a cycle that is trained may be looked at.
@@ -87,9 +84,8 @@ def open_cycle(
         if not path.exists():
             write_text(path, configuration.to_yaml(config))
         runtime = _runtime(folder, config, device)
-    data = configuration.read_yaml(path.read_text(encoding="utf-8"), str(path))
-    stored = parse_cycle(data, str(path), config.network.task)
-    if stored.model_copy(update={key: getattr(config, key) for key in FREE}) != config:
+    stored, wanted = configuration.read_yaml_file(path, str(path)), configuration.dump(config)
+    if stored | {key: wanted[key] for key in FREE} != wanted:
         raise CycleError(
             f"cycle '{name}' was begun with another configuration (see {path}); only {', '.join(FREE)} may "
             "change: give the cycle another name"
@@ -109,7 +105,7 @@ def _runtime(folder: Path, config: CycleConfig, device: str) -> Runtime:
         network, changes = config.network, {} if device == "auto" else {"device": device}
         network = network.model_copy(update={"runtime": network.runtime.model_copy(update=changes)})
         runtime = runtimes.resolve(network.runtime, network.train, network.data)
-        batch = partial(cycle_games.trial_rows, config)
+        batch = partial(games.trial_rows, config)
         runtime, _, messages = agreeing(runtime, get_task(network.task).task(network), batch, network, network)
         for message in messages:
             warnings.warn(message, stacklevel=2)
@@ -126,14 +122,10 @@ class Cycle:
     """One cycle, made by `open_cycle`; `train` yields its generations."""
 
     def __init__(self, folder: Path, config: CycleConfig, runtime: Runtime) -> None:
-        self.folder, self.config, self.runtime = folder, config, runtime
-        self.rules = cycle_games.rules(config)
+        self.folder, self.config, self.runtime, self.name = folder, config, runtime, folder.name
+        self.rules = games.rules(config)
         self.network = lru_cache(2)(self._network)  # a match needs two
         self._lock = FileLock(folder / "lock")
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     def train(self, generations: int = 0) -> Iterator[Generation]:
         """Every generation up to the last (or to `generations`), yielded when it has been decided.
@@ -143,7 +135,12 @@ class Cycle:
         with self._held():
             self.runtime.apply()
             for number in range(1, (generations or self.config.generations) + 1):
-                yield self._generation(number)
+                generation = self._stored(number)
+                if generation.decision is None:
+                    generation = self._learn(self._play(generation))
+                    generation = self._match(generation, "match", generation.by)
+                    generation = self._decide(self._match(generation, "anchor", 0))
+                yield generation
 
     def _held(self) -> AbstractContextManager[None]:
         """With the cycle's lock; CycleError where another process has it."""
@@ -173,81 +170,29 @@ class Cycle:
         cycle.
         """
         with self._held():
-            history = [Generation(number=0), *self.history()]
-            last = history[-1].number
-            if generation not in [known.number for known in history]:
-                raise CycleError(f"generation {generation} has not been trained; there are 0 to {last}")
+            numbers = [0, *(known.number for known in self.history())]
+            if generation not in numbers:
+                raise CycleError(f"generation {generation} has not been trained; there are 0 to {numbers[-1]}")
             reason = f"rolled back: {reason}"
-            now = Decision(kind="rollback", after=last, best=generation, reason=reason, time=files.utc_now())
+            now = Decision(kind="rollback", after=numbers[-1], best=generation, reason=reason, time=files.utc_now())
             before = self.decisions()[-1:]
             if [decision.model_copy(update={"time": now.time}) for decision in before] != [now]:
-                newest = self._stored(last)
+                newest = self._stored(numbers[-1])
                 newest.write(self.folder, rollbacks=(*newest.rollbacks, now))
-
-    def checks(self) -> list[Check]:
-        """What must hold of a cycle: name, whether, what it says. Of the preset `demo` it says nothing about strength,
-        whose games are too few for any interval."""
-        history, best = self.history(), self.best
-        planned = max(self.config.generations, len(history)) * self.config.games  # more may be there
-        games = sum(generation.selfplay.games for generation in history)
-        checks = [
-            ("every game was played and counted once", games == planned, f"{games:,} of {planned:,} games"),
-            (
-                "every generation was decided by its match",
-                len(history) >= self.config.generations,
-                f"{len(history)} of {self.config.generations}",
-            ),
-        ]
-        if history and sum(history[-1].pairs("anchor")) >= MEANINGFUL:
-            elo = next((rating(g.pairs("anchor")) for g in history if g.number == best), None)
-            text = f"generation {best}: {elo}" if elo else "no generation is the best one"
-            checks.append(("stronger than the untrained network", bool(elo and elo.low > 0), text))
-        if perfection := self.perfection(best):
-            checks += self.rules.checks(perfection)
-        return checks
 
     def perfection(self, generation: int) -> dict[str, float]:
         """The network of a generation beside perfect play; empty where nobody knows what that is."""
         path = self.folder / f"perfection_{generation:03d}.json"
         if self.rules.solved and not path.exists():
             net = self.network(generation)
-            write_json(path, self.rules.perfection(Evaluator(net), cycle_games.player(self.config, net)))
+            write_json(path, self.rules.perfection(Evaluator(net), games.player(self.config, net)))
         return read_json(path)
-
-    def course(self) -> dict[int, dict[str, float]]:
-        """`perfection` by generation, from the untrained network on; empty where nobody knows perfect play."""
-        numbers = [0, *(generation.number for generation in self.history())]
-        return {number: self.perfection(number) for number in numbers} if self.rules.solved else {}
 
     def _network(self, generation: int) -> Network:
         """The network of a generation, averaged weights; 0 is the untrained one."""
-        stored = cycle_games.weights_of(self.folder, self.config, generation)
-        return cycle_games.network(self.config, self.runtime, stored)
-
-    def write_summary(self) -> None:
-        """Write what the index and the report of a cycle show, summary.json."""
-        history = self.history()
-        figures: dict[str, float] = {
-            f"self-play {name}": sum(getattr(g.selfplay, name) for g in history) for name in ("games", "positions")
-        }
-        if sum(pairs := history[-1].pairs("anchor")):
-            elo = rating(pairs)
-            shown = {"Elo over generation 0": elo.elo, "its lower bound": elo.low, "its upper bound": elo.high}
-            figures |= {name: float(np.clip(value, -ELO_SHOWN, ELO_SHOWN)) for name, value in shown.items()}
-        write_json(self.folder / "summary.json", {"headline": str(history[-1]), "evaluation": figures})
+        return games.network(self.config, self.runtime, games.weights_of(self.folder, self.config, generation))
 
     # Stages
-
-    def _generation(self, number: int) -> Generation:
-        generation = self._stored(number)
-        if generation.decision is None:
-            generation = self._play(generation)
-            generation = self._learn(generation)
-            against: dict[Literal["match", "anchor"], int] = {"match": generation.by, "anchor": 0}
-            for kind, other in against.items():
-                generation = self._match(generation, kind, other)
-            generation = self._decide(generation)
-        return generation
 
     def _stored(self, number: int) -> Generation:
         """A generation as far as it has come. The best network when it begins plays its games and is its opponent,
@@ -265,41 +210,42 @@ class Cycle:
             self.runtime.apply()  # games that were played in this process had one thread
 
     def _play(self, generation: Generation) -> Generation:
-        config, number = self.config, generation.number
-        place = (self.name, config, replace(self.runtime, threads=1), number, generation.by, generation.begun)
+        config, runtime = self.config, replace(self.runtime, threads=1)
         starts = range(0, config.games, config.chunk)
-        chunks = {first: Chunk(*place, first, min(config.chunk, config.games - first)) for first in starts}
-        todo = {first: chunk for first, chunk in chunks.items() if str(first) not in generation.chunks}
+        play = partial(games.play_chunk, self.name, config, runtime, generation.model_copy(update={"chunks": {}}))
+        todo = {first: partial(play, first) for first in starts if str(first) not in generation.chunks}
         if not todo:
             return generation
         catalogue = Catalogue(self.folder / "shards")
-        stored = cycle_games.weights_of(self.folder, config, generation.by)
-        title = f"generation {number}: self-play"
+        stored = games.weights_of(self.folder, config, generation.by)
+        title = f"generation {generation.number}: self-play"
         with (
             closing(self._compute(todo, stored)) as results,
-            live_bar(initial=len(chunks) - len(todo), total=len(chunks), desc=title, unit="chunk") as bar,
+            live_bar(initial=len(starts) - len(todo), total=len(starts), desc=title, unit="chunk") as bar,
         ):
-            for first, games in results:
-                cycle_games.keep(catalogue, games)
-                counted = sorted({**generation.chunks, str(first): games.tally}.items(), key=lambda row: int(row[0]))
-                generation = generation.write(self.folder, chunks=dict(counted))
-                speed = games.tally.games / games.tally.seconds
-                bar.set_postfix_str(f"{speed:.1f} games/s in a process", refresh=False)
+            for first, (tally, shards) in results:
+                for name, data in shards.items():
+                    files.write_bytes(catalogue.folder / name, data)
+                    info = read_info(catalogue.folder / name)
+                    catalogue.add(info, info.meta["split"], info.meta["source"])
+                chunks = sorted({**generation.chunks, str(first): tally}.items(), key=lambda row: int(row[0]))
+                generation = generation.write(self.folder, chunks=dict(chunks))
+                bar.set_postfix_str(f"{tally['games'] / tally['seconds']:.1f} games/s in a process", refresh=False)
                 bar.update()
         return generation
 
     def _learn(self, generation: Generation) -> Generation:
-        """Train the candidate from the weights and on the sources of its inputs."""
-        if generation.learned:
+        """Train the candidate."""
+        if generation.new is not None:
             return generation
         counts: dict[str, int] = {}
         for row in Catalogue(self.folder / "shards").shards("train"):
             counts[row.source] = counts.get(row.source, 0) + row.count
-        if generation.inputs is None:
-            generation = generation.write(self.folder, inputs=self._inputs(generation.number, counts))
-        inputs, number = generation.inputs, generation.number
-        assert inputs is not None
-        if gone := sorted(inputs.sources.keys() - counts):
+        if generation.sources is None:
+            generation = self._settle(generation, counts)
+        number, sources = generation.number, generation.sources
+        assert sources is not None
+        if gone := sorted(sources.keys() - counts):
             raise CycleError(
                 f"generation {number} of cycle '{self.name}' began to learn from '{gone[0]}', of which there is no "
                 f"healthy shard left in {self.folder / 'shards'}: restore them or begin another cycle"
@@ -307,48 +253,48 @@ class Cycle:
         overrides = {
             "seed": self.config.seed + number,
             "data": {"source": str(self.folder / "shards")},
-            "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [inputs.sources]}},
-            "runtime": runtime_settings(self.runtime),
+            "curriculum": {"sources": {"enabled": True, "fractions": [1.0], "stages": [sources]}},
+            "runtime": configuration.dump(runtime_config(self.config.network, self.runtime).runtime),
         }
         preset = self.folder / "network.yaml"
         write_text(preset, configuration.to_yaml(self.config.network))
         run = runs.open_run(str(preset), run=f"{self.name}-{number:03d}", overrides=overrides, kind="cycle")
-        try:
+        with closing(run):
             if not run.trainer.step:
-                run.trainer.start_from(named_tensors(self.network(inputs.start).model))
-            title = f"generation {number}: training from {inputs.start}"
+                run.trainer.start_from(named_tensors(self.network(generation.start).model))
+            title = f"generation {number}: training from {generation.start}"
             with live_bar(initial=run.trainer.step, total=run.steps, desc=title, unit="update") as bar:
                 for stats in run.train():
                     bar.set_postfix_str(f"loss {stats.loss:.3f}", refresh=False)
                     bar.update()
-        finally:
-            run.close()
         top1 = run.summary()["evaluation"].get("top1")
         return generation.write(self.folder, top1=top1, **self._on_new(run.data, number))
 
+    def _settle(self, generation: Generation, counts: Mapping[str, int]) -> Generation:
+        """What a candidate learns from, whatever becomes of shards and decisions meanwhile. Its first weights are those
+        of the generation before it, after a roll-back those of the best one."""
+        number, decisions = generation.number, self.decisions()
+        recent = [games.source(one) for one in range(max(1, number - self.config.window + 1), number + 1)]
+        before = read_generations(self.folder).get(number - 1)
+        rolled_back = any(decision.kind == "rollback" for decision in decisions[before.known if before else 0 :])
+        return generation.write(
+            self.folder,
+            start=self.best if rolled_back else number - 1,
+            sources={name: float(counts[name]) for name in recent if counts.get(name)},
+            known=len(decisions),
+        )
+
     def _on_new(self, data: RunData, number: int) -> dict[str, float | None]:
-        """The same on held-out positions that it cannot have learned by heart, and their share."""
-        rows = cycle_games.unlearned(data.training, data.validation, self.rules)
+        """Top-1 on the held-out positions that no game to learn from has, as games begin alike; and their share."""
+        known = data.training.of_records(self.rules.keys)
+        rows = data.validation.only(~np.isin(data.validation.of_records(self.rules.keys), known))
         share = rows.count / data.validation.count
         if not rows.count:
             return {"new": share}
         figures = data.spec.evaluate(self.network(number), rows, data.catalogue)
         return {"new": share, "top1_new": figures.get("top1")}
 
-    def _inputs(self, number: int, counts: Mapping[str, int]) -> TrainingInputs:
-        """The first weights are those of the generation before it, after a roll-back those of the best one."""
-        window = range(max(1, number - self.config.window + 1), number + 1)
-        recent = [cycle_games.source(generation) for generation in window]
-        before = read_generations(self.folder).get(number - 1)
-        decisions, known = self.decisions(), before.inputs.decisions if before and before.inputs else 0
-        rolled_back = any(decision.kind == "rollback" for decision in decisions[known:])
-        return TrainingInputs(
-            start=self.best if rolled_back else number - 1,
-            sources={name: float(counts[name]) for name in recent if counts.get(name)},
-            decisions=len(decisions),
-        )
-
-    def _match(self, generation: Generation, kind: Literal["match", "anchor"], other: int) -> Generation:
+    def _match(self, generation: Generation, kind: Against, other: int) -> Generation:
         """The candidate against an earlier network, in batches of pairs until the plan or the test ends it.
 
         Batches count in their order, whichever is played first, and those behind the decision do not.
@@ -357,12 +303,10 @@ class Cycle:
         pairs = options.pairs if kind == "match" else options.anchor_pairs
         openings = random_openings(game, pairs, [self.config.seed, number, ord(kind[0])], options.random_plies)
         first = min(len(getattr(generation, kind)) * options.batch, pairs)
-        stored = [cycle_games.weights_of(self.folder, self.config, g) for g in (number, other)]
-        place = (self.config, replace(self.runtime, threads=1), (number, other))
-        parts = {
-            start: Pairing(*place, openings[start : start + options.batch], start)
-            for start in range(first, pairs, options.batch)
-        }
+        stored = [games.weights_of(self.folder, self.config, g) for g in (number, other)]
+        play = partial(games.play_part, self.config, replace(self.runtime, threads=1), (number, other))
+        starts = range(first, pairs, options.batch)
+        parts = {start: partial(play, openings[start : start + options.batch], start) for start in starts}
         played: dict[int, tuple[str, Pairs]] = {}
         title = f"generation {number}: {kind}"
         with (

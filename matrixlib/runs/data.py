@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,14 +55,11 @@ class RunData:
     def __post_init__(self) -> None:
         self._sidecars: Sidecars | None = None
         self._lost: dict[str, set[tuple[str, int]]] = {"train": set(), "validation": set()}
-        self._max_lost = self.config.data.max_lost
-        if doubts := [f"{row.name} ({doubt(row)})" for row in self.catalogue.shards() if doubt(row)]:
-            use = self.config.data.suspicious == "use"
-            fate = "used; data.suspicious: quarantine leaves them out" if use else "left out of this run"
-            more = f" and {len(doubts) - NAMED:,} more" if len(doubts) > NAMED else ""
-            self.messages.append(f"suspicious shards, {fate}: {', '.join(doubts[:NAMED])}{more}")
+        self.messages += [text for text in self._left_out() if text not in self.messages]  # of an earlier runtime
         self._check_sources()
-        self._tell_quarantined()
+        self._open()
+
+    def _open(self) -> None:
         self.training = self._training(self.task)
         self.validation = self._validation(self.task)
 
@@ -86,14 +83,14 @@ class RunData:
         """Let the loader's workers make two batches; where they cannot, batches are made here, which changes none."""
         if problem := self.training.try_workers():
             self.runtime = replace(self.runtime, workers=0)
-            self.training, self.validation = self._training(self.task), self._validation(self.task)
+            self._open()
             self._say(f"the loader's workers do not work here ({problem}); batches are made between the updates")
 
     def put_beside(self, sidecars: Sidecars | None) -> None:
         """From now on rows come with what there is beside them."""
         if sidecars is not None:
             self._sidecars = sidecars
-            self.training, self.validation = self._training(self.task), self._validation(self.task)
+            self._open()
 
     def held_out(self, kind: str, phase: Phase | None = None) -> Iterable[Tensors]:
         """Host batches of the fixed "sample" of the held-out rows (of a phase's) or of the "full" set."""
@@ -103,9 +100,7 @@ class RunData:
             loader = self._validation(stage.task, stage.sources)
         held, teacher = self.config.validation, self.teacher
         batches = loader.sequential(held.batch_size, sample=held.sample if kind == "sample" else 0)
-        if teacher is None:
-            return batches
-        return replace(batches, make=lambda: map(teacher, batches))
+        return batches if teacher is None else replace(batches, make=lambda: map(teacher, batches))
 
     def batch(self, i: int) -> Tensors:
         """Training batch i on the host."""
@@ -125,28 +120,20 @@ class RunData:
         """The training rows of these sources (all without any), prepared by `task`."""
         from matrixlib.data.loader import Loader
 
+        data = self.config.data
         rows = rows_of(self.catalogue, "train", self.config, sources)
         if not rows:
             quarantined = self.catalogue.shards(state="quarantined")
             reasons = [f"{row.name}: {row.reason}" for row in quarantined] + self.catalogue.messages
             raise RunError(
-                f"data set '{self.config.data.source}' has no healthy training shard left"
+                f"data set '{data.source}' has no healthy training shard left"
                 + (f" of {', '.join(sources)}" if sources else "")
                 + (f" ({'; '.join(reasons[:3])})" if reasons else "")
                 + "; restore the shards or import the data again"
             )
-        data = self.config.data
-        loader = Loader(
-            rows,
-            self.spec.layout,
-            self.config.train.batch_size,
-            self.config.seed,
-            task.prepare,
-            limit=data.limit,
-            window_blocks=data.window_blocks,
-            **self._making("train"),
-            **options,
-        )
+        options |= {"limit": data.limit, "window_blocks": data.window_blocks, **self._making("train")}
+        size, seed = self.config.train.batch_size, self.config.seed
+        loader = Loader(rows, self.spec.layout, size, seed, task.prepare, **options)
         loader.check_cache()
         return loader
 
@@ -166,13 +153,17 @@ class RunData:
             "ranks": self.ranks,
         }
 
-    def _tell_quarantined(self) -> None:
-        """What part of the data is left out from the start."""
+    def _left_out(self) -> Iterator[str]:
+        """What part of the data is left out from the start, or looked odd."""
+        if doubts := [f"{row.name} ({doubt(row)})" for row in self.catalogue.shards() if doubt(row)]:
+            use = self.config.data.suspicious == "use"
+            fate = "used; data.suspicious: quarantine leaves them out" if use else "left out of this run"
+            more = f" and {len(doubts) - NAMED:,} more" if len(doubts) > NAMED else ""
+            yield f"suspicious shards, {fate}: {', '.join(doubts[:NAMED])}{more}"
         if out := self.catalogue.shards(state="quarantined"):
             share = sum(row.count for row in out) / max(1, sum(row.count for row in self.catalogue.shards(state=None)))
             shards = f"{len(out)} shard{'s are' if len(out) > 1 else ' is'} quarantined"
-            text = f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}"
-            self.messages += [text] if text not in self.messages else []  # made again with another runtime
+            yield f"{shards}, {share:.2%} of the rows; {out[0].name}: {out[0].reason}"
 
     def _check_sources(self) -> None:
         """Raises RunError unless every phase, the last one too, has data of each of its sources; one that is judged by
@@ -198,11 +189,11 @@ class RunData:
                 )
 
     def _damaged(self, split: str, name: str, block: int, reason: str) -> None:
-        self._lost[split].add((name, block))
+        lost, most = self._lost[split], self.config.data.max_lost
+        lost.add((name, block))
         share = self.lost(split)
         rows = f"of the {'training' if split == 'train' else 'held-out'} rows"
-        where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
-        shards = ", ".join(sorted({name for name, _ in self._lost[split]}))
+        shards = ", ".join(sorted({name for name, _ in lost}))
         restored = f"restore {shards} in {self.catalogue.folder} and "
         if self._sidecars is not None and not self._sidecars.sound(name, block):
             path = self._sidecars.paths[name]
@@ -210,21 +201,21 @@ class RunData:
                 self._sidecars.note(path).touch()
             reason = f"what belongs to it in {path} is damaged, and made anew when the run is opened again"
             restored = ""
-        count = len(self._lost[split])
-        if count < 4 or count.bit_count() == 1:  # of many the 4th, 8th, 16th ...
-            far = f"{share:.2%} {rows} are lost so far" + (f", in {count} blocks" if count > 1 else "")
-            self._say(f"{where}: {reason}; its rows are replaced by others; {far}")
-        if share > self._max_lost:
+        if (count := len(lost)) < 4 or count.bit_count() == 1:  # of many the 4th, 8th, 16th ...
+            where = f"shard {name}" if block == WHOLE else f"shard {name}, block {block}"
+            blocks = f", in {count} blocks" if count > 1 else ""
+            self._say(f"{where}: {reason}; its rows are replaced by others; {share:.2%} {rows} are lost so far{blocks}")
+        if share > most:
             raise RunError(
-                f"{share:.1%} {rows} are damaged, more than data.max_lost allows ({self._max_lost:.1%}): {restored}"
+                f"{share:.1%} {rows} are damaged, more than data.max_lost allows ({most:.1%}): {restored}"
                 "start the same run again, or raise that option"
             )
 
     def lost(self, split: str) -> float:
         """Share of the rows of "train" or "validation" that were damaged, of what has been read so far."""
-        loader = self.training if split == "train" else self.validation
-        whole = {name for name, block in self._lost[split] if block == WHOLE}
-        counted = [part for part in self._lost[split] if part[1] == WHOLE or part[0] not in whole]
+        loader, lost = self.training if split == "train" else self.validation, self._lost[split]
+        whole = {name for name, block in lost if block == WHOLE}
+        counted = [part for part in lost if part[1] == WHOLE or part[0] not in whole]
         return sum(loader.rows_in(*part) for part in counted) / loader.count
 
     def _say(self, text: str) -> None:

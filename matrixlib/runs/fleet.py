@@ -13,9 +13,8 @@ import platform
 import signal
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from matrixlib import files
-from matrixlib.hardware import machine
+from matrixlib.hardware import backend, machine
 
 Kind: TypeAlias = Literal["local", "ray"]
 Part: TypeAlias = Callable[..., Any]
@@ -34,10 +33,6 @@ MAX_RETRIES = 3
 POLL_SECONDS = 0.5
 SAVE_SECONDS = 30.0
 """In which parts that are cancelled on a cluster save and end."""
-NODE_SECONDS = 300.0
-"""Without a node that has room, until that is an error."""
-GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
-"""One of these is there on a Linux with a GPU: of NVIDIA, of AMD, of a Windows around it."""
 _shared: tuple[Any, ...] = ()  # in a worker process
 
 
@@ -64,19 +59,19 @@ def compute(
     Raises what a part raises; FleetError where a process was killed, or without Ray, a cluster or a node with room.
     """
     if kind == "ray":
-        yield from _on_ray(parts, tuple(shared), workers, gpu)
+        yield from _on_ray(parts, shared, workers, gpu)
     elif workers > 1:
-        yield from _in_processes(parts, tuple(shared), workers, log)
+        yield from _in_processes(parts, shared, workers, log)
     else:
         for key, part in parts:
             yield key, part(*shared)
 
 
 def _in_processes(
-    parts: Iterable[tuple[K, Part]], shared: tuple[Any, ...], workers: int, log: Path | None
+    parts: Iterable[tuple[K, Part]], shared: Sequence[Any], workers: int, log: Path | None
 ) -> Generator[tuple[K, Any], None, None]:
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
-    arguments = (pickle.dumps(shared), context.Value("i", 0), log)
+    arguments = (pickle.dumps(tuple(shared)), context.Value("i", 0), _gpus(), log)
     pool = ProcessPoolExecutor(workers, context, _begin, arguments)
     todo, running = iter(parts), dict[Future[Any], K]()
     try:
@@ -98,17 +93,24 @@ def _in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(shared: bytes, started: Any, log: Path | None) -> None:
-    """In a worker process, before its first part; started: how many processes have come so far."""
+def _gpus() -> list[str]:
+    """Names of this machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    count = backend.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return names if len(names) == count else [str(number) for number in range(count)]
+
+
+def _begin(shared: bytes, started: Any, gpus: Sequence[str], log: Path | None) -> None:
+    """In a worker process, before its first part: it sees one of the GPUs. started: how many have come so far."""
     global _shared
     files.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the parent ends this one
     if log is not None:
         sys.stdout = sys.stderr = log.open("a", encoding="utf-8", buffering=1)
     with started.get_lock():
-        slot = started.value
+        if len(gpus) > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[started.value % len(gpus)]
         started.value += 1
-    _take_gpu(slot)
     _shared = pickle.loads(shared)  # noqa: S301 - of the parent
 
 
@@ -116,49 +118,38 @@ def _run(part: Part) -> Any:
     return part(*_shared)
 
 
-def _take_gpu(slot: int) -> None:
-    """Let this process see one of the GPUs, where there are several; before CUDA is initialised."""
-    if sys.platform == "linux" and not any(map(os.path.exists, GPU_DRIVERS)):
-        return  # torch takes seconds
-    import torch
-
-    count = torch.cuda.device_count()
-    if count > 1:
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        names = names if len(names) == count else [str(number) for number in range(count)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[slot % count]
-
-
 # On a Ray cluster
 
 
 def _on_ray(
-    parts: Iterable[tuple[K, Part]], shared: tuple[Any, ...], workers: int, gpu: bool
+    parts: Iterable[tuple[K, Part]], shared: Sequence[Any], workers: int, gpu: bool
 ) -> Generator[tuple[K, Any], None, None]:
     """As tasks, which Ray computes again where a node goes away; nodes that join later are used too."""
     ray = _connect()
-    todo, running, warned = iter(parts), dict[Any, K](), set[str]()
+    todo, running = iter(parts), dict[Any, K]()
     try:
         handles, remote = [ray.put(value) for value in shared], ray.remote(_task)
-        fits, root = time.monotonic(), str(files.reports_root().absolute())
         while True:
-            slots, threads = _slots([node["Resources"] for node in ray.nodes() if node["Alive"]], workers, gpu)
-            task = remote.options(num_cpus=threads, num_gpus=int(gpu), max_retries=MAX_RETRIES)
-            for key, part in itertools.islice(todo, max(0, (slots or 1) - len(running))):
-                running[task.remote(part, root, *handles)] = key
-            if not running:
-                return
-            fits = time.monotonic() if slots else fits
-            if time.monotonic() - fits > NODE_SECONDS:
+            nodes = [node["Resources"].get("GPU" if gpu else "CPU", 0) for node in ray.nodes() if node["Alive"]]
+            room, threads = _slots([int(count) for count in nodes if count], workers, gpu)
+            if not (room or running):
                 raise FleetError(
                     f"no node of the Ray cluster has {'GPUs' if gpu else 'threads'} for this (`ray status` lists "
                     "them): let one join, and start again; what was done is kept"
                 )
+            task = remote.options(num_cpus=threads, num_gpus=int(gpu), max_retries=MAX_RETRIES)
+            for key, part in itertools.islice(todo, max(0, room - len(running))):
+                running[task.remote(part, str(files.reports_root().absolute()), *handles)] = key
+            if not running:
+                return
             for reference in ray.wait(list(running), timeout=POLL_SECONDS)[0]:
                 host, facts, result = _get(ray, reference)
-                if facts != computing() and host not in warned:
-                    warned.add(host)
-                    _warn_of_other_bits(host, facts)
+                if facts != computing():
+                    warnings.warn(
+                        f"node {host} computes with {facts}, this machine with {computing()}: its results may differ "
+                        "in their last bits",
+                        stacklevel=3,
+                    )
                 yield running.pop(reference), result
     finally:
         for reference in running:
@@ -186,15 +177,10 @@ def _connect() -> Any:
     return ray
 
 
-def _slots(nodes: Sequence[Mapping[str, float]], workers: int, gpu: bool) -> tuple[int, int]:
-    """(parts at once, threads of each): as many threads as still leave room for all `workers`."""
-    cpus = [int(node.get("CPU", 0)) for node in nodes]
-    if gpu:
-        room, threads = sum(int(node.get("GPU", 0)) for node in nodes), 1
-    else:
-        counts = range(max(cpus, default=1), 1, -1) if workers else ()
-        threads = next((count for count in counts if sum(cpu // count for cpu in cpus) >= workers), 1)
-        room = sum(cpu // threads for cpu in cpus)
+def _slots(nodes: Sequence[int], workers: int, gpu: bool) -> tuple[int, int]:
+    """(parts at once, threads of each) on nodes of so many threads or GPUs: as many as leave room for all `workers`."""
+    threads = 1 if gpu or not (workers and nodes) else max(1, min(nodes) // -(-workers // len(nodes)))
+    room = sum(count // threads for count in nodes)
     return min(room, workers or room), threads
 
 
@@ -222,11 +208,3 @@ def computing() -> dict[str, str]:
     """Versions and instructions of this machine, on which the last bits of what it computes depend."""
     versions = {name: metadata.version(name) for name in ("matrixlib", "torch", "numpy")}
     return versions | {"instructions": " ".join(machine.processor().instructions)}
-
-
-def _warn_of_other_bits(host: str, facts: Mapping[str, str]) -> None:
-    other = [f"{key} {facts.get(key)}, here {value}" for key, value in computing().items() if facts.get(key) != value]
-    warnings.warn(
-        f"node {host} differs from this machine ({'; '.join(other)}): its results may differ in their last bits",
-        stacklevel=4,
-    )

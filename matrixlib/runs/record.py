@@ -18,8 +18,7 @@ from matrixlib.files import write_json, write_text
 from matrixlib.hardware import machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs.data import RunData, RunError
-from matrixlib.runs.start import Start
-from matrixlib.tasks import changed, parse_config
+from matrixlib.tasks import changed, load_config, parse_config
 
 ORPHAN_SECONDS = 3.0  # ipykernel looks for its parent once a second
 MAY_CHANGE = (
@@ -44,6 +43,19 @@ SETTLED = ("train.steps", "train.micro_batch", "runtime.compile")
 """Those whose `auto` stands for what was settled as the run began."""
 
 
+def requested_config(
+    preset: str, device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = ""
+) -> Config:
+    """A preset with the parameters of a notebook over it; an explicit one beats the same key in `overrides`."""
+    given = ({"steps": steps} if steps else {}) | ({"init": init} if init else {})
+    arguments = {
+        **({"runtime": {"device": device}} if device != "auto" else {}),
+        **({"seed": seed} if seed != -1 else {}),
+        **({"train": given} if given else {}),
+    }
+    return load_config(preset, configuration.merge(overrides, arguments))
+
+
 def run_folder(
     preset: str,
     run: str,
@@ -51,16 +63,16 @@ def run_folder(
     kind: str = "train",
     parts: Parts = Parts(),  # noqa: B008 - frozen
 ) -> Path:
-    """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one."""
+    """Folder of the named run, of the newest incomplete one with the same configuration and parts, or of a new one.
+    Nothing is made."""
     root = files.reports_root()
     if run:
         if problem := files.name_problem(run):
             raise RunError(f"run name {run!r} {problem}")
         return root / run
-    request = configuration.dump(requested)
-    wanted, own = {"kind": kind, "preset": preset, "requested": request}.items(), parts.record()
+    wanted, own = {"kind": kind, "preset": preset, "requested": configuration.dump(requested)}, parts.record()
     for stored in whole_runs(root):
-        same = wanted <= stored.record.items() and own == stored.record.get("parts", {})
+        same = wanted.items() <= stored.record.items() and own == stored.record.get("parts", {})
         if same and not stored.complete and not locked(stored.path):
             return stored.path
     prefix = "" if kind == "train" else f"{kind}-"
@@ -100,25 +112,25 @@ def complete_run(name: str) -> Path:
 def stored_record(folder: Path) -> dict[str, Any]:
     """The run.json of a run that goes on; {} of one that begins. RunError where it is damaged, or gone from a run that
     has been trained: another configuration would go on from its checkpoints."""
-    if (folder / "run.json").exists():
-        try:
-            record = dict(read_run(folder).record)
-        except ValueError as error:
-            raise RunError(f"run '{folder.name}': {error}") from error
-        if lacking := {"runtime", "catalogue"} - record.keys():
+    if not (folder / "run.json").exists():
+        if (folder / "cycle.yaml").exists():
+            raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
+        if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
             raise RunError(
-                f"run '{folder.name}': its run.json has no {' and no '.join(sorted(lacking))}: bring it back from a "
-                "copy, or give another run name"
+                f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "
+                "another run name"
             )
-        return record
-    if (folder / "cycle.yaml").exists():
-        raise RunError(f"'{folder.name}' is the folder of a cycle: give the run another name")
-    if kept := [name for name in ("metrics.jsonl", "checkpoints", "summary.json") if (folder / name).exists()]:
+        return {}
+    try:
+        record = dict(read_run(folder).record)
+    except ValueError as error:
+        raise RunError(f"run '{folder.name}': {error}") from error
+    if lacking := {"runtime", "catalogue"} - record.keys():
         raise RunError(
-            f"run '{folder.name}' has no run.json, but {' and '.join(kept)}: bring it back from a copy, or give "
-            "another run name"
+            f"run '{folder.name}': its run.json has no {' and no '.join(sorted(lacking))}: bring it back from a "
+            "copy, or give another run name"
         )
-    return {}
+    return record
 
 
 def resume_record(
@@ -127,25 +139,13 @@ def resume_record(
     """The resolved configuration and the runtime of a run that goes on, with the permitted changes; anything else is
     refused by name. processes: that this one is to start.
     """
-    config = _resume_config(folder, requested, record, messages)
-    runtime = runtimes.reuse(record["runtime"], ranks=processes)
-    compiled, _ = runtimes.compile_mode(runtime.device, config.runtime.compile)
-    for name, value in (("micro_batch", config.train.micro_batch), ("compile", compiled)):
-        if value != getattr(runtime, name):
-            runtime = runtime.with_choice(name, value, "changed on resume")
-    return config, runtime
-
-
-def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], messages: list[str]) -> Config:
     data, file = read_run_config(folder)
-    stored = parse_config(data, file, requested.task)
+    data = configuration.dump(parse_config(data, file, requested.task))
     before = parse_config(record["requested"], f"{folder.name}/run.json", requested.task)
     changes = configuration.difference(requested, before)
-    fixed = [key for key in changes if not key.startswith(MAY_CHANGE)]
-    if fixed:
-        text = ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in fixed)
+    if fixed := [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if not key.startswith(MAY_CHANGE)]:
+        text = ", ".join(fixed)
         raise RunError(f"run '{folder.name}' was started with other values ({text}); give it another run name")
-    data = configuration.dump(stored)
     for key, (old, new) in changes.items():
         section, name = key.split(".")
         if key not in SETTLED or new != "auto":
@@ -155,58 +155,48 @@ def _resume_config(folder: Path, requested: Config, record: Mapping[str, Any], m
     if changes:  # the next one to resume compares with this request
         write_text(folder / "config.yaml", configuration.to_yaml(config))
         write_json(folder / "run.json", {**record, "requested": configuration.dump(requested)})
-    return config
+    runtime = runtimes.reuse(record["runtime"], ranks=processes)
+    compiled, _ = runtimes.compile_mode(runtime.device, config.runtime.compile)
+    for name, value in (("micro_batch", config.train.micro_batch), ("compile", compiled)):
+        if value != getattr(runtime, name):
+            runtime = runtime.with_choice(name, value, "changed on resume")
+    return config, runtime
 
 
 def runtime_config(config: Config, runtime: runtimes.Runtime) -> Config:
     """The configuration with every `auto` of runtime, data and micro-batch replaced by what was resolved."""
     resolved = {
-        "runtime": runtime_settings(runtime),
+        "runtime": {
+            "device": runtime.device,
+            "precision": runtime.dtype,
+            "threads": runtime.threads,
+            "channels_last": runtime.channels_last,
+            "compile": runtime.compile or False,
+        },
         "data": {"workers": runtime.workers, "prefetch": runtime.prefetch},
         "train": {"micro_batch": runtime.micro_batch},
     }
     return changed(config, resolved)
 
 
-def runtime_settings(runtime: runtimes.Runtime) -> dict[str, Any]:
-    """The section `runtime` of a configuration that asks for what was resolved."""
-    return {
-        "device": runtime.device,
-        "precision": runtime.dtype,
-        "threads": runtime.threads,
-        "channels_last": runtime.channels_last,
-        "compile": runtime.compile or False,
-    }
-
-
-def write_record(
-    folder: Path,
-    preset: str,
-    requested: Config,
-    data: RunData,
-    kind: str,
-    start: Start | None,
-) -> None:
+def write_record(folder: Path, preset: str, requested: Config, data: RunData, kind: str, init: dict[str, Any]) -> None:
     """Write down a run that begins: config.yaml, resolved; run.json, what was requested, on what, from what weights
-    and teacher.
+    (`init`) and teacher.
     """
     write_text(folder / "config.yaml", configuration.to_yaml(data.config))
-    write_json(
-        folder / "run.json",
-        {
-            "kind": kind,
-            "preset": preset,
-            "requested": configuration.dump(requested),
-            "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-            "commit": git_commit(),
-            "versions": machine.versions(),
-            "catalogue": data.catalogue.hash(),
-            "runtime": data.runtime.to_dict(),
-            **({"parts": data.parts.record()} if data.parts else {}),
-            **({"init": start.record()} if start is not None else {}),
-            **({"teacher": dict(data.teacher.record)} if data.teacher is not None else {}),
-        },
-    )
+    record = {
+        "kind": kind,
+        "preset": preset,
+        "requested": configuration.dump(requested),
+        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "commit": git_commit(),
+        "versions": machine.versions(),
+        "catalogue": data.catalogue.hash(),
+        "runtime": data.runtime.to_dict(),
+    }
+    teacher = dict(data.teacher.record) if data.teacher is not None else {}
+    sources = {"parts": data.parts.record(), "init": init, "teacher": teacher}
+    write_json(folder / "run.json", record | {name: value for name, value in sources.items() if value})
 
 
 @functools.cache
@@ -215,13 +205,9 @@ def git_commit() -> str:
     this process was first asked: it goes on with the code that it began with."""
     if files.CHECKOUT is None:
         return ""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
+    words = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        commit = git("rev-parse", "HEAD")
-        return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+        done = subprocess.run(["git", "-C", str(files.CHECKOUT), *words], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
+    return "" if done.returncode else done.stdout.strip()

@@ -29,8 +29,15 @@ from matrixlib.hardware import backend, machine
 from matrixlib.hardware import runtime as runtimes
 from matrixlib.runs import autotune, ending
 from matrixlib.runs.data import RunData, RunError, held_out_loader, shards_in_use
-from matrixlib.runs.record import complete_run, resume_record, run_folder, runtime_config, stored_record, write_record
-from matrixlib.runs.start import AbsentTeacher, Start, about_teacher, start_of, teacher_of
+from matrixlib.runs.record import (
+    complete_run,
+    requested_config,
+    resume_record,
+    run_folder,
+    runtime_config,
+    stored_record,
+    write_record,
+)
 from matrixlib.tasks import changed, get_task, load_config
 
 if TYPE_CHECKING:
@@ -39,15 +46,20 @@ if TYPE_CHECKING:
 
     from matrixlib.data.loader import Loader
     from matrixlib.engine.distributed import Ranks
-    from matrixlib.engine.task import Batch, Task
+    from matrixlib.engine.task import Batch
     from matrixlib.engine.trainer import Trainer
+    from matrixlib.runs.start import Start
     from matrixlib.runs.tensorboard import Events
-    from matrixlib.tasks.spec import Check, TaskSpec
+    from matrixlib.tasks.spec import Check
 
 
 @dataclass
 class Run:
-    """One run: made by `open_run`; `train` yields its updates, everything else looks at it."""
+    """One run: made by `open_run`; `train` yields its updates, everything else looks at it.
+
+    config, runtime: as resolved; steps: updates of the whole run. processes: above 1: ranks that train in processes of
+    their own, which this one starts and follows.
+    """
 
     folder: Path
     preset: str
@@ -57,36 +69,15 @@ class Run:
     lock: FileLock
     start: Start | None
     ranks: Ranks
-    processes: int = 1  # above 1: ranks that train in processes of their own, which this one starts and follows
+    processes: int = 1
     _trainer: Trainer | None = None
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def config(self) -> Config:
-        return self.data.config
-
-    @property
-    def runtime(self) -> runtimes.Runtime:
-        return self.data.runtime
-
-    @property
-    def spec(self) -> TaskSpec[Any]:
-        return self.data.spec
-
-    @property
-    def task(self) -> Task:
-        return self.data.task
-
-    @property
-    def catalogue(self) -> Catalogue:
-        return self.data.catalogue
-
-    @property
-    def messages(self) -> list[str]:
-        return self.data.messages
+    def __post_init__(self) -> None:
+        data = self.data
+        self.name, self.config, self.runtime, self.spec = self.folder.name, data.config, data.runtime, data.spec
+        self.task, self.catalogue, self.messages = data.task, data.catalogue, data.messages
+        assert isinstance(self.config.train.steps, int)
+        self.steps = self.config.train.steps
 
     @property
     def complete(self) -> bool:
@@ -94,22 +85,16 @@ class Run:
 
         After an early stop the trainer judges anew: patience or target loss may have been changed since.
         """
-        summary = read_json(self.folder / "summary.json")
+        summary = self.summary()
         if not summary.get("complete"):
             return False
         return summary.get("steps", 0) >= self.steps or bool(summary.get("stopped_early") and self.trainer.stop_reason)
 
     @property
-    def steps(self) -> int:
-        """Updates of the whole run."""
-        assert isinstance(self.config.train.steps, int)
-        return self.config.train.steps
-
-    @property
     def trainer(self) -> Trainer:
         """The engine's trainer, built at first use (it holds the model)."""
         if self._trainer is None:
-            from matrixlib.runs.training import build_trainer
+            from matrixlib.runs.start import build_trainer
 
             self._trainer = build_trainer(self.data, self.folder, self.ranks, self.start)
             self.start = None
@@ -183,18 +168,19 @@ class Run:
         with it. What the trainer warns about is shown once and kept in `messages`.
         """
         with files.writing(self.folder):
-            yield from self._train(trace, tensorboard)
+            if self.complete:
+                return
+            if not 0 <= trace < self.steps:
+                raise RunError(f"trace is {trace}: give an update before the last one, {self.steps}, or 0")
+            if problem := getattr(self.data.teacher, "problem", ""):  # before anything is written
+                raise RunError(problem)
+            if self.processes > 1:
+                yield from self._follow({"trace": trace, "tensorboard": tensorboard})
+            else:
+                yield from self._train(trace, tensorboard)
 
     def _train(self, trace: int, tensorboard: bool) -> Generator[Stats]:
         events: Events | None = None
-        if self.complete:
-            return
-        if not 0 <= trace < self.steps:
-            raise RunError(f"trace is {trace}: give an update before the last one, {self.steps}, or 0")
-        if isinstance(self.data.teacher, AbsentTeacher):  # before anything is written
-            raise RunError(self.data.teacher.problem)
-        if self.processes > 1:
-            return (yield from self._follow({"trace": trace, "tensorboard": tensorboard}))
         if self.ranks.first and _hold(self.lock, self.name) and self._trainer is not None and self._trainer.left_behind:
             self._forget()  # another process has gone on with the run meanwhile: so do we, from there
         try:
@@ -203,17 +189,13 @@ class Run:
                 self.trainer.peak = peak * self.trainer.ranks.size if peak else None
             for text in self.trainer.messages:
                 self._say(text)
-            events = self._events() if tensorboard and self.ranks.first else None
             # closed here and not where the last reference goes, from where an interrupt would reach nobody
             with contextlib.closing(self.trainer.train()) as updates:
                 for stats in timing.traced(updates, trace, self.folder / "trace.json"):
                     for text in stats.messages:
                         self._say(f"update {stats.step}: {text}")
-                    if events is not None and stats.action == "rollback":
-                        events.close()  # the metrics were cut back, so they are made anew
-                        events = self._events()
-                    elif events is not None:
-                        events.add(stats.row())
+                    if tensorboard and self.ranks.first:
+                        events = self._log_events(events, stats)
                     yield stats
             model = self.trainer.evaluation_model()
             if model is not None:
@@ -222,7 +204,7 @@ class Run:
             raise
         except BaseException as error:
             if self.ranks.first:
-                ending.end_early(self.folder, self.preset, self.runtime, error)
+                ending.end_early(self.folder, self.preset, self.data.runtime, error)
             raise
         finally:
             if events is not None:
@@ -245,12 +227,20 @@ class Run:
             self._trainer.metrics.close()
             self._trainer = None
 
-    def _events(self) -> Events:
+    def _log_events(self, events: Events | None, stats: Stats) -> Events:
+        """Add an update to the TensorBoard events; they are made anew at the first, and where the metrics were cut."""
         from matrixlib.runs.tensorboard import Events
 
-        curriculum = self.trainer.curriculum
-        phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
-        return Events(self.folder, self.history(), phases)
+        cut = stats.action == "rollback"
+        if events is None or cut:
+            if events is not None:
+                events.close()
+            curriculum = self.trainer.curriculum
+            phases = {phase.number: str(phase) for phase in curriculum.phases} if curriculum is not None else {}
+            events = Events(self.folder, [row for row in self.history() if row["step"] != stats.step or cut], phases)
+        if not cut:
+            events.add(stats.row())
+        return events
 
     def _say(self, text: str) -> None:
         self.messages.append(text)
@@ -328,7 +318,7 @@ def open_run(
     machine.set_waiting_policy()
     from matrixlib.engine import distributed
 
-    requested = load_config(preset, _arguments(device, seed, steps, overrides or {}, init))
+    requested = requested_config(preset, device, seed, steps, overrides or {}, init)
     if task and requested.task != task:
         raise RunError(f"preset '{preset}' is of the task {requested.task}, not {task}: give one with `task: {task}`")
     if ranks < 1:
@@ -406,31 +396,6 @@ def held_out_figures(net: Any, sample: int = 0) -> dict[str, Any]:
     return spec.evaluate(net, held_out_data(config), Catalogue(spec.folder(config)), sample)
 
 
-def name_run(
-    preset: str,
-    device: str = "auto",
-    seed: int = -1,
-    run: str = "",
-    steps: int = 0,
-    overrides: Mapping[str, Any] | None = None,
-) -> str:
-    """The name that `open_run` would use for these parameters, without starting anything."""
-    return run_folder(preset, run, load_config(preset, _arguments(device, seed, steps, overrides or {}))).name
-
-
-def _arguments(device: str, seed: int, steps: int, overrides: Mapping[str, Any], init: str = "") -> dict[str, Any]:
-    """Notebook parameters as overrides; an explicit parameter beats the same key in `overrides`."""
-    arguments: dict[str, Any] = {}
-    if device != "auto":
-        arguments["runtime"] = {"device": device}
-    if seed != -1:
-        arguments["seed"] = seed
-    given = ({"steps": steps} if steps else {}) | ({"init": init} if init else {})
-    if given:
-        arguments["train"] = given
-    return configuration.merge(overrides, arguments)
-
-
 def _open(
     folder: Path,
     preset: str,
@@ -442,6 +407,9 @@ def _open(
     parts: Parts,
 ) -> Run:
     """processes: that this one is to start; it opens the run as their first."""
+    from matrixlib.engine import compiler, distributed
+    from matrixlib.runs import start as starts
+
     spec = get_task(requested.task)
     catalogue = Catalogue(spec.folder(requested))
     record = stored_record(folder)
@@ -456,13 +424,11 @@ def _open(
         config = runtime_config(requested, runtime)
     size = max(ranks.size, processes)
     if config.runtime.shard and size > 1:
-        from matrixlib.engine import distributed
-
         distributed.check_shardable(config, runtime, size)
     runtime.apply()
     task = spec.with_parts(spec.task(config), parts)
-    start = start_of(folder, config, task, record)  # a name that is none is told before anything is tried
-    teacher = teacher_of(folder, spec, config, runtime, record)
+    start = starts.start_of(folder, config, task, record)  # a name that is none is told before anything is tried
+    teacher = starts.teacher_of(folder, spec, config, runtime, record)
     data = RunData(config, runtime, spec, task, catalogue, messages, teacher, RankSlice(ranks.rank, size), parts)
     if not record:
         data = autotune.settle(data, requested)
@@ -471,19 +437,17 @@ def _open(
     # A device that computes nonsense has been left by now: what is kept of a teacher is kept for good.
     data.put_beside(spec.sidecars(config, catalogue.folder, shards_in_use(spec, config, catalogue), data.teacher))
     if data.runtime.compile:
-        from matrixlib.engine import compiler
-
         messages.append(f"compiled code is kept in {compiler.keep_code()}, where the next run finds it")
     if config.train.steps == "auto":
         steps = autotune.fit_steps(data)
         data.config = changed(data.config, {"train": {"steps": steps}})
         messages.append(f"train.steps: auto -> {steps}, to fit {config.train.minutes:g} minutes")
     if start is not None:
-        messages += start.messages()
+        messages += start.messages
     if data.teacher is not None:
-        messages.append(about_teacher(data.teacher))
+        messages.append(starts.about_teacher(data.teacher))
     if not record:
-        write_record(folder, preset, requested, data, kind, start)
+        write_record(folder, preset, requested, data, kind, start.record if start is not None else {})
     if size > 1:
         sharded = ", and its part of the network" if config.runtime.shard else ""
         messages.append(f"trained by {size} ranks, each with its own rows of every batch{sharded}")

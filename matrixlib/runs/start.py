@@ -1,26 +1,35 @@
-"""What a run begins with: random weights, those of another network, or a complete checkpoint before any update."""
+"""What a run begins with: random weights or those of another network, its teacher, and the trainer of all that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from matrixlib import config as configuration
 from matrixlib.config import Config
 from matrixlib.data.shards import file_hash
+from matrixlib.engine import optim, storage
+from matrixlib.engine.checkpoint import Checkpoints
+from matrixlib.engine.context import Context
+from matrixlib.engine.distributed import Ranks, batch_norms
 from matrixlib.engine.folder import read_run_config
+from matrixlib.engine.inspection import TargetLog
+from matrixlib.engine.memory import fresh_model
+from matrixlib.engine.metrics import MetricsLog, NoLog, interval
+from matrixlib.engine.task import Batch, Task, Teacher
+from matrixlib.engine.trainer import Trainer
 from matrixlib.files import read_json
-from matrixlib.runs.data import RunError
+from matrixlib.runs.data import RunData, RunError
 from matrixlib.tasks import get_task, open_file, parse_config
 from matrixlib.tasks.spec import find_run, other_weights, pick_checkpoint, weights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from matrixlib.engine.task import Batch, Task, Teacher
-    from matrixlib.engine.trainer import Trainer
     from matrixlib.hardware.runtime import Runtime
     from matrixlib.tasks.spec import TaskSpec
 
@@ -29,47 +38,21 @@ LISTED = 8  # names in a message
 
 @dataclass(frozen=True)
 class Start:
-    """Weights that a run begins with, by the names of its model's state.
+    """Weights that a run begins with, by the names of its model's state. record: what run.json keeps: `source` as it
+    was asked for, `sha256` of the file, `new`: names that the source does not have, or in another shape, which stay
+    random, `left_out`: names of the source that have no place here. messages: what a person should know."""
 
-    source: as it was asked for. sha256: of the file that they are from. new: names that the source does not have, or in
-    another shape, which stay random. left_out: names of the source that have no place here. anew: names of either that
-    belong to a training, not to its network.
-    """
-
-    source: str
-    sha256: str
     tensors: Mapping[str, Tensor]
-    new: tuple[str, ...]
-    left_out: tuple[str, ...]
-    anew: tuple[str, ...]
-    differences: Mapping[str, tuple[Any, Any]]
-
-    def record(self) -> dict[str, Any]:
-        """What run.json keeps of it."""
-        return {"source": self.source, "sha256": self.sha256, "new": list(self.new), "left_out": list(self.left_out)}
-
-    def messages(self) -> list[str]:
-        """What a person should know."""
-        lines = [f"begins with the weights of {self.source} (SHA-256 {self.sha256[:12]})"]
-        lines += [f"new, so random: {_listed(self.new)}"] if self.new else []
-        lines += [f"left out of the source: {_listed(self.left_out)}"] if self.left_out else []
-        lines += (
-            [f"of the training, not of the network, so it counts for nothing: {_listed(self.anew)}"]
-            if self.anew
-            else []
-        )
-        changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in self.differences.items())
-        return lines + ([f"the source's network has other options: {changes}"] if changes else [])
+    record: dict[str, Any]
+    messages: list[str]
 
 
 def start_of(folder: Path, config: Config, task: Task, record: Mapping[str, Any]) -> Start | None:
     """The weights for a run without a checkpoint. RunError where they are other ones than when it began."""
-    from matrixlib.engine.checkpoint import Checkpoints
-
     if not config.train.init or Checkpoints(folder / "checkpoints", config.checkpoint.keep).steps():
         return None
     start = read_start(config, task)
-    _refuse_other(f"'{start.source}'", start.sha256, record.get("init", {}), folder.name)
+    _refuse_other(f"'{config.train.init}'", start.record["sha256"], record.get("init", {}), folder.name)
     return start
 
 
@@ -123,56 +106,37 @@ def read_start(config: Config, task: Task) -> Start:
     for itself alone, such as a temperature, is no part of the network: it begins anew and counts on neither side.
     ValueError names what does not fit.
     """
-    from matrixlib.engine.optim import own_to_training
-
     source = config.train.init
     tensors, options, sha256, aside = _weights(source, config)
     model = task.build_model()
-    own, anew = model.state_dict(), aside | own_to_training(model)
-    fits = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name in own and own[name].shape == tensor.shape and name not in anew
-    }
-    new = tuple(name for name in own if name not in fits and name not in anew)
-    left_out = tuple(name for name in tensors if name not in fits and name not in anew)
-    differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
-    start = Start(
-        source,
-        sha256,
-        {name: fits.get(name, tensor) for name, tensor in own.items()},
-        new,
-        left_out,
-        tuple(sorted(anew)),
-        {f"model.{key}": values for key, values in differences.items()},
-    )
+    own, anew = model.state_dict(), aside | optim.own_to_training(model)
+    fits = {name for name in own.keys() & tensors.keys() if own[name].shape == tensors[name].shape} - anew
+    new, left_out = ([name for name in names if name not in fits | anew] for names in (own, tensors))
     if not fits:
         raise RunError(f"train.init: nothing of '{source}' fits this network")
+    lists = {
+        "new, so random": new,
+        "left out of the source": left_out,
+        "of the training, not of the network, so it counts for nothing": sorted(anew),
+    }
+    problems = [f"{what}: {_listed(names)}" for what, names in lists.items() if names]
+    differences = configuration.difference(config.model, options) if type(options) is type(config.model) else {}
+    if changes := ", ".join(f"model.{key} {old} -> {other}" for key, (old, other) in differences.items()):
+        problems.append(f"the source's network has other options: {changes}")
     if not config.train.init_partial and (new or left_out):
-        problems = "; ".join(start.messages()[1:])
         raise RunError(
-            f"train.init: '{source}' is not of this network. {problems}. Give the options of its network, or take what "
-            "fits with train.init_partial: true"
+            f"train.init: '{source}' is not of this network. {'; '.join(problems)}. Give the options of its network, "
+            "or take what fits with train.init_partial: true"
         )
-    return start
-
-
-def write_base(trainer: Trainer, name: str) -> Path:
-    """Write the complete checkpoint of a network before any update, for others to begin with; its folder.
-
-    It goes the way of every checkpoint. RunError where the run, of this name, has been trained.
-    """
-    if trainer.step:
-        raise RunError(f"run '{name}' has made {trainer.step} updates: give a new run name")
-    path = trainer.save()
-    trainer.checkpoints.join()
-    return path
+    return Start(
+        {name: tensors[name] if name in fits else tensor for name, tensor in own.items()},
+        {"source": source, "sha256": sha256, "new": new, "left_out": left_out},
+        [f"begins with the weights of {source} (SHA-256 {sha256[:12]})", *problems],
+    )
 
 
 def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, str, set[str]]:
     """(tensors, options of the network, SHA-256 of the tensors' file, names of those that are not of the network)."""
-    from matrixlib.engine.optim import own_to_training
-
     folder, named = find_run(source)
     if folder.is_file():
         net = open_file(folder, "cpu", False, config.task)
@@ -183,9 +147,57 @@ def _weights(source: str, config: Config) -> tuple[Mapping[str, Tensor], Any, st
         raise RunError(f"train.init: '{source}' is of the task {given.task}, not {config.task}")
     model = get_task(given.task).task(given).build_model()
     tensors, sha256 = weights(pick_checkpoint(folder, given, named, model))
-    return tensors, given.model, sha256, own_to_training(model)
+    return tensors, given.model, sha256, optim.own_to_training(model)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"{len(names)} ({', '.join(names[:LISTED])}{more})"
+
+
+def build_trainer(data: RunData, folder: Path, ranks: Ranks, start: Start | None) -> Trainer:
+    """The engine's trainer with a run's data, folder and ranks, where its newest checkpoint left it; start: weights to
+    begin with, where there is none yet."""
+    data.try_workers()
+    config, teacher, steps = data.config, data.teacher, data.config.train.steps
+    assert isinstance(steps, int)
+    log = folder / "metrics.jsonl"
+    model, kept = fresh_model(data.task), config.checkpoint
+    targets = TargetLog(folder / "targets.jsonl", partial(data.spec.ssl_targets, data.task))
+    recorded = {"teacher": dict(teacher.record)} if teacher is not None else {}
+    context = Context(
+        task=data.task,
+        model=model,
+        runtime=data.runtime,
+        config=config,
+        data=data,
+        folder=folder,
+        checkpoints=Checkpoints(
+            folder / "checkpoints",
+            kept.keep,
+            kept.compress,
+            best=kept.keep_best,
+            every=kept.keep_every,
+            largest=storage.largest_group(model),
+        ),
+        metrics=MetricsLog(log, interval(steps)) if ranks.first else NoLog(log),
+        steps=steps,
+        state_extra={"config": configuration.dump(config), "catalogue": data.catalogue.hash(), **recorded},
+        curriculum=data.spec.curriculum(config),
+        teacher=teacher,
+        hooks=[(targets, config.train.targets_interval)] if ranks.first else [],
+        parts=data.parts,
+        ranks=ranks,
+    )
+    trainer = Trainer(context)
+    if ranks.size > 1 and batch_norms(trainer.model):
+        trainer.messages.append("batch normalisation: each rank uses its own rows, and the averages kept are rank 0's")
+    if not trainer.resume() and config.train.init:
+        given = start.tensors if start is not None and ranks.first and not trainer.checkpoints.steps() else {}
+        if ranks.same(bool(given)):
+            own = optim.named_tensors(trainer.model).items()
+            tensors = {name: given.get(name, torch.empty(value.shape)).to(value.dtype) for name, value in own}
+            ranks.broadcast(tensors.values())
+            trainer.start_from(tensors)
+            trainer.save()  # so that a resumed run needs the source no more
+    return trainer
