@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import toy_spec
+from matrixlib.runs.training import begin
 from torch import Tensor, nn
 from toy_task import FEATURES, ToyData, ToyNet, ToySource, ToyTask, toy_held_out, toy_runtime
 
@@ -36,7 +37,6 @@ from matrixlib.engine.signals import Terminated
 from matrixlib.engine.task import Batch, Teacher
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.start import Start
-from matrixlib.runs.training import begin
 from matrixlib.tasks import load_config
 
 STEPS, ROWS = 10, 23  # so that ranks have different numbers of rows

@@ -16,6 +16,7 @@ from typing import Any
 import rank_runs
 import torch
 import torch.distributed as dist
+from matrixlib.runs.training import begin
 from rank_runs import BranchNet, ShortTask, build, distance, lost, poison, ruin, run, told
 from torch import Tensor, nn
 from toy_task import ToyTask, toy_batch, toy_runtime
@@ -25,7 +26,6 @@ from matrixlib.engine.distributed import SHARDED_OPTIMISERS, Ranks, ShardedReduc
 from matrixlib.engine.task import Batch, slice_batch
 from matrixlib.engine.trainer import Trainer
 from matrixlib.runs.start import Start
-from matrixlib.runs.training import begin
 from matrixlib.tasks import load_config
 from matrixlib.tasks.chess.config import ModelConfig
 from matrixlib.tasks.chess.model import PolicyValueNet

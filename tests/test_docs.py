@@ -25,7 +25,7 @@ from papermill.cli import papermill
 from matrixlib import config, files
 from matrixlib.bench import __main__ as bench
 from matrixlib.runs import launch
-from matrixlib.runs.cycle_config import CycleConfig, load_cycle
+from matrixlib.runs.cycle_games import CycleConfig, load_cycle
 from matrixlib.runs.sweep import SweepConfig, load_sweep
 from matrixlib.tasks import TASKS, get_task, load_config
 from matrixlib.tasks.chess.uci import engine as uci

@@ -1,6 +1,5 @@
-"""The way in from the shell: its progress and its exit code; test_wheel.py trains with it to the end."""
+"""The way in from the shell: what it shows and its exit code; test_wheel.py trains with it to the end."""
 
-import io
 import json
 import os
 import signal
@@ -15,54 +14,12 @@ from typing import Any
 import papermill
 import psutil
 import pytest
-from tqdm import tqdm
 
-from matrixlib import progress
 from matrixlib.engine import metrics
 from matrixlib.runs import launch
 from matrixlib.runs import run as runs
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def write_rows(folder: Path, *steps: int, torn: str = "") -> None:
-    rows = [json.dumps({"step": step, "loss": 3.25, "throughput": 1700.0}) for step in steps]
-    (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows) + torn)
-
-
-def test_the_bar_follows_the_metrics_and_counts_from_where_a_run_resumed(tmp_path: Path) -> None:
-    bar = tqdm(file=io.StringIO())
-    launch.show_progress(bar, tmp_path)
-    assert bar.total is None
-    (tmp_path / "config.yaml").write_text("train: {steps: 50}\n")
-    write_rows(tmp_path, 1, 2, 20)
-    launch.show_progress(bar, tmp_path)
-    assert (bar.total, bar.n, bar.initial) == (50, 20, 20)
-    write_rows(tmp_path, 1, 2, 20, 21, torn='{"step": 2')
-    launch.show_progress(bar, tmp_path)
-    assert bar.n == 21
-
-
-def test_into_a_file_the_progress_is_lines_and_says_when_a_run_is_stalled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text("train: {steps: 50}\n")
-    write_rows(tmp_path, 1, 2, 20)
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    with progress.text_bar(unit="update", desc="starting") as bar:
-        launch.show_progress(bar, tmp_path)
-        old = "2026-01-01T00:00:00Z"
-        (tmp_path / "heartbeat.json").write_text(json.dumps({"time": old, "host": "another", "step": 20}))
-        launch.show_progress(bar, tmp_path)
-        (tmp_path / "heartbeat.json").unlink()
-        write_rows(tmp_path, 30)
-        launch.show_progress(bar, tmp_path)
-    text = capsys.readouterr().err
-    lines = text.splitlines()
-    assert "\r" not in text
-    assert "training: 20/50" in text
-    assert "stalled for" in lines[-2]
-    assert "30/50" in lines[-1]
 
 
 def test_an_unknown_preset_is_one_line_and_exit_code_2(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,11 +117,14 @@ def test_what_a_signal_ends_says_how_and_loses_no_update(
         assert again.trainer.step == rows >= 13, "it goes on where it was"
 
 
-def test_where_no_signal_reaches_the_kernel_the_launcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_signal_reaches_the_kernel_the_launcher_ends(
+    reports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(launch.sys, "platform", "win32")
     monkeypatch.setattr(launch.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["the kernel"]))
-    with pytest.raises(KeyboardInterrupt):
-        launch.forward_signal(signal.SIGINT)
+    monkeypatch.setattr(papermill, "execute_notebook", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert launch.main(["--preset", "demo", "--run", "mine"]) == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
 
 
 def test_sigterm_while_the_kernel_starts_ends_in_one_line(reports: Path) -> None:

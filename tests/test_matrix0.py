@@ -114,8 +114,8 @@ def test_a_better_policy_on_its_trunk_begins_with_its_checkpoints(shared: Path) 
         "matrix0_attention_policy", {"model": shape, "train": {"init": str(checkpoint), "init_partial": True}}
     )
     start = read_start(config, get_task("chess").task(config))
-    assert start.new
-    assert {name.split(".")[0] for name in (*start.new, *start.left_out)} == {"policy_head"}
+    assert start.record["new"]
+    assert {name.split(".")[0] for name in (*start.record["new"], *start.record["left_out"])} == {"policy_head"}
 
 
 def test_474_keys_of_the_53m_network() -> None:

@@ -15,7 +15,7 @@ from matrixlib.data.catalogue import Catalogue
 from matrixlib.files import PACKAGE
 from matrixlib.runs import run as runs
 from matrixlib.runs.cycle import open_cycle
-from matrixlib.runs.cycle_config import CycleConfig
+from matrixlib.runs.cycle_games import CycleConfig
 from matrixlib.tasks.chess.sample_set import unpack_sample
 from matrixlib.tasks.chess.spec import TASK as CHESS_TASK
 from matrixlib.tasks.latin.spec import TASK as LATIN_TASK

@@ -19,8 +19,8 @@ from ray_cluster import hold, node_options, ray_cluster, square
 
 from matrixlib.data.catalogue import Catalogue
 from matrixlib.files import utc_now
-from matrixlib.runs import cycle, cycle_games
-from matrixlib.runs.cycle_games import Games, Generation, read_generations
+from matrixlib.runs import cycle
+from matrixlib.runs.cycle_games import Generation, read_generations
 from matrixlib.runs.fleet import FleetError, _slots, compute
 
 NODES = 2
@@ -98,16 +98,17 @@ def contents(root: Path) -> dict[str, bytes]:
 def test_a_cycle_is_byte_for_byte_that_of_one_machine_though_a_node_is_killed(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep, begun = cycle_games.keep, utc_now()
+    write, begun = Generation.write, utc_now()
     left: list[int] = []
 
-    def watched(catalogue: Catalogue, games: Games) -> None:
-        keep(catalogue, games)
-        left.append(len(cluster.worker_nodes))
-        if "ray" in str(catalogue.folder) and len(left) == 1:
-            cluster.remove_node(max(cluster.worker_nodes, key=raylet), allow_graceful=False)
+    def watched(generation: Generation, folder: Path, **changes: Any) -> Generation:
+        if "chunks" in changes:
+            left.append(len(cluster.worker_nodes))
+            if "ray" in str(folder) and len(left) == 1:
+                cluster.remove_node(max(cluster.worker_nodes, key=raylet), allow_graceful=False)
+        return write(generation, folder, **changes)
 
-    monkeypatch.setattr(cycle_games, "keep", watched)
+    monkeypatch.setattr(Generation, "write", watched)
     for kind in ("ray", "local"):
         root = tmp_path / kind
         monkeypatch.setenv("MATRIXLIB_REPORTS", str(root))
@@ -169,9 +170,8 @@ def test_without_a_cluster_it_says_how_to_begin_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_threads_of_a_part_leave_room_for_all_workers() -> None:
-    nodes = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 5.0}]
-    assert _slots(nodes, 0, gpu=False) == (13, 1)
-    assert _slots(nodes, 4, gpu=False) == (4, 2)
-    assert _slots(nodes, 3, gpu=False) == (3, 4)
-    assert _slots(nodes, 4, gpu=True) == (1, 1)
+    assert _slots([8, 5], 0, gpu=False) == (13, 1)
+    assert _slots([8, 5], 4, gpu=False) == (4, 2)
+    assert _slots([8, 8], 3, gpu=False) == (3, 4)
+    assert _slots([1], 4, gpu=True) == (1, 1)
     assert _slots([], 4, gpu=False) == (0, 1)

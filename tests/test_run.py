@@ -443,7 +443,7 @@ def test_a_minute_of_the_quick_preset_beats_best_capture(reports: Path) -> None:
 
 
 def test_finding_a_name_starts_nothing(reports: Path) -> None:
-    name = runs.name_run("demo")
+    name = runs.run_folder("demo", "", load_config("demo")).name
     assert name.startswith("demo-")
     assert not (reports / name).exists()
 

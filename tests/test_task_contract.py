@@ -17,7 +17,7 @@ from matrixlib.engine.task import Batch, Task, active_terms, rows, slice_batch
 from matrixlib.engine.validation import evaluating
 from matrixlib.play.game import uniform
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.runs.cycle_config import load_cycle
+from matrixlib.runs.cycle_games import load_cycle
 from matrixlib.tasks import load_config as load
 from matrixlib.tasks.latin import pool, squares
 from matrixlib.tasks.latin.config import LatinConfig

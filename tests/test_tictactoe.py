@@ -22,7 +22,7 @@ from matrixlib.play.game import GameRecord, uniform
 from matrixlib.play.match import play_pairs, random_player, search_player
 from matrixlib.play.search import SearchOptions
 from matrixlib.play.selfplay import SelfPlayOptions, play_games
-from matrixlib.runs.cycle_config import load_cycle
+from matrixlib.runs.cycle_games import load_cycle
 from matrixlib.tasks.tictactoe.game import LAYOUT, LINES, UNKNOWN, TicTacToe, best_moves, perfect_player, solve
 from matrixlib.tasks.tictactoe.spec import SYMMETRIES, TicTacToeTask
 from matrixlib.tasks.tictactoe.spec import TASK as SPEC
